@@ -1,0 +1,123 @@
+"""Settings: flags over CONSERVE_* variables over conserve.toml (project, then user) over defaults."""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from conserve.errors import SettingsError
+
+DEMO_MODEL = "smollm2-demo"
+PROJECT_FILE = "conserve.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What every command may need to know; field `x_y` is the variable CONSERVE_X_Y and the TOML key x_y."""
+
+    home: Path
+    """Folder of the store: its database, job folders and result shards."""
+    store: str | None = None
+    """Database URL of the store; an SQLite file in `home` unless set."""
+    model: str = DEMO_MODEL
+    """Model of the embedded engine: local path, hub id, or smollm2-demo."""
+    endpoint: str | None = None
+    """OpenAI-compatible server to use instead of the embedded engine."""
+    api_key: str | None = None
+    """Bearer token for `endpoint`."""
+    engine_args: str = ""
+    """Flags for vLLM, as on its command line; what `conserve run -- FLAGS` gives comes after them."""
+    lease_s: float = 60.0
+    """Seconds after which rows of a `run` that fell silent go to another one."""
+    max_attempts: int = 5
+    """Attempts that may end in an error before a row fails."""
+
+    def __post_init__(self) -> None:
+        if self.lease_s < 1:
+            raise SettingsError(f"lease_s must be at least 1 second, not {self.lease_s:g}")
+        if self.max_attempts < 1:
+            raise SettingsError(f"max_attempts must be at least 1, not {self.max_attempts}")
+
+    @property
+    def store_url(self) -> str:
+        """The database URL, given or derived from `home`."""
+        return self.store or f"sqlite:///{self.home / 'conserve.db'}"
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Settings:
+    """Merge all sources; `flags` that are None do not count."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for path in reversed(settings_files(environ, cwd or Path.cwd())):
+        values |= read_toml(path)
+    values |= {name: environ[var] for name, var in variables().items() if environ.get(var)}
+    values |= {name: value for name, value in (flags or {}).items() if value is not None}
+    if "home" not in values:
+        values["home"] = default_home()
+    return Settings(**{name: convert(name, value) for name, value in values.items()})
+
+
+def variables() -> dict[str, str]:
+    """Setting name -> environment variable."""
+    return {field.name: f"CONSERVE_{field.name.upper()}" for field in fields(Settings)}
+
+
+def settings_files(environ: Mapping[str, str], cwd: Path) -> list[Path]:
+    """The conserve.toml files that exist, the strongest first: nearest project folder, then the user's."""
+    project = next((p for folder in (cwd, *cwd.parents) if (p := folder / PROJECT_FILE).is_file()), None)
+    user = user_file(environ)
+    return [path for path in (project, user) if path is not None and path.is_file()]
+
+
+def user_file(environ: Mapping[str, str]) -> Path:
+    """Where the user's own conserve.toml would be."""
+    base = environ.get("XDG_CONFIG_HOME")
+    if base:
+        return Path(base) / "conserve" / PROJECT_FILE
+    from platformdirs import user_config_path
+
+    return user_config_path("conserve") / PROJECT_FILE
+
+
+def default_home() -> Path:
+    """The platform's folder for a user's application data."""
+    from platformdirs import user_data_path
+
+    return user_data_path("conserve")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in one file; unknown keys are an error, since a typing mistake must not go unseen."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"cannot read {path}: {error}") from error
+    known = variables()
+    for name in values:
+        if name not in known:
+            raise SettingsError(f"{path} sets {name!r}, which is no setting; there are {', '.join(known)}")
+    if "home" in values:
+        values["home"] = path.parent / Path(str(values["home"])).expanduser()
+    return values
+
+
+def convert(name: str, value: Any) -> Any:
+    """`value`, which may be text from a variable, in the type of the setting."""
+    kind = Settings.__annotations__[name]
+    wanted = next((t for t in get_args(kind) if t is not type(None)), kind)
+    try:
+        if wanted is Path:
+            return Path(value).expanduser().absolute()
+        if wanted in (int, float) and not isinstance(value, bool):
+            return wanted(value)
+        if isinstance(value, wanted):
+            return value
+    except (TypeError, ValueError):
+        pass
+    raise SettingsError(f"{name} must be {wanted.__name__}, not {value!r}")

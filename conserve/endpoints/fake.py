@@ -1,0 +1,157 @@
+"""An endpoint in memory with scripted latencies and failures, for tests and dry runs.
+
+`conserve run --endpoint "fake:?token_ms=1"` drains a queue without a model. The answer to a request
+depends on nothing but the request, so that two runs of a job must agree to the byte.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from conserve.endpoints.protocol import Call, Choice, Completion, OnTokens
+from conserve.errors import (
+    EndpointBusy,
+    EndpointError,
+    EndpointFault,
+    EndpointUnavailable,
+    EngineDied,
+    RequestRejected,
+    SettingsError,
+)
+
+WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """How the fake behaves. A request whose text contains a trigger word misbehaves, every time."""
+
+    request_ms: float = 0.0  # before the first token
+    token_ms: float = 0.0  # between tokens
+    tokens: int = 8  # per answer, unless the request says max_tokens
+    capacity: int = 1024
+    identity: str = "fake"
+    reject: str = "REJECT"  # -> RequestRejected
+    fault: str = "FAULT"  # -> EndpointFault
+    busy: str = "BUSY"  # -> EndpointBusy, the first time only
+    unavailable: str = "UNAVAILABLE"  # -> EndpointUnavailable, the first time only
+    kill: str = "KILL"  # -> EngineDied for everything in flight
+
+    @classmethod
+    def from_url(cls, url: str) -> "Script":
+        """Parse ``fake:?token_ms=1&tokens=20``."""
+        kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in parse_qsl(urlsplit(url).query, keep_blank_values=True):
+            if name not in kinds:
+                raise SettingsError(f"the fake endpoint has no {name!r}; there are: {', '.join(kinds)}")
+            try:
+                values[name] = kinds[name](value)
+            except ValueError as error:
+                raise SettingsError(f"{name} of the fake endpoint is a number, not {value!r}") from error
+        return cls(**values)
+
+
+class FakeEndpoint:
+    """Implements `Endpoint`. `calls` counts the calls by key, `continued` keeps the resumed token counts."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.script = script or Script()
+        self.continued: list[int] = []
+        self.calls = 0
+        self.deaths = 0
+        self._excused: set[str] = set()
+        self._in_flight: set[asyncio.Future[None]] = set()
+
+    @property
+    def identity(self) -> str:
+        return self.script.identity
+
+    @property
+    def capacity(self) -> int:
+        return self.script.capacity
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        self.calls += 1
+        text = request_text(call.body)
+        self._misbehave(text)
+        token_ids = answer_tokens(text, int(call.body.get("max_tokens", self.script.tokens)))
+        if call.resume_from:
+            assert list(call.resume_from) == token_ids[: len(call.resume_from)], "tokens of another request"
+            self.continued.append(len(call.resume_from))
+        if self.script.request_ms or self.script.token_ms or self.script.kill in text:
+            await self._generate(text, token_ids, len(call.resume_from), on_tokens)
+        return Completion(
+            choices=(Choice(text=" ".join(WORDS[t] for t in token_ids), finish_reason="stop"),),
+            prompt_tokens=len(text.split()),
+            completion_tokens=len(token_ids),
+            cached_tokens=0,
+            model="fake",
+        )
+
+    def _misbehave(self, text: str) -> None:
+        """Raise what a trigger word in the request asks for."""
+        script = self.script
+        if script.reject in text:
+            raise RequestRejected("scripted rejection")
+        if script.fault in text:
+            raise EndpointFault("scripted fault")
+        once: list[tuple[str, EndpointError]] = [
+            (script.busy, EndpointBusy("scripted: busy", retry_after_s=0.05)),
+            (script.unavailable, EndpointUnavailable("scripted: unavailable")),
+        ]
+        for word, error in once:
+            if word in text and text not in self._excused:
+                self._excused.add(text)
+                raise error
+
+    async def _generate(
+        self, text: str, token_ids: Sequence[int], already: int, on_tokens: OnTokens | None
+    ) -> None:
+        """Take the scripted time; die, with everybody else in flight, if the request says so."""
+        died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._in_flight.add(died)
+        try:
+            await self._pause(self.script.request_ms, died)
+            if self.script.kill in text:
+                self._die()
+            for count in range(already + 1, len(token_ids) + 1):
+                await self._pause(self.script.token_ms, died)
+                if on_tokens is not None:
+                    on_tokens(token_ids[:count])
+        finally:
+            self._in_flight.discard(died)
+
+    async def _pause(self, ms: float, died: asyncio.Future[None]) -> None:
+        if ms:
+            await asyncio.wait({died}, timeout=ms / 1e3)
+        if died.done():
+            raise EngineDied("scripted: the engine died")
+
+    def _die(self) -> None:
+        self.deaths += 1
+        for future in self._in_flight:
+            if not future.done():
+                future.set_result(None)
+        raise EngineDied("scripted: the engine died")
+
+
+def request_text(body: Mapping[str, Any]) -> str:
+    """The part of a request that the answer depends on."""
+    return str(body["prompt"]) if "prompt" in body else json.dumps(body["messages"], sort_keys=True)
+
+
+def answer_tokens(text: str, count: int) -> list[int]:
+    """`count` token ids that only this text has."""
+    digest = hashlib.shake_128(text.encode()).digest(count)
+    return [byte % len(WORDS) for byte in digest]

@@ -1,0 +1,132 @@
+"""Everything ConServe raises on purpose.
+
+ConserveError                  one sentence for the user, with the next command; exit 1 unless said otherwise
+├── UsageError                 the user can fix it by asking differently; exit 2
+│   ├── InputError             an input file that cannot become a job (truncated, wrong type, no rows)
+│   ├── TemplateError          a prompt template that cannot be compiled or names what is not there
+│   ├── SettingsError          a flag, variable or conserve.toml entry that makes no sense
+│   ├── JobNotFound            no such job; names the nearest
+│   └── QueryError             SQL that is wrong, or that asks for what the sandbox does not give
+├── JobRefused                 the job cannot be run or changed as things stand (its input file changed, say)
+├── StoreError                 the store cannot be read or written
+│   ├── StoreTooNew            made by a newer version
+│   ├── StoreReadOnly          no permission to write
+│   └── StoreFull              no space left
+├── LeaseLost                  a late writer: its lease expired and the rows belong to somebody else now
+└── EndpointError              what an endpoint can answer instead of a completion
+    ├── EndpointUnusable       it cannot serve at all (no engine installed, no such model); stops the run
+    ├── RequestRejected        this request can never succeed; the row fails with `kind`
+    └── RetryableError         the same request may succeed later
+        ├── EndpointBusy       asked to slow down (429, 503), perhaps until `retry_after_s`
+        ├── EndpointUnavailable  no usable answer (connection, timeout, 5xx, garbage)
+        └── EngineDied         the engine stopped while this request was in it; the request is a suspect
+"""
+
+
+class ConserveError(Exception):
+    """One sentence for the user, naming the cause and the next command."""
+
+    exit_code = 1
+
+
+class UsageError(ConserveError):
+    """The user can fix it by asking differently."""
+
+    exit_code = 2
+
+
+class InputError(UsageError):
+    """An input file that cannot become a job."""
+
+
+class TemplateError(UsageError):
+    """A prompt template that cannot be compiled, or that names what is not there."""
+
+
+class SettingsError(UsageError):
+    """A flag, a variable or an entry of conserve.toml that makes no sense."""
+
+
+class JobNotFound(UsageError):
+    """No job goes by that id."""
+
+
+class QueryError(UsageError):
+    """SQL that is wrong, or that asks for what the sandbox does not give."""
+
+
+class JobRefused(ConserveError):
+    """The job cannot be run or changed as things stand."""
+
+
+class StoreError(ConserveError):
+    """The store cannot be read or written."""
+
+
+class StoreTooNew(StoreError):
+    """The store was made by a newer version of ConServe."""
+
+
+class StoreReadOnly(StoreError):
+    """The store may not be written."""
+
+
+class StoreFull(StoreError):
+    """The disk under the store is full."""
+
+
+class LeaseLost(ConserveError):
+    """The lease has expired and its rows belong to somebody else now; what was computed is discarded."""
+
+
+class EndpointError(ConserveError):
+    """What an endpoint can answer instead of a completion."""
+
+
+class EndpointUnusable(EndpointError):
+    """The endpoint cannot serve at all; the run stops and no row is blamed."""
+
+
+class RequestRejected(EndpointError):
+    """This request can never succeed, however often it is sent.
+
+    `kind` is a short stable word for the result row: ``too_long``, ``invalid_request``, ``template``.
+    """
+
+    def __init__(self, message: str, *, kind: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class RetryableError(EndpointError):
+    """The same request may succeed later."""
+
+    kind = "retryable"
+
+
+class EndpointBusy(RetryableError):
+    """The endpoint asked to slow down, perhaps for `retry_after_s` seconds."""
+
+    kind = "busy"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EndpointUnavailable(RetryableError):
+    """The endpoint cannot be reached; that says nothing about the row."""
+
+    kind = "unavailable"
+
+
+class EndpointFault(RetryableError):
+    """The endpoint was reached and gave no usable answer: a 500, garbage, or nothing in time."""
+
+    kind = "endpoint_fault"
+
+
+class EngineDied(RetryableError):
+    """The engine stopped while this request was in it, perhaps because of it."""
+
+    kind = "engine_died"

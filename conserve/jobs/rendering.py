@@ -1,0 +1,120 @@
+"""From an input row to the payload of its request: a template, a messages column, or a line as it is."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from jinja2 import StrictUndefined, TemplateSyntaxError, meta
+from jinja2 import TemplateError as JinjaError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from conserve.endpoints.protocol import Url
+from conserve.errors import TemplateError
+from conserve.jobs.task import Kind, Task
+
+Row = Mapping[str, Any]
+
+
+class Rendered(NamedTuple):
+    """A row's payload, or why it has none; `url` only where the row names its own route."""
+
+    payload: str | None = None
+    error_type: str | None = None
+    error: str | None = None
+    url: str | None = None
+
+
+Renderer = Callable[[Row], Rendered]
+
+
+class _PrintedNull(JinjaError):
+    """The template printed a null, which would read "None" to the model."""
+
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise _PrintedNull("the template prints a null; write {{ column or '' }} if that is meant")
+    return value
+
+
+ENVIRONMENT = ImmutableSandboxedEnvironment(
+    undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True, finalize=_not_null
+)
+
+
+def template_names(template: str) -> set[str]:
+    """The names a template expects from outside."""
+    try:
+        return meta.find_undeclared_variables(ENVIRONMENT.parse(template)) - ENVIRONMENT.globals.keys()
+    except TemplateSyntaxError as error:
+        raise TemplateError(f"the prompt template has a mistake in line {error.lineno}: {error.message}") from error
+
+
+def renderer(task: Task) -> Renderer:
+    """How this task renders a row."""
+    if task.kind is Kind.PROMPT:
+        assert task.template is not None
+        return template_renderer(task.template)
+    if task.kind is Kind.MESSAGES:
+        assert task.column is not None
+        return messages_renderer(task.column)
+    return render_openai_line
+
+
+def template_renderer(template: str) -> Renderer:
+    """Render rows through a Jinja template in the sandbox; a row that cannot be rendered is poison."""
+    compiled = ENVIRONMENT.from_string(template)
+    names = sorted(template_names(template))
+
+    def render(row: Row) -> Rendered:
+        try:
+            return Rendered(compiled.render({name: row[name] for name in names}))
+        except SecurityError as error:
+            raise TemplateError(
+                f"the prompt template tries to leave Jinja's sandbox ({error}); use the row's columns only"
+            ) from error
+        except Exception as error:  # whatever a template's expression can raise is the row's error
+            return Rendered(error_type="template", error=f"{type(error).__name__}: {error}")
+
+    return render
+
+
+def messages_renderer(column: str) -> Renderer:
+    """Take a chat from a column: a non-empty list of objects with a role and a content."""
+
+    def render(row: Row) -> Rendered:
+        messages = row[column]
+        if fault := messages_fault(messages):
+            return Rendered(error_type="invalid_messages", error=f"{column}: {fault}")
+        return Rendered(msgspec.json.encode([without_nulls(m) for m in messages]).decode())
+
+    return render
+
+
+def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without the fields that Parquet fills with nulls."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def messages_fault(messages: object) -> str | None:
+    """What is wrong with a row's messages, if anything."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        return "not a list of messages with at least one in it"
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            return f"message {number} is no object"
+        if not isinstance(message.get("role"), str):
+            return f"message {number} has no role"
+        if message.get("content") is None:
+            return f"message {number} has no content"
+    return None
+
+
+def render_openai_line(row: Row) -> Rendered:
+    """An OpenAI Batch line: its body as it is, without what a batch decides itself."""
+    url = row["url"]
+    if url not in tuple(Url):
+        return Rendered(error_type="unsupported_url", error=f"{url} is not one of {', '.join(Url)}")
+    body = {key: value for key, value in row["body"].items() if key not in ("stream", "stream_options")}
+    return Rendered(msgspec.json.encode(body).decode(), url=url)

@@ -1,0 +1,60 @@
+"""What to do with a row whose attempt ended in an error: a decision, as data."""
+
+from dataclasses import dataclass
+
+from conserve.errors import (
+    EndpointBusy,
+    EndpointError,
+    EndpointUnavailable,
+    EngineDied,
+    RequestRejected,
+    RetryableError,
+)
+
+FIRST_BACKOFF_S = 1.0
+LONGEST_BACKOFF_S = 60.0
+SUSPECT_FAILURES = 2  # engines that may die with a row alone in flight before the row is to blame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryDecision:
+    """Either the row fails (`error_type` is set), or it waits `after_s` and is tried again."""
+
+    error_type: str | None = None
+    after_s: float = 0.0
+    counts: bool = False  # as a failure of the row
+    suspect: bool = False  # next time it runs alone
+    hold_s: float = 0.0  # how long nothing should be sent to the endpoint at all
+
+
+def decide(error: EndpointError, *, failures: int, max_attempts: int, alone: bool) -> RetryDecision:
+    """Judge an error by what it says about the row.
+
+    A rejection is final. An endpoint that is busy or cannot be reached says nothing about the row, which waits
+    as long as it takes. A faulty answer counts, and `max_attempts` of them fail the row. Rows in flight when
+    an engine died are suspects: each runs alone once more, and one that kills the engine twice alone fails.
+    """
+    if isinstance(error, RequestRejected):
+        return RetryDecision(error_type=error.kind)
+    if isinstance(error, EngineDied):
+        return decide_suspect(error, failures=failures, alone=alone)
+    if isinstance(error, EndpointBusy):
+        return RetryDecision(hold_s=error.retry_after_s or FIRST_BACKOFF_S)
+    if isinstance(error, EndpointUnavailable):
+        return RetryDecision(hold_s=FIRST_BACKOFF_S)
+    assert isinstance(error, RetryableError), error
+    if failures + 1 >= max_attempts:
+        return RetryDecision(error_type=error.kind)
+    return RetryDecision(after_s=backoff_s(failures), counts=True)
+
+
+def decide_suspect(error: EngineDied, *, failures: int, alone: bool) -> RetryDecision:
+    """Judge a row that was in flight when the engine died."""
+    if alone and failures + 1 >= SUSPECT_FAILURES:
+        return RetryDecision(error_type=error.kind)
+    return RetryDecision(counts=alone, suspect=True)
+
+
+def backoff_s(failures: int) -> float:
+    """Doubles with every failure: 1, 2, 4, ... seconds, at most a minute."""
+    return min(FIRST_BACKOFF_S * 2.0**failures, LONGEST_BACKOFF_S)

@@ -1,0 +1,184 @@
+"""Submit: from an input file to a queued job, all or nothing."""
+
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from conserve.errors import InputError, TemplateError
+from conserve.jobs.rendering import Rendered, renderer, template_names
+from conserve.jobs.request_file import RequestWriter
+from conserve.jobs.source import STDIN, JsonLines, Opened, Rows, check_columns, open_input, spool
+from conserve.jobs.task import Kind, Task
+from conserve.store import catalog, home
+from conserve.store.query import first_duplicate
+from conserve.store.store import Store
+
+ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # nothing that looks like something else
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A job that is durable now. `unrendered` rows will end as failed rows without reaching an engine."""
+
+    job_id: str
+    rows: int
+    unrendered: int
+    first_error: str | None
+
+
+def submit(
+    store: Store,
+    input_path: str,
+    task: Task,
+    *,
+    name: str | None = None,
+    priority: int = 0,
+    on_rows: Callable[[int], None] | None = None,
+) -> Submitted:
+    """Render every row of the input and queue the job; on any error nothing is left behind."""
+    with home.new_job_folder(store.home) as folder:
+        from_stdin = input_path == STDIN
+        with home.explained(store.home):
+            path = spool(sys.stdin.buffer, folder) if from_stdin else Path(input_path)
+        opened = open_input(path, from_stdin=from_stdin, openai=task.kind is Kind.OPENAI)
+        check_task(opened.rows, task)
+        with home.explained(store.home):
+            written = write_requests(folder / home.REQUESTS, opened.rows, task, on_rows)
+            copy_inputs(opened, path, folder)
+        check_ids(folder / home.REQUESTS, task)
+        return enqueue(store, folder, opened, task, written, name=name or slug(input_path), priority=priority)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What `write_requests` wrote."""
+
+    rows: int
+    unrendered: int
+    first_error: str | None
+
+
+def check_task(rows: Rows, task: Task) -> None:
+    """Raise if the task names columns that are not there or are of the wrong type."""
+    if task.kind is Kind.PROMPT:
+        check_columns(rows, sorted(template_names(task.template or "")), what="the template")
+    if task.column is not None:
+        check_columns(rows, [task.column], what="--messages")
+    if task.id_column is not None:
+        check_columns(rows, [task.id_column], what="--id")
+    rows.check(task)
+
+
+def needed_columns(task: Task, rows: Rows) -> list[str]:
+    """The columns that rendering reads."""
+    if task.kind is Kind.OPENAI:
+        return list(rows.columns)
+    names = template_names(task.template or "") if task.kind is Kind.PROMPT else {task.column or ""}
+    if task.id_column is not None:
+        names.add(task.id_column)
+    return [name for name in rows.columns if name in names]
+
+
+def write_requests(
+    path: Path, rows: Rows, task: Task, on_rows: Callable[[int], None] | None = None
+) -> Written:
+    """Render all rows, in input order, into the job's request file."""
+    first_error: str | None = None
+    with RequestWriter(path) as writer:
+        for batch in rendered_batches(rows, task):
+            writer.write(batch)
+            if first_error is None:
+                first_error = next((r.error for _, _, r in batch if r.error is not None), None)
+            if on_rows is not None:
+                on_rows(writer.rows)
+    if writer.rows == 0:
+        raise InputError("the input has no rows; nothing was submitted")
+    if writer.unrendered == writer.rows and task.kind is Kind.PROMPT:
+        raise TemplateError(f"the template fails on every row ({first_error}); correct it and submit again")
+    return Written(writer.rows, writer.unrendered, first_error)
+
+
+def rendered_batches(rows: Rows, task: Task) -> Iterator[list[tuple[int, str | None, Rendered]]]:
+    """Row index, custom id and rendered request of every row."""
+    render = renderer(task)
+    id_column = "custom_id" if task.kind is Kind.OPENAI else task.id_column
+    index = 0
+    for batch in rows.batches(needed_columns(task, rows)):
+        yield [
+            (number, custom_id(row[id_column]) if id_column else None, render(row))
+            for number, row in enumerate(batch, start=index)
+        ]
+        index += len(batch)
+
+
+def custom_id(value: object) -> str | None:
+    """A row's own name as text."""
+    return None if value is None else str(value)
+
+
+def copy_inputs(opened: Opened, path: Path, folder: Path) -> None:
+    """Keep the input rows with the job, where the input file cannot be queried in place or will be gone."""
+    if not opened.source.copied:
+        return
+    if isinstance(opened.rows, JsonLines):
+        opened.rows.copy_to(folder / home.INPUTS)
+        if opened.source.path is None:
+            path.unlink()
+    else:
+        path.rename(folder / home.INPUTS)
+
+
+def check_ids(requests: Path, task: Task) -> None:
+    """Raise if two rows have one custom id."""
+    if task.kind is not Kind.OPENAI and task.id_column is None:
+        return
+    duplicate = first_duplicate(requests, "custom_id")
+    if duplicate is not None:
+        raise InputError(
+            f"custom id {duplicate.value!r} is on {duplicate.times} rows; make the ids unique and submit again"
+        )
+
+
+def enqueue(
+    store: Store, folder: Path, opened: Opened, task: Task, written: Written, *, name: str, priority: int
+) -> Submitted:
+    """Give the job its id and put folder and database row in place, in this order.
+
+    A crash between the two leaves a folder that no job names; `shards.sweep` removes it.
+    """
+    with store.read() as tx:
+        job_id = next(i for i in new_ids(name) if not catalog.taken(tx, i))
+    home.adopt(folder, store.home, job_id)
+    try:
+        with store.write() as tx:
+            catalog.add(
+                tx,
+                job_id=job_id,
+                task=task.to_json(),
+                source=opened.source,
+                num_rows=written.rows,
+                priority=priority,
+                now=time.time(),
+            )
+    except BaseException:
+        home.discard_job(store.home, job_id)
+        raise
+    return Submitted(
+        job_id=job_id, rows=written.rows, unrendered=written.unrendered, first_error=written.first_error
+    )
+
+
+def slug(input_path: str) -> str:
+    """A short name for the job from its file's name."""
+    stem = "stdin" if input_path == STDIN else Path(input_path).stem
+    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:24].strip("-") or "job"
+
+
+def new_ids(name: str) -> Iterator[str]:
+    """Ids to try: the name and four random characters."""
+    while True:
+        yield f"{name}-{''.join(secrets.choice(ALPHABET) for _ in range(4))}"

@@ -1,0 +1,57 @@
+"""What to ask of each row: the job's template or columns, and the parameters of the request body."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from conserve.endpoints.protocol import Url
+
+
+class Kind(StrEnum):
+    """Where a row's request comes from."""
+
+    PROMPT = "prompt"
+    """A Jinja template over the row's columns."""
+    MESSAGES = "messages"
+    """A column that holds a chat's messages."""
+    OPENAI = "openai"
+    """An OpenAI Batch line that is a request already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """How rows become requests; stored with the job as JSON."""
+
+    kind: Kind
+    url: Url = Url.CHAT
+    template: str | None = None  # Kind.PROMPT
+    system: str | None = None  # system message in front of a rendered prompt or of the messages
+    column: str | None = None  # Kind.MESSAGES
+    id_column: str | None = None  # column with the rows' custom ids
+    params: Mapping[str, Any] = field(default_factory=dict)  # body fields that every row gets
+
+    def body(self, payload: str) -> dict[str, Any]:
+        """The request body for a row whose rendered payload this is; what the row says itself wins."""
+        if self.kind is Kind.OPENAI:
+            return {**self.params, **msgspec.json.decode(payload)}
+        if self.url is Url.COMPLETIONS:
+            return {**self.params, "prompt": payload}
+        if self.kind is Kind.MESSAGES:
+            messages = msgspec.json.decode(payload)
+        else:
+            messages = [{"role": "user", "content": payload}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return {**self.params, "messages": messages}
+
+    def to_json(self) -> str:
+        """For the store."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Task":
+        """The inverse of `to_json`."""
+        return msgspec.json.decode(text, type=cls)

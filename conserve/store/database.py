@@ -1,0 +1,86 @@
+"""The connection to the store's database: transactions, pragmas, and errors in plain words."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from conserve.errors import ConserveError, SettingsError, StoreError, StoreFull, StoreReadOnly
+from conserve.store.migrations import migrate
+
+BUSY_TIMEOUT_S = 60.0
+
+
+def connect(url: str) -> Engine:
+    """Open the database at `url` and bring it up to date."""
+    try:
+        parsed = make_url(url)
+        if parsed.get_backend_name() == "sqlite":
+            engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
+            event.listen(engine, "connect", prepare_sqlite)
+            event.listen(engine, "begin", begin_sqlite)
+        else:
+            engine = create_engine(parsed, pool_pre_ping=True)
+    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        raise SettingsError(f"CONSERVE_STORE is not a database URL that can be used here: {error}") from error
+    with transaction(engine) as tx:
+        migrate(tx)
+    return engine
+
+
+def prepare_sqlite(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
+    """Write-ahead log, an fsync at every commit, and transactions that only `begin_sqlite` opens."""
+    connection.isolation_level = None
+    for pragma in ("journal_mode = wal", "synchronous = full", "foreign_keys = on", "cache_size = -65536"):
+        connection.execute(f"pragma {pragma}")
+
+
+def begin_sqlite(connection: Connection) -> None:
+    """Take the write lock at once where we mean to write: a lock upgraded half-way could deadlock."""
+    immediate = not connection.get_execution_options().get("read_only", False)
+    connection.exec_driver_sql("begin immediate" if immediate else "begin")
+
+
+@contextmanager
+def transaction(engine: Engine, *, read_only: bool = False) -> Iterator[Connection]:
+    """One transaction; commits at the end, rolls back on any error, and names database errors in our words."""
+    try:
+        with engine.connect() as connection:
+            tx = connection.execution_options(read_only=True) if read_only else connection
+            with tx.begin():
+                yield tx
+    except ConserveError:
+        raise
+    except SQLAlchemyError as error:
+        raise explain(error, engine) from error
+
+
+def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:
+    """The store error that a database error amounts to."""
+    cause = str(error.orig) if isinstance(error, DBAPIError) else str(error)
+    where = engine.url.render_as_string(hide_password=True)
+    lowered = cause.lower()
+    if "readonly" in lowered or "read-only" in lowered:
+        return StoreReadOnly(f"the store {where} is read-only; make it writable or set CONSERVE_HOME")
+    if "full" in lowered or "no space" in lowered or "disk i/o error" in lowered:
+        return StoreFull(
+            f"no space left for the store {where} ({cause}); free some and run the command again, "
+            "nothing that was committed is lost"
+        )
+    if "unable to open" in lowered or "not a database" in lowered or "malformed" in lowered:
+        return StoreError(f"the store {where} cannot be opened ({cause}); check CONSERVE_HOME")
+    return StoreError(f"the store {where} failed: {cause}; run: conserve doctor")
+
+
+def sqlite_url(path: Path) -> str:
+    """The URL of the SQLite database at `path`."""
+    return f"sqlite:///{path}"
+
+
+def reserve_space(tx: Connection) -> None:
+    """Touch the database inside the transaction, so that a read-only store is found before any work."""
+    tx.execute(text("update meta set value = value where key = 'version'"))

@@ -1,0 +1,94 @@
+"""The store's folder and everything that lives in it.
+
+    HOME/conserve.db                 the database (unless CONSERVE_STORE names another)
+    HOME/jobs/<id>/requests.parquet  the rendered requests, in execution order
+    HOME/jobs/<id>/inputs.parquet    the input rows, where they did not come as a Parquet file
+    HOME/jobs/<id>/results/*.parquet result shards
+"""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from conserve.errors import StoreError, StoreFull, StoreReadOnly
+
+REQUESTS = "requests.parquet"
+INPUTS = "inputs.parquet"
+RESULTS = "results"
+
+
+def jobs_folder(home: Path) -> Path:
+    """Where the job folders are."""
+    return home / "jobs"
+
+
+def job_folder(home: Path, job_id: str) -> Path:
+    """The folder of one job."""
+    return jobs_folder(home) / job_id
+
+
+def requests_file(home: Path, job_id: str) -> Path:
+    """The rendered requests of one job."""
+    return job_folder(home, job_id) / REQUESTS
+
+
+@contextmanager
+def new_job_folder(home: Path) -> Iterator[Path]:
+    """A folder to build a job in; it vanishes unless `adopt` has renamed it by the end."""
+    folder = jobs_folder(home) / f".new-{uuid.uuid4().hex}"
+    with explained(home):
+        folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def adopt(folder: Path, home: Path, job_id: str) -> None:
+    """Make the finished folder the job's own, durably."""
+    with explained(home):
+        for path in folder.iterdir():
+            sync(path)
+        sync(folder)
+        folder.rename(job_folder(home, job_id))
+        sync(jobs_folder(home))
+
+
+def discard_job(home: Path, job_id: str) -> None:
+    """Remove the folder of a job that did not come to be."""
+    shutil.rmtree(job_folder(home, job_id), ignore_errors=True)
+
+
+def write_durably(path: Path, scratch: Path) -> None:
+    """Move the finished file `scratch` to `path` so that it is either there whole or not at all."""
+    sync(scratch)
+    scratch.rename(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def explained(where: Path) -> Iterator[None]:
+    """Turn what the operating system says of writing at `where` into store errors."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StoreFull(
+                f"no space left in {where}; free some and run the command again, nothing committed is lost"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StoreReadOnly(f"{where} cannot be written; make it writable or set CONSERVE_HOME") from error
+        raise StoreError(f"{where} cannot be used: {error}; check CONSERVE_HOME") from error

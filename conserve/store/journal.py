@@ -1,0 +1,114 @@
+"""The journal: where a row's result first becomes durable, in the transaction that ends its request."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sqlalchemy import Connection, delete, func, insert, select, update
+
+from conserve.store import queue, schema
+from conserve.store.results import Result, encode
+from conserve.store.states import JobState
+
+job, request, journal = schema.job, schema.request, schema.journal
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One row's result and the lease it was computed under."""
+
+    epoch: int
+    job_id: str
+    position: int
+    result: Result
+
+
+class Committed(NamedTuple):
+    """What `commit` did: results written, results refused because their lease was gone, jobs now complete."""
+
+    written: list[Finished]
+    late: list[Finished]
+    completed: list[str]
+
+
+def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Committed:
+    """Move rows from `request` to `journal`, count them, and complete jobs that have all their results.
+
+    A result whose lease is gone is left out and reported as late: somebody else has that row.
+    """
+    if not finished:
+        return Committed([], [], [])
+    alive = queue.held(tx, {f.epoch for f in finished})
+    written = [f for f in finished if f.epoch in alive]
+    late = [f for f in finished if f.epoch not in alive]
+    by_lease: dict[tuple[int, str], list[Finished]] = defaultdict(list)
+    for f in written:
+        by_lease[f.epoch, f.job_id].append(f)
+    for (epoch, job_id), group in by_lease.items():
+        end_requests(tx, epoch, job_id, [f.position for f in group])
+    if written:
+        tx.execute(
+            insert(journal),
+            [
+                {"job_id": f.job_id, "position": f.position, "failed": f.result.failed, "payload": encode(f.result)}
+                for f in written
+            ],
+        )
+    queue.end_if_empty(tx, alive)
+    touched = count(tx, written)
+    return Committed(written, late, [job_id for job_id in touched if complete(tx, job_id, now)])
+
+
+def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[int]) -> None:
+    """Delete the live requests of these positions; each must be there, under this lease."""
+    gone = sum(
+        tx.execute(
+            delete(request).where(
+                request.c.job_id == job_id, request.c.position.in_(chunk), request.c.epoch == epoch
+            )
+        ).rowcount
+        for chunk in queue.chunks(positions)
+    )
+    assert gone == len(positions), f"lease {epoch} of {job_id} held {gone} of the rows {positions}"
+
+
+def count(tx: Connection, written: Sequence[Finished]) -> list[str]:
+    """Add the rows to their jobs' counters; returns those jobs."""
+    by_job: dict[str, list[Result]] = defaultdict(list)
+    for f in written:
+        by_job[f.job_id].append(f.result)
+    for job_id, results in sorted(by_job.items()):  # one order for all writers, so that none deadlock
+        failed = sum(r.failed for r in results)
+        tx.execute(
+            update(job)
+            .where(job.c.id == job_id)
+            .values(
+                succeeded=job.c.succeeded + len(results) - failed,
+                failed=job.c.failed + failed,
+                prompt_tokens=job.c.prompt_tokens + sum(r.prompt_tokens for r in results),
+                completion_tokens=job.c.completion_tokens + sum(r.completion_tokens for r in results),
+                cached_tokens=job.c.cached_tokens + sum(r.cached_tokens for r in results),
+                resumed_tokens=job.c.resumed_tokens + sum(r.resumed_tokens for r in results),
+            )
+        )
+    return list(by_job)
+
+
+def complete(tx: Connection, job_id: str, now: float) -> bool:
+    """Mark the job completed if every row has its result."""
+    done = tx.execute(
+        update(job)
+        .where(
+            job.c.id == job_id,
+            job.c.state.in_((JobState.QUEUED.value, JobState.PAUSED.value)),
+            job.c.succeeded + job.c.failed == job.c.num_rows,
+        )
+        .values(state=JobState.COMPLETED.value, finished_at=now)
+    )
+    return done.rowcount == 1
+
+
+def size(tx: Connection, job_id: str) -> int:
+    """How many results of the job are not in a shard yet."""
+    return tx.scalar(select(func.count()).where(journal.c.job_id == job_id)) or 0

@@ -1,0 +1,260 @@
+"""SQL over a store: DuckDB views `jobs`, `results` and `inputs`, in a sandbox that can reach nothing else."""
+
+import glob
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import duckdb
+import msgspec
+import pyarrow as pa
+from sqlalchemy import Connection, select, text
+
+from conserve.errors import QueryError
+from conserve.store import catalog, home, readings, schema
+from conserve.store.results import arrow_schema, decode, to_arrow
+from conserve.store.store import Store
+
+journal, shard = schema.journal, schema.shard
+
+SETTINGS = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "python_enable_replacements": False,  # a table name must never reach for a Python variable
+    "preserve_insertion_order": True,
+}
+
+REACH = "conserve sql reads the views jobs, results and inputs and nothing else"
+
+
+class Duplicate(NamedTuple):
+    """A value that occurs more than once."""
+
+    value: str
+    times: int
+
+
+def first_duplicate(path: Path, column: str) -> Duplicate | None:
+    """Some value that occurs more than once in a Parquet column, if any does; spills to disk if it must."""
+    with duckdb.connect(":memory:") as duck:
+        row = duck.execute(
+            f"select {quoted(column)}, count(*) from read_parquet(?) "
+            f"where {quoted(column)} is not null group by 1 having count(*) > 1 limit 1",
+            [str(path)],
+        ).fetchone()
+    return Duplicate(*row) if row else None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the store held at one moment; shards are immutable, so their names are enough."""
+
+    jobs: list[readings.JobReading]
+    catalog: list[catalog.Job]
+    shard_files: list[Path]
+    journal_rows: pa.Table
+
+
+def snapshot(store: Store, *, now: float, only: Sequence[str] | None = None) -> Snapshot:
+    """Read jobs, shard names and journal in one transaction, so that no row is missed or seen twice."""
+    with store.read() as tx:
+        jobs = [readings.to_reading(tuple(row)) for row in tx.execute(text(readings.JOBS), {"now": now})]
+        entries = catalog.everything(tx)
+        wanted = [job.id for job in jobs if only is None or job.id in only]
+        files = [store.home / f for f in tx.scalars(select(shard.c.file).where(shard.c.job_id.in_(wanted)))]
+        rows = journal_table(tx, wanted)
+    return Snapshot(
+        [job for job in jobs if job.id in wanted], [e for e in entries if e.id in wanted], files, rows
+    )
+
+
+def journal_table(tx: Connection, job_ids: Sequence[str]) -> pa.Table:
+    """The journal of these jobs as a table; compaction keeps it short."""
+    rows = tx.execute(select(journal).where(journal.c.job_id.in_(job_ids))).all()
+    return to_arrow([r.job_id for r in rows], [r.position for r in rows], [decode(r.payload) for r in rows])
+
+
+class LeftOut(NamedTuple):
+    """A job whose input rows cannot be shown, and why."""
+
+    job_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """An open DuckDB with the views in place."""
+
+    duck: duckdb.DuckDBPyConnection
+    left_out: list[LeftOut]
+
+
+@contextmanager
+def views(store: Store, *, now: float, only: Sequence[str] | None = None, sealed: bool = True) -> Iterator[Views]:
+    """Open the views over the store as it is now; `sealed` locks everything else away."""
+    taken = snapshot(store, now=now, only=only)
+    with (
+        tempfile.TemporaryDirectory(prefix="conserve-sql-") as scratch,
+        duckdb.connect(":memory:", config={**SETTINGS, "temp_directory": scratch}) as duck,
+    ):
+        duck.execute("set timezone = 'UTC'")
+        add_jobs(duck, taken)
+        add_results(duck, taken)
+        readable, left_out = readable_inputs(store, taken.catalog)
+        add_inputs(duck, readable)
+        if sealed:
+            seal(duck, [*taken.shard_files, *readable.values()])
+        yield Views(duck, left_out)
+
+
+def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
+    """The view `jobs`: one row a job, with its counters."""
+    rows = [asdict(job) | {"state": job.state.value} for job in taken.jobs]
+    kinds = {"state": pa.string(), "error": pa.string(), "id": pa.string()}
+    kinds |= dict.fromkeys(("submitted_at", "started_at", "finished_at"), pa.float64())
+    fields = [(name, kinds.get(name, pa.int64())) for name in readings.JobReading.__slots__]
+    duck.register("job_rows", pa.Table.from_pylist(rows, schema=pa.schema(fields)))
+    duck.execute(
+        "create table jobs as select * replace (to_timestamp(submitted_at) as submitted_at, "
+        "to_timestamp(started_at) as started_at, to_timestamp(finished_at) as finished_at) from job_rows"
+    )
+    duck.unregister("job_rows")
+
+
+def add_results(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
+    """The view `results`: one row a finished input row, from shards and journal together."""
+    duck.register("journal_arrow", taken.journal_rows)
+    duck.execute("create table journal_rows as select * from journal_arrow")
+    duck.unregister("journal_arrow")
+    parts = ["select * from journal_rows"]
+    if taken.shard_files:
+        parts.append(f"select * from read_parquet({literals(taken.shard_files)})")
+    documents = ", ".join(f"{name}::json as {name}" for name in ("json", "choices", "logprobs"))
+    duck.execute(
+        f"create view results as select * exclude (position) replace ({documents}) "
+        f"from ({' union all '.join(parts)})"
+    )
+    assert [name for name in arrow_schema().names if name != "position"] == columns_of(duck, "results")
+
+
+def readable_inputs(store: Store, jobs: Sequence[catalog.Job]) -> tuple[dict[str, Path], list[LeftOut]]:
+    """The file with each job's input rows; jobs whose file is gone or has changed are left out."""
+    readable: dict[str, Path] = {}
+    left_out = []
+    for job in jobs:
+        if job.source.copied:
+            readable[job.id] = home.job_folder(store.home, job.id) / home.INPUTS
+        elif fault := input_fault(job.source):
+            left_out.append(LeftOut(job.id, fault))
+        else:
+            readable[job.id] = Path(job.source.path or "")
+    return readable, left_out
+
+
+def input_fault(source: catalog.Source) -> str | None:
+    """Why an input file cannot be joined with results any more, if it cannot."""
+    path = Path(source.path or "")
+    try:
+        stat = path.stat()
+    except OSError:
+        return f"its input {path} is gone"
+    if (stat.st_size, stat.st_mtime_ns) != (source.size, source.mtime_ns):
+        return f"its input {path} changed after submit"
+    return None
+
+
+def add_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, Path]) -> None:
+    """The view `inputs`: job_id, row_index, and the columns of the input files of all jobs by name."""
+    if not readable:
+        duck.execute(
+            "create view inputs as select null::varchar as job_id, null::bigint as row_index where false"
+        )
+        return
+    try:
+        union_inputs(duck, readable, cast="")
+    except duckdb.BinderException:  # jobs whose columns share a name but no type
+        union_inputs(duck, readable, cast="::varchar")
+
+
+def union_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, Path], *, cast: str) -> None:
+    """Create the view over all jobs' files, with every column of the user's cast."""
+    parts = (input_select(duck, job_id, path, cast) for job_id, path in readable.items())
+    duck.execute(f"create view inputs as {' union all by name '.join(parts)}")
+
+
+def input_select(duck: duckdb.DuckDBPyConnection, job_id: str, path: Path, cast: str) -> str:
+    """One job's input rows; a column of the user's that is called like one of ours gets a prefix."""
+    source = f"read_parquet({literals([path])}, file_row_number = true)"
+    names = [row[0] for row in duck.execute(f"describe select * from {source}").fetchall()]
+    ours = [name for name in names if name.lower() in ("job_id", "row_index")]
+    renamed = "".join(f", {quoted(name)}{cast} as {quoted('input_' + name)}" for name in ours)
+    hidden = ", ".join(quoted(name) for name in ("file_row_number", *ours))
+    return (
+        f"select {literal(job_id)} as job_id, file_row_number as row_index, "
+        f"columns(* exclude ({hidden})){cast}{renamed} from {source}"
+    )
+
+
+def seal(duck: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:
+    """Shut everything but these files away, for good: files, databases, extensions, settings."""
+    both_spellings = ", ".join(f"{literal(str(path))}, {literal(glob.escape(str(path)))}" for path in files)
+    duck.execute(f"set allowed_paths = [{both_spellings}]")
+    duck.execute("set enable_external_access = false")
+    duck.execute("set lock_configuration = true")
+
+
+def ask(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyConnection:
+    """Run one SELECT; everything else is refused, since a COPY could write where a view may read."""
+    try:
+        statements = duck.extract_statements(sql)
+        if not statements:
+            raise QueryError('there is no SQL; try: conserve sql "select * from jobs"')
+        if len(statements) > 1:
+            raise QueryError("one statement at a time, please")
+        if statements[0].type != duckdb.StatementType.SELECT:
+            raise QueryError(f"{REACH}: only SELECT is possible")
+        return duck.execute(statements[0])
+    except duckdb.PermissionException as error:
+        raise QueryError(f"{REACH}: no other files, databases or settings") from error
+    except duckdb.Error as error:
+        raise QueryError(explain(error)) from error
+
+
+def explain(error: duckdb.Error) -> str:
+    """DuckDB's message in one line, with what to look at next."""
+    message = " ".join(line.strip() for line in str(error).splitlines() if line.strip() and "^" not in line)
+    return f"{message}; the columns are shown by: conserve sql \"describe results\""
+
+
+def columns_of(duck: duckdb.DuckDBPyConnection, view: str) -> list[str]:
+    """The column names of a view."""
+    return [row[0] for row in duck.execute(f"describe {view}").fetchall()]
+
+
+def batches(answer: duckdb.DuckDBPyConnection, rows: int = 8192) -> Iterator[list[dict[str, Any]]]:
+    """The rows of an answer as dictionaries, a batch at a time."""
+    for batch in answer.to_arrow_reader(rows):
+        yield batch.to_pylist()
+
+
+def parsed(document: str | None) -> Any:
+    """A JSON column's value."""
+    return None if document is None else msgspec.json.decode(document)
+
+
+def quoted(name: str) -> str:
+    """An SQL identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(value: str) -> str:
+    """An SQL string."""
+    return "'" + value.replace("'", "''") + "'"
+
+
+def literals(paths: Sequence[Path]) -> str:
+    """A list of files in SQL; characters in their names that a glob would read stand for themselves."""
+    return "[" + ", ".join(literal(glob.escape(str(path))) for path in paths) + "]"

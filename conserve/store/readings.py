@@ -1,0 +1,145 @@
+"""What `conserve status` and `conserve jobs` read: counters, never rows.
+
+Plain SQL, because these commands must answer in an instant: SQLAlchemy takes a third of a second to import,
+so an SQLite store is read through the standard library and only other databases through SQLAlchemy.
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conserve.config import Settings
+from conserve.errors import StoreError, StoreTooNew
+from conserve.store.states import JobState
+
+Query = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
+
+JOBS = """
+    select id, state, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded, failed,
+           retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens,
+           (select count(*) from request where request.job_id = job.id and epoch is not null) as leased,
+           (select count(*) from lease where lease.job_id = job.id and expires_at > :now) as leases
+    from job order by seq
+"""
+"""Every job with its counters. `leased` counts rows in flight, of which there are never more than a window."""
+
+VERSION = "select value from meta where key = 'version'"
+"""The number of the last migration applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReading:
+    """One job at one moment; `running` says whether a live lease holds some of its rows."""
+
+    id: str
+    state: JobState
+    error: str | None
+    priority: int
+    submitted_at: float
+    started_at: float | None
+    finished_at: float | None
+    rows: int
+    waiting: int
+    running: int
+    succeeded: int
+    failed: int
+    retries: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    resumed_tokens: int
+
+    @property
+    def done(self) -> int:
+        """Rows that have a result."""
+        return self.succeeded + self.failed
+
+
+def read_jobs(settings: Settings, *, now: float) -> list[JobReading]:
+    """All jobs, oldest first; none where there is no store yet."""
+    with opened(settings) as query:
+        return [to_reading(row) for row in query(JOBS, {"now": now})] if query else []
+
+
+def to_reading(row: tuple[Any, ...]) -> JobReading:
+    """One row of `JOBS`."""
+    (job_id, stored, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded, failed,
+     retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens, leased, leases) = row  # fmt: skip
+    state = JobState(stored)
+    if state is JobState.QUEUED and leases:
+        state = JobState.RUNNING
+    return JobReading(
+        id=job_id,
+        state=state,
+        error=error,
+        priority=priority,
+        submitted_at=submitted_at,
+        started_at=started_at,
+        finished_at=finished_at,
+        rows=num_rows,
+        waiting=num_rows - succeeded - failed - leased,
+        running=leased,
+        succeeded=succeeded,
+        failed=failed,
+        retries=retries,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        cached_tokens=cached_tokens,
+        resumed_tokens=resumed_tokens,
+    )
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[Query | None]:
+    """A way to query the store inside one read transaction; None where there is no store yet."""
+    url = settings.store_url
+    if url.startswith("sqlite:///"):
+        with opened_sqlite(Path(url.removeprefix("sqlite:///"))) as query:
+            yield query
+    else:
+        with opened_elsewhere(settings) as query:
+            yield query
+
+
+@contextmanager
+def opened_sqlite(path: Path) -> Iterator[Query | None]:
+    """Read an SQLite store without SQLAlchemy."""
+    if not path.exists():
+        yield None
+        return
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)
+        try:
+            connection.execute("begin")
+            check_version(connection.execute(VERSION).fetchall())
+            yield lambda sql, parameters: connection.execute(sql, parameters).fetchall()
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise StoreError(f"the store {path} cannot be read ({error}); run: conserve doctor") from error
+
+
+@contextmanager
+def opened_elsewhere(settings: Settings) -> Iterator[Query]:
+    """Read a store on another database."""
+    from sqlalchemy import text
+
+    from conserve.store.store import Store
+
+    store = Store.open(settings)
+    try:
+        with store.read() as tx:
+            yield lambda sql, parameters: [tuple(row) for row in tx.execute(text(sql), dict(parameters))]
+    finally:
+        store.close()
+
+
+def check_version(rows: list[tuple[Any, ...]]) -> None:
+    """Refuse a store from the future; an older one is brought up to date by the next command that writes."""
+    from conserve.store.versions import LATEST, too_new
+
+    if rows and int(rows[0][0]) > LATEST:
+        raise StoreTooNew(too_new(int(rows[0][0])))

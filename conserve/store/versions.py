@@ -1,0 +1,11 @@
+"""The store's version, apart from the migrations so that reading it imports nothing heavy."""
+
+LATEST = 1
+
+
+def too_new(current: int) -> str:
+    """The sentence for a store from the future."""
+    return (
+        f"this store has version {current} and this ConServe knows only up to {LATEST}; "
+        "upgrade ConServe, or point CONSERVE_HOME at another folder"
+    )

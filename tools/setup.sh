@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Set up .venv: the locked CPU dependencies and this package in editable mode. Does nothing when it is up to date.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+locks=(requirements/bootstrap.lock requirements/cpu.lock)
+wanted=$(cat "${locks[@]}" pyproject.toml tools/setup.sh | sha256sum)
+if [ "$(cat .venv/.locked 2>/dev/null || true)" = "$wanted" ]; then exit 0; fi
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    echo "setup: the lock file is for CPython 3.11 and '$python' is not; run: make setup PYTHON=/path/to/python3.11" >&2
+    exit 2
+fi
+
+echo "setup: creating .venv and installing the locked dependencies (about 1 GB on disk, a minute or two)" >&2
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/bootstrap.lock
+
+# uv has no pip.conf; hand it what pip was told about mirrors and local wheels.
+export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}
+export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-}}
+[ -n "$UV_FIND_LINKS" ] || unset UV_FIND_LINKS
+[ -n "$UV_DEFAULT_INDEX" ] || unset UV_DEFAULT_INDEX
+install=(.venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps)
+
+# The CPU build of torch: from the wheels at hand, else from PyTorch's own CPU index.
+torch=$(grep '^torch==' requirements/cpu.lock)
+"${install[@]}" "$torch" 2>/dev/null || "${install[@]}" --torch-backend cpu "$torch"
+"${install[@]}" -r requirements/cpu.lock
+"${install[@]}" --no-build-isolation --editable .
+echo "$wanted" > .venv/.locked
