@@ -1,0 +1,1 @@
+"""The commands: parse, call, render. One module a command."""

@@ -57,6 +57,11 @@ class Tally:
     cancelled: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)  # job id -> reason
 
+    @property
+    def done(self) -> int:
+        """Rows that have a result because of this harvester."""
+        return self.succeeded + self.failed
+
     def count(self, committed: Committed) -> None:
         """Add what a transaction has made durable."""
         self.late += len(committed.late)
@@ -97,6 +102,7 @@ class Harvester:
         self.lease_s, self.max_attempts, self.only, self.clock = lease_s, max_attempts, only, clock
         self.owner = owners.this_process()
         self.tally = Tally()
+        self.started = False  # whether the endpoint is ready
         self._workload = Workload(store)
         self._recorder = Recorder(store, clock)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -114,6 +120,7 @@ class Harvester:
         failed: BaseException | None = None
         try:
             await self.endpoint.start()
+            self.started = True
             await self._in_store(self._recover)
             await self._until_drained(stop)
         except BaseException as error:

@@ -1,6 +1,5 @@
 """Jobs: add one, find one, and change what it is doing."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, func, insert, select, update
 
-from conserve.errors import JobNotFound, JobRefused
+from conserve.errors import JobRefused
 from conserve.store import schema
+from conserve.store.readings import resolve
 from conserve.store.states import JobState
 
 job = schema.job
@@ -87,22 +87,6 @@ def everything(tx: Connection) -> list[Job]:
 def ids(tx: Connection) -> list[str]:
     """All job ids, oldest first."""
     return list(tx.scalars(select(job.c.id).order_by(job.c.seq)))
-
-
-def resolve(known: Sequence[str], wanted: str) -> str:
-    """The full id for what the user typed: an id, an unambiguous beginning, or "last"."""
-    if wanted in known:
-        return wanted
-    if wanted == "last" and known:
-        return known[-1]
-    matches = [job_id for job_id in known if wanted and job_id.startswith(wanted)]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        raise JobNotFound(f"{wanted!r} could be {', '.join(matches)}; type more of it")
-    nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else "run: conserve jobs"
-    raise JobNotFound(f"there is no job {wanted!r}; {hint}")
 
 
 def to_job(row: Any) -> Job:

@@ -1,18 +1,19 @@
 """What `conserve status` and `conserve jobs` read: counters, never rows.
 
-Plain SQL, because these commands must answer in an instant: SQLAlchemy takes a third of a second to import,
-so an SQLite store is read through the standard library and only other databases through SQLAlchemy.
+Plain SQL, because these commands and shell completion must answer in an instant: importing SQLAlchemy takes
+longer than all the rest, so an SQLite store is read through the standard library, other databases through it.
 """
 
+import difflib
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from conserve.config import Settings
-from conserve.errors import StoreError, StoreTooNew
+from conserve.errors import JobNotFound, StoreError, StoreTooNew
 from conserve.store.states import JobState
 
 Query = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
@@ -143,3 +144,19 @@ def check_version(rows: list[tuple[Any, ...]]) -> None:
 
     if rows and int(rows[0][0]) > LATEST:
         raise StoreTooNew(too_new(int(rows[0][0])))
+
+
+def resolve(known: Sequence[str], wanted: str) -> str:
+    """The full id for what the user typed: an id, an unambiguous beginning, or "last"."""
+    if wanted in known:
+        return wanted
+    if wanted == "last" and known:
+        return known[-1]
+    matches = [job_id for job_id in known if wanted and job_id.startswith(wanted)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise JobNotFound(f"{wanted!r} could be {', '.join(matches)}; type more of it")
+    nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}?" if nearest else "run: conserve jobs"
+    raise JobNotFound(f"there is no job {wanted!r}; {hint}")

@@ -1,0 +1,123 @@
+"""The command line: its commands, and how errors leave it."""
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from conserve import __version__
+from conserve.cli import exits, output
+from conserve.cli.context import Context
+from conserve.errors import ConserveError
+
+
+def example_first(self: Any, ctx: Any, formatter: Any) -> None:
+    """Help that begins with an example (kept in `epilog`), since that is what most people look for."""
+    if self.epilog:
+        with formatter.section("Example"):
+            for line in self.epilog.strip().splitlines():
+                formatter.write(f"{'':{formatter.current_indent}}{line.strip()}\n")
+        formatter.write_paragraph()
+    self.format_usage(ctx, formatter)
+    self.format_help_text(ctx, formatter)
+    self.format_options(ctx, formatter)
+
+
+class Command(TyperCommand):
+    """A command whose help shows an example first."""
+
+    format_help = example_first
+
+
+class Group(TyperGroup):
+    """The program itself; commands in the order in which one needs them."""
+
+    format_help = example_first
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+
+app = typer.Typer(
+    name="conserve",
+    cls=Group,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""
+    conserve submit data.parquet --prompt "Summarize: {{ text }}" --max-tokens 128
+    conserve run
+    conserve results last -o answers.parquet
+    """,
+)
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and leave."""
+    if wanted:
+        output.data(f"conserve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    ctx: typer.Context,
+    home: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder of the store, instead of CONSERVE_HOME.")
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Run batch LLM work from a durable queue; no row is lost or answered twice."""
+    ctx.obj = Context(home=home)
+
+
+def command(name: str, example: str, **settings: Any) -> Any:
+    """Register a command with the example that its help begins with."""
+    return app.command(name, cls=Command, epilog=example, **settings)
+
+
+def register() -> None:
+    """Attach every command, in the order of the help."""
+    from conserve.cli import control, doctor, help, jobs, results, run, sql, status, submit
+
+    command("submit", submit.EXAMPLE)(submit.submit)
+    command("run", run.EXAMPLE)(run.run)
+    command("status", status.EXAMPLE)(status.status)
+    command("jobs", jobs.EXAMPLE)(jobs.jobs)
+    command("results", results.EXAMPLE)(results.results)
+    command("sql", sql.EXAMPLE)(sql.sql)
+    command("pause", "conserve pause gsm8k-k3f9")(control.pause)
+    command("resume", "conserve resume gsm8k-k3f9")(control.resume)
+    command("cancel", "conserve cancel gsm8k-k3f9")(control.cancel)
+    command("retry", "conserve retry gsm8k-k3f9 && conserve run")(control.retry)
+    command("doctor", "conserve doctor")(doctor.doctor)
+    command("help", "conserve help submit")(help.help)
+
+
+register()
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        app(standalone_mode=False)
+        return exits.DONE
+    except typer.Exit as leaving:
+        return leaving.exit_code
+    except typer.Abort:
+        return exits.INTERRUPTED
+    except ConserveError as error:
+        output.say(f"{output.coloured('conserve:', 'red', sys.stderr)} {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to say to a closed pipe
+        return exits.FAILED
+
+

@@ -1,0 +1,47 @@
+"""What every command starts from: the settings and the store."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from conserve.config import Settings, load
+
+if TYPE_CHECKING:
+    from conserve.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The program's own flags."""
+
+    home: str | None = None
+
+    def settings(self, **flags: Any) -> Settings:
+        """The settings, with these flags on top."""
+        return load({"home": self.home, **flags})
+
+    @contextmanager
+    def store(self, **flags: Any) -> Iterator["Store"]:
+        """The open store."""
+        from conserve.store.store import Store
+
+        store = Store.open(self.settings(**flags))
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+def job_ids(incomplete: str) -> list[str]:
+    """Shell completion of a job's id."""
+    import time
+
+    from conserve.errors import ConserveError
+    from conserve.store.readings import read_jobs
+
+    try:
+        jobs = read_jobs(load(), now=time.time())
+    except ConserveError:
+        return []
+    return [job.id for job in reversed(jobs) if job.id.startswith(incomplete)]

@@ -1,0 +1,53 @@
+"""`conserve pause`, `resume`, `cancel` and `retry`."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from conserve.cli import output
+from conserve.cli.context import Context, job_ids
+
+Jobs = Annotated[
+    list[str], typer.Argument(metavar="JOB...", help="Job ids, or beginnings of them.", autocompletion=job_ids)
+]
+
+
+def pause(ctx: typer.Context, jobs: Jobs) -> None:
+    """Stop taking rows of a job; rows in flight go back with the tokens they have."""
+    move(ctx.obj, jobs, "pause")
+
+
+def resume(ctx: typer.Context, jobs: Jobs) -> None:
+    """Let a paused job go on, or a refused one try again."""
+    move(ctx.obj, jobs, "resume")
+
+
+def cancel(ctx: typer.Context, jobs: Jobs) -> None:
+    """Stop a job for good; the results it has are kept."""
+    move(ctx.obj, jobs, "cancel")
+
+
+def retry(ctx: typer.Context, jobs: Jobs) -> None:
+    """Put the failed rows of a job back into the queue, and only those."""
+    from conserve.store import catalog
+    from conserve.store.shards import retry_failed
+
+    context: Context = ctx.obj
+    with context.store() as store:
+        with store.read() as tx:
+            wanted = [catalog.get(tx, job).id for job in jobs]
+        for job_id in wanted:
+            rows = retry_failed(store, job_id, now=time.time())
+            output.data(f"{job_id}: {output.count(rows, 'failed row')} back in the queue")
+    output.say("run them with: conserve run")
+
+
+def move(context: Context, jobs: list[str], verb: str) -> None:
+    """Tell all these jobs, or none if one of them cannot be told."""
+    from conserve.store import catalog
+
+    with context.store() as store, store.write() as tx:
+        moved = [catalog.move(tx, job, verb, now=time.time()) for job in jobs]
+    for job in moved:
+        output.data(f"{job.id}: {job.state}")

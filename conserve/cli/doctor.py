@@ -1,0 +1,114 @@
+"""`conserve doctor`: what is installed and set up, and the fix for what is missing."""
+
+import os
+import platform
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from conserve import __version__
+from conserve.cli import exits, output
+from conserve.cli.context import Context
+from conserve.config import Settings, settings_files
+from conserve.errors import ConserveError
+
+EXAMPLE = """
+conserve doctor
+conserve doctor --json
+"""
+
+LITTLE_DISK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at; `fix` is the next command where it is not well."""
+
+    name: str
+    value: str
+    ok: bool = True
+    fix: str | None = None
+
+
+def doctor(
+    ctx: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of findings.")] = False,
+) -> None:
+    """Check the installation, the engine, the device and the store; exits 1 if something needs mending."""
+    context: Context = ctx.obj
+    settings = context.settings()
+    findings = [*installation(), *engine(settings), *store(settings)]
+    if as_json:
+        output.data_json([asdict(finding) for finding in findings])
+    else:
+        for finding in findings:
+            mark = output.coloured("ok ", "green") if finding.ok else output.coloured("fix", "red")
+            output.data(f"{mark} {finding.name:<10} {finding.value}")
+            if finding.fix:
+                output.data(f"    {'':<10} -> {finding.fix}")
+    raise typer.Exit(exits.DONE if all(finding.ok for finding in findings) else exits.FAILED)
+
+
+def installation() -> list[Finding]:
+    """ConServe itself and where its settings come from."""
+    files = settings_files(os.environ, Path.cwd())
+    return [
+        Finding("conserve", f"{__version__}, Python {platform.python_version()}, {platform.machine()}"),
+        Finding("settings", ", ".join(str(file) for file in files) or "defaults and CONSERVE_* variables"),
+    ]
+
+
+def engine(settings: Settings) -> list[Finding]:
+    """The embedded engine, or the server used instead of it."""
+    from conserve.engine.vllm.compat import describe_engine
+
+    if settings.endpoint is not None:
+        return [Finding("endpoint", settings.endpoint)]
+    found = describe_engine()
+    name = f"{found.distribution} {found.version}" if found.distribution else "not installed"
+    findings = [Finding("engine", name), Finding("device", found.device or "none")]
+    findings += [Finding("engine", p.cause, ok=False, fix=p.fix) for p in found.problems]
+    findings.append(model(settings))
+    return findings
+
+
+def model(settings: Settings) -> Finding:
+    """The model that `conserve run` would load."""
+    path = Path(settings.model).expanduser()
+    if path.is_absolute() and not (path / "config.json").is_file():
+        return Finding("model", f"{path} is no model folder", ok=False, fix="set CONSERVE_MODEL, or give --model")
+    return Finding("model", settings.model)
+
+
+def store(settings: Settings) -> list[Finding]:
+    """The store: whether it can be written, what is in it, and the room around it."""
+    from conserve.store.database import reserve_space
+    from conserve.store.readings import read_jobs
+    from conserve.store.store import Store
+
+    try:
+        opened = Store.open(settings)
+        try:
+            with opened.write() as tx:
+                reserve_space(tx)
+        finally:
+            opened.close()
+        jobs = read_jobs(settings, now=time.time())
+    except ConserveError as error:
+        return [Finding("store", str(error), ok=False, fix="set CONSERVE_HOME to a folder that can be written")]
+    unfinished = sum(not job.state.final for job in jobs)
+    free = shutil.disk_usage(settings.home).free
+    return [
+        Finding("store", f"{settings.store or settings.home}: {output.count(len(jobs), 'job')}, {unfinished} unfinished"),
+        Finding(
+            "disk",
+            f"{free / (1 << 30):.1f} GiB free",
+            ok=free >= LITTLE_DISK_BYTES,
+            fix=None if free >= LITTLE_DISK_BYTES else "free some space, or set CONSERVE_HOME to another disk",
+        ),
+    ]
+

@@ -1,0 +1,95 @@
+"""What the user sees: data on stdout, everything else on stderr, colour only on a terminal."""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import typer
+
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
+STATE_COLOURS = {
+    "running": "cyan",
+    "queued": "blue",
+    "paused": "yellow",
+    "completed": "green",
+    "failed": "red",
+    "cancelled": "magenta",
+}
+
+
+def colourful(stream: TextIO) -> bool:
+    """Whether colour and animation belong on this stream."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def say(message: str) -> None:
+    """A word to the user, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def data(text: str) -> None:
+    """One line of data, on stdout."""
+    print(text, flush=True)
+
+
+def data_json(value: Any) -> None:
+    """One JSON document, on stdout."""
+    import json
+
+    print(json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False, default=str), flush=True)
+
+
+def coloured(text: str, colour: str | None, stream: TextIO | None = None) -> str:
+    """The text in a colour, where the stream shows colours."""
+    return typer.style(text, fg=colour) if colour and colourful(stream or sys.stdout) else text
+
+
+def state(name: str) -> str:
+    """A job's state in its colour."""
+    return coloured(name, STATE_COLOURS.get(name))
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Lines of aligned columns; those numbered in `right` hold figures. Cells may carry colour codes."""
+    plain = [[STYLE.sub("", cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(header, *plain, strict=True)]
+
+    def line(cells: Sequence[str], lengths: Sequence[int]) -> str:
+        padded = []
+        for number, (cell, length, width) in enumerate(zip(cells, lengths, widths, strict=True)):
+            gap = " " * (width - length)
+            padded.append(gap + cell if number in right else cell + gap)
+        return "  ".join(padded).rstrip()
+
+    head = line([coloured(name, "bright_black") for name in header], [len(name) for name in header])
+    return [head, *(line(row, [len(c) for c in bare]) for row, bare in zip(rows, plain, strict=True))]
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """`1 row`, `2 rows`, `12,345 rows`."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def moment(seconds: float | None) -> str:
+    """A time as the user's clock shows it; a dash for none."""
+    if seconds is None:
+        return "-"
+    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def iso(seconds: float | None) -> str | None:
+    """A time for JSON: ISO 8601, UTC."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def duration(seconds: float) -> str:
+    """`8.2 s`, `4 min 10 s`, `3 h 12 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

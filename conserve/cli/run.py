@@ -1,0 +1,204 @@
+"""`conserve run`: drain the queue."""
+
+import asyncio
+import os
+import shlex
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from conserve.cli import exits, output
+from conserve.cli.context import Context, job_ids
+from conserve.cli.progress import Progress
+from conserve.config import DEMO_MODEL, Settings
+from conserve.errors import SettingsError
+from conserve.store.readings import JobReading, read_jobs
+
+if TYPE_CHECKING:
+    from conserve.endpoints.protocol import Endpoint
+    from conserve.jobs.harvest import Harvester, Tally
+
+EXAMPLE = """
+conserve run
+conserve run gsm8k-k3f9 --model Qwen/Qwen2.5-7B-Instruct -- --max-model-len 8192
+conserve run --endpoint http://localhost:8000
+"""
+
+
+def run(
+    ctx: typer.Context,
+    jobs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB...] [-- VLLM FLAGS]",
+            help="Only these jobs; what follows -- goes to vLLM as it is.",
+            autocompletion=job_ids,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Local folder, hub id or smollm2-demo (CONSERVE_MODEL).")
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="OpenAI-compatible server instead of the embedded engine.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Bearer token for it (CONSERVE_API_KEY).")] = None,
+    lease_s: Annotated[
+        float | None, typer.Option(help="Seconds of silence after which others may take our rows.")
+    ] = None,
+    max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON at the end.")] = False,
+) -> None:
+    """Run queued rows until none is left. Ctrl-C saves progress and stops; a second one stops at once."""
+    wanted, flags = split_flags(jobs or [])
+    context: Context = ctx.obj
+    settings = context.settings(
+        model=model, endpoint=endpoint, api_key=api_key, lease_s=lease_s, max_attempts=max_attempts
+    )
+    raise typer.Exit(drain(settings, wanted, flags, as_json=as_json))
+
+
+def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
+    """Job ids, and the vLLM flags behind them; no job id begins with a dash."""
+    first_flag = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+    return words[:first_flag], words[first_flag:]
+
+
+def drain(settings: Settings, jobs: list[str], flags: list[str], *, as_json: bool) -> int:
+    """Run the harvester to the end and report; returns the exit code."""
+    from conserve.jobs.harvest import Harvester
+    from conserve.store import catalog
+    from conserve.store.store import Store
+
+    store = Store.open(settings)
+    try:
+        with store.read() as tx:
+            only = [catalog.get(tx, job).id for job in jobs] if jobs else None
+        before = unfinished(settings, only)
+        if not before:
+            output.say("nothing to run; queue a job with: conserve submit")
+            return exits.DONE
+        endpoint = make_endpoint(settings, flags)
+        harvester = Harvester(
+            store, endpoint, lease_s=settings.lease_s, max_attempts=settings.max_attempts, only=only
+        )
+        started = time.monotonic()
+        interrupted = asyncio.run(supervise(harvester, settings, only))
+        return report(harvester.tally, settings, interrupted, time.monotonic() - started, as_json=as_json)
+    finally:
+        store.close()
+
+
+def unfinished(settings: Settings, only: list[str] | None) -> list[JobReading]:
+    """The jobs that this run may work on."""
+    readings = read_jobs(settings, now=time.time())
+    return [r for r in readings if r.state in ("queued", "running") and (only is None or r.id in only)]
+
+
+def make_endpoint(settings: Settings, flags: list[str]) -> "Endpoint":
+    """The fake, an HTTP server or the embedded engine, as the settings say."""
+    address = settings.endpoint
+    if address is None:
+        from conserve.engine.vllm.embedded import EmbeddedEndpoint
+
+        engine_flags = [*shlex.split(settings.engine_args), *flags]
+        return EmbeddedEndpoint(settings.model, engine_flags=engine_flags, cache_dir=settings.home / "models")
+    if flags:
+        raise SettingsError("flags for vLLM go to the embedded engine, and --endpoint was given")
+    if address.startswith("fake:"):
+        from conserve.endpoints.fake import FakeEndpoint, Script
+
+        return FakeEndpoint(Script.from_url(address))
+    if not address.startswith(("http://", "https://")):
+        raise SettingsError(f"--endpoint takes an http:// or https:// address, not {address!r}")
+    from conserve.endpoints.http import HttpEndpoint
+
+    model = None if settings.model == DEMO_MODEL else settings.model
+    return HttpEndpoint(address, api_key=settings.api_key, model=model)
+
+
+async def supervise(harvester: "Harvester", settings: Settings, only: list[str] | None) -> bool:
+    """Run the harvester under a progress display; returns whether it was interrupted."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(exits.INTERRUPTED)
+        output.say("stopping: saving progress (once more to stop at once)")
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    progress = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr)
+    shown = asyncio.create_task(progress.show())
+    working = asyncio.create_task(harvester.run(stop))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and not harvester.started:
+            working.cancel()  # an engine that is still starting has nothing to save
+        try:
+            await working
+        except asyncio.CancelledError:
+            pass
+    finally:
+        for task in (shown, stopped):
+            task.cancel()
+        await asyncio.gather(shown, stopped, return_exceptions=True)
+    return stop.is_set()
+
+
+def unfinished_rows(settings: Settings, only: list[str] | None) -> int:
+    """How many rows of the queue have no result yet."""
+    return sum(reading.rows - reading.done for reading in unfinished(settings, only))
+
+
+def report(tally: "Tally", settings: Settings, interrupted: bool, elapsed_s: float, *, as_json: bool) -> int:
+    """Say what was done; returns the exit code."""
+    readings = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
+    ours = [readings[job_id] for job_id in tally.jobs if job_id in readings]
+    for reason in tally.refused.values():
+        output.say(f"refused: {reason}")
+    for reading in ours:
+        failed = f", {reading.failed:,} failed" if reading.failed else ""
+        output.say(f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}")
+    if any(reading.failed for reading in ours):
+        output.say('why rows failed: conserve sql "select error_type, error from results where error is not null"')
+    tokens = tally.prompt_tokens + tally.completion_tokens
+    output.say(
+        f"{output.count(tally.done, 'row')} in {output.duration(elapsed_s)}, "
+        f"{tokens / max(elapsed_s, 1e-9):,.0f} tokens/s"
+    )
+    if as_json:
+        output.data_json(document(tally, ours, elapsed_s, interrupted))
+    return exit_code(tally, ours, interrupted)
+
+
+def exit_code(tally: "Tally", ours: list[JobReading], interrupted: bool) -> int:
+    """The worst of what happened (docs/scripting.md)."""
+    if interrupted:
+        return exits.INTERRUPTED
+    if tally.refused:
+        return exits.FAILED
+    if tally.cancelled:
+        return exits.CANCELLED
+    return exits.FAILED_ROWS if any(reading.failed for reading in ours) else exits.DONE
+
+
+def document(tally: "Tally", ours: list[JobReading], elapsed_s: float, interrupted: bool) -> dict[str, object]:
+    """The report for JSON (docs/scripting.md)."""
+    return {
+        "succeeded": tally.succeeded,
+        "failed": tally.failed,
+        "retried": tally.retried,
+        "prompt_tokens": tally.prompt_tokens,
+        "completion_tokens": tally.completion_tokens,
+        "resumed_tokens": tally.resumed_tokens,
+        "elapsed_s": round(elapsed_s, 3),
+        "interrupted": interrupted,
+        "jobs": {reading.id: reading.state for reading in ours},
+        "refused": tally.refused,
+    }

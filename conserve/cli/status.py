@@ -1,0 +1,144 @@
+"""`conserve status`: what the queue or one job is doing."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from conserve.cli import output
+from conserve.cli.context import Context, job_ids
+from conserve.config import Settings
+from conserve.store.readings import JobReading, read_jobs, resolve
+
+EXAMPLE = """
+conserve status
+conserve status gsm8k-k3f9 --watch
+conserve status --json
+"""
+
+WATCH_S = 1.0
+TIMES = ("submitted_at", "started_at", "finished_at")
+
+
+def status(
+    ctx: typer.Context,
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until the work is done.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch one document a line.")] = False,
+) -> None:
+    """Show how far the jobs are: all that are unfinished, or one in detail."""
+    context: Context = ctx.obj
+    settings = context.settings()
+    if not watch:
+        show(selected(settings, job), job, as_json)
+        return
+    job = resolve([reading.id for reading in read_jobs(settings, now=time.time())], job) if job else None
+    repaint = Repaint(enabled=not as_json and output.colourful(sys.stdout))
+    while True:
+        readings = selected(settings, job)
+        repaint.before(lines(readings, job) if not as_json else [])
+        show(readings, job, as_json)
+        if all(reading.state.final or reading.state == "paused" for reading in readings):
+            return
+        time.sleep(WATCH_S)
+
+
+def selected(settings: Settings, job: str | None) -> list[JobReading]:
+    """The one job, or all that are not over; where all are over, the newest."""
+    readings = read_jobs(settings, now=time.time())
+    if job is not None:
+        wanted = resolve([reading.id for reading in readings], job)
+        return [reading for reading in readings if reading.id == wanted]
+    return [reading for reading in readings if not reading.state.final] or readings[-1:]
+
+
+def show(readings: Sequence[JobReading], job: str | None, as_json: bool) -> None:
+    """Print the readings."""
+    if as_json:
+        documents = [document(reading) for reading in readings]
+        output.data_json(documents[0] if job else documents)
+    elif readings:
+        output.data("\n".join(lines(readings, job)))
+    else:
+        output.say('no jobs yet; queue one with: conserve submit data.parquet --prompt "..."')
+
+
+def lines(readings: Sequence[JobReading], job: str | None) -> list[str]:
+    """The readings for people."""
+    return detail(readings[0]) if job and readings else table(readings)
+
+
+def table(readings: Sequence[JobReading]) -> list[str]:
+    """One line a job."""
+    rows = [
+        [
+            reading.id,
+            output.state(reading.state),
+            f"{reading.done:,}/{reading.rows:,}",
+            percent(reading),
+            output.coloured(f"{reading.failed:,}", "red" if reading.failed else None),
+            f"{reading.running:,}",
+            output.moment(reading.submitted_at),
+        ]
+        for reading in readings
+    ]
+    return output.columns(
+        ("JOB", "STATE", "ROWS", "DONE", "FAILED", "RUNNING", "SUBMITTED"), rows, right=(2, 3, 4, 5)
+    )
+
+
+def detail(reading: JobReading) -> list[str]:
+    """Everything about one job."""
+    pairs = [
+        ("job", reading.id),
+        ("state", output.state(reading.state) + (f" ({reading.error})" if reading.error else "")),
+        ("rows", f"{reading.done:,} of {reading.rows:,} done ({percent(reading)}), {reading.failed:,} failed"),
+        ("left", f"{reading.waiting:,} waiting, {reading.running:,} running, {reading.retries:,} retries so far"),
+        ("tokens", tokens(reading)),
+        ("submitted", output.moment(reading.submitted_at)),
+        ("started", output.moment(reading.started_at)),
+        ("finished", output.moment(reading.finished_at)),
+    ]
+    if reading.failed:
+        pairs.append(("failed rows", f"conserve retry {reading.id}"))
+    return [f"{output.coloured(f'{name:<11}', 'bright_black')} {value}" for name, value in pairs]
+
+
+def tokens(reading: JobReading) -> str:
+    """Token counts in words."""
+    parts = [f"{reading.prompt_tokens:,} prompt ({reading.cached_tokens:,} cached)"]
+    parts.append(f"{reading.completion_tokens:,} completion ({reading.resumed_tokens:,} resumed after a stop)")
+    return ", ".join(parts)
+
+
+def percent(reading: JobReading) -> str:
+    """How much is done; 100 % only when all is."""
+    return f"{100 * reading.done // reading.rows} %" if reading.rows else "-"
+
+
+def document(reading: JobReading) -> dict[str, Any]:
+    """A reading for JSON (docs/scripting.md)."""
+    fields = dataclasses.asdict(reading)
+    return {**fields, **{name: output.iso(fields[name]) for name in TIMES}}
+
+
+class Repaint:
+    """Writes each picture over the last one, on a terminal."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._height = 0
+
+    def before(self, picture: Sequence[str]) -> None:
+        """Make room for the next picture where the last one stands."""
+        if self._enabled and self._height:
+            sys.stdout.write(f"\x1b[{self._height}F\x1b[J")
+        self._height = len(picture)
+
+

@@ -1,0 +1,168 @@
+"""`conserve submit`: queue a job."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from conserve.cli import output
+from conserve.cli.context import Context
+from conserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from conserve.jobs.task import Task
+
+EXAMPLE = """
+conserve submit data.parquet --prompt "Summarize: {{ text }}" --max-tokens 128
+conserve submit chats.parquet --messages messages
+conserve submit batch.jsonl
+cat rows.jsonl | conserve submit - --prompt "{{ q }}"
+"""
+
+Input = Annotated[str, typer.Argument(metavar="FILE", help="Parquet or JSONL file, or - for standard input.")]
+
+
+def submit(
+    ctx: typer.Context,
+    file: Input,
+    prompt: Annotated[str | None, typer.Option(help="Jinja template over the row's columns.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with the template.")] = None,
+    messages: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of chat messages.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message in front of every prompt.")] = None,
+    completions: Annotated[
+        bool, typer.Option("--completions", help="Send the prompt as it is, without a chat template.")
+    ] = False,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
+    n: Annotated[int | None, typer.Option("-n", "--n", min=1, help="Answers per row.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, max=20, help="Log probabilities of this many alternatives a token.")
+    ] = None,
+    schema: Annotated[
+        str | None, typer.Option(metavar="JSON|FILE", help="JSON schema that answers must obey.")
+    ] = None,
+    param: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=JSON", help="Any other field of the request body.")
+    ] = None,
+    id: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with the rows' own ids.")] = None,  # noqa: A002
+    name: Annotated[str | None, typer.Option(help="Beginning of the job's id, instead of the file's name.")] = None,
+    priority: Annotated[int, typer.Option(help="Jobs with a higher one run first.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Queue a file of prompts and print the job's id; once it is printed, the job is durable."""
+    from conserve.jobs.submit import slug
+    from conserve.jobs.submit import submit as enqueue
+
+    params = request_params(
+        completions,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        n=n,
+        logprobs=logprobs,
+        schema=schema,
+        param=param,
+    )
+    task = make_task(read_prompt(prompt, prompt_file), messages, system, completions, id, params)
+    context: Context = ctx.obj
+    with context.store() as store:
+        done = enqueue(store, file, task, name=slug(name) if name else None, priority=priority)
+    output.say(f"queued {output.count(done.rows, 'row')}; run them with: conserve run")
+    if done.unrendered:
+        rows = output.count(done.unrendered, "row")
+        output.say(f"warning: {rows} could not be rendered and will fail ({done.first_error})")
+    if as_json:
+        output.data_json({"job_id": done.job_id, "rows": done.rows, "unrendered": done.unrendered})
+    else:
+        output.data(done.job_id)
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
+    """The template, given or from its file."""
+    if prompt_file is None:
+        return prompt
+    if prompt is not None:
+        raise UsageError("give --prompt or --prompt-file, not both")
+    try:
+        return prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the template {prompt_file}: {error}") from error
+
+
+def make_task(
+    prompt: str | None,
+    messages: str | None,
+    system: str | None,
+    completions: bool,
+    id_column: str | None,
+    params: dict[str, Any],
+) -> "Task":
+    """What to ask of each row, from the flags."""
+    from conserve.endpoints.protocol import Url
+    from conserve.jobs.task import Kind, Task
+
+    if prompt is not None and messages is not None:
+        raise UsageError("give --prompt or --messages, not both")
+    if completions and (messages is not None or system is not None):
+        raise UsageError("--completions sends bare text: it takes --prompt and no --messages or --system")
+    url = Url.COMPLETIONS if completions else Url.CHAT
+    if prompt is not None:
+        return Task(
+            kind=Kind.PROMPT, url=url, template=prompt, system=system, id_column=id_column, params=params
+        )
+    if messages is not None:
+        return Task(kind=Kind.MESSAGES, column=messages, system=system, id_column=id_column, params=params)
+    if system is not None or id_column is not None or completions:
+        raise UsageError("--system, --id and --completions go with --prompt or --messages")
+    return Task(kind=Kind.OPENAI, params=params)
+
+
+def request_params(
+    completions: bool,
+    *,
+    logprobs: int | None,
+    schema: str | None,
+    param: list[str] | None,
+    **plain: Any,
+) -> dict[str, Any]:
+    """The body fields that the flags set."""
+    params = {key: value for key, value in plain.items() if value not in (None, [])}
+    if logprobs is not None:
+        params |= {"logprobs": logprobs} if completions else {"logprobs": True, "top_logprobs": logprobs}
+    if schema is not None:
+        answer = {"name": "answer", "schema": read_schema(schema), "strict": True}
+        params["response_format"] = {"type": "json_schema", "json_schema": answer}
+    for pair in param or []:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--param takes KEY=JSON, as in --param top_k=20, not {pair!r}")
+        params[key] = json_or_text(value)
+    return params
+
+
+def json_or_text(value: str) -> Any:
+    """A parameter's value: JSON if it is that, else the text itself."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """A JSON schema, inline or from a file."""
+    try:
+        source = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+        schema = json.loads(source)
+    except OSError as error:
+        raise UsageError(f"cannot read the schema {text}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--schema is not JSON ({error})") from error
+    if not isinstance(schema, dict):
+        raise UsageError("--schema must be a JSON object")
+    return schema

