@@ -27,6 +27,8 @@ class Settings:
     """OpenAI-compatible server to use instead of the embedded engine."""
     api_key: str | None = None
     """Bearer token for `endpoint`."""
+    models: Path | None = None
+    """Folder of the converted demo model; the platform's cache folder unless set."""
     engine_args: str = ""
     """Flags for vLLM, as on its command line; what `conserve run -- FLAGS` gives comes after them."""
     lease_s: float = 60.0
@@ -39,6 +41,15 @@ class Settings:
             raise SettingsError(f"lease_s must be at least 1 second, not {self.lease_s:g}")
         if self.max_attempts < 1:
             raise SettingsError(f"max_attempts must be at least 1, not {self.max_attempts}")
+
+    @property
+    def models_folder(self) -> Path:
+        """Where the converted demo model is kept, for all stores of the user."""
+        if self.models is not None:
+            return self.models
+        from platformdirs import user_cache_path
+
+        return user_cache_path("conserve") / "models"
 
     @property
     def store_url(self) -> str:
@@ -102,8 +113,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     for name in values:
         if name not in known:
             raise SettingsError(f"{path} sets {name!r}, which is no setting; there are {', '.join(known)}")
-    if "home" in values:
-        values["home"] = path.parent / Path(str(values["home"])).expanduser()
+    for name in {"home", "models"} & values.keys():  # relative to the file that says so
+        values[name] = path.parent / Path(str(values[name])).expanduser()
     return values
 
 

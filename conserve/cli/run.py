@@ -104,7 +104,7 @@ def make_endpoint(settings: Settings, flags: list[str]) -> "Endpoint":
         from conserve.engine.vllm.embedded import EmbeddedEndpoint
 
         engine_flags = [*shlex.split(settings.engine_args), *flags]
-        return EmbeddedEndpoint(settings.model, engine_flags=engine_flags, cache_dir=settings.home / "models")
+        return EmbeddedEndpoint(settings.model, engine_flags=engine_flags, cache_dir=settings.models_folder)
     if flags:
         raise SettingsError("flags for vLLM go to the embedded engine, and --endpoint was given")
     if address.startswith("fake:"):

@@ -50,8 +50,8 @@ def sql(
 
 def show(answer: Any) -> None:
     """The first rows as a table; long values are cut, on a terminal and off it alike."""
-    header = [column[0] for column in answer.description]
-    rows = answer.fetchmany(SHOWN_ROWS + 1)
+    header = answer.columns
+    rows = answer.limit(SHOWN_ROWS + 1).fetchall()
     figures = [n for n, column in enumerate(zip(*rows, strict=True)) if all(is_figure(v) for v in column)]
     table = [[cell(value) for value in row] for row in rows[:SHOWN_ROWS]]
     output.data("\n".join(output.columns(header, table, right=figures)))

@@ -33,26 +33,26 @@ DOCUMENTS = ("json", "choices", "logprobs")  # columns of JSON text
 BATCH_ROWS = 8192
 
 
-def ordered(duck: duckdb.DuckDBPyConnection, job_id: str, *, with_inputs: bool) -> duckdb.DuckDBPyConnection:
+def ordered(duck: duckdb.DuckDBPyConnection, job_id: str, *, with_inputs: bool) -> duckdb.DuckDBPyRelation:
     """The job's results by input row, with the input's own columns behind them if asked."""
     joined = (
         "select r.*, i.* exclude (job_id, row_index) from results r join inputs i using (job_id, row_index)"
         if with_inputs
         else "select r.* from results r"
     )
-    return duck.execute(f"{joined} where r.job_id = {literal(job_id)} order by r.row_index")
+    return duck.sql(f"{joined} where r.job_id = {literal(job_id)} order by r.row_index")
 
 
-def with_urls(duck: duckdb.DuckDBPyConnection, store: Store, job_id: str) -> duckdb.DuckDBPyConnection:
+def with_urls(duck: duckdb.DuckDBPyConnection, store: Store, job_id: str) -> duckdb.DuckDBPyRelation:
     """The job's results with the route that each row named itself, if it did."""
     requests = literals([home.requests_file(store.home, job_id)])
-    return duck.execute(
+    return duck.sql(
         f"select r.*, q.url from results r join (select row_index, url from read_parquet({requests})) q "
         f"using (row_index) where r.job_id = {literal(job_id)} order by r.row_index"
     )
 
 
-def write_parquet(answer: duckdb.DuckDBPyConnection, sink: BinaryIO) -> int:
+def write_parquet(answer: duckdb.DuckDBPyRelation, sink: BinaryIO) -> int:
     """Write the answer as one Parquet file; returns the number of rows."""
     reader = answer.to_arrow_reader(BATCH_ROWS)
     rows = 0
@@ -64,7 +64,7 @@ def write_parquet(answer: duckdb.DuckDBPyConnection, sink: BinaryIO) -> int:
 
 
 def write_lines(
-    answer: duckdb.DuckDBPyConnection,
+    answer: duckdb.DuckDBPyRelation,
     sink: BinaryIO,
     convert: Callable[[dict[str, Any]], Any] = lambda row: row,
 ) -> int:
@@ -77,7 +77,7 @@ def write_lines(
     return rows
 
 
-def write_csv(answer: duckdb.DuckDBPyConnection, sink: BinaryIO) -> int:
+def write_csv(answer: duckdb.DuckDBPyRelation, sink: BinaryIO) -> int:
     """Write CSV with a header; JSON columns are JSON text."""
     text = io.TextIOWrapper(sink, encoding="utf-8", newline="", write_through=True)
     reader = answer.to_arrow_reader(BATCH_ROWS)
@@ -91,7 +91,7 @@ def write_csv(answer: duckdb.DuckDBPyConnection, sink: BinaryIO) -> int:
     return rows
 
 
-def documents_parsed(answer: duckdb.DuckDBPyConnection) -> Iterator[dict[str, Any]]:
+def documents_parsed(answer: duckdb.DuckDBPyRelation) -> Iterator[dict[str, Any]]:
     """Rows as dictionaries with their JSON columns parsed."""
     raw = msgspec.Raw
     for batch in answer.to_arrow_reader(BATCH_ROWS):

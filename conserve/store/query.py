@@ -127,9 +127,9 @@ def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
 def add_results(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
     """The view `results`: one row a finished input row, from shards and journal together."""
     duck.register("journal_arrow", taken.journal_rows)
-    duck.execute("create table journal_rows as select * from journal_arrow")
+    duck.execute("create schema store; create table store.journal as select * from journal_arrow")
     duck.unregister("journal_arrow")
-    parts = ["select * from journal_rows"]
+    parts = ["select * from store.journal"]
     if taken.shard_files:
         parts.append(f"select * from read_parquet({literals(taken.shard_files)})")
     documents = ", ".join(f"{name}::json as {name}" for name in ("json", "choices", "logprobs"))
@@ -206,7 +206,7 @@ def seal(duck: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:
     duck.execute("set lock_configuration = true")
 
 
-def ask(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyConnection:
+def ask(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelation:
     """Run one SELECT; everything else is refused, since a COPY could write where a view may read."""
     try:
         statements = duck.extract_statements(sql)
@@ -216,9 +216,11 @@ def ask(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyConnection:
             raise QueryError("one statement at a time, please")
         if statements[0].type != duckdb.StatementType.SELECT:
             raise QueryError(f"{REACH}: only SELECT is possible")
-        return duck.execute(statements[0])
+        return duck.sql(statements[0].query)
     except duckdb.PermissionException as error:
         raise QueryError(f"{REACH}: no other files, databases or settings") from error
+    except duckdb.CatalogException as error:
+        raise QueryError(f"{REACH}: {explain(error)}") from error
     except duckdb.Error as error:
         raise QueryError(explain(error)) from error
 
@@ -232,17 +234,6 @@ def explain(error: duckdb.Error) -> str:
 def columns_of(duck: duckdb.DuckDBPyConnection, view: str) -> list[str]:
     """The column names of a view."""
     return [row[0] for row in duck.execute(f"describe {view}").fetchall()]
-
-
-def batches(answer: duckdb.DuckDBPyConnection, rows: int = 8192) -> Iterator[list[dict[str, Any]]]:
-    """The rows of an answer as dictionaries, a batch at a time."""
-    for batch in answer.to_arrow_reader(rows):
-        yield batch.to_pylist()
-
-
-def parsed(document: str | None) -> Any:
-    """A JSON column's value."""
-    return None if document is None else msgspec.json.decode(document)
 
 
 def quoted(name: str) -> str:

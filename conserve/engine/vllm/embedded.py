@@ -13,7 +13,7 @@ from conserve.endpoints.protocol import Call, Completion, OnTokens
 from conserve.engine.vllm.compat import require_engine
 from conserve.engine.vllm.continuation import Continuation
 from conserve.engine.vllm.demo_model import DEMO_MODEL, ensure_demo_model
-from conserve.engine.vllm.environment import LOG_VARIABLE, engine_log, prepare_environment, quiet_imports
+from conserve.engine.vllm.environment import LOG_VARIABLE, engine_log, prepare_environment, quiet_warnings
 from conserve.engine.vllm.fingerprint import model_identity
 from conserve.engine.vllm.flags import parse_flags
 from conserve.engine.vllm.launch import Launch
@@ -144,7 +144,7 @@ class _Engine:
     @classmethod
     async def start(cls, name: str, path: str, flags: Sequence[str]) -> _Engine:
         prepare_environment(offline=Path(path).exists())
-        quiet_imports()
+        quiet_warnings()
         arguments = await asyncio.to_thread(parse_flags, path, flags)
         log = engine_log()
         log.capture_loggers()

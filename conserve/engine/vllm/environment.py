@@ -28,10 +28,12 @@ def prepare_environment(*, offline: bool) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def quiet_imports() -> None:
-    """Keep what torch and vLLM say while being imported off the user's terminal."""
+def quiet_warnings() -> None:
+    """Keep what torch and vLLM say of their own code off the user's terminal."""
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.reduce_op`")
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=r"builtin type [sS]wig\w+")
+    # A field of the chat request, which vLLM reads on every request.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, message="max_tokens is deprecated")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
 
 

@@ -79,7 +79,7 @@ class Serving:
         return int(
             get_max_tokens(
                 self.llm.model_config.max_model_len,
-                asked if asked is not None else fields.get("max_tokens"),
+                asked if asked is not None else request.max_tokens,
                 num_prompt_tokens,
                 self.default_sampling,
                 self._chat.override_max_tokens,

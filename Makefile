@@ -1,0 +1,38 @@
+# The commands of the README. `make setup` runs first wherever it is needed.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+BIN := .venv/bin
+export CONSERVE_MODELS ?= $(CURDIR)/.demo/models
+
+.PHONY: help setup demo test soak check format bench clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup:  ## Make .venv with the locked CPU dependencies
+	@PYTHON=$(PYTHON) bash tools/setup.sh
+
+demo: setup  ## Run 200 GSM8K questions through the embedded engine and query the answers
+	@bash examples/demo.sh
+
+test: setup  ## Run the tests, the real engine included (under 10 minutes)
+	$(BIN)/pytest -m "not soak"
+
+soak: setup  ## Kill a run 1,000 times
+	$(BIN)/pytest -m soak --timeout 7200
+
+check: setup  ## Lint, formatting, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## Measure what docs/benchmarks.md reports (about 20 minutes)
+	$(BIN)/python -m tests.benchmarks
+
+clean:  ## Remove .venv, the demo's store and all caches
+	rm -rf .venv .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
