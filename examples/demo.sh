@@ -8,9 +8,9 @@ PATH=$PWD/.venv/bin:$PATH
 
 say() { printf '\n$ %s\n' "$1" >&2; }
 
-prompt='{{ question }} Give only the final number.'
-say "conserve submit examples/gsm8k.parquet --prompt \"$prompt\" --max-tokens 64 --temperature 0"
-job=$(conserve submit examples/gsm8k.parquet --prompt "$prompt" --max-tokens 64 --temperature 0)
+prompt='{{ question }}'
+say "conserve submit examples/gsm8k.parquet --prompt \"$prompt\" --max-tokens 96 --temperature 0"
+job=$(conserve submit examples/gsm8k.parquet --prompt "$prompt" --max-tokens 96 --temperature 0)
 echo "$job"
 
 say "conserve run $job"

@@ -20,7 +20,6 @@ class Progress:
     def __init__(self, harvester: "Harvester", rows_left: Callable[[], int], stream: TextIO) -> None:
         self._harvester, self._rows_left, self._stream = harvester, rows_left, stream
         self._begun = time.monotonic()
-        self._first_row_at: float | None = None
 
     @property
     def _tally(self) -> "Tally":
@@ -35,8 +34,8 @@ class Progress:
 
     async def _lines(self) -> None:
         while True:
-            await asyncio.sleep(LINE_S if self._harvester.started else LINE_S / 2)
-            if not self._harvester.started:
+            await asyncio.sleep(LINE_S if self._harvester.ready_at else LINE_S / 2)
+            if self._harvester.ready_at is None:
                 output.say(f"starting the engine ({time.monotonic() - self._begun:.0f} s)")
                 continue
             done, left = self._tally.done, self._rows_left()
@@ -59,18 +58,16 @@ class Progress:
             shown = bar.add_task("starting the engine", total=None, rate="")
             while True:
                 await asyncio.sleep(BAR_S)
-                if self._harvester.started:
+                if self._harvester.ready_at is not None:
                     done, left = self._tally.done, self._rows_left()
                     title = f"{done:,}/{done + left:,} rows"
                     rate = self._rate() + self._trouble()
                     bar.update(shown, description=title, completed=done, total=done + left, rate=rate)
 
     def _rate(self) -> str:
-        """Tokens a second since the first row was done, and rows in flight."""
+        """Tokens a second since the endpoint was ready, and rows in flight."""
         tokens = self._tally.prompt_tokens + self._tally.completion_tokens
-        if self._first_row_at is None:
-            self._first_row_at = time.monotonic() if self._harvester.started else None
-        elapsed_s = time.monotonic() - (self._first_row_at or time.monotonic())
+        elapsed_s = time.monotonic() - (self._harvester.ready_at or time.monotonic())
         speed = f"{tokens / elapsed_s:,.0f} tokens/s, " if elapsed_s > 1 else ""
         return f"{speed}{self._tally.in_flight} running"
 

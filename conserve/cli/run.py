@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -26,6 +26,13 @@ conserve run
 conserve run gsm8k-k3f9 --model Qwen/Qwen2.5-7B-Instruct -- --max-model-len 8192
 conserve run --endpoint http://localhost:8000
 """
+
+
+class Times(NamedTuple):
+    """Seconds until the endpoint was ready, and from then to the end."""
+
+    start_s: float
+    work_s: float
 
 
 def run(
@@ -84,9 +91,11 @@ def drain(settings: Settings, jobs: list[str], flags: list[str], *, as_json: boo
         harvester = Harvester(
             store, endpoint, lease_s=settings.lease_s, max_attempts=settings.max_attempts, only=only
         )
-        started = time.monotonic()
+        begun = time.monotonic()
         interrupted = asyncio.run(supervise(harvester, settings, only))
-        return report(harvester.tally, settings, interrupted, time.monotonic() - started, as_json=as_json)
+        ready_at = harvester.ready_at or time.monotonic()
+        times = Times(start_s=ready_at - begun, work_s=time.monotonic() - ready_at)
+        return report(harvester.tally, settings, interrupted, times, as_json=as_json)
     finally:
         store.close()
 
@@ -138,7 +147,7 @@ async def supervise(harvester: "Harvester", settings: Settings, only: list[str] 
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done() and not harvester.started:
+        if not working.done() and harvester.ready_at is None:
             working.cancel()  # an engine that is still starting has nothing to save
         try:
             await working
@@ -156,7 +165,7 @@ def unfinished_rows(settings: Settings, only: list[str] | None) -> int:
     return sum(reading.rows - reading.done for reading in unfinished(settings, only))
 
 
-def report(tally: "Tally", settings: Settings, interrupted: bool, elapsed_s: float, *, as_json: bool) -> int:
+def report(tally: "Tally", settings: Settings, interrupted: bool, times: Times, *, as_json: bool) -> int:
     """Say what was done; returns the exit code."""
     readings = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
     ours = [readings[job_id] for job_id in tally.jobs if job_id in readings]
@@ -169,11 +178,11 @@ def report(tally: "Tally", settings: Settings, interrupted: bool, elapsed_s: flo
         output.say('why rows failed: conserve sql "select error_type, error from results where error is not null"')
     tokens = tally.prompt_tokens + tally.completion_tokens
     output.say(
-        f"{output.count(tally.done, 'row')} in {output.duration(elapsed_s)}, "
-        f"{tokens / max(elapsed_s, 1e-9):,.0f} tokens/s"
+        f"{output.count(tally.done, 'row')} in {output.duration(times.work_s)}, "
+        f"{tokens / max(times.work_s, 1e-9):,.0f} tokens/s (ready after {output.duration(times.start_s)})"
     )
     if as_json:
-        output.data_json(document(tally, ours, elapsed_s, interrupted))
+        output.data_json(document(tally, ours, times, interrupted))
     return exit_code(tally, ours, interrupted)
 
 
@@ -188,7 +197,7 @@ def exit_code(tally: "Tally", ours: list[JobReading], interrupted: bool) -> int:
     return exits.FAILED_ROWS if any(reading.failed for reading in ours) else exits.DONE
 
 
-def document(tally: "Tally", ours: list[JobReading], elapsed_s: float, interrupted: bool) -> dict[str, object]:
+def document(tally: "Tally", ours: list[JobReading], times: Times, interrupted: bool) -> dict[str, object]:
     """The report for JSON (docs/scripting.md)."""
     return {
         "succeeded": tally.succeeded,
@@ -197,7 +206,8 @@ def document(tally: "Tally", ours: list[JobReading], elapsed_s: float, interrupt
         "prompt_tokens": tally.prompt_tokens,
         "completion_tokens": tally.completion_tokens,
         "resumed_tokens": tally.resumed_tokens,
-        "elapsed_s": round(elapsed_s, 3),
+        "start_s": round(times.start_s, 3),
+        "work_s": round(times.work_s, 3),
         "interrupted": interrupted,
         "jobs": {reading.id: reading.state for reading in ours},
         "refused": tally.refused,

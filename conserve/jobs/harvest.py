@@ -102,7 +102,7 @@ class Harvester:
         self.lease_s, self.max_attempts, self.only, self.clock = lease_s, max_attempts, only, clock
         self.owner = owners.this_process()
         self.tally = Tally()
-        self.started = False  # whether the endpoint is ready
+        self.ready_at: float | None = None  # when the endpoint was ready, on the monotonic clock
         self._workload = Workload(store)
         self._recorder = Recorder(store, clock)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -120,7 +120,7 @@ class Harvester:
         failed: BaseException | None = None
         try:
             await self.endpoint.start()
-            self.started = True
+            self.ready_at = time.monotonic()
             await self._in_store(self._recover)
             await self._until_drained(stop)
         except BaseException as error:

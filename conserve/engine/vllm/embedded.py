@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,6 +127,10 @@ class EmbeddedEndpoint:
         if self._model == DEMO_MODEL:
             return str(ensure_demo_model(self._cache_dir))
         path = Path(self._model).expanduser()
+        if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
+            raise EndpointUnusable(
+                f"{path} is no model folder, there is no config.json in it; name one that has"
+            )
         if path.exists():
             return str(path)
         if self._model.startswith((".", "/", "~")) or self._model.count("/") > 1:
@@ -280,8 +286,15 @@ def _why_not_started(model: str, error: Exception) -> str:
     """One sentence for the user; the engine's processes leave theirs in the log."""
     own = " ".join(str(error).split()) or type(error).__name__
     cause = engine_log().last_error() if "initialization failed" in own else None
-    fix = f"set {LOG_VARIABLE}=engine.log to see its log"
-    return f"the engine cannot start with {model}: {(cause or own)[:400]}; {fix}"
+    fix = f"set {LOG_VARIABLE}=engine.log to keep its log"
+    return f"the engine cannot start with {model}: {_gist(cause or own)}; {fix}"
+
+
+def _gist(message: str) -> str:
+    """What vLLM says, without the wrapping of pydantic and of its worker processes, and not all of it."""
+    message = re.sub(r"^\d+ validation errors? for \w+ Value error, ", "", message)
+    message = re.sub(r"^RuntimeError: Worker failed with error '(.*)', please check .*$", r"\1", message)
+    return textwrap.shorten(message, 300, placeholder=" ...").rstrip(".")
 
 
 def _identity(name: str, config: VllmConfig) -> str:

@@ -32,9 +32,11 @@ def quiet_warnings() -> None:
     """Keep what torch and vLLM say of their own code off the user's terminal."""
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.reduce_op`")
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=r"builtin type [sS]wig\w+")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, message=r"`torch\.jit\.script_method`")
     # A field of the chat request, which vLLM reads on every request.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message="max_tokens is deprecated")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available", on every CPU
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # every retry when offline
 
 
 class EngineLog:

@@ -72,10 +72,7 @@ class Serving:
         """How many tokens to generate at most, by the server's rules: what the request and context allow."""
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
-        fields = vars(
-            request
-        )  # reading the attribute max_tokens of a chat request warns that it is deprecated
-        asked = fields.get("max_completion_tokens")
+        asked = getattr(request, "max_completion_tokens", None)
         return int(
             get_max_tokens(
                 self.llm.model_config.max_model_len,
