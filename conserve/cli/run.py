@@ -29,7 +29,7 @@ conserve run --endpoint http://localhost:8000
 
 
 class Times(NamedTuple):
-    """Seconds until the endpoint was ready, and from then to the end."""
+    """Seconds until the endpoint was ready, and from then until the last row was durable."""
 
     start_s: float
     work_s: float
@@ -94,7 +94,8 @@ def drain(settings: Settings, jobs: list[str], flags: list[str], *, as_json: boo
         begun = time.monotonic()
         interrupted = asyncio.run(supervise(harvester, settings, only))
         ready_at = harvester.ready_at or time.monotonic()
-        times = Times(start_s=ready_at - begun, work_s=time.monotonic() - ready_at)
+        ended_at = harvester.ended_at or time.monotonic()
+        times = Times(start_s=ready_at - begun, work_s=max(0.0, ended_at - ready_at))
         return report(harvester.tally, settings, interrupted, times, as_json=as_json)
     finally:
         store.close()

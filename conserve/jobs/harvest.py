@@ -103,6 +103,7 @@ class Harvester:
         self.owner = owners.this_process()
         self.tally = Tally()
         self.ready_at: float | None = None  # when the endpoint was ready, on the monotonic clock
+        self.ended_at: float | None = None  # when the last row was durable, before the endpoint closed
         self._workload = Workload(store)
         self._recorder = Recorder(store, clock)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -156,6 +157,7 @@ class Harvester:
                 raise
             log.debug("the store could not be told about rows in flight; their leases will expire")
         finally:
+            self.ended_at = time.monotonic()
             await self.endpoint.close()
             self._workload.close()
             self._thread.shutdown()

@@ -1,4 +1,4 @@
-"""vLLM's own batch runner on a file, timed from the moment its engine is ready. Run as a module by run_batch.py."""
+"""vLLM's own batch runner on a file, timed from when its engine is ready. Run as a module by run_batch.py."""
 
 import asyncio
 import sys

@@ -37,6 +37,8 @@ INTERNALS = {
     "vllm.renderers.inputs.preprocess.extract_prompt_len": "prompt length of a rendered request",
     "vllm.exceptions.{VLLMClientError,VLLMValidationError,GracefulHTTPError}": "refusals and their parameter",
     # outputs and resuming
+    "AsyncLLM.output_processor.{external_req_ids,request_states}": "tokens in flight, without streaming",
+    "vllm.v1.engine.output_processor.RequestState.detokenizer": "its output_token_ids, only read",
     "vllm.outputs.{RequestOutput,CompletionOutput}": "results, and RequestOutput.add to merge deltas",
     "vllm.sampling_params.{SamplingParams,RequestOutputKind}": "final or delta outputs; cut to resume",
     "vllm.v1.engine.EngineCoreRequest": "what the detokeniser is made from",

@@ -75,7 +75,7 @@ class EmbeddedEndpoint:
         self._capacity = ROWS_PER_SLOT * config.scheduler_config.max_num_seqs
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
-        """Answer one call; `on_tokens` sees a request with a single answer, and gets one growing list."""
+        """Answer one call; `on_tokens` sees a request with a single answer, a few times a second."""
         serving = (await self._engine()).serving
         prepared = await prepare(call, serving)
         single = len(prepared.prompts) == 1 and prepared.prompts[0].params.n == 1
@@ -83,7 +83,8 @@ class EmbeddedEndpoint:
             if call.resume_from and single:
                 outputs = [await _resume(call, prepared, serving, on_tokens)]
             elif on_tokens is not None and single:
-                outputs = [await _stream(call, prepared, serving, on_tokens)]
+                with serving.tokens.on(f"{call.key}-0", on_tokens):
+                    outputs = await _collect(call, prepared, serving)
             else:
                 outputs = await _collect(call, prepared, serving)
         _check_finished(outputs)
@@ -201,26 +202,6 @@ async def _final(key: str, prompt: Prompt, prepared: Prepared, serving: Serving)
         final = output
     assert final is not None
     return final
-
-
-async def _stream(call: Call, prepared: Prepared, serving: Serving, on_tokens: OnTokens) -> RequestOutput:
-    """The same for one answer, its tokens reported as they come."""
-    from vllm.sampling_params import RequestOutputKind
-
-    (prompt,) = prepared.prompts
-    prompt.params.output_kind = RequestOutputKind.DELTA
-    whole: RequestOutput | None = None
-    async for output in serving.llm.generate(
-        prompt.engine_input, prompt.params, call.key, priority=prepared.request.priority
-    ):
-        if whole is None:
-            whole = output
-        else:
-            whole.add(output, aggregate=True)
-        if whole.outputs[0].token_ids:
-            on_tokens(whole.outputs[0].token_ids)
-    assert whole is not None
-    return whole
 
 
 async def _resume(

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conserve.endpoints.protocol import Choice, Completion
+from conserve.engine.vllm.token_watch import TokenWatch
 from conserve.errors import RequestRejected
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Serving:
         from vllm.renderers.online_renderer import OnlineRenderer
 
         self.llm = llm
+        self.tokens = TokenWatch(llm)
         self.name = name
         models = OpenAIServingModels(llm, [BaseModelPath(name=name, model_path=llm.model_config.model)])
         # Whoever writes the job owns the engine: the templates in its requests are trusted.
