@@ -1,1 +1,1 @@
-"""Benchmarks: `make bench`, or `python -m tests.benchmarks NAME...`. Targets live here, never in a timed test."""
+"""Benchmarks: `make bench`, or `python -m tests.benchmarks NAME...`. Targets live here, never in a test."""

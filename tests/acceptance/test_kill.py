@@ -1,0 +1,48 @@
+"""No crash loses or repeats a row: the real command, killed at random moments, and started again."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.kill_harness import Harness
+
+
+def test_long_rows_survive_kills_and_continue_from_their_tokens(tmp_path: Path) -> None:
+    prompts = [f"question {n}" + (" REJECT" if n % 50 == 7 else "") for n in range(1500)]
+    harness = Harness(tmp_path / "home", prompts, script="token_ms=10&tokens=200&capacity=64", seed=1)
+    harness.submit()
+    harness.storm(15, longest_s=1.6)
+    assert harness.finish() == 5
+    harness.check()
+    assert harness.kills >= 15
+    assert harness.reading().resumed_tokens > 0, "some kill must have hit a row in mid-generation"
+
+
+def test_many_short_rows_survive_kills_in_commit_and_compaction(tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(150_000)], script="tokens=4", seed=2)
+    harness.submit()
+    harness.storm(10, longest_s=1.4)
+    assert harness.finish() == 0
+    harness.check()
+    assert harness.kills >= 10
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_thousand_kills(tmp_path: Path) -> None:
+    kills = round_number = 0
+    while kills < 1000:
+        long = round_number % 2 == 0
+        folder = tmp_path / f"round-{round_number}"
+        folder.mkdir()
+        harness = Harness(
+            folder / "home",
+            [f"question {n}" for n in range(2_000 if long else 100_000)],
+            script="token_ms=10&tokens=200&capacity=64" if long else "tokens=4",
+            seed=round_number,
+        )
+        harness.submit()
+        harness.storm(1000 - kills, longest_s=2.0)
+        assert harness.finish() == 0
+        harness.check()
+        kills, round_number = kills + harness.kills, round_number + 1
