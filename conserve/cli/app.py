@@ -1,6 +1,5 @@
 """The command line: its commands, and how errors leave it."""
 
-import os
 import sys
 from typing import Annotated, Any
 
@@ -35,6 +34,12 @@ class Group(TyperGroup):
     """The program itself; commands in the order in which one needs them."""
 
     format_help = example_first
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(exits.INTERRUPTED) from None
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
@@ -105,19 +110,10 @@ register()
 def main() -> int:
     """Run the command line; returns the exit code."""
     try:
-        app(standalone_mode=False)
-        return exits.DONE
-    except typer.Exit as leaving:
-        return leaving.exit_code
-    except typer.Abort:
-        return exits.INTERRUPTED
+        app()
+    except SystemExit as leaving:  # how typer ends, with the code of the command or of a usage error
+        return leaving.code if isinstance(leaving.code, int) else exits.DONE
     except ConserveError as error:
         output.say(f"{output.coloured('conserve:', 'red', sys.stderr)} {error}")
         return error.exit_code
-    except KeyboardInterrupt:
-        return exits.INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to say to a closed pipe
-        return exits.FAILED
-
-
+    return exits.DONE

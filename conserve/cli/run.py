@@ -40,7 +40,7 @@ def run(
     jobs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[JOB...] [-- VLLM FLAGS]",
+            metavar="JOB... [-- VLLM FLAGS]",
             help="Only these jobs; what follows -- goes to vLLM as it is.",
             autocompletion=job_ids,
         ),

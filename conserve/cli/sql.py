@@ -50,8 +50,9 @@ def sql(
 
 def show(answer: Any) -> None:
     """The first rows as a table; long values are cut, on a terminal and off it alike."""
-    header = answer.columns
-    rows = answer.limit(SHOWN_ROWS + 1).fetchall()
+    found = answer.limit(SHOWN_ROWS + 1).to_arrow_table()
+    header = found.column_names
+    rows = list(zip(*(column.to_pylist() for column in found.columns), strict=True))
     figures = [n for n, column in enumerate(zip(*rows, strict=True)) if all(is_figure(v) for v in column)]
     table = [[cell(value) for value in row] for row in rows[:SHOWN_ROWS]]
     output.data("\n".join(output.columns(header, table, right=figures)))

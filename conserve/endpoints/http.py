@@ -64,7 +64,7 @@ class HttpEndpoint:
                 f"{self.base_url}/v1/models answered {error.response.status_code}; "
                 "check the URL and CONSERVE_API_KEY"
             ) from error
-        except (httpx.HTTPError, httpx.InvalidURL, KeyError, TypeError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, AttributeError, KeyError, TypeError, ValueError) as error:
             raise EndpointUnusable(
                 f"no OpenAI-compatible server answers at {self.base_url} ({error}); "
                 "start it or correct --endpoint"
@@ -91,7 +91,7 @@ class HttpEndpoint:
             raise refusal(answer)
         try:
             return completion(call.url, answer.json())
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EndpointFault(f"the answer is no completion: {answer.text[:200]!r}") from error
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from conserve.endpoints.protocol import Endpoint
-from conserve.errors import ConserveError, EndpointError, EndpointUnusable
+from conserve.errors import ConserveError, EndpointError, EndpointFault, EndpointUnusable
 from conserve.jobs import owner as owners
 from conserve.jobs.outcome import failure, success
 from conserve.jobs.recorder import Outbox, Recorder
@@ -278,6 +278,9 @@ class Harvester:
             self._put_back(work, RetryDecision())
         except EndpointError as error:
             self._judge(flight, error)
+        except Exception as error:  # a bug of the endpoint's must not leave the row in the air
+            log.exception("row %d of %s", work.row.position, work.job_id)
+            self._judge(flight, EndpointFault(f"{type(error).__name__}: {error}"))
         else:
             self._hold_s = 0.0
             self._finish(work, success(work, completion, now=self.clock()))

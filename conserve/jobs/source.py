@@ -152,7 +152,12 @@ def is_messages(kind: pa.DataType) -> bool:
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
         return False
     fields = {field.name: field.type for field in kind.value_type}
-    return {"role", "content"} <= fields.keys() and pa.types.is_string(fields["role"])
+    return {"role", "content"} <= fields.keys() and is_text(fields["role"])
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column type is text, of any of Arrow's widths."""
+    return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
 class JsonLines:

@@ -36,6 +36,11 @@ def requests_file(home: Path, job_id: str) -> Path:
     return job_folder(home, job_id) / REQUESTS
 
 
+def inputs_file(home: Path, job_id: str) -> Path:
+    """The copied input rows of one job."""
+    return job_folder(home, job_id) / INPUTS
+
+
 @contextmanager
 def new_job_folder(home: Path) -> Iterator[Path]:
     """A folder to build a job in; it vanishes unless `adopt` has renamed it by the end."""

@@ -2,6 +2,7 @@
 
 import glob
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,6 +27,8 @@ SETTINGS = {
     "python_enable_replacements": False,  # a table name must never reach for a Python variable
     "preserve_insertion_order": True,
 }
+
+NUMBERS = {"TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "FLOAT", "DOUBLE"}
 
 REACH = "conserve sql reads the views jobs, results and inputs and nothing else"
 
@@ -146,7 +149,7 @@ def readable_inputs(store: Store, jobs: Sequence[catalog.Job]) -> tuple[dict[str
     left_out = []
     for job in jobs:
         if job.source.copied:
-            readable[job.id] = home.job_folder(store.home, job.id) / home.INPUTS
+            readable[job.id] = home.inputs_file(store.home, job.id)
         elif fault := input_fault(job.source):
             left_out.append(LeftOut(job.id, fault))
         else:
@@ -173,29 +176,35 @@ def add_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, Path]) -> No
             "create view inputs as select null::varchar as job_id, null::bigint as row_index where false"
         )
         return
-    try:
-        union_inputs(duck, readable, cast="")
-    except duckdb.BinderException:  # jobs whose columns share a name but no type
-        union_inputs(duck, readable, cast="::varchar")
-
-
-def union_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, Path], *, cast: str) -> None:
-    """Create the view over all jobs' files, with every column of the user's cast."""
-    parts = (input_select(duck, job_id, path, cast) for job_id, path in readable.items())
+    types = {job_id: column_types(duck, path) for job_id, path in readable.items()}
+    as_text = disagreeing(list(types.values()))
+    parts = (input_select(job_id, path, types[job_id], as_text) for job_id, path in readable.items())
     duck.execute(f"create view inputs as {' union all by name '.join(parts)}")
 
 
-def input_select(duck: duckdb.DuckDBPyConnection, job_id: str, path: Path, cast: str) -> str:
+def column_types(duck: duckdb.DuckDBPyConnection, path: Path) -> dict[str, str]:
+    """The columns of a Parquet file and their SQL types."""
+    described = duck.execute(f"describe select * from read_parquet({literals([path])})").fetchall()
+    return {name: kind for name, kind, *_ in described}
+
+
+def disagreeing(files: Sequence[dict[str, str]]) -> set[str]:
+    """Names of columns that have no common type across the files; numbers agree with numbers."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for types in files:
+        for name, kind in types.items():
+            kinds[name].add(kind)
+    return {name for name, found in kinds.items() if len(found) > 1 and not found <= NUMBERS}
+
+
+def input_select(job_id: str, path: Path, types: dict[str, str], as_text: set[str]) -> str:
     """One job's input rows; a column of the user's that is called like one of ours gets a prefix."""
-    source = f"read_parquet({literals([path])}, file_row_number = true)"
-    names = [row[0] for row in duck.execute(f"describe select * from {source}").fetchall()]
-    ours = [name for name in names if name.lower() in ("job_id", "row_index")]
-    renamed = "".join(f", {quoted(name)}{cast} as {quoted('input_' + name)}" for name in ours)
-    hidden = ", ".join(quoted(name) for name in ("file_row_number", *ours))
-    return (
-        f"select {literal(job_id)} as job_id, file_row_number as row_index, "
-        f"columns(* exclude ({hidden})){cast}{renamed} from {source}"
-    )
+    chosen = [f"{literal(job_id)} as job_id", "file_row_number as row_index"]
+    for name in types:
+        alias = f"input_{name}" if name.lower() in ("job_id", "row_index") else name
+        cast = "::varchar" if name in as_text else ""
+        chosen.append(f"{quoted(name)}{cast} as {quoted(alias)}")
+    return f"select {', '.join(chosen)} from read_parquet({literals([path])}, file_row_number = true)"
 
 
 def seal(duck: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:

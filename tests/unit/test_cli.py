@@ -1,0 +1,148 @@
+"""The command line as a user meets it: what goes where, exit codes, help."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from conserve.cli.app import app
+from conserve.cli.context import job_ids
+from tests.conftest import WriteInput
+
+COMMANDS = list(typer.main.get_group(app).commands)
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def conserve(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "conserve", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        check=False,
+        timeout=60,
+    )
+
+
+def submit(path: Path, *arguments: str) -> str:
+    done = conserve("submit", str(path), "--prompt", "{{ q }}", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_main_job_from_submit_to_sql(write_input: WriteInput, tmp_path: Path) -> None:
+    job_id = submit(write_input(q=["a", "b"], n=[1, 2]))
+    ran = conserve("run", "--endpoint", "fake:", "--json")
+    assert ran.returncode == 0
+    assert json.loads(ran.stdout)["jobs"] == {job_id: "completed"}
+    status = json.loads(conserve("status", job_id, "--json").stdout)
+    assert (status["state"], status["rows"], status["succeeded"], status["waiting"]) == ("completed", 2, 2, 0)
+    assert [job["id"] for job in json.loads(conserve("jobs", "--json").stdout)] == [job_id]
+    lines = conserve("results", job_id).stdout.splitlines()
+    assert [json.loads(line)["row_index"] for line in lines] == [0, 1]
+    out = tmp_path / "out.csv"
+    assert conserve("results", "last", "-o", str(out), "--with-inputs").returncode == 0
+    assert out.read_text().splitlines()[0].endswith(",q,n")
+    openai = conserve("results", job_id, "--format", "openai").stdout.splitlines()
+    assert json.loads(openai[0])["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    query = "select i.n, r.submitted_at from results r join inputs i using (job_id, row_index) order by n"
+    assert conserve("sql", query).stdout.splitlines()[0].split() == ["n", "submitted_at"]
+    assert json.loads(conserve("sql", "--json", query).stdout.splitlines()[1])["n"] == 2
+
+
+def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:
+    job_id = submit(write_input(q=["a", "REJECT"]))
+    assert conserve("run", "--endpoint", "fake:").returncode == 5
+    assert conserve("retry", job_id).stdout == f"{job_id}: 1 failed row back in the queue\n"
+    assert conserve("run", "--endpoint", "fake:?reject=NEVER").returncode == 0
+    errors = [json.loads(line)["error"] for line in conserve("results", job_id).stdout.splitlines()]
+    assert errors == [None, None]
+
+
+def test_a_cancelled_job_exits_3(write_input: WriteInput) -> None:
+    job_id = submit(write_input(q=["a"] * 4))
+    command = [sys.executable, "-m", "conserve", "run", "--endpoint", "fake:?token_ms=50&tokens=10000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        while json.loads(conserve("status", job_id, "--json").stdout)["running"] == 0:
+            pass
+        assert conserve("cancel", job_id).stdout == f"{job_id}: cancelled\n"
+        assert running.wait(30) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["status", "nope"], 2, "no job 'nope'"),
+        (["submit", "nofile.parquet", "--prompt", "x"], 2, "there is no file"),
+        (["submit", "-", "--prompt", "x", "--messages", "y"], 2, "not both"),
+        (["submit", "-", "--prompt", "x", "--schema", "{"], 2, "not JSON"),
+        (["submit", "-", "--prompt", "x", "--param", "top_k"], 2, "KEY=JSON"),
+        (["results", "x", "--format", "xml"], 2, "no format 'xml'"),
+        (["sql", "drop table jobs"], 2, "only SELECT"),
+        (["run", "--lease-s", "0"], 2, "at least 1 second"),
+        (["frobnicate"], 2, "No such command"),
+        (["run", "--frobnicate"], 2, "No such option"),
+    ],
+)
+def test_a_mistake_is_a_sentence_on_stderr_and_an_exit_code(
+    arguments: list[str], code: int, words: str
+) -> None:
+    done = conserve(*arguments, stdin='{"q": 1}\n')
+    assert (done.returncode, done.stdout) == (code, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_job_suggests_the_nearest(write_input: WriteInput) -> None:
+    job_id = submit(write_input(q=["a"]))
+    assert f"did you mean {job_id}?" in conserve("status", job_id[:-1] + "_").stderr
+
+
+def test_a_store_of_the_future_is_refused_by_every_command(write_input: WriteInput, tmp_path: Path) -> None:
+    import sqlite3
+
+    submit(write_input(q=["a"]))
+    with sqlite3.connect(tmp_path / "home" / "conserve.db") as database:
+        database.execute("update meta set value = '99' where key = 'version'")
+    database.close()
+    for command in (["status"], ["jobs"], ["run"], ["sql", "select 1"], ["submit", "-", "--prompt", "x"]):
+        done = conserve(*command, stdin='{"q": 1}\n')
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "this store has version 99" in done.stderr
+
+
+def test_nothing_is_coloured_off_a_terminal(write_input: WriteInput) -> None:
+    submit(write_input(q=["a"]))
+    for command in (["status"], ["jobs"], ["doctor"], ["run", "--endpoint", "fake:"], ["--help"]):
+        done = conserve(*command, FORCE_COLOR="", TERM="xterm-256color")
+        assert "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_begins_with_an_example_and_the_docs_name_the_command(name: str) -> None:
+    shown = conserve("help", name).stdout
+    assert shown.splitlines()[0] == "Example:"
+    assert f"conserve {name}" in shown.splitlines()[1]
+    assert shown == conserve(name, "--help").stdout
+    assert f"conserve {name}" in (DOCS / "cli.md").read_text()
+
+
+def test_doctor_names_the_fix(tmp_path: Path) -> None:
+    done = conserve("doctor", "--json", CONSERVE_MODEL=str(tmp_path / "nowhere"))
+    assert done.returncode == 1
+    (bad,) = [finding for finding in json.loads(done.stdout) if not finding["ok"]]
+    assert "CONSERVE_MODEL" in bad["fix"]
+
+
+def test_completion_offers_the_jobs(write_input: WriteInput) -> None:
+    job_id = submit(write_input(q=["a"]), "--name", "evening")
+    assert job_ids("even") == [job_id]
+    script = conserve(
+        "--show-completion", SHELL="/bin/bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1"
+    )
+    assert script.returncode in (0, 2)

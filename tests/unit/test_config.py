@@ -1,0 +1,63 @@
+"""Where settings come from, and which source wins."""
+
+from pathlib import Path
+
+import pytest
+
+from conserve.config import load
+from conserve.errors import SettingsError
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A project folder and an environment, each with a conserve.toml of its own."""
+    project = tmp_path / "project" / "deep"
+    project.mkdir(parents=True)
+    (tmp_path / "project" / "conserve.toml").write_text(
+        'model = "of-project"\nlease_s = 30\nhome = "store"\n'
+    )
+    user = tmp_path / "config" / "conserve"
+    user.mkdir(parents=True)
+    (user / "conserve.toml").write_text('model = "of-user"\nmax_attempts = 9\n')
+    return project, {"XDG_CONFIG_HOME": str(tmp_path / "config")}
+
+
+def test_flags_win_over_variables_over_project_over_user_over_defaults(
+    sources: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    cwd, environ = sources
+    assert load({}, {"XDG_CONFIG_HOME": str(tmp_path / "none")}, tmp_path).model == "smollm2-demo"
+    assert load({}, environ, tmp_path).model == "of-user"
+    assert load({}, environ, cwd).model == "of-project"
+    environ["CONSERVE_MODEL"] = "of-variable"
+    assert load({}, environ, cwd).model == "of-variable"
+    assert load({"model": "of-flag"}, environ, cwd).model == "of-flag"
+    assert load({"model": None}, environ, cwd).model == "of-variable"
+
+
+def test_sources_are_merged_setting_by_setting(sources: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    cwd, environ = sources
+    settings = load({}, environ, cwd)
+    assert (settings.lease_s, settings.max_attempts) == (30.0, 9)
+    assert settings.home == tmp_path / "project" / "store", "paths are relative to the file that names them"
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('modle = "x"', "'modle', which is no setting"),
+        ("model = 3", "model must be str"),
+        ('lease_s = "soon"', "lease_s must be float"),
+        ("max_attempts = 0", "at least 1"),
+        ("model = ", "cannot read"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_sentence(tmp_path: Path, toml: str, message: str) -> None:
+    (tmp_path / "conserve.toml").write_text(toml)
+    with pytest.raises(SettingsError, match=message):
+        load({}, {"XDG_CONFIG_HOME": str(tmp_path)}, tmp_path)
+
+
+def test_a_variable_of_the_wrong_type_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="max_attempts must be int, not 'many'"):
+        load({}, {"CONSERVE_MAX_ATTEMPTS": "many"}, tmp_path)

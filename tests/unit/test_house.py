@@ -1,0 +1,113 @@
+"""The house stands as docs/design.md says: what loads what, what ships, how a store comes to be."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from sqlalchemy import inspect, text
+
+from conserve.config import Settings
+from conserve.errors import StoreTooNew
+from conserve.store import schema
+from conserve.store.readings import read_jobs
+from conserve.store.store import Store
+from conserve.store.versions import LATEST
+
+REPOSITORY = Path(__file__).parents[2]
+ENGINE = {"torch", "vllm", "transformers"}
+DATA = {"duckdb", "pyarrow", "sqlalchemy"}
+OTHERS = {"httpx", "jinja2", "rich"}
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after running this code."""
+    listing = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{listing}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=REPOSITORY,
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import conserve", ENGINE | DATA | OTHERS),
+        ("import conserve.cli.app", ENGINE | DATA | OTHERS),
+        (
+            "import sys; sys.argv[1:] = ['--help']; from conserve.cli.app import main; main()",
+            ENGINE | DATA | OTHERS,
+        ),
+        (
+            "import sys; sys.argv[1:] = ['status']; from conserve.cli.app import main; main()",
+            ENGINE | DATA | OTHERS,
+        ),
+        (
+            "import sys; sys.argv[1:] = ['doctor']; from conserve.cli.app import main; main()",
+            ENGINE | {"duckdb"},
+        ),
+        ("import conserve.engine.vllm.embedded", ENGINE | DATA),
+        ("import conserve.jobs.harvest", ENGINE),
+    ],
+)
+def test_nothing_heavy_is_loaded_before_it_is_needed(code: str, heavy: set[str], store: Store) -> None:
+    assert loaded_by(code) & heavy == set()
+
+
+def test_the_migrations_arrive_at_the_schema(store: Store) -> None:
+    found = inspect(store.engine)
+    assert set(found.get_table_names()) == set(schema.metadata.tables)
+    for name, table in schema.metadata.tables.items():
+        assert {column["name"] for column in found.get_columns(name)} == set(table.columns.keys())
+        assert {index["name"] for index in found.get_indexes(name)} == {index.name for index in table.indexes}
+    with store.read() as tx:
+        assert tx.scalar(text("select value from meta where key = 'version'")) == str(LATEST)
+
+
+def test_a_store_is_opened_again_without_change(store: Store, settings: Settings) -> None:
+    again = Store.open(settings)
+    with again.read() as tx:
+        assert tx.scalar(text("select count(*) from meta")) == 1
+    again.close()
+
+
+def test_a_store_of_the_future_is_refused(store: Store, settings: Settings) -> None:
+    with store.write() as tx:
+        tx.execute(
+            text("update meta set value = :version where key = 'version'"), {"version": str(LATEST + 1)}
+        )
+    with pytest.raises(StoreTooNew):
+        Store.open(settings)
+    with pytest.raises(StoreTooNew):
+        read_jobs(settings, now=0.0)
+
+
+def test_a_wheel_built_from_the_sdist_is_whole(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(REPOSITORY)]
+    subprocess.run(build, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    (wheel,) = tmp_path.glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        top = {Path(name).parts[1] for name in archive.getnames() if len(Path(name).parts) > 1}
+    assert not top & {"cli", "jobs", "store", "profiles"}
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    ours = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "conserve").rglob("*.py")}
+    assert ours <= {path.relative_to(site) for path in site.rglob("*.py")}
+    command = [
+        sys.executable,
+        "-c",
+        "import runpy; runpy.run_module('conserve', run_name='__main__')",
+        "--version",
+    ]
+    done = subprocess.run(
+        command, cwd=site, env={"PYTHONPATH": str(site)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("conserve ")

@@ -1,0 +1,206 @@
+"""Inputs that become jobs, and inputs that do not and leave the store as it was."""
+
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from conserve.errors import InputError, TemplateError, UsageError
+from conserve.jobs.request_file import RequestFile, StoredRequest
+from conserve.jobs.submit import new_ids, slug, submit
+from conserve.jobs.task import Kind, Task
+from conserve.store import catalog, home
+from conserve.store.query import views
+from conserve.store.store import Store
+from tests.conftest import WriteInput
+
+PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
+OPENAI = Task(kind=Kind.OPENAI)
+CHAT = Task(kind=Kind.MESSAGES, column="m")
+
+
+def line(custom_id: str, **changes: object) -> str:
+    request = {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": [{"role": "user", "content": "hi"}], "stream": True},
+    }
+    return json.dumps({**request, **changes})
+
+
+def requests(store: Store, job_id: str, rows: int) -> list[StoredRequest]:
+    return RequestFile(home.requests_file(store.home, job_id)).read(range(rows))
+
+
+def everything_in(folder: Path) -> dict[Path, bytes]:
+    """Files and their contents, the database's own log aside."""
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.endswith(("-shm", "-wal"))
+    }
+
+
+BAD: list[tuple[str, str | bytes | None, Task, str]] = [
+    ("missing.parquet", None, PROMPT, "there is no file"),
+    ("truncated.parquet", b"PAR1 and no more", PROMPT, "damaged or truncated"),
+    ("bad.jsonl", '{"q": "a"}\n{"q": "b"\n', PROMPT, "line 2 of .*bad.jsonl is not JSON"),
+    ("list.jsonl", '{"q": "a"}\n\n["b"]\n', PROMPT, "line 3 .* is not a JSON object"),
+    ("empty.jsonl", "", PROMPT, "has no rows"),
+    ("empty2.jsonl", "\n\n", OPENAI, "has no rows"),
+    ("plain.jsonl", '{"q": "a"}\n', OPENAI, "line 1 .* has no valid 'custom_id'"),
+    ("get.jsonl", line("a", method="GET"), OPENAI, "only POST"),
+    ("twice.jsonl", "\n".join([line("a"), line("b"), line("a")]), OPENAI, "'a' is on 2 rows"),
+    ("column.jsonl", '{"question": "a", "n": 1}\n', PROMPT, "names 'q', but the columns are: question, n"),
+    ("text.jsonl", '{"m": "hello"}\n', CHAT, "is string, not a list of messages"),
+    ("nocolumn.jsonl", '{"q": "hello"}\n', CHAT, "--messages names 'm'"),
+    ("syntax.jsonl", '{"q": "a"}\n', Task(kind=Kind.PROMPT, template="{{ q"), "mistake in line 1"),
+    (
+        "escape.jsonl",
+        '{"q": "a"}\n',
+        Task(kind=Kind.PROMPT, template="{{ q.__class__.__mro__ }}"),
+        "leave Jinja's sandbox",
+    ),
+    ("fails.jsonl", '{"q": 0}\n', Task(kind=Kind.PROMPT, template="{{ 1 / q }}"), "fails on every row"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "task", "message"), BAD, ids=[bad[0] for bad in BAD])
+def test_bad_input_is_one_sentence_and_leaves_the_store_as_it_was(
+    store: Store, tmp_path: Path, name: str, content: str | bytes | None, task: Task, message: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = everything_in(store.home)
+    with pytest.raises(UsageError, match=message) as error:
+        submit(store, str(path), task)
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == 2
+    assert everything_in(store.home) == before
+    with store.read() as tx:
+        assert catalog.ids(tx) == []
+
+
+def test_a_parquet_file_needs_a_prompt_or_messages(store: Store, write_input: WriteInput) -> None:
+    with pytest.raises(InputError, match="say what to ask"):
+        submit(store, str(write_input(q=["a"])), OPENAI)
+
+
+def test_a_parquet_file_without_rows_is_refused(store: Store, write_input: WriteInput) -> None:
+    with pytest.raises(InputError, match="no rows"):
+        submit(store, str(write_input(q=pa.array([], pa.string()))), PROMPT)
+
+
+def test_a_truncated_parquet_file_is_refused(store: Store, write_input: WriteInput) -> None:
+    path = write_input(q=[str(n) for n in range(1000)])
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match="damaged or truncated"):
+        submit(store, str(path), PROMPT)
+
+
+def test_a_messages_column_of_the_wrong_type_names_the_type(store: Store, write_input: WriteInput) -> None:
+    with pytest.raises(InputError, match=r"'m' .* is string, not list<struct<role, content>>"):
+        submit(store, str(write_input(m=["hello"])), CHAT)
+
+
+def test_a_missing_template_name_is_a_template_error_that_lists_the_columns(
+    store: Store, write_input: WriteInput
+) -> None:
+    with pytest.raises(TemplateError, match="names 'nope', but the columns are: q, a"):
+        submit(store, str(write_input(q=["x"], a=[1])), Task(kind=Kind.PROMPT, template="{{ nope }}"))
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_chats_are_sent_as_they_are_and_poison_chats_fail_alone(
+    store: Store, write_input: WriteInput, kind: pa.DataType
+) -> None:
+    chats = [
+        [{"role": "user", "content": "hi", "name": None}],
+        [],
+        None,
+        [{"role": None, "content": "x", "name": None}],
+        [{"role": "user", "content": None, "name": None}],
+    ]
+    message = pa.struct([("role", kind), ("content", kind), ("name", kind)])
+    path = write_input(m=pa.array(chats, pa.list_(message)))
+    done = submit(store, str(path), CHAT)
+    assert (done.rows, done.unrendered) == (5, 4)
+    stored = requests(store, done.job_id, 5)
+    assert stored[0].payload == '[{"role":"user","content":"hi"}]'
+    assert [row.error_type for row in stored] == [None, *["invalid_messages"] * 4]
+
+
+def test_a_null_that_a_template_prints_fails_that_row(store: Store, write_input: WriteInput) -> None:
+    done = submit(store, str(write_input(q=["a", None])), PROMPT)
+    first, second = requests(store, done.job_id, 2)
+    assert (first.payload, second.payload, second.error_type) == ("a", None, "template")
+
+
+def test_openai_lines_keep_their_body_but_for_streaming(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text("\n".join([line("a"), line("b", url="/v1/embeddings")]))
+    done = submit(store, str(path), OPENAI)
+    first, second = requests(store, done.job_id, 2)
+    assert json.loads(first.payload or "") == {"messages": [{"role": "user", "content": "hi"}]}
+    assert (first.custom_id, first.url) == ("a", "/v1/chat/completions")
+    assert second.error_type == "unsupported_url"
+
+
+def test_mixed_and_nested_jsonl_columns_become_text(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    rows = [{"q": "a", "n": 1, "x": {"y": [1]}}, {"q": 2, "n": 2.5}, {"q": None, "n": None, "big": 2**70}]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    submit(store, str(path), Task(kind=Kind.PROMPT, template="{{ q or 'none' }}"))
+    with views(store, now=0.0) as opened:
+        seen = opened.duck.execute("select q, n, x, big from inputs order by row_index").fetchall()
+    assert seen == [
+        ("a", 1.0, '{"y":[1]}', None),
+        ("2", 2.5, None, None),
+        (None, None, None, str(2**70)),
+    ]
+
+
+@pytest.mark.parametrize("parquet", [True, False])
+def test_standard_input_is_kept_with_the_job(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parquet: bool
+) -> None:
+    sink = io.BytesIO(b'{"q": "a"}\n{"q": "b"}\n')
+    if parquet:
+        sink = io.BytesIO()
+        pq.write_table(pa.table({"q": ["a", "b"]}), sink)
+        sink.seek(0)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(sink))
+    done = submit(store, "-", PROMPT)
+    assert done.job_id.startswith("stdin-")
+    with views(store, now=0.0) as opened:
+        assert opened.duck.execute("select q from inputs order by row_index").fetchall() == [("a",), ("b",)]
+
+
+def test_custom_ids_come_from_a_column(store: Store, write_input: WriteInput) -> None:
+    task = Task(kind=Kind.PROMPT, template="{{ q }}", id_column="n")
+    done = submit(store, str(write_input(q=["a", "b"], n=[7, 8])), task)
+    assert [row.custom_id for row in requests(store, done.job_id, 2)] == ["7", "8"]
+    with pytest.raises(InputError, match="'7' is on 2 rows"):
+        submit(store, str(write_input(q=["a", "b"], n=[7, 7])), task)
+
+
+def test_requests_are_read_by_position_across_row_groups(store: Store, write_input: WriteInput) -> None:
+    done = submit(store, str(write_input(q=[str(n) for n in range(20_000)])), PROMPT)
+    reader = RequestFile(home.requests_file(store.home, done.job_id))
+    wanted = [0, 8191, 8192, 19_999, 5]
+    assert [row.payload for row in reader.read(wanted)] == [str(n) for n in wanted]
+
+
+@pytest.mark.parametrize(
+    "name", ["Ünïcode näme.parquet", "../../etc/passwd", "-", "...", "a" * 200, "A B/C.D"]
+)
+def test_job_ids_are_safe_folder_names(name: str) -> None:
+    job_id = next(new_ids(slug(name)))
+    assert set(job_id) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+    assert not job_id.startswith("-")
+    assert len(job_id) < 40

@@ -1,0 +1,145 @@
+"""SQL sees journal, shards and inputs as one, and nothing else."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conserve.endpoints.fake import FakeEndpoint, Script
+from conserve.errors import QueryError
+from conserve.jobs.harvest import Harvester
+from conserve.jobs.submit import submit
+from conserve.jobs.task import Kind, Task
+from conserve.store import shards
+from conserve.store.query import Views, ask, views
+from conserve.store.store import Store
+from tests.conftest import WriteInput
+
+TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
+
+
+def drain(store: Store, **script: object) -> None:
+    asyncio.run(Harvester(store, FakeEndpoint(Script(**script))).run(asyncio.Event()))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def opened(store: Store, write_input: WriteInput) -> Iterator[Views]:
+    submit(store, str(write_input(q=["a", "b", "REJECT"])), TASK)
+    drain(store)
+    with views(store, now=0.0) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "copy results to 'out.csv'",
+        "copy (select 1) to 'out.parquet'",
+        "attach 'other.db'",
+        "install httpfs",
+        "load httpfs",
+        "set enable_external_access = true",
+        "pragma database_list",
+        "create table x as select 1",
+        "drop table jobs",
+        "insert into jobs select * from jobs",
+        "explain analyze copy (select 1) to 'x.csv'",
+        "select 1; select 2",
+        "",
+        "select * from read_text('/etc/passwd')",
+        "select * from read_csv('/etc/passwd')",
+        "select * from glob('/etc/*')",
+        "select * from '/etc/passwd'",
+        "select * from opened",
+        "select getenv('HOME')",
+    ],
+)
+def test_nothing_but_the_views_is_in_reach(opened: Views, sql: str) -> None:
+    with pytest.raises(QueryError) as error:
+        ask(opened.duck, sql).fetchall()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "sql", ["describe results", "summarize results", "show tables", "from jobs", "values (1)"]
+)
+def test_looking_around_is_possible(opened: Views, sql: str) -> None:
+    assert ask(opened.duck, sql).to_arrow_table().num_rows
+
+
+def test_only_the_three_views_are_shown(opened: Views) -> None:
+    assert ask(opened.duck, "show tables").fetchall() == [("inputs",), ("jobs",), ("results",)]
+
+
+def test_results_join_inputs_by_row(opened: Views) -> None:
+    rows = ask(
+        opened.duck,
+        "select i.q, r.text is null, r.error_type from results r "
+        "join inputs i using (job_id, row_index) order by row_index",
+    ).fetchall()
+    assert rows == [("a", False, None), ("b", False, None), ("REJECT", True, "invalid_request")]
+
+
+def test_a_running_job_shows_journal_and_shards_together(store: Store, write_input: WriteInput) -> None:
+    job_id = submit(store, str(write_input(q=[str(n) for n in range(40)])), TASK).job_id
+
+    async def stop_half_way() -> None:
+        stop = asyncio.Event()
+        harvester = Harvester(store, FakeEndpoint(Script(request_ms=30, capacity=10)))
+        running = asyncio.create_task(harvester.run(stop))
+        while harvester.tally.done < 10:
+            await asyncio.sleep(0.01)
+        shards.compact(store, job_id, now=0.0)
+        while harvester.tally.done < 20:
+            await asyncio.sleep(0.01)
+        stop.set()
+        await running
+
+    asyncio.run(stop_half_way())
+    with views(store, now=0.0) as opened:
+        rows, distinct = opened.duck.execute(
+            "select count(*), count(distinct row_index) from results"
+        ).fetchall()[0]
+        (done,) = opened.duck.execute("select succeeded from jobs").fetchall()[0]
+    assert 20 <= rows == distinct == done < 40
+
+
+def test_awkward_file_names_can_be_joined(store: Store, write_input: WriteInput) -> None:
+    submit(store, str(write_input("it's [a] *strange* name?.parquet", q=["a"])), TASK)
+    with views(store, now=0.0) as opened:
+        assert ask(opened.duck, "select q from inputs").fetchall() == [("a",)]
+
+
+def test_columns_of_the_user_called_like_ours_get_a_prefix(store: Store, write_input: WriteInput) -> None:
+    submit(store, str(write_input(q=["a"], job_id=["theirs"], row_index=[99])), TASK)
+    with views(store, now=0.0) as opened:
+        rows = ask(opened.duck, "select row_index, input_job_id, input_row_index from inputs").fetchall()
+    assert rows == [(0, "theirs", 99)]
+
+
+def test_jobs_whose_columns_disagree_in_type_are_both_shown(store: Store, write_input: WriteInput) -> None:
+    submit(store, str(write_input("one.parquet", q=["a"], x=[{"y": 1}])), TASK)
+    submit(store, str(write_input("two.parquet", q=["b"], x=[[1.5]])), TASK)
+    with views(store, now=0.0) as opened:
+        assert len(ask(opened.duck, "select x from inputs").fetchall()) == 2
+
+
+def test_a_changed_or_missing_input_is_left_out_with_the_reason(
+    store: Store, write_input: WriteInput
+) -> None:
+    changed = submit(store, str(write_input("changed.parquet", q=["a"])), TASK).job_id
+    gone = submit(store, str(write_input("gone.parquet", q=["a"])), TASK).job_id
+    write_input("changed.parquet", q=["a", "b"])
+    Path(write_input("gone.parquet", q=["a"])).unlink()
+    with views(store, now=0.0) as opened:
+        reasons = {left_out.job_id: left_out.reason for left_out in opened.left_out}
+        assert ask(opened.duck, "select * from inputs").fetchall() == []
+    assert "changed after submit" in reasons[changed]
+    assert "is gone" in reasons[gone]
+
+
+def test_a_store_without_jobs_has_empty_views(store: Store) -> None:
+    with views(store, now=0.0) as opened:
+        for view in ("jobs", "results", "inputs"):
+            assert ask(opened.duck, f"select count(*) from {view}").fetchall() == [(0,)]
