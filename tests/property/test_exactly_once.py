@@ -241,4 +241,4 @@ class Queue(RuleBasedStateMachine):
 
 
 TestQueue = Queue.TestCase
-TestQueue.settings = hypothesis_settings(max_examples=60, stateful_step_count=40)
+TestQueue.settings = hypothesis_settings(max_examples=100, stateful_step_count=40)

@@ -1,0 +1,124 @@
+"""Stopping a run from outside: signals, a full disk, a store that may not be written."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.kill_harness import Harness
+
+LONG = "token_ms=10&tokens=300&capacity=16"
+
+
+def conserve(*arguments: str, home: Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "conserve", *arguments],
+        env={**os.environ, "CONSERVE_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def started(harness: Harness) -> "subprocess.Popen[str]":
+    """A run that has rows in flight."""
+    process = harness.start()
+    while harness.reading().running == 0:
+        assert process.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.3)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_saves_progress_and_the_next_run_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(16)], script=LONG)
+    harness.submit()
+    process = started(harness)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "saving progress" in stderr
+    assert "Traceback" not in stderr
+    assert harness.reading().running == 0
+    assert harness.finish() == 0
+    harness.check()
+    assert harness.reading().resumed_tokens > 0
+
+
+def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(16)], script=LONG)
+    harness.submit()
+    process = started(harness)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert harness.finish() == 0
+    harness.check()
+
+
+def small_files() -> None:
+    """Let no file of the child grow beyond what a full disk would allow."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(20_000)], script="tokens=8")
+    harness.submit()
+    full = conserve("run", "--endpoint", "fake:?tokens=8", home=harness.home, preexec_fn=small_files)
+    assert full.returncode == 1
+    assert "no space left" in full.stderr
+    assert "Traceback" not in full.stderr
+    assert harness.finish() == 0
+    harness.check()
+
+
+def test_submit_on_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "home", ["q"])
+    harness.submit()
+    rows = "".join(json.dumps({"q": os.urandom(100).hex()}) + "\n" for _ in range(5000))
+    full = conserve(
+        "submit", "-", "--prompt", "{{ q }}", home=harness.home, input=rows, preexec_fn=small_files
+    )
+    assert (full.returncode, full.stdout) == (1, "")
+    assert "no space left" in full.stderr
+    assert [path.name for path in (harness.home / "jobs").iterdir()] == [harness.job_id]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_a_store_that_may_not_be_written_is_one_sentence(tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "home", ["q"])
+    harness.submit()
+    for path in (tmp_path, *tmp_path.parents):
+        path.chmod(path.stat().st_mode | 0o055)
+    site = [path for path in sys.path if path]
+    program = "import sys; sys.argv[0] = 'conserve'; from conserve.__main__ import main; main()"
+    for arguments in (["run", "--endpoint", "fake:"], ["submit", "-", "--prompt", "x"]):
+        done = subprocess.run(
+            ["setpriv", "--reuid", "65534", "--clear-groups", sys.executable, "-c", program, *arguments],
+            env={**os.environ, "CONSERVE_HOME": str(harness.home), "PYTHONPATH": ":".join(site)},
+            input='{"q": 1}\n',
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if "Permission denied" in done.stderr and "conserve:" not in done.stderr:
+            pytest.skip("the other user cannot read the interpreter")
+        assert done.returncode == 1
+        assert "CONSERVE_HOME" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert harness.finish() == 0
+    harness.check()
