@@ -110,7 +110,7 @@ register()
 def main() -> int:
     """Run the command line; returns the exit code."""
     try:
-        app()
+        app(prog_name="conserve")
     except SystemExit as leaving:  # how typer ends, with the code of the command or of a usage error
         return leaving.code if isinstance(leaving.code, int) else exits.DONE
     except ConserveError as error:

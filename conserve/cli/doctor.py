@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -84,6 +85,11 @@ def model(settings: Settings) -> Finding:
     return Finding("model", settings.model)
 
 
+def where(settings: Settings) -> str:
+    """The store's place, without its password."""
+    return re.sub(r"(//[^:/@]*):[^@]*@", r"\1:***@", settings.store) if settings.store else str(settings.home)
+
+
 def store(settings: Settings) -> list[Finding]:
     """The store: whether it can be written, what is in it, and the room around it."""
     from conserve.store.database import reserve_space
@@ -103,7 +109,7 @@ def store(settings: Settings) -> list[Finding]:
     unfinished = sum(not job.state.final for job in jobs)
     free = shutil.disk_usage(settings.home).free
     return [
-        Finding("store", f"{settings.store or settings.home}: {output.count(len(jobs), 'job')}, {unfinished} unfinished"),
+        Finding("store", f"{where(settings)}: {output.count(len(jobs), 'job')}, {unfinished} unfinished"),
         Finding(
             "disk",
             f"{free / (1 << 30):.1f} GiB free",
