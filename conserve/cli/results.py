@@ -99,6 +99,8 @@ def sink(path: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {path.absolute().parent} to write {path.name} to; make it first")
     with explained(path):
         if path.exists() and not path.is_file():  # a pipe or a device takes no renaming
             with path.open("wb") as stream:

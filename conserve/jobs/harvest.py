@@ -352,9 +352,13 @@ class Harvester:
         outbox, self._outbox = self._outbox, Outbox()
         if not outbox:
             return
-        self.tally.count(await self._in_store(self._recorder.write, outbox))
+        await self._in_store(self._write, outbox)
         self._held.subtract(outbox.epochs)
         self._held += Counter()  # drops those that have come to zero
+
+    def _write(self, outbox: Outbox) -> None:
+        """Make the outbox durable and count it, even if nobody waits any more (store thread)."""
+        self.tally.count(self._recorder.write(outbox))
 
     # Watch: leases, and what other processes did to our jobs.
 
@@ -368,6 +372,8 @@ class Harvester:
                 epochs = set(self._held)
                 alive = await self._in_store(self._renew, epochs)
                 self._withdraw(epochs=epochs - alive, lost=True)
+                for gone in epochs - alive:
+                    del self._held[gone]
                 renew_at = now + self.lease_s / 3
             stopped = await self._in_store(self._stopped_jobs)
             self._withdraw(jobs=stopped, lost=False)

@@ -13,6 +13,7 @@ from conserve.errors import StoreError
 from conserve.jobs.rendering import Rendered
 
 ROWS_PER_GROUP = 8192  # a claim reads whole row groups; this many short requests parse in about 10 ms
+GROUP_BYTES = 16 << 20  # of payload, whichever comes first: long requests must not fill the memory
 
 SCHEMA = pa.schema(
     [
@@ -48,6 +49,14 @@ class RequestWriter:
 
     def write(self, rows: Sequence[tuple[int, str | None, Rendered]]) -> None:
         """Append (row index, custom id, rendered request) triples, at most `ROWS_PER_GROUP` a call."""
+        start = size = 0
+        for stop, (_, _, rendered) in enumerate(rows, start=1):
+            size += len(rendered.payload or "")
+            if size >= GROUP_BYTES or stop == len(rows):
+                self._write_group(rows[start:stop])
+                start, size = stop, 0
+
+    def _write_group(self, rows: Sequence[tuple[int, str | None, Rendered]]) -> None:
         columns: list[Iterable[Any]] = [
             [index for index, _, _ in rows],
             [custom_id for _, custom_id, _ in rows],

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.errors import InputError, TemplateError
-from conserve.jobs.request_file import ROWS_PER_GROUP
+from conserve.jobs.request_file import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.task import Kind, Task
 from conserve.store.catalog import Source
 
@@ -136,9 +136,16 @@ class ParquetRows:
                     'use --prompt "{{ ' + task.column + ' }}" to send it as text'
                 )
 
+    def batch_rows(self) -> int:
+        """How many rows to read at once: fewer where they are long."""
+        meta = self.file.metadata
+        size = sum(meta.row_group(group).total_byte_size for group in range(meta.num_row_groups))
+        fitting = int(GROUP_BYTES * meta.num_rows / max(1, size))
+        return max(1, min(ROWS_PER_GROUP, fitting))
+
     def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
         try:
-            for batch in self.file.iter_batches(ROWS_PER_GROUP, columns=list(names)):
+            for batch in self.file.iter_batches(self.batch_rows(), columns=list(names)):
                 if names:
                     yield batch.to_pylist()
                 else:
@@ -165,6 +172,7 @@ class JsonLines:
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
+        self.bytes_read = 0  # by `lines`, over all passes
         self.kinds = column_kinds(self.lines())
         if not self.kinds:
             raise InputError(f"{name} has no rows; nothing was submitted")
@@ -188,6 +196,7 @@ class JsonLines:
         decode = msgspec.json.Decoder().decode
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                self.bytes_read += len(line)
                 if line.isspace():
                     continue
                 try:
@@ -206,11 +215,13 @@ class JsonLines:
 
     def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
         batch: list[dict[str, Any]] = []
+        full_at = self.bytes_read + GROUP_BYTES
         for row in self.lines():
             batch.append({name: row.get(name) for name in names})
-            if len(batch) == ROWS_PER_GROUP:
+            if len(batch) == ROWS_PER_GROUP or self.bytes_read >= full_at:
                 yield batch
                 batch = []
+                full_at = self.bytes_read + GROUP_BYTES
         if batch:
             yield batch
 

@@ -18,6 +18,7 @@ from conserve.store.store import Store
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
 
 SHARD_ROWS = 16_384
+SHARD_BYTES = 64 << 20  # of journal payloads, whichever comes first
 STALE_AFTER_S = 3600.0
 
 
@@ -39,15 +40,23 @@ def compact(store: Store, job_id: str, *, now: float, at_least: int = 1) -> int:
 
 
 def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequence[Any]:
-    """The next journal rows for a shard, or none if there are fewer than `at_least`."""
+    """The next journal rows for a shard, or none if they are fewer than `at_least` and no shard full."""
+    rows: list[Any] = []
+    size = 0
     with store.read() as tx:
-        rows = tx.execute(
+        found = tx.execute(
             select(journal.c.position, journal.c.payload)
             .where(journal.c.job_id == job_id, journal.c.failed == failed)
             .order_by(journal.c.position)
             .limit(SHARD_ROWS)
-        ).all()
-    return rows if len(rows) >= at_least else []
+        )
+        for row in found:
+            rows.append(row)
+            size += len(row.payload)
+            if size >= SHARD_BYTES:
+                break
+        found.close()
+    return rows if len(rows) >= at_least or size >= SHARD_BYTES else []
 
 
 def write_shard(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool, now: float) -> bool:

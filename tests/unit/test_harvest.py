@@ -13,7 +13,7 @@ from conserve.jobs import retry
 from conserve.jobs.harvest import Harvester, Tally
 from conserve.jobs.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, queue
+from conserve.store import catalog, queue, shards
 from conserve.store.query import views
 from conserve.store.states import JobState
 from conserve.store.store import Store
@@ -291,3 +291,15 @@ def test_a_row_that_cannot_be_rendered_fails_without_a_call(
     harvest(store, endpoint)
     assert endpoint.calls == 1
     assert [row[2] for row in results(store, job_id)] == ["template", None]
+
+
+def test_large_answers_fill_a_shard_by_their_bytes(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2_000)
+    job_id = queue_up(*(f"row {n}" for n in range(50)))
+    harvest(store, FakeEndpoint())
+    with store.read() as tx:
+        files = tx.scalar(text("select count(*) from shard"))
+    assert files >= 5
+    assert [row[0] for row in results(store, job_id)] == list(range(50))

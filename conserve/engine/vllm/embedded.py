@@ -75,7 +75,7 @@ class EmbeddedEndpoint:
         self._capacity = ROWS_PER_SLOT * config.scheduler_config.max_num_seqs
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
-        """Answer one call; `on_tokens` sees a request with a single answer, a few times a second and at the end."""
+        """Answer one call; `on_tokens` sees a single answer grow, a few times a second and at the end."""
         serving = (await self._engine()).serving
         prepared = await prepare(call, serving)
         single = len(prepared.prompts) == 1 and prepared.prompts[0].params.n == 1
