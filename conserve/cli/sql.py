@@ -2,6 +2,7 @@
 
 import sys
 import time
+from decimal import Decimal
 from typing import Annotated, Any
 
 import typer
@@ -62,7 +63,7 @@ def show(answer: Any) -> None:
 
 def is_figure(value: Any) -> bool:
     """Whether a value lines up at the right."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 
 def cell(value: Any) -> str:
