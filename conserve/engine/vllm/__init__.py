@@ -1,0 +1,1 @@
+"""The embedded vLLM engine; nothing outside this package imports vLLM or torch."""
