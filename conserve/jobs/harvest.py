@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 SAVE_EVERY_TOKENS = 64  # of one row
 FLUSH_ROWS = 512  # results that make a transaction without waiting for more
-FLUSH_S = 0.1  # how long a result may wait for company
+FLUSH_S = 0.25  # how long a result may wait for company; a crash costs at most that much work
 WATCH_S = 0.5  # how soon pause and cancel are noticed
 IDLE_S = 0.2  # how soon new rows are noticed
 
@@ -112,6 +112,7 @@ class Harvester:
         self._held: Counter[int] = Counter()  # epoch -> rows whose outcome the store has not seen
         self._landed = asyncio.Event()  # some row left the endpoint
         self._outbox_full = asyncio.Event()
+        self._claim_at = 0.0  # no sooner while rows are in flight, since the last claim found nothing
         self._hold_s = 0.0
         self._hold_until = 0.0
         self._broken: EndpointUnusable | None = None
@@ -170,8 +171,10 @@ class Harvester:
             await self._hold()
             free = self.endpoint.capacity - len(self._flights)
             works: list[Work] = []
-            if free >= max(1, self.endpoint.capacity // 4) and not self._suspect_in_flight():
+            due = not self._flights or self.clock() >= self._claim_at
+            if due and free >= max(1, self.endpoint.capacity // 4) and not self._suspect_in_flight():
                 works = await self._in_store(self._claim, free, False)
+                self._claim_at = 0.0 if works else self.clock() + IDLE_S
             if not works and not self._flights:
                 await self._flush()
                 works = await self._in_store(self._claim, 1, True)
