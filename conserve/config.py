@@ -43,6 +43,11 @@ class Settings:
             raise SettingsError(f"max_attempts must be at least 1, not {self.max_attempts}")
 
     @property
+    def profiles_folder(self) -> Path:
+        """Where the latency profiles of this machine are kept."""
+        return self.home / "profiles"
+
+    @property
     def models_folder(self) -> Path:
         """Where the converted demo model is kept, for all stores of the user."""
         if self.models is not None:

@@ -6,7 +6,14 @@ ConserveError                  one sentence for the user, with the next command;
 │   ├── TemplateError          a prompt template that cannot be compiled or names what is not there
 │   ├── SettingsError          a flag, variable or conserve.toml entry that makes no sense
 │   ├── JobNotFound            no such job; names the nearest
-│   └── QueryError             SQL that is wrong, or that asks for what the sandbox does not give
+│   ├── QueryError             SQL that is wrong, or that asks for what the sandbox does not give
+│   └── GridTooLarge           a profile was asked for that does not fit the KV cache or the model
+├── ProfileError               no latency profile that could be used
+│   ├── ProfileMissing         none for this model on this machine; names the command that makes one
+│   ├── ProfileMismatch        it was measured with another device, model, version or flag
+│   ├── ProfileDamaged         a file that is truncated, was edited or is none
+│   ├── ProfileDerived         derived from published numbers: good for simulation, not for serving
+│   └── ProfilingFailed        the engine died or could not be measured; an older profile is kept
 ├── JobRefused                 the job cannot be run or changed as things stand (its input file changed, say)
 ├── StoreError                 the store cannot be read or written
 │   ├── StoreTooNew            made by a newer version
@@ -53,6 +60,34 @@ class JobNotFound(UsageError):
 
 class QueryError(UsageError):
     """SQL that is wrong, or that asks for what the sandbox does not give."""
+
+
+class GridTooLarge(UsageError):
+    """A profile was asked for that does not fit the KV cache, the model or the engine's limits."""
+
+
+class ProfileError(ConserveError):
+    """There is no latency profile that could be used."""
+
+
+class ProfileMissing(ProfileError):
+    """None for this model on this machine."""
+
+
+class ProfileMismatch(ProfileError):
+    """It was measured with another device, model, version or flag."""
+
+
+class ProfileDamaged(ProfileError):
+    """A file that is truncated, was edited or is no profile."""
+
+
+class ProfileDerived(ProfileError):
+    """Derived from published numbers: good for simulation, not for serving."""
+
+
+class ProfilingFailed(ProfileError):
+    """The engine died while it was measured, or could not be measured at all."""
 
 
 class JobRefused(ConserveError):

@@ -45,6 +45,15 @@ class Group(TyperGroup):
         return list(self.commands)
 
 
+class MeasuringGroup(Group):
+    """`conserve profile MODEL` is short for `conserve profile measure MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, "-h", "--help"):
+            args = ["measure", *args]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     name="conserve",
     cls=Group,
@@ -88,7 +97,7 @@ def command(name: str, example: str, **settings: Any) -> Any:
 
 def register() -> None:
     """Attach every command, in the order of the help."""
-    from conserve.cli import control, doctor, help, jobs, results, run, sql, status, submit
+    from conserve.cli import control, doctor, help, jobs, profile, results, run, sql, status, submit
 
     command("submit", submit.EXAMPLE)(submit.submit)
     command("run", run.EXAMPLE)(run.run)
@@ -100,6 +109,11 @@ def register() -> None:
     command("resume", "conserve resume gsm8k-k3f9")(control.resume)
     command("cancel", "conserve cancel gsm8k-k3f9")(control.cancel)
     command("retry", "conserve retry gsm8k-k3f9 && conserve run")(control.retry)
+    profiles = typer.Typer(cls=MeasuringGroup, rich_markup_mode=None, epilog=profile.EXAMPLE)
+    profiles.command("measure", cls=Command, epilog=profile.EXAMPLE)(profile.measure)
+    profiles.command("show", cls=Command, epilog=profile.SHOW_EXAMPLE)(profile.show)
+    help_text = "Measure how long the engine's iterations take, and show it; `profile MODEL` measures."
+    app.add_typer(profiles, name="profile", help=help_text)
     command("doctor", "conserve doctor")(doctor.doctor)
     command("help", "conserve help submit")(help.help)
 

@@ -76,3 +76,17 @@ def _publish(unfinished: Path, folder: Path) -> None:
     except OSError:
         if not (folder / "config.json").exists():  # else another process was faster
             raise
+
+
+def resolve_model(model: str, cache_dir: Path) -> str:
+    """What vLLM is to load: a folder or a hub id. Makes the demo model first where it is asked for."""
+    if model == DEMO_MODEL:
+        return str(ensure_demo_model(cache_dir))
+    path = Path(model).expanduser()
+    if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
+        raise EndpointUnusable(f"{path} is no model folder, there is no config.json in it; name one that has")
+    if path.exists():
+        return str(path)
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise EndpointUnusable(f"there is no model folder {model}; name one, a hub id or {DEMO_MODEL}")
+    return model

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +12,14 @@ from typing import TYPE_CHECKING
 from conserve.endpoints.protocol import Call, Completion, OnTokens
 from conserve.engine.vllm.compat import require_engine
 from conserve.engine.vllm.continuation import Continuation
-from conserve.engine.vllm.demo_model import DEMO_MODEL, ensure_demo_model
-from conserve.engine.vllm.environment import LOG_VARIABLE, engine_log, prepare_environment, quiet_warnings
-from conserve.engine.vllm.fingerprint import model_identity
+from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
+from conserve.engine.vllm.environment import (
+    engine_log,
+    prepare_environment,
+    quiet_warnings,
+    why_not_started,
+)
+from conserve.engine.vllm.fingerprint import identity_of
 from conserve.engine.vllm.flags import parse_flags
 from conserve.engine.vllm.launch import Launch
 from conserve.engine.vllm.requests import Prepared, Prompt, prepare, rejection
@@ -29,7 +32,6 @@ from conserve.errors import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
 
 ROWS_PER_SLOT = 2  # calls in flight per sequence the engine batches, so that a freed slot never waits for us
@@ -71,7 +73,7 @@ class EmbeddedEndpoint:
             await self.close()
             raise
         config = engine.serving.llm.vllm_config
-        self._identity = await asyncio.to_thread(_identity, self._model, config)
+        self._identity = await asyncio.to_thread(identity_of, self._model, config)
         self._capacity = ROWS_PER_SLOT * config.scheduler_config.max_num_seqs
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
@@ -118,28 +120,12 @@ class EmbeddedEndpoint:
             await dead.result().stop()
         try:
             require_engine()
-            path = await asyncio.to_thread(self._resolve_model)
+            path = await asyncio.to_thread(resolve_model, self._model, self._cache_dir)
             return await _Engine.start(self._model, path, self._engine_flags)
         except (ConserveError, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise EndpointUnusable(_why_not_started(self._model, error)) from error
-
-    def _resolve_model(self) -> str:
-        if self._model == DEMO_MODEL:
-            return str(ensure_demo_model(self._cache_dir))
-        path = Path(self._model).expanduser()
-        if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
-            raise EndpointUnusable(
-                f"{path} is no model folder, there is no config.json in it; name one that has"
-            )
-        if path.exists():
-            return str(path)
-        if self._model.startswith((".", "/", "~")) or self._model.count("/") > 1:
-            raise EndpointUnusable(
-                f"there is no model folder {self._model}; name one, a hub id or {DEMO_MODEL}"
-            )
-        return self._model
+            raise EndpointUnusable(why_not_started(self._model, error)) from error
 
 
 class _Engine:
@@ -262,43 +248,3 @@ def _check_finished(outputs: Sequence[RequestOutput]) -> None:
 def _why_died() -> str:
     cause = engine_log().last_error()
     return f"the engine died: {cause}" if cause else "the engine died without a word; was it killed?"
-
-
-def _why_not_started(model: str, error: Exception) -> str:
-    """One sentence for the user; the engine's processes leave theirs in the log."""
-    own = " ".join(str(error).split()) or type(error).__name__
-    cause = engine_log().last_error() if "initialization failed" in own else None
-    fix = f"set {LOG_VARIABLE}=engine.log to keep its log"
-    return f"the engine cannot start with {model}: {_gist(cause or own)}; {fix}"
-
-
-def _gist(message: str) -> str:
-    """What vLLM says, without the wrapping of pydantic and of its worker processes, and not all of it."""
-    message = re.sub(r"^\d+ validation errors? for \w+ Value error, ", "", message)
-    message = re.sub(r"^RuntimeError: Worker failed with error '(.*)', please check .*$", r"\1", message)
-    return textwrap.shorten(message, 300, placeholder=" ...").rstrip(".")
-
-
-def _identity(name: str, config: VllmConfig) -> str:
-    model = config.model_config
-    settings = (
-        model.dtype,
-        model.quantization,
-        model.tokenizer,
-        model.revision,
-        model.hf_overrides,
-        model.override_generation_config,
-        config.cache_config.cache_dtype,
-    )
-    return model_identity(name, _folder(model.model, model.revision), settings)
-
-
-def _folder(model: str, revision: str | None) -> Path | None:
-    if Path(model).exists():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (OSError, ValueError):
-        return None

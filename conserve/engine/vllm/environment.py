@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import tempfile
+import textwrap
 import warnings
 from io import TextIOWrapper
 from pathlib import Path
@@ -57,7 +58,7 @@ class EngineLog:
         """Send this process's vLLM loggers here too."""
         for handler in logging.getLogger("vllm").handlers:
             if type(handler) is logging.StreamHandler:  # vLLM's own; others' subclasses are left alone
-                handler.setStream(self._text)
+                handler.stream = self._text  # not setStream, which flushes a stream that may be closed
 
     def mark(self) -> None:
         """Forget earlier errors."""
@@ -77,3 +78,18 @@ def engine_log() -> EngineLog:
     """The one log of this process's engine: vLLM's loggers keep it open to the end."""
     path = os.environ.get(LOG_VARIABLE)
     return EngineLog(Path(path).expanduser() if path else None)
+
+
+def why_not_started(model: str, error: Exception) -> str:
+    """One sentence for the user on a failed start; the engine's processes leave theirs in the log."""
+    own = " ".join(str(error).split()) or type(error).__name__
+    cause = engine_log().last_error() if "initialization failed" in own else None
+    fix = f"set {LOG_VARIABLE}=engine.log to keep its log"
+    return f"the engine cannot start with {model}: {gist(cause or own)}; {fix}"
+
+
+def gist(message: str) -> str:
+    """What vLLM says, without the wrapping of pydantic and of its worker processes, and not all of it."""
+    message = re.sub(r"^\d+ validation errors? for \w+ Value error, ", "", message)
+    message = re.sub(r"^RuntimeError: Worker failed with error '(.*)', please check .*$", r"\1", message)
+    return textwrap.shorten(message, 300, placeholder=" ...").rstrip(".")

@@ -4,6 +4,10 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration, tokeniser, chat template: read whole
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -41,3 +45,30 @@ def _content(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         for number in range(SAMPLES):
             yield os.pread(file.fileno(), SAMPLE_BYTES, size * number // SAMPLES)
+
+
+def identity_of(name: str, config: "VllmConfig") -> str:
+    """The identity of the model that an engine with this configuration serves."""
+    model = config.model_config
+    settings = (
+        model.dtype,
+        model.quantization,
+        model.tokenizer,
+        model.revision,
+        model.hf_overrides,
+        model.override_generation_config,
+        config.cache_config.cache_dtype,
+    )
+    return model_identity(name, folder_of(model.model, model.revision), settings)
+
+
+def folder_of(model: str, revision: str | None) -> Path | None:
+    """Where the model's files are, if they are on this machine."""
+    if Path(model).exists():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (OSError, ValueError):
+        return None

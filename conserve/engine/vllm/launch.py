@@ -73,17 +73,17 @@ class Launch:
         """Shut the engine down; safe to repeat."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            await _on_thread(engine.shutdown)
+            await on_thread(engine.shutdown)
             await asyncio.sleep(0)  # its sockets are closed by a callback in this loop
-            await _on_thread(engine.engine_core.resources.ctx.term)  # vLLM leaves it open
+            await on_thread(engine.engine_core.resources.ctx.term)  # vLLM leaves it open
         self._dismiss_watchdogs()
 
     async def _start(self) -> AsyncLLM:
-        config = await _on_thread(self._arguments.create_engine_config)
+        config = await on_thread(self._arguments.create_engine_config)
         if self._abandoned:
             raise asyncio.CancelledError
-        with _output_to(self._log_descriptor):
-            building = asyncio.ensure_future(_on_thread(lambda: _build(config, self._arguments)))
+        with output_to(self._log_descriptor):
+            building = asyncio.ensure_future(on_thread(lambda: _build(config, self._arguments)))
             cores = await self._wait_for_cores(building, config.parallel_config.data_parallel_size_local)
         self._watchdogs = [Watchdog(core.pid) for core in cores if core.pid is not None]
         try:
@@ -124,7 +124,7 @@ def _build(config: VllmConfig, arguments: AsyncEngineArgs) -> AsyncLLM:
     return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
 
 
-async def _on_thread(work: Callable[[], T]) -> T:
+async def on_thread(work: Callable[[], T]) -> T:
     """Run blocking work on a thread of its own, in which (and in whose child processes) Ctrl-C is blocked.
 
     vLLM's core takes a terminal's Ctrl-C for an order to stop; we want to finish or withdraw first. The
@@ -147,7 +147,7 @@ async def _on_thread(work: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def _output_to(descriptor: int) -> Iterator[None]:
+def output_to(descriptor: int) -> Iterator[None]:
     """Point descriptors 1 and 2, which child processes inherit, elsewhere; Python's own output stays put."""
     with contextlib.ExitStack() as undo:
         for number, name in ((1, "stdout"), (2, "stderr")):

@@ -1,0 +1,309 @@
+"""`conserve profile`: measure how long this engine's iterations take; `conserve profile show`: what came of it."""
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from conserve.cli import exits, output
+from conserve.cli.context import Context
+
+if TYPE_CHECKING:
+    from conserve.config import Settings
+    from conserve.profiles.points import Point
+    from conserve.profiles.profile import Profile
+    from conserve.profiles.session import Progress, Record, Rig
+
+EXAMPLE = """
+conserve profile smollm2-demo
+conserve profile Qwen/Qwen2.5-7B-Instruct --budget 600 -- --tensor-parallel-size 2
+conserve profile show smollm2-demo
+"""
+SHOW_EXAMPLE = """
+conserve profile show
+conserve profile show smollm2-demo --plot predicted.png
+conserve profile show llama-3.1-8b-h100 --json
+"""
+BUDGET_S = 180.0
+LINE_S = 10.0
+TABLE_TOKENS = (128, 512, 2048)
+TABLE_CONTEXTS = (0, 1024, 4096, 16384)
+
+
+def measure(
+    ctx: typer.Context,
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL [-- VLLM FLAGS]",
+            help="Local folder, hub id or smollm2-demo, and the flags that it is served with.",
+        ),
+    ] = None,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="For all of it, the engine's start included.")] = BUDGET_S,
+    max_context: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="Longest request that will be served; all by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random batches and their order.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON at the end.")] = False,
+) -> None:
+    """Measure a model on this machine through the real engine and keep the profile.
+
+    Ctrl-C stops it; the same command goes on from there. An older profile is kept until the new one is done.
+    """
+    from conserve.engine.vllm.rig import EngineRig
+    from conserve.errors import SettingsError
+
+    if budget <= 0:
+        raise SettingsError(f"--budget {budget:g} leaves no time; give seconds, 180 for the demo model")
+    context: Context = ctx.obj
+    names, flags = split_flags(model or [])
+    settings = context.settings(model=names[0] if names else None)
+    begun = time.monotonic()
+    output.say(f"starting the engine with {settings.model}")
+    rig = EngineRig.start(
+        settings.model, engine_flags=engine_flags(settings, flags), cache_dir=settings.models_folder
+    )
+    try:
+        started_s = time.monotonic() - begun
+        profile, path = profiled(
+            rig,
+            settings.profiles_folder,
+            budget_s=max(budget - started_s, budget / 2),
+            max_context=max_context,
+            seed=seed,
+        )
+    finally:
+        rig.close()
+    output.say(f"wrote {path}")
+    show_profile(profile, as_json=as_json)
+
+
+def show(
+    ctx: typer.Context,
+    profile: Annotated[
+        str | None,
+        typer.Argument(help="A model, a profile's file or digest, or one of those derived from the papers."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything but the samples as JSON.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Write predicted against measured times as a picture.")
+    ] = None,
+) -> None:
+    """Show a profile: coefficients, errors and a small table; the newest one by default."""
+    from conserve.errors import ProfileMissing
+    from conserve.profiles.book import Book
+
+    context: Context = ctx.obj
+    settings = context.settings()
+    book = Book(settings.profiles_folder)
+    if profile is not None:
+        found = book.named(profile)
+    elif not (newest := book.all()):
+        raise ProfileMissing("nothing was profiled on this machine yet; run: conserve profile MODEL")
+    else:
+        found = newest[-1]
+    if plot is not None:
+        from conserve.profiles.plot import plot_profile
+
+        plot_profile(found, plot)
+        output.say(f"wrote {plot}")
+    show_profile(found, as_json=as_json)
+
+
+def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
+    """The model, if any, and the vLLM flags behind it."""
+    from conserve.errors import SettingsError
+
+    first_flag = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+    if first_flag > 1:
+        raise SettingsError(f"one model at a time; put vLLM's flags behind --: conserve profile {words[0]} -- FLAGS")
+    return words[:first_flag], words[first_flag:]
+
+
+def engine_flags(settings: "Settings", flags: Sequence[str]) -> list[str]:
+    """Flags from the settings and then those of the command line, as `conserve run` takes them."""
+    import shlex
+
+    return [*shlex.split(settings.engine_args), *flags]
+
+
+def profiled(
+    rig: "Rig", folder: Path, *, budget_s: float, max_context: int | None, seed: int
+) -> "tuple[Profile, Path]":
+    """Measure and save; an interrupted session is gone on with."""
+    from conserve.profiles.book import Book
+    from conserve.profiles.points import plan
+    from conserve.profiles.session import Header, Record, conclude
+    from conserve.profiles.session import measure as measure_points
+
+    book = Book(folder)
+    points = plan(rig.limits, seed=seed, max_context=max_context)
+    header = Header(rig.key.digest, plan_digest(points))
+    record = Record.open(book.path(rig.name, rig.key).with_suffix(".partial"), header)
+    if record.ms:
+        output.say(f"going on with {output.count(len(record.ms), 'batch', 'batches')} measured earlier")
+    try:
+        with shown_progress() as on_progress:
+            measure_points(rig, points, record, budget_s=budget_s, on_progress=on_progress)
+        profile = conclude(rig, record)
+    except KeyboardInterrupt:
+        output.say(
+            f"stopped with {output.count(len(record.ms), 'batch', 'batches')} measured; "
+            "the same command goes on from there"
+        )
+        raise typer.Exit(exits.INTERRUPTED) from None
+    path = book.save(profile)
+    record.discard()
+    return profile, path
+
+
+def plan_digest(points: "Sequence[Point]") -> str:
+    """Which points a session was to measure."""
+    return hashlib.sha256("\n".join(map(str, points)).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def shown_progress() -> "Iterator[Callable[[Progress], None]]":
+    """A bar on a terminal, a line now and then elsewhere."""
+    if not output.colourful(sys.stderr):
+        yield line_now_and_then()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("measuring"), BarColumn(bar_width=30), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Bar(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        shown = bar.add_task("", total=1.0)
+        yield lambda progress: bar.update(
+            shown, completed=min(1.0, progress.seconds / progress.budget_s), description=f"{progress.points} batches"
+        )
+
+
+def line_now_and_then() -> "Callable[[Progress], None]":
+    said_at = -LINE_S
+
+    def on_progress(progress: "Progress") -> None:
+        nonlocal said_at
+        if progress.seconds >= said_at + LINE_S:
+            said_at = progress.seconds
+            output.say(f"{progress.points} batches, {progress.seconds:.0f} of {progress.budget_s:.0f} s")
+
+    return on_progress
+
+
+def show_profile(profile: "Profile", *, as_json: bool) -> None:
+    """The profile for people or for programs."""
+    if as_json:
+        output.data_json(as_document(profile))
+        return
+    for line in [*heading(profile), "", *error_table(profile), "", *coefficient_table(profile)]:
+        output.data(line)
+    if times := time_table(profile):
+        output.data("")
+        for line in times:
+            output.data(line)
+    for line in [*mechanism_lines(profile), *profile.derivation]:
+        output.data(line)
+
+
+def as_document(profile: "Profile") -> dict[str, Any]:
+    """Everything but samples and single residuals."""
+    whole = asdict(profile)
+    del whole["samples"]
+    models = {
+        name: {"coefficients": fitted.coefficients, **(asdict(fitted.errors) if fitted.errors else {})}
+        for name, fitted in profile.models.items()
+    }
+    return {**whole, "digest": profile.key.digest, "best": profile.best, "models": models}
+
+
+def heading(profile: "Profile") -> list[str]:
+    key = profile.key
+    how = f"{profile.how} {profile.measured_at}".strip()
+    size = f", {len(profile.samples)} batches in {profile.seconds:.0f} s" if profile.samples else ""
+    lines = [f"{profile.name}: {how}{size}", f"{key.device}; {key.engine}; {key.dtype}; {key.parallelism}"]
+    if profile.noise is not None:
+        lines.append(
+            f"noise of the machine: the same batch varies by {percent(profile.noise.back_to_back)} at once, "
+            f"by {percent(profile.noise.over_time)} over the session"
+        )
+    return lines
+
+
+def error_table(profile: "Profile") -> list[str]:
+    """Errors on the batches that were held out of the fit."""
+    rows = [
+        [
+            name + (" *" if name == profile.best else ""),
+            percent(e.mape),
+            percent(e.p50_error),
+            percent(e.p90_error),
+            percent(e.p99_error),
+            f"{e.margin:.3f}",
+            percent(e.overrun_share),
+            str(e.batches),
+        ]
+        for name, fitted in profile.models.items()
+        if (e := fitted.errors) is not None
+    ]
+    header = ["MODEL", "MAPE", "P50", "P90", "P99", "MARGIN", "OVERRUNS", "BATCHES"]
+    return output.columns(header, rows, right=range(1, len(header))) if rows else []
+
+
+def coefficient_table(profile: "Profile") -> list[str]:
+    from conserve.profiles.profile import MODELS
+
+    rows = [
+        [name, term, f"{value:.4g}", MODELS[name].terms[term]]
+        for name, fitted in profile.models.items()
+        for term, value in fitted.coefficients.items()
+    ]
+    return output.columns(["MODEL", "TERM", "MS", "WHAT IT STANDS FOR"], rows, right=(2,))
+
+
+def time_table(profile: "Profile") -> list[str]:
+    """What a chunk takes by its size and context, according to the best model."""
+    from conserve.profiles.batch import Batch, Slice
+
+    model = profile.model()
+    longest = profile.limits.context if profile.limits else TABLE_CONTEXTS[-1]
+    largest = profile.limits.tokens if profile.limits else TABLE_TOKENS[-1]
+    contexts = [c for c in TABLE_CONTEXTS if c < longest]
+    rows = [
+        [f"{tokens} tokens", *[f"{model.predict(Batch.of([Slice(tokens, c)])):.1f}" for c in contexts]]
+        for tokens in TABLE_TOKENS
+        if tokens <= largest
+    ]
+    rows += [
+        [f"{n} decodes", *[f"{model.predict(Batch.of([Slice(1, c, True)] * n)):.1f}" for c in contexts]]
+        for n in (1, 16, 64)
+    ]
+    return output.columns(["MS AFTER CONTEXT OF", *map(str, contexts)], rows, right=range(1, len(contexts) + 1))
+
+
+def mechanism_lines(profile: "Profile") -> list[str]:
+    """Empty iterations, safepoints and KV copies, if measured."""
+    lines = []
+    if profile.empty_iteration_ms is not None:
+        lines.append(f"empty iteration: {profile.empty_iteration_ms:.2f} ms")
+    if profile.safepoint is not None:
+        point = profile.safepoint
+        lines.append(f"safepoint: {point.check_us:.3f} us, {point.per_iteration} in an iteration")
+    if profile.kv_copies:
+        rows = [
+            [str(c.blocks), f"{c.bytes / 1e6:.1f}", f"{c.to_host_ms:.2f}", f"{c.to_device_ms:.2f}"]
+            for c in profile.kv_copies
+        ]
+        lines += output.columns(["KV BLOCKS", "MB", "MS TO HOST", "MS TO DEVICE"], rows, right=range(4))
+    return ["", *lines] if lines else []
+
+
+def percent(share: float) -> str:
+    return f"{share * 100:.2f} %"

@@ -1,0 +1,1 @@
+"""Parts of the engine that know memory and tensors but not vLLM."""

@@ -1,0 +1,63 @@
+"""Copying KV blocks between the device and host memory, timed."""
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+REPEATS = 5
+
+
+class CopyTimes(NamedTuple):
+    """Medians for one number of blocks."""
+
+    blocks: int
+    bytes: int
+    to_host_ms: float
+    to_device_ms: float
+
+
+def time_copies(caches: Sequence[torch.Tensor], num_blocks: int, counts: Sequence[int]) -> list[CopyTimes]:
+    """Copy scattered blocks of every layer out and back again, for each number of blocks in `counts`.
+
+    `caches` holds one tensor per layer, one of whose dimensions is `num_blocks` long. What is copied back is
+    what was copied out. Host memory is page-locked where there is a device to copy from.
+    """
+    dice = random.Random(0)
+    views = [block_first(cache, num_blocks) for cache in caches]  # (num_blocks, ...) each
+    on_device = views[0].device.type != "cpu"
+    times = []
+    for count in counts:
+        blocks = dice.sample(range(num_blocks), count)
+        hosts = [
+            torch.empty((count, *view.shape[1:]), dtype=view.dtype, pin_memory=on_device) for view in views
+        ]
+        pairs = [
+            (host[row], view[block])
+            for host, view in zip(hosts, views, strict=True)
+            for row, block in enumerate(blocks)
+        ]
+        out = [timed_ms([(host, block) for host, block in pairs], on_device) for _ in range(REPEATS)]
+        back = [timed_ms([(block, host) for host, block in pairs], on_device) for _ in range(REPEATS)]
+        size = sum(host.nbytes for host in hosts)
+        times.append(CopyTimes(count, size, statistics.median(out), statistics.median(back)))
+    return times
+
+
+def block_first(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """The cache with its blocks in the first dimension, without copying."""
+    dimension = next(n for n, size in enumerate(cache.shape) if size == num_blocks)
+    return cache.movedim(dimension, 0)
+
+
+def timed_ms(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], on_device: bool) -> float:
+    """Copy the second of each pair into the first and wait; milliseconds."""
+    begun = time.perf_counter()
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
+    if on_device:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begun) * 1e3

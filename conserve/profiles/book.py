@@ -1,0 +1,78 @@
+"""The folder of profiles, found by key. Profiles derived from the papers come with the package."""
+
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+from conserve.errors import ProfileError, ProfileMissing
+from conserve.profiles import profile as profiles
+from conserve.profiles.profile import Profile, ProfileKey
+
+DERIVED = Path(str(files("conserve.profiles"))) / "derived"
+
+
+class Book:
+    """The profiles measured on this machine, one file each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, name: str, key: ProfileKey) -> Path:
+        """Where the profile of this model and key is kept."""
+        slug = "".join(c if c.isalnum() or c in "-." else "-" for c in name.rsplit("/", 1)[-1]).strip("-.")
+        return self.folder / f"{slug or 'model'}-{key.digest}.json"
+
+    def save(self, profile: Profile) -> Path:
+        """Keep a profile, in place of an older one with its key."""
+        path = self.path(profile.name, profile.key)
+        profiles.write(profile, path)
+        return path
+
+    def find(self, key: ProfileKey, *, command: str) -> Profile:
+        """The profile of the engine with this key.
+
+        Raises `ProfileMissing`, naming the nearest one and what is different about it, or `ProfileDamaged`.
+        """
+        path = next(iter(sorted(self.folder.glob(f"*-{key.digest}.json"))), None)
+        if path is not None:
+            found = profiles.read(path)
+            found.require(key, command=command)
+            return found
+        nearest = min(
+            (key.differences(p.key) for p in self.all() if p.key.model == key.model), key=len, default=None
+        )
+        but = f"; the nearest differs ({'; '.join(nearest)})" if nearest else ""
+        raise ProfileMissing(f"no profile for this model on this machine{but}; run: {command}")
+
+    def all(self) -> list[Profile]:
+        """All readable profiles, the newest last."""
+        return sorted(self._readable(), key=lambda profile: profile.measured_at)
+
+    def named(self, name: str) -> Profile:
+        """A profile by file, by derived name, or the newest of a model; raises `ProfileError`."""
+        if Path(name).is_file():
+            return profiles.read(Path(name))
+        if (DERIVED / f"{name}.json").is_file():
+            return profiles.read(DERIVED / f"{name}.json")
+        found = [profile for profile in self.all() if name in (profile.name, profile.key.digest)]
+        if found:
+            return found[-1]
+        damaged = [path for path in self.folder.glob("*.json") if path.stem.startswith(name)]
+        if damaged:
+            return profiles.read(damaged[-1])
+        known = dict.fromkeys([*(profile.name for profile in self.all()), *derived_names()])
+        raise ProfileMissing(
+            f"there is no profile of {name}; there are: {', '.join(known)}; run: conserve profile {name}"
+        )
+
+    def _readable(self) -> Iterator[Profile]:
+        for path in self.folder.glob("*.json"):
+            try:
+                yield profiles.read(path)
+            except ProfileError:
+                continue
+
+
+def derived_names() -> list[str]:
+    """The profiles that come with the package."""
+    return sorted(path.stem for path in DERIVED.glob("*.json"))

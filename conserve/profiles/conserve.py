@@ -1,0 +1,87 @@
+"""ConServe's latency model (conserve-2026 section 4.2), in the paper's form and with the terms it lacks.
+
+The paper writes, for one chunk of P tokens after C tokens of context,
+
+    Latency(P, C) = k1 P + k2 P (P + C) + k3 P + k4 (P + C) + k5
+
+A batch holds many requests. Attention never crosses from one to another, so the product is taken request by
+request and then summed: sum of p (p + c). With the aggregates, P (P + C) would charge every request for the
+context of all others: 64 decode steps at 1,000 tokens of context are 64 * 1,001 products, not 64 * 64,064.
+The other terms are linear, and there sums and aggregates are the same.
+
+k1 (computation) and k3 (communication) multiply the same P, so one profile shows only their sum, here
+`compute`; `parallelism.separate` splits it where profiles at several degrees of parallelism exist.
+"""
+
+from typing import Any
+
+from conserve.profiles.batch import Batch
+from conserve.profiles.model import LinearModel, Parabola
+
+
+class PaperModel(LinearModel):
+    """The paper's five coefficients, k1 and k3 as one."""
+
+    name = "conserve-paper"
+    terms = {
+        "compute": "k1 + k3, per token: projections, feed-forward layers and collectives",
+        "attention": "k2, per p (p + c): each new token with each earlier one of its request",
+        "memory": "k4, per token of p + c: reading and writing the KV cache",
+        "constant": "k5, per iteration: scheduling, launches, the weights' way through the memory",
+    }
+
+    @staticmethod
+    def columns(sums: Any) -> tuple[Any, ...]:
+        return (sums.tokens, sums.square + sums.product, sums.tokens + sums.context, 1)
+
+    def _with(self, batch: Batch, context: int) -> Parabola:
+        compute, attention, memory, _ = self._weights
+        return Parabola(
+            attention,
+            compute + attention * context + memory,
+            self.predict(batch) + memory * context,
+        )
+
+
+class ConServeModel(LinearModel):
+    """The paper's form with four additions that its residuals ask for, each zero where it is not needed.
+
+    - `causal` and `attention` in place of k2: a chunk attends to all of its context but, with a causal mask,
+      only to half of itself, and kernels round the diagonal up to their tiles.
+    - `request`: block tables, input preparation and sampling cost the same for one token as for a thousand.
+    - `prefill`: what starting one more chunk costs beyond that.
+    - `reread`: a chunk reads its context once for every tile of its queries, a decode step only once.
+    """
+
+    name = "conserve"
+    terms = {
+        "compute": "k1 + k3, per token",
+        "causal": "k2 within a chunk, per p^2",
+        "attention": "k2 with its context, per p c",
+        "memory": "k4, per token of p + c",
+        "request": "per request in the batch",
+        "prefill": "per prefill chunk in the batch",
+        "reread": "per context token of a prefill chunk, beyond k4",
+        "constant": "k5, per iteration",
+    }
+
+    @staticmethod
+    def columns(sums: Any) -> tuple[Any, ...]:
+        return (
+            sums.tokens,
+            sums.square,
+            sums.product,
+            sums.tokens + sums.context,
+            sums.requests,
+            sums.prefills,
+            sums.prefill_context,
+            1,
+        )
+
+    def _with(self, batch: Batch, context: int) -> Parabola:
+        compute, causal, attention, memory, request, prefill, reread, _ = self._weights
+        return Parabola(
+            causal,
+            compute + attention * context + memory,
+            self.predict(batch) + (memory + reread) * context + request + prefill,
+        )

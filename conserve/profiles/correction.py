@@ -1,0 +1,151 @@
+"""A latency model that stays honest: it corrects itself from the iterations it sees, and knows its error.
+
+Two quantities are kept. The *scale* follows slow drift (clocks, heat, neighbours): an exponentially forgetting
+mean of log(measured / predicted), in which a single iteration counts for little however late it was. The
+*margin* is the factor that all but 1 % of recent iterations stayed under: the conformal quantile of measured /
+predicted over a sliding window, from the observed residuals rather than a guess. Composing iterations for
+budget / (scale * margin) lets at most about 1 % of them overrun while residuals stay what they were.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import ceil, exp, log
+from pathlib import Path
+
+import msgspec
+
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.model import LatencyModel
+
+HALF_LIFE = 48  # iterations after which half of a drift has been followed
+WINDOW = 1000  # iterations that the margin is taken from
+REFRESH = 16  # iterations between two computations of the margin
+LARGEST_SCALE = 4.0  # bounds of the correction: beyond, the profile is wrong and says so
+LARGEST_STEP = log(1.25)  # what one iteration may say
+
+
+def quantile_margin(residuals: Sequence[float], share: float) -> float:
+    """The factor that at most `share` of iterations exceed, from residuals (measured / predicted).
+
+    The ceil((n + 1)(1 - share))-th smallest of n: with exchangeable residuals the next one exceeds it with a
+    probability of at most `share` (split conformal prediction; Vovk, Gammerman and Shafer, 2005). Fewer
+    residuals than that needs (99 for 1 %) bound nothing: then it is the largest of them and a bit more, the
+    distance from the largest to the median once more for every halving that is missing.
+    """
+    if not residuals:
+        return 2.0
+    ordered = sorted(residuals)
+    rank = ceil((len(ordered) + 1) * (1 - share))
+    if rank <= len(ordered):
+        return ordered[rank - 1]
+    missing = log(1 / share / (len(ordered) + 1), 2)
+    return ordered[-1] + missing / 4 * (ordered[-1] - ordered[len(ordered) // 2])
+
+
+@dataclass(slots=True, kw_only=True)
+class Correction:
+    """What was learned on line; survives a restart as a small file, if one wants that."""
+
+    log_scale: float = 0.0
+    error: float = 0.0  # forgetting mean of |predicted - measured| / measured
+    seen: int = 0
+    residuals: list[float] = field(default_factory=list)  # measured / predicted, the newest last
+
+    def save(self, path: Path) -> None:
+        """Write it, all or nothing."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".tmp")
+        partial.write_bytes(msgspec.json.encode(self))
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Correction | None":
+        """What an earlier run has learned; None if there is no readable file (it costs a few iterations)."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+
+class CorrectedModel:
+    """Implements `LatencyModel` over another one. `predict` is the best guess, `can_schedule` keeps the margin."""
+
+    def __init__(
+        self,
+        model: LatencyModel,
+        residuals: Iterable[float] = (),
+        *,
+        overrun_share: float = 0.01,
+        correction: Correction | None = None,
+    ) -> None:
+        """`residuals` are the profile's; they are forgotten as iterations come in."""
+        self.model = model
+        self.overrun_share = overrun_share
+        start = correction or Correction()
+        self._log_scale = start.log_scale
+        self._error = start.error
+        self._seen = start.seen
+        self._residuals = deque(start.residuals or residuals, maxlen=WINDOW)
+        self._refresh()
+
+    @property
+    def scale(self) -> float:
+        """Factor on the model's predictions that recent iterations ask for."""
+        return exp(self._log_scale)
+
+    @property
+    def margin(self) -> float:
+        """Factor on predictions that at most `overrun_share` of recent iterations exceeded."""
+        return self._margin
+
+    @property
+    def error(self) -> float:
+        """Mean relative error of recent predictions, each made before its iteration was seen."""
+        return self._error
+
+    @property
+    def out_of_bounds(self) -> bool:
+        """Whether the drift is larger than a correction should hide: the profile wants to be measured again."""
+        return abs(self._log_scale) >= log(LARGEST_SCALE)
+
+    @property
+    def correction(self) -> Correction:
+        """What was learned so far."""
+        return Correction(
+            log_scale=self._log_scale, error=self._error, seen=self._seen, residuals=list(self._residuals)
+        )
+
+    def predict(self, batch: Batch) -> float:
+        """How long the batch takes, in ms; half of the iterations take longer."""
+        return self._scale * self.model.predict(batch)
+
+    def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:
+        """The most tokens of the request such that the batch overruns `tbt_ms` rarely enough."""
+        return self.model.can_schedule(batch, request, tbt_ms / self._budget_factor)
+
+    def observe(self, batch: Batch, ms: float) -> None:
+        """Learn from an iteration that took `ms` milliseconds."""
+        predicted = self.predict(batch)
+        if predicted <= 0 or ms <= 0:
+            return
+        residual = ms / predicted
+        self._seen += 1
+        forget = 1 - 0.5 ** (1 / HALF_LIFE)
+        self._error += max(forget, 1 / self._seen) * (abs(1 / residual - 1) - self._error)
+        step = max(-LARGEST_STEP, min(LARGEST_STEP, log(residual)))
+        bound = log(LARGEST_SCALE)
+        self._log_scale = max(-bound, min(bound, self._log_scale + forget * step))
+        self._residuals.append(residual)
+        if self._seen % REFRESH == 0:
+            self._refresh()
+        else:
+            self._scale_changed()
+
+    def _refresh(self) -> None:
+        self._margin = quantile_margin(self._residuals, self.overrun_share)
+        self._scale_changed()
+
+    def _scale_changed(self) -> None:
+        self._scale = exp(self._log_scale)
+        self._budget_factor = self._scale * self._margin

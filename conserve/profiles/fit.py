@@ -1,0 +1,114 @@
+"""Fitting a latency model to measured batches, and saying how good it is."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conserve.profiles.batch import Batch
+from conserve.profiles.model import LatencyModel, LinearModel
+
+M = TypeVar("M", bound=LinearModel)
+Floats = NDArray[np.float64]
+ROBUST_ROUNDS = 2
+HUBER = 2.0  # times the median error: further off counts less
+SUMS = tuple(field.name for field in fields(Batch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Measured batches by column: the sums of `Batch`, and the time of each. All arrays of shape (n,)."""
+
+    requests: Floats
+    tokens: Floats
+    context: Floats
+    square: Floats
+    product: Floats
+    prefills: Floats
+    prefill_tokens: Floats
+    prefill_context: Floats
+    ms: Floats
+
+    @classmethod
+    def of(cls, batches: Iterable[Batch], ms: Sequence[float]) -> Self:
+        """Samples of these batches."""
+        rows = [[getattr(batch, name) for name in SUMS] for batch in batches]
+        columns = np.asarray(rows, dtype=np.float64).reshape(-1, len(SUMS)).T
+        return cls(**dict(zip(SUMS, columns, strict=True)), ms=np.asarray(ms, dtype=np.float64))
+
+    def __len__(self) -> int:
+        return len(self.ms)
+
+    def predictions(self, model: LinearModel) -> Floats:
+        """What the model says of each, shape (n,)."""
+        ms = np.zeros(len(self))
+        for weight, column in zip(model.coefficients.values(), model.columns(self), strict=True):
+            ms += weight * column
+        return ms
+
+
+def fit(model: type[M], samples: Samples) -> M:
+    """The model's coefficients by non-negative least squares on relative errors, outliers counting less.
+
+    Dividing each row by its measured time weighs a decode step of 20 ms like a chunk of 2 s: what is
+    minimised is the percentage. Then batches that lie further off than the typical error are weighed down
+    (Huber's weights, twice), since a neighbour on the machine makes single ones late by any amount.
+    """
+    rows = np.column_stack([np.broadcast_to(column, len(samples)) for column in model.columns(samples)])
+    rows = rows / samples.ms[:, None]  # (n, terms): predicted / measured = rows @ coefficients
+    coefficients = non_negative(rows, np.ones(len(samples)))
+    for _ in range(ROBUST_ROUNDS):
+        off = np.abs(rows @ coefficients - 1)
+        typical = HUBER * float(np.median(off))
+        if typical <= 0:
+            break
+        coefficients = non_negative(rows, np.sqrt(np.minimum(1, typical / np.maximum(off, typical))))
+    return model.of(*coefficients)
+
+
+def non_negative(rows: Floats, weights: Floats) -> Floats:
+    """The k >= 0 that minimises the sum of (weights * (rows @ k - 1))^2. Shapes (n, terms), (n,) -> (terms,)."""
+    from scipy.optimize import nnls
+
+    weighted = rows * weights[:, None]
+    scale = np.sqrt(np.einsum("ij,ij->j", weighted, weighted))  # the columns span ten orders of magnitude
+    scale[scale == 0] = 1
+    weighted /= scale
+    # The normal equations, as nnls on their Cholesky factor: terms x terms instead of n x terms.
+    gram = weighted.T @ weighted + 1e-12 * np.eye(rows.shape[1])
+    triangle = np.linalg.cholesky(gram).T
+    solution, _ = nnls(triangle, np.linalg.solve(triangle.T, weighted.T @ weights))
+    return np.asarray(solution / scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """How far predictions are from measurements, as shares (0.01 is one percent)."""
+
+    mape: float  # mean of |predicted - measured| / measured
+    p50_error: float
+    p90_error: float
+    p99_error: float
+    bias: float  # mean of (predicted - measured) / measured
+    overrun_share: float  # of batches that took longer than predicted times the margin
+    margin: float  # such that 1 % of the batches that it was taken from would overrun
+    batches: int
+
+
+def errors(predicted: Floats, measured: Floats, margin: float) -> Errors:
+    """Compare predictions with measurements, both of shape (n,) and in ms."""
+    relative = predicted / measured - 1
+    absolute = np.abs(relative)
+    p50, p90, p99 = np.quantile(absolute, (0.5, 0.9, 0.99))
+    return Errors(
+        mape=float(absolute.mean()),
+        p50_error=float(p50),
+        p90_error=float(p90),
+        p99_error=float(p99),
+        bias=float(relative.mean()),
+        overrun_share=float((measured > predicted * margin).mean()),
+        margin=margin,
+        batches=len(measured),
+    )

@@ -1,0 +1,166 @@
+"""Which batches are measured: a grid that covers the space, and random mixtures for what grids miss."""
+
+import math
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, product, zip_longest
+
+from conserve.errors import GridTooLarge
+from conserve.profiles.batch import Batch, Slice
+
+CHUNKS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)  # tokens of a prefill chunk
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # decode steps in a batch
+CONTEXTS = (0, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+MIXED = 400  # random batches, more than any budget allows on a CPU
+HELD_OUT = 4  # every fourth mixture is not fitted but predicted
+NOISE_EVERY = 12  # points between two measurements of the same batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one iteration of this engine can hold."""
+
+    tokens: int  # computed in an iteration: vLLM's max_num_batched_tokens
+    requests: int  # vLLM's max_num_seqs
+    context: int  # tokens of one request: the model's length
+    kv_tokens: int  # of all requests together
+    block_tokens: int  # of a KV block
+
+    def hold(self, slices: Sequence[Slice]) -> bool:
+        """Whether a batch of these slices fits, with a few more decode steps each."""
+        blocks = sum(-(-(s.tokens + s.context + 16) // self.block_tokens) for s in slices)
+        return (
+            0 < len(slices) <= self.requests
+            and sum(s.tokens for s in slices) <= self.tokens
+            and all(s.tokens + s.context + 16 <= self.context for s in slices)
+            and blocks <= self.kv_tokens // self.block_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One batch to measure. Kinds: prefill, decode, mixed, held-out, noise."""
+
+    kind: str
+    slices: tuple[Slice, ...]
+
+    @property
+    def batch(self) -> Batch:
+        return Batch.of(self.slices)
+
+    def __str__(self) -> str:
+        """``mixed p512@0 8*d@1024``: a chunk of 512 tokens and eight decode steps after 1,024 tokens each."""
+        return f"{self.kind} {write_slices(self.slices)}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Point":
+        """The inverse of `str`; raises ValueError."""
+        kind, _, slices = text.partition(" ")
+        return cls(kind, read_slices(slices))
+
+
+def write_slices(slices: Sequence[Slice]) -> str:
+    """Slices in one line; equal neighbours are counted."""
+    words = [f"d@{s.context}" if s.decode and s.tokens == 1 else f"p{s.tokens}@{s.context}" for s in slices]
+    runs = [(word, len(list(run))) for word, run in groupby(words)]
+    return " ".join(word if count == 1 else f"{count}*{word}" for word, count in runs)
+
+
+def read_slices(text: str) -> tuple[Slice, ...]:
+    """The inverse of `write_slices`; raises ValueError."""
+    slices: list[Slice] = []
+    for word in text.split():
+        match = re.fullmatch(r"(?:(\d+)\*)?(?:d|p(\d+))@(\d+)", word)
+        if match is None:
+            raise ValueError(f"{word!r} is no part of a batch")
+        count, tokens, context = match.groups()
+        piece = Slice(int(tokens), int(context)) if tokens else Slice(1, int(context), decode=True)
+        slices += [piece] * int(count or 1)
+    return tuple(slices)
+
+
+def plan(limits: Limits, *, seed: int, max_context: int | None = None) -> list[Point]:
+    """All points in the order of measuring: whenever one stops, what is done covers the space.
+
+    Grid points and mixtures alternate, both in random order. `max_context` narrows the space to what a
+    deployment serves; without it, it is what the engine holds. Raises `GridTooLarge`.
+    """
+    if max_context is not None:
+        limits = narrowed(limits, max_context)
+    dice = random.Random(seed)
+    grid = [point for point in grid_points(limits) if limits.hold(point.slices)]
+    if not grid:
+        raise GridTooLarge(
+            f"a KV cache of {limits.kv_tokens:,} tokens holds no batch worth measuring; "
+            "give the engine more with: -- --kv-cache-memory-bytes BYTES"
+        )
+    dice.shuffle(grid)
+    mixed = [
+        Point("held-out" if number % HELD_OUT == 1 else "mixed", mixture(dice, limits)) for number in range(MIXED)
+    ]
+    alternating = [point for pair in zip_longest(grid, mixed) for point in pair if point is not None]
+    return list(chain.from_iterable(with_noise(alternating, limits)))
+
+
+def narrowed(limits: Limits, max_context: int) -> Limits:
+    """Limits with at most this context; raises `GridTooLarge` where the engine cannot hold it."""
+    most = min(limits.context, limits.kv_tokens)
+    if not 0 < max_context <= most:
+        raise GridTooLarge(
+            f"--max-context {max_context:,} does not fit: this engine holds {limits.context:,} tokens a request "
+            f"and {limits.kv_tokens:,} in all; give at most {most:,}"
+        )
+    return Limits(
+        tokens=limits.tokens,
+        requests=limits.requests,
+        context=max_context,
+        kv_tokens=limits.kv_tokens,
+        block_tokens=limits.block_tokens,
+    )
+
+
+def grid_points(limits: Limits) -> Iterator[Point]:
+    """Single prefill chunks by size and context, and uniform decode batches by size and context."""
+    for tokens, context in product(CHUNKS, CONTEXTS):
+        yield Point("prefill", (Slice(tokens, context),))
+    for rows, context in product(ROWS, CONTEXTS[1:]):
+        yield Point("decode", (Slice(1, context, decode=True),) * rows)
+
+
+def mixture(dice: random.Random, limits: Limits) -> tuple[Slice, ...]:
+    """A random batch: decode steps at scattered contexts and up to three chunks, of log-uniform total size."""
+    while True:
+        budget = int(log_uniform(dice, 16, limits.tokens))
+        mean = log_uniform(dice, 64, limits.context / 2)
+        rows = dice.choice((0, int(log_uniform(dice, 1, limits.requests)), int(log_uniform(dice, 1, limits.requests))))
+        decodes = [1 + min(int(dice.expovariate(1 / mean)), limits.context - 32) for _ in range(min(rows, budget))]
+        slices = [Slice(1, context, decode=True) for context in decodes]
+        left = min(budget, limits.tokens) - len(slices)
+        for chunk in range(dice.choice((0, 1, 1, 2, 3)) if slices else dice.choice((1, 2, 3))):
+            if left < 1:
+                break
+            tokens = left if chunk == 0 and dice.random() < 0.5 else max(1, int(left * dice.random()))
+            context = dice.choice((0, int(log_uniform(dice, 16, limits.context))))
+            tokens = min(tokens, limits.context - 32 - context)
+            if tokens > 0:
+                slices.append(Slice(tokens, context))
+                left -= tokens
+        if limits.hold(slices):
+            return tuple(slices)
+
+
+def log_uniform(dice: random.Random, low: float, high: float) -> float:
+    """A number whose logarithm is uniform between those of `low` and `high`."""
+    return math.exp(dice.uniform(math.log(low), math.log(max(low, high))))
+
+
+def with_noise(points: Sequence[Point], limits: Limits) -> Iterator[list[Point]]:
+    """The points, and every so often the same batch again: what it varies by, no model can predict."""
+    same = (Slice(min(256, limits.tokens // 2), 0), *[Slice(1, min(512, limits.context // 2), decode=True)] * 4)
+    repeated = Point("noise", same)
+    for start in range(0, len(points), NOISE_EVERY):
+        yield [repeated, *points[start : start + NOISE_EVERY]] if limits.hold(same) else list(
+            points[start : start + NOISE_EVERY]
+        )

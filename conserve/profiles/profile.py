@@ -1,0 +1,167 @@
+"""A latency profile: what was measured where, the models fitted to it, and its file."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from conserve.errors import ProfileDamaged, ProfileDerived, ProfileMismatch
+from conserve.profiles.conserve import ConServeModel, PaperModel
+from conserve.profiles.fit import Errors
+from conserve.profiles.hygen import HyGenModel
+from conserve.profiles.model import LinearModel
+from conserve.profiles.points import Limits
+
+FORMAT = 1
+MODELS: Mapping[str, type[LinearModel]] = {
+    model.name: model for model in (ConServeModel, PaperModel, HyGenModel)
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileKey:
+    """Everything that changes how fast the engine is. Two engines with equal keys share a profile."""
+
+    model: str  # digest of its configuration, weights, tokenizer and number formats
+    dtype: str
+    device: str
+    parallelism: str
+    engine: str
+    flags: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Twelve characters for file names."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:12]
+
+    def differences(self, other: "ProfileKey") -> list[str]:
+        """What differs, in words: "device: H100 there, H200 here"."""
+        names = [f.name for f in fields(self) if f.name != "flags"]
+        pairs = [(name, getattr(other, name), getattr(self, name)) for name in names]
+        flags = sorted(self.flags.keys() | other.flags.keys())
+        pairs += [(name, other.flags.get(name, "unset"), self.flags.get(name, "unset")) for name in flags]
+        return [f"{name}: {there} there, {here} here" for name, there, here in pairs if there != here]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedModel:
+    """A model's coefficients (ms per unit of their terms), and its errors on batches that it was not fitted to."""
+
+    coefficients: dict[str, float]
+    errors: Errors | None = None  # none in a derived profile
+    residuals: list[float] = field(default_factory=list)  # measured / predicted of those batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCopy:
+    """Copying KV blocks between the device and page-locked host memory (medians)."""
+
+    blocks: int
+    bytes: int
+    to_host_ms: float
+    to_device_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Safepoint:
+    """One look at the preemption flag, and how many of them an iteration has."""
+
+    check_us: float
+    per_iteration: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """How much the same batch varies: relative standard deviations."""
+
+    back_to_back: float  # of repetitions right after each other, median over all points
+    over_time: float  # of one batch measured again and again during the whole session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One engine's latency profile."""
+
+    name: str  # the model as the user calls it
+    key: ProfileKey
+    how: Literal["measured", "warm-up", "derived"]
+    measured_at: str  # ISO 8601, UTC
+    seconds: float
+    limits: Limits | None
+    models: dict[str, FittedModel]
+    noise: Noise | None = None
+    empty_iteration_ms: float | None = None
+    kv_copies: list[KVCopy] = field(default_factory=list)
+    safepoint: Safepoint | None = None
+    derivation: list[str] = field(default_factory=list)
+    samples: list[str] = field(default_factory=list)  # "mixed p512@0 8*d@1024: 213.1 212.7"
+    format: int = FORMAT
+
+    def model(self, name: str | None = None) -> LinearModel:
+        """The fitted model of that name, by default the one with the smallest error."""
+        name = name or self.best
+        return MODELS[name](self.models[name].coefficients)
+
+    @property
+    def best(self) -> str:
+        """The model with the smallest error; ConServe's where none was measured."""
+        known = {name: fitted.errors.mape for name, fitted in self.models.items() if fitted.errors}
+        return min(known, key=known.__getitem__) if known else ConServeModel.name
+
+    def require(self, key: ProfileKey, *, command: str) -> None:
+        """Raise unless it was measured on an engine with this key."""
+        if self.how == "derived":
+            raise ProfileDerived(
+                f"the profile {self.name} is derived from published numbers and good for simulation only; "
+                f"measure one with: {command}"
+            )
+        if different := key.differences(self.key):
+            raise ProfileMismatch(
+                f"this profile is of another engine ({'; '.join(different)}); measure one with: {command}"
+            )
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Write the file, all of it or nothing: a reader sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = msgspec.to_builtins(profile)
+    document["checksum"] = checksum(document)
+    partial = path.with_suffix(".tmp")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    partial.replace(path)
+
+
+def read(path: Path) -> Profile:
+    """Read a profile's file; raises `ProfileDamaged`."""
+    fix = "measure it again with: conserve profile MODEL"
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=dict)
+    except OSError as error:
+        raise ProfileDamaged(f"{path} cannot be read ({error.strerror}); {fix}") from error
+    except msgspec.DecodeError as error:
+        raise ProfileDamaged(f"{path} is truncated or no profile ({error}); {fix}") from error
+    wanted = document.pop("checksum", None)
+    if document.get("format") != FORMAT:
+        raise ProfileDamaged(f"{path} is no profile of format {FORMAT}; {fix}")
+    if wanted != checksum(document):
+        raise ProfileDamaged(f"{path} was changed after it was measured; {fix}")
+    try:
+        profile = msgspec.convert(document, Profile)
+        for name in profile.models:
+            profile.model(name)
+    except (msgspec.ValidationError, ValueError, KeyError) as error:
+        raise ProfileDamaged(f"{path} is no profile ({error}); {fix}") from error
+    return profile
+
+
+def checksum(document: Mapping[str, object]) -> str:
+    """SHA-256 of the document without its checksum, whatever its layout."""
+    return hashlib.sha256(msgspec.json.encode(document, order="sorted")).hexdigest()
+
+
+def sample(point: object, ms: Sequence[float]) -> str:
+    """A line of `Profile.samples`."""
+    return f"{point}: {' '.join(f'{value:.3f}' for value in ms)}"
