@@ -33,7 +33,7 @@ conserve profile show llama-3.1-8b-h100 --json
 BUDGET_S = 180.0
 LINE_S = 10.0
 TABLE_TOKENS = (128, 512, 2048)
-TABLE_CONTEXTS = (0, 1024, 4096, 16384)
+TABLE_CONTEXTS = (0, 1024, 4096, 16_384, 40_960)
 
 
 def measure(
@@ -273,7 +273,7 @@ def time_table(profile: "Profile") -> list[str]:
     from conserve.profiles.batch import Batch, Slice
 
     model = profile.model()
-    longest = profile.limits.context if profile.limits else TABLE_CONTEXTS[-1]
+    longest = profile.limits.context if profile.limits else TABLE_CONTEXTS[-1] + 1
     largest = profile.limits.tokens if profile.limits else TABLE_TOKENS[-1]
     contexts = [c for c in TABLE_CONTEXTS if c < longest]
     rows = [

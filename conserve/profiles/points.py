@@ -62,22 +62,26 @@ class Point:
 
 
 def write_slices(slices: Sequence[Slice]) -> str:
-    """Slices in one line; equal neighbours are counted."""
-    words = [f"d@{s.context}" if s.decode and s.tokens == 1 else f"p{s.tokens}@{s.context}" for s in slices]
-    runs = [(word, len(list(run))) for word, run in groupby(words)]
-    return " ".join(word if count == 1 else f"{count}*{word}" for word, count in runs)
+    """Slices in one line; equal neighbours are counted, and a decode step has one token unless it says more."""
+    runs = [(piece, len(list(run))) for piece, run in groupby(slices)]
+    return " ".join(write_slice(piece) if count == 1 else f"{count}*{write_slice(piece)}" for piece, count in runs)
+
+
+def write_slice(piece: Slice) -> str:
+    """``p512@0`` or ``d@1024``."""
+    tokens = "" if piece.decode and piece.tokens == 1 else piece.tokens
+    return f"{'d' if piece.decode else 'p'}{tokens}@{piece.context}"
 
 
 def read_slices(text: str) -> tuple[Slice, ...]:
     """The inverse of `write_slices`; raises ValueError."""
     slices: list[Slice] = []
     for word in text.split():
-        match = re.fullmatch(r"(?:(\d+)\*)?(?:d|p(\d+))@(\d+)", word)
+        match = re.fullmatch(r"(?:(\d+)\*)?([pd])(\d*)@(\d+)", word)
         if match is None:
             raise ValueError(f"{word!r} is no part of a batch")
-        count, tokens, context = match.groups()
-        piece = Slice(int(tokens), int(context)) if tokens else Slice(1, int(context), decode=True)
-        slices += [piece] * int(count or 1)
+        count, phase, tokens, context = match.groups()
+        slices += [Slice(int(tokens or 1), int(context), phase == "d")] * int(count or 1)
     return tuple(slices)
 
 

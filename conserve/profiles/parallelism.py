@@ -1,0 +1,43 @@
+"""Telling computation (k1) from communication (k3), which takes profiles at several degrees of parallelism."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from conserve.profiles.conserve import ConServeModel
+from conserve.profiles.profile import Profile
+
+
+class Split(NamedTuple):
+    """Milliseconds per token: of computation on one device, and of one full exchange between devices."""
+
+    k1: float
+    k3: float
+
+
+def separate(compute_by_degree: Mapping[int, float]) -> Split | None:
+    """Split `compute` (k1 + k3, ms per token) measured at several degrees of tensor parallelism.
+
+    Computation shrinks with the degree t as k1 / t; a ring all-reduce moves 2 (t - 1) / t of what there is, so
+    communication is k3 * (t - 1) / t, with k3 taking up the two. Least squares without negative results; None
+    for a single degree, at which the two cannot be told apart.
+    """
+    if len(compute_by_degree) < 2:
+        return None
+    from scipy.optimize import nnls
+
+    degrees = np.asarray(list(compute_by_degree), dtype=np.float64)
+    rows = np.column_stack([1 / degrees, (degrees - 1) / degrees])  # (degrees, 2)
+    (k1, k3), _ = nnls(rows, np.asarray(list(compute_by_degree.values())))
+    return Split(float(k1), float(k3))
+
+
+def siblings(profile: Profile, others: list[Profile]) -> dict[int, float]:
+    """`compute` by tensor-parallel degree, over profiles that differ in that degree and in nothing else."""
+    found = {}
+    for other in [*others, profile]:
+        words = dict(word.split("=") for word in other.key.parallelism.split())
+        if {d.split(":")[0] for d in profile.key.differences(other.key)} <= {"parallelism"}:
+            found[int(words["tp"])] = other.models[ConServeModel.name].coefficients["compute"]
+    return found

