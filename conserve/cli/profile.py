@@ -16,6 +16,7 @@ from conserve.cli.context import Context
 
 if TYPE_CHECKING:
     from conserve.config import Settings
+    from conserve.profiles.correction import Correction
     from conserve.profiles.points import Point
     from conserve.profiles.profile import Profile
     from conserve.profiles.session import Progress, Record, Rig
@@ -81,7 +82,7 @@ def measure(
     finally:
         rig.close()
     output.say(f"wrote {path}")
-    show_profile(profile, as_json=as_json)
+    show_profile(profile, None, as_json=as_json)
 
 
 def show(
@@ -98,6 +99,7 @@ def show(
     """Show a profile: coefficients, errors and a small table; the newest one by default."""
     from conserve.errors import ProfileMissing
     from conserve.profiles.book import Book
+    from conserve.profiles.correction import Correction
 
     context: Context = ctx.obj
     settings = context.settings()
@@ -113,7 +115,8 @@ def show(
 
         plot_profile(found, plot)
         output.say(f"wrote {plot}")
-    show_profile(found, as_json=as_json)
+    learned = Correction.load(book.correction_path(found.name, found.key))
+    show_profile(found, learned, as_json=as_json)
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
@@ -198,12 +201,12 @@ def line_now_and_then() -> "Callable[[Progress], None]":
     return on_progress
 
 
-def show_profile(profile: "Profile", *, as_json: bool) -> None:
+def show_profile(profile: "Profile", learned: "Correction | None", *, as_json: bool) -> None:
     """The profile for people or for programs."""
     if as_json:
-        output.data_json(as_document(profile))
+        output.data_json(as_document(profile, learned))
         return
-    for line in [*heading(profile), "", *error_table(profile), "", *coefficient_table(profile)]:
+    for line in [*heading(profile), *correction_lines(learned), "", *error_table(profile), "", *coefficient_table(profile)]:
         output.data(line)
     if times := time_table(profile):
         output.data("")
@@ -213,7 +216,7 @@ def show_profile(profile: "Profile", *, as_json: bool) -> None:
         output.data(line)
 
 
-def as_document(profile: "Profile") -> dict[str, Any]:
+def as_document(profile: "Profile", learned: "Correction | None") -> dict[str, Any]:
     """Everything but samples and single residuals."""
     whole = asdict(profile)
     del whole["samples"]
@@ -221,7 +224,14 @@ def as_document(profile: "Profile") -> dict[str, Any]:
         name: {"coefficients": fitted.coefficients, **(asdict(fitted.errors) if fitted.errors else {})}
         for name, fitted in profile.models.items()
     }
-    return {**whole, "digest": profile.key.digest, "best": profile.best, "models": models}
+    correction = {"scale": learned.scale, "error": learned.error, "iterations": learned.seen} if learned else None
+    return {
+        **whole,
+        "digest": profile.key.digest,
+        "best": profile.best,
+        "models": models,
+        "correction": correction,
+    }
 
 
 def heading(profile: "Profile") -> list[str]:
@@ -235,6 +245,16 @@ def heading(profile: "Profile") -> list[str]:
             f"by {percent(profile.noise.over_time)} over the session"
         )
     return lines
+
+
+def correction_lines(learned: "Correction | None") -> list[str]:
+    """What engines that ran on the profile have learned."""
+    if learned is None:
+        return []
+    return [
+        f"corrected since over {output.count(learned.seen, 'iteration')}: times are {learned.scale:.3f} of these, "
+        f"recent error {percent(learned.error)}"
+    ]
 
 
 def error_table(profile: "Profile") -> list[str]:

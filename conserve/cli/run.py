@@ -19,6 +19,7 @@ from conserve.store.readings import JobReading, read_jobs
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint
+    from conserve.engine.vllm.pacing import Pacing
     from conserve.jobs.harvest import Harvester, Tally
 
 EXAMPLE = """
@@ -33,6 +34,18 @@ class Times(NamedTuple):
 
     start_s: float
     work_s: float
+
+
+class Pace(NamedTuple):
+    """What was said about latency profiles."""
+
+    tbt_ms: float | None = None
+    profile: str | None = None
+    forget_correction: bool = False
+
+    @property
+    def asked_for(self) -> bool:
+        return self.tbt_ms is not None or self.profile is not None
 
 
 def run(
@@ -56,6 +69,19 @@ def run(
         float | None, typer.Option(help="Seconds of silence after which others may take our rows.")
     ] = None,
     max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
+    tbt_ms: Annotated[
+        float | None,
+        typer.Option(metavar="MS", help="Most that an iteration of the embedded engine may take, by its profile."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|FILE", help="Latency profile; the one of this engine by default, auto learns one first."
+        ),
+    ] = None,
+    forget_correction: Annotated[
+        bool, typer.Option("--forget-correction", help="Begin without what the profile learned in earlier runs.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON at the end.")] = False,
 ) -> None:
     """Run queued rows until none is left. Ctrl-C saves progress and stops; a second one stops at once."""
@@ -64,7 +90,8 @@ def run(
     settings = context.settings(
         model=model, endpoint=endpoint, api_key=api_key, lease_s=lease_s, max_attempts=max_attempts
     )
-    raise typer.Exit(drain(settings, wanted, flags, as_json=as_json))
+    pace = Pace(tbt_ms, profile, forget_correction)
+    raise typer.Exit(drain(settings, wanted, flags, pace, as_json=as_json))
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
@@ -73,7 +100,7 @@ def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:first_flag], words[first_flag:]
 
 
-def drain(settings: Settings, jobs: list[str], flags: list[str], *, as_json: bool) -> int:
+def drain(settings: Settings, jobs: list[str], flags: list[str], pace: Pace, *, as_json: bool) -> int:
     """Run the harvester to the end and report; returns the exit code."""
     from conserve.jobs.harvest import Harvester
     from conserve.store import catalog
@@ -87,7 +114,7 @@ def drain(settings: Settings, jobs: list[str], flags: list[str], *, as_json: boo
         if not before:
             output.say("nothing to run; queue a job with: conserve submit")
             return exits.DONE
-        endpoint = make_endpoint(settings, flags)
+        endpoint = make_endpoint(settings, flags, pace)
         harvester = Harvester(
             store, endpoint, lease_s=settings.lease_s, max_attempts=settings.max_attempts, only=only
         )
@@ -107,14 +134,37 @@ def unfinished(settings: Settings, only: list[str] | None) -> list[JobReading]:
     return [r for r in readings if r.state in ("queued", "running") and (only is None or r.id in only)]
 
 
-def make_endpoint(settings: Settings, flags: list[str]) -> "Endpoint":
+def make_pacing(settings: Settings, flags: list[str], pace: Pace) -> "Pacing":
+    """How the embedded engine is to be paced."""
+    from conserve.engine.vllm.pacing import Pacing
+
+    behind = f" -- {shlex.join(flags)}" if flags else ""
+    return Pacing(
+        folder=settings.profiles_folder,
+        command=f"conserve profile {settings.model}{behind}",
+        profile=pace.profile,
+        tbt_ms=pace.tbt_ms,
+        keep_correction=not pace.forget_correction,
+    )
+
+
+def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint":
     """The fake, an HTTP server or the embedded engine, as the settings say."""
     address = settings.endpoint
+    if pace.tbt_ms is not None and not pace.tbt_ms > 0:
+        raise SettingsError(f"--tbt-ms {pace.tbt_ms:g} leaves no time for an iteration; give milliseconds")
     if address is None:
         from conserve.engine.vllm.embedded import EmbeddedEndpoint
 
         engine_flags = [*shlex.split(settings.engine_args), *flags]
-        return EmbeddedEndpoint(settings.model, engine_flags=engine_flags, cache_dir=settings.models_folder)
+        return EmbeddedEndpoint(
+            settings.model,
+            engine_flags=engine_flags,
+            cache_dir=settings.models_folder,
+            pacing=make_pacing(settings, flags, pace) if pace.asked_for else None,
+        )
+    if pace.asked_for:
+        raise SettingsError("--tbt-ms and --profile are for the embedded engine, and --endpoint was given")
     if flags:
         raise SettingsError("flags for vLLM go to the embedded engine, and --endpoint was given")
     if address.startswith("fake:"):

@@ -22,10 +22,15 @@ class Book:
         slug = "".join(c if c.isalnum() or c in "-." else "-" for c in name.rsplit("/", 1)[-1]).strip("-.")
         return self.folder / f"{slug or 'model'}-{key.digest}.json"
 
+    def correction_path(self, name: str, key: ProfileKey) -> Path:
+        """Where engines keep what they have learned since."""
+        return self.path(name, key).with_suffix(".drift")
+
     def save(self, profile: Profile) -> Path:
-        """Keep a profile, in place of an older one with its key."""
+        """Keep a profile, in place of an older one with its key and of what was learned about that one."""
         path = self.path(profile.name, profile.key)
         profiles.write(profile, path)
+        self.correction_path(profile.name, profile.key).unlink(missing_ok=True)
         return path
 
     def find(self, key: ProfileKey, *, command: str) -> Profile:

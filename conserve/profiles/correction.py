@@ -52,6 +52,11 @@ class Correction:
     seen: int = 0
     residuals: list[float] = field(default_factory=list)  # measured / predicted, the newest last
 
+    @property
+    def scale(self) -> float:
+        """Factor on the model's predictions."""
+        return exp(self.log_scale)
+
     def save(self, path: Path) -> None:
         """Write it, all or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.correction import Correction, CorrectedModel, quantile_margin
+from conserve.profiles.correction import CorrectedModel, Correction, quantile_margin
 from conserve.profiles.fit import Samples, fit
 from conserve.profiles.model import LinearModel
 from conserve.profiles.points import Point

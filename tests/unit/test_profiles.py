@@ -20,7 +20,7 @@ from conserve.errors import (
 from conserve.profiles import derive
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.book import Book, derived_names
-from conserve.profiles.correction import Correction, CorrectedModel
+from conserve.profiles.correction import CorrectedModel, Correction
 from conserve.profiles.parallelism import separate, siblings
 from conserve.profiles.points import Limits, plan
 from conserve.profiles.profile import Profile, read, write

@@ -44,6 +44,19 @@ INTERNALS = {
     "vllm.v1.engine.EngineCoreRequest": "what the detokeniser is made from",
     "vllm.v1.engine.detokenizer.IncrementalDetokenizer": "replays saved tokens: text and stop strings",
     "vllm.v1.core.sched.utils.check_stop": "its order of checks is repeated in continuation.py",
+    # profiling
+    "vllm.v1.engine.core.EngineCore": "step, (preprocess_)add_request, abort_requests, collective_rpc",
+    "vllm.v1.executor.abstract.Executor.get_class": "the executor of the deployment, for that core",
+    "KVCacheManager.allocate_slots": "blocks for a context that is not computed",
+    "a WAITING request with num_computed_tokens > 0": "is scheduled from there, as after a KV transfer",
+    "parallel_config.worker_extension_cls": "adds our probes to vLLM's worker",
+    "GPUModelRunner.kv_caches": "one tensor a layer with num_gpu_blocks as a dimension, for copy times",
+    "compilation_config.static_forward_context": "the attention layers, of which each has a safepoint",
+    # pacing
+    "vllm.v1.core.sched.{scheduler.Scheduler,async_scheduler.AsyncScheduler}": "subclassed: schedule, "
+    "update_from_output, shutdown; running, waiting, requests, max_num_{scheduled_tokens,running_reqs}",
+    "KVCacheManager.get_computed_blocks": "how much of a waiting prompt is cached",
+    "VllmConfig.additional_config": "carries the profile to the engine core's process",
     "AsyncLLM.input_processor.generation_config_fields": "the model's own stop tokens, to read saved tokens",
 }
 

@@ -22,8 +22,10 @@ from conserve.engine.vllm.environment import (
 from conserve.engine.vllm.fingerprint import identity_of
 from conserve.engine.vllm.flags import parse_flags
 from conserve.engine.vllm.launch import Launch
+from conserve.engine.vllm.pacing import AUTO, Pacing
 from conserve.engine.vllm.requests import Prepared, Prompt, prepare, rejection
 from conserve.engine.vllm.serving import Serving
+from conserve.engine.vllm.warm_up import warm_up
 from conserve.errors import (
     ConserveError,
     EndpointUnavailable,
@@ -40,12 +42,21 @@ ROWS_PER_SLOT = 2  # calls in flight per sequence the engine batches, so that a 
 class EmbeddedEndpoint:
     """One model on vLLM's AsyncLLM, unmodified, in this process and two of its children.
 
-    `model` is a folder, a hub id or "smollm2-demo"; `engine_flags` are vLLM's own and override our defaults.
+    `model` is a folder, a hub id or "smollm2-demo"; `engine_flags` are vLLM's own and override our defaults;
+    with `pacing`, iterations are predicted by a latency profile and held under a time.
     Where the engine dies, calls in flight raise `EngineDied` and the next one starts it again.
     """
 
-    def __init__(self, model: str = DEMO_MODEL, *, engine_flags: Sequence[str] = (), cache_dir: Path) -> None:
+    def __init__(
+        self,
+        model: str = DEMO_MODEL,
+        *,
+        engine_flags: Sequence[str] = (),
+        cache_dir: Path,
+        pacing: Pacing | None = None,
+    ) -> None:
         self._model = model
+        self._pacing = pacing
         self._engine_flags = tuple(engine_flags)
         self._cache_dir = cache_dir
         self._running: asyncio.Task[_Engine] | None = None
@@ -121,7 +132,7 @@ class EmbeddedEndpoint:
         try:
             require_engine()
             path = await asyncio.to_thread(resolve_model, self._model, self._cache_dir)
-            return await _Engine.start(self._model, path, self._engine_flags)
+            return await _Engine.start(self._model, path, self._engine_flags, self._pacing)
         except (ConserveError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -136,19 +147,21 @@ class _Engine:
         self.serving = serving
 
     @classmethod
-    async def start(cls, name: str, path: str, flags: Sequence[str]) -> _Engine:
+    async def start(cls, name: str, path: str, flags: Sequence[str], pacing: Pacing | None) -> _Engine:
         prepare_environment(offline=Path(path).exists())
         quiet_warnings()
         arguments = await asyncio.to_thread(parse_flags, path, flags)
         log = engine_log()
         log.capture_loggers()
         log.mark()
-        launch = Launch(arguments, log_descriptor=log.fileno())
+        launch = Launch(arguments, log_descriptor=log.fileno(), pacing=pacing)
         llm = await launch.run()
         log.capture_loggers()
         try:
             if "generate" not in await llm.get_supported_tasks():
                 raise EndpointUnusable(f"{name} does not generate text; name a model that does")
+            if pacing is not None and pacing.profile == AUTO:
+                await warm_up(llm)
             return cls(launch, Serving(llm, name))
         except BaseException:
             await launch.stop()

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from conserve.engine.vllm.pacing import Pacing
 
 T = TypeVar("T")
 
@@ -48,8 +51,11 @@ class Watchdog:
 class Launch:
     """One start of the engine. `run` builds it, `stop` shuts it down and waits for its processes."""
 
-    def __init__(self, arguments: AsyncEngineArgs, *, log_descriptor: int) -> None:
+    def __init__(
+        self, arguments: AsyncEngineArgs, *, log_descriptor: int, pacing: Pacing | None = None
+    ) -> None:
         self._arguments = arguments
+        self._pacing = pacing
         self._log_descriptor = log_descriptor
         self._not_ours = frozenset(multiprocessing.active_children())
         self._watchdogs: list[Watchdog] = []
@@ -82,6 +88,8 @@ class Launch:
         config = await on_thread(self._arguments.create_engine_config)
         if self._abandoned:
             raise asyncio.CancelledError
+        if self._pacing is not None:
+            await on_thread(partial(self._pacing.install, config))
         with output_to(self._log_descriptor):
             building = asyncio.ensure_future(on_thread(lambda: _build(config, self._arguments)))
             cores = await self._wait_for_cores(building, config.parallel_config.data_parallel_size_local)

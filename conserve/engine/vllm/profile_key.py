@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conserve.engine.vllm.compat import installed_engine
@@ -72,7 +73,7 @@ def device() -> str:
 def cpu_model() -> str:
     """The processor's name as Linux has it."""
     try:
-        with open("/proc/cpuinfo") as file:
+        with Path("/proc/cpuinfo").open() as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return "CPU"

@@ -30,10 +30,10 @@ from conserve.engine.vllm.launch import on_thread, output_to
 from conserve.engine.vllm.profile_key import key_of, limits_of
 from conserve.errors import ConserveError, EndpointUnusable, ProfilingFailed
 from conserve.profiles.batch import Slice
-from conserve.profiles.profile import KVCopy, Safepoint
+from conserve.profiles.profile import KVCopy, ProfileKey, Safepoint
 
 if TYPE_CHECKING:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCore
 
 EMPTY_REPEATS = 20
@@ -43,9 +43,9 @@ PROBE = "conserve.engine.vllm.worker_probe.WorkerProbe"
 class EngineRig:
     """Implements `Rig` on vLLM's engine core."""
 
-    def __init__(self, name: str, core: EngineCore) -> None:
+    def __init__(self, name: str, key: ProfileKey, core: EngineCore) -> None:
         self.name = name
-        self.key = key_of(core.vllm_config)
+        self.key = key
         self.limits = limits_of(core.vllm_config)
         self._core = core
         self._ids = (f"profile-{number}" for number in itertools.count())
@@ -64,13 +64,15 @@ class EngineRig:
         log.capture_loggers()
         log.mark()
         try:
-            core = asyncio.run(build_core(arguments, log.fileno()))
+            config = arguments.create_engine_config()
+            key = key_of(config)  # as of an engine that is yet to start, which is when profiles are looked up
+            core = asyncio.run(build_core(config, log.fileno()))
         except ConserveError:
             raise
         except Exception as error:
             raise EndpointUnusable(why_not_started(model, error)) from error
         log.capture_loggers()
-        return cls(model, core)
+        return cls(model, key, core)
 
     def close(self) -> None:
         """Stop the engine and its workers."""
@@ -187,14 +189,13 @@ class EngineRig:
             ) from error
 
 
-async def build_core(arguments: AsyncEngineArgs, log_descriptor: int) -> EngineCore:
+async def build_core(config: VllmConfig, log_descriptor: int) -> EngineCore:
     """The engine core with its workers, which ignore Ctrl-C and write into the log."""
 
     def build() -> EngineCore:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
 
-        config = arguments.create_engine_config()
         if config.max_concurrent_batches > 1:
             # Batches in flight would overlap, and no step would be one iteration.
             config.scheduler_config.async_scheduling = False

@@ -1,0 +1,126 @@
+"""Profiles of the real engine, and the real engine on a profile."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
+from conserve.engine.vllm.environment import engine_log, prepare_environment
+from conserve.engine.vllm.flags import parse_flags
+from conserve.engine.vllm.pacing import Pacing
+from conserve.engine.vllm.profile_key import key_of
+from conserve.engine.vllm.rig import EngineRig, build_core
+from conserve.errors import ProfileMissing
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.book import Book
+from conserve.profiles.correction import Correction
+
+# As in test_embedded_engine.py.
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+FLAGS = ["--max-num-seqs", "32", "--kv-cache-memory-bytes", str(1 << 30)]
+MODELS = Path(__file__).parents[2] / ".demo" / "models"
+COMMAND = "conserve profile smollm2-demo"
+TBT_MS = 150.0
+
+
+def conserve(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "conserve", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CONSERVE_HOME": str(home), "CONSERVE_MODELS": str(MODELS)},
+        check=False,
+        timeout=200,
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with a short profile of the demo model served with `FLAGS`."""
+    home = tmp_path_factory.mktemp("profiled")
+    done = conserve(
+        home, "profile", DEMO_MODEL, "--budget", "60", "--max-context", "2048", "--json", "--", *FLAGS
+    )
+    assert done.returncode == 0, done.stderr
+    profile = json.loads(done.stdout)
+    assert profile["models"]["conserve"]["mape"] < 0.25
+    assert profile["safepoint"]["per_iteration"] == 30
+    assert [copy["blocks"] for copy in profile["kv_copies"]][:3] == [1, 2, 4]
+    assert (
+        profile["kv_copies"][0]["bytes"] == 30 * 2 * 3 * 64 * 2 * 128
+    )  # layers, K and V, heads, size, bf16, block
+    assert 0 < profile["empty_iteration_ms"] < 50
+    shown = conserve(home, "profile", "show", DEMO_MODEL)
+    assert "AMD" in shown.stdout or "Intel" in shown.stdout or "cores" in shown.stdout
+    return home
+
+
+def test_the_engine_on_a_profile_keeps_its_iterations_under_the_time(home: Path) -> None:
+    path = resolve_model(DEMO_MODEL, MODELS)
+    prepare_environment(offline=True)
+    config = parse_flags(path, FLAGS).create_engine_config()
+    key = key_of(config)
+    Pacing(folder=home / "profiles", command=COMMAND, tbt_ms=TBT_MS).install(config)
+    core = asyncio.run(build_core(config, engine_log().fileno()))
+    rig = EngineRig(DEMO_MODEL, key, core)
+    scheduler: Any = core.scheduler
+    try:
+        assert type(scheduler).__name__ == "PacedScheduler"
+        for n in range(6):
+            rig._add(1500 + n, 0, max_tokens=20)
+        times = []
+        while scheduler.has_unfinished_requests():
+            begun = time.perf_counter()
+            core.step()
+            times.append((time.perf_counter() - begun) * 1e3)
+        fresh = scheduler._model.can_schedule(Batch(), Slice(2048, 0), TBT_MS)
+        assert 16 < fresh < 1000
+        learned = scheduler._model.correction
+    finally:
+        rig.close()
+    assert len(times) > 9000 / 1000, "the prompts were not cut"
+    assert learned.seen == len(times)
+    late = [ms for ms in times if ms > 1.5 * TBT_MS]  # a stock chunk of 2,048 tokens takes 1,000 ms
+    assert len(late) <= 0.1 * len(times), times
+    saved = Correction.load(Book(home / "profiles").correction_path(DEMO_MODEL, key))
+    assert saved is not None
+    assert saved.seen == learned.seen
+    shown = json.loads(conserve(home, "profile", "show", "--json").stdout)
+    assert shown["correction"]["iterations"] == learned.seen
+
+
+def test_an_engine_without_a_profile_says_how_to_make_one(home: Path, tmp_path: Path) -> None:
+    path = resolve_model(DEMO_MODEL, MODELS)
+    for folder, flags in ((tmp_path, FLAGS), (home / "profiles", [*FLAGS, "--block-size", "64"])):
+        config = parse_flags(path, flags).create_engine_config()
+        with pytest.raises(ProfileMissing, match=f"run: {COMMAND}"):
+            Pacing(folder=folder, command=COMMAND).install(config)
+
+
+def test_run_paces_the_engine_by_a_model_learned_in_the_warm_up(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"q": f"Count to {n}."}) + "\n" for n in range(3, 9)))
+    home = tmp_path / "home"
+    job_id = conserve(home, "submit", str(rows), "--prompt", "{{ q }}", "--max-tokens", "8").stdout.strip()
+    refused = conserve(home, "run", "--tbt-ms", "200", "--", *FLAGS)
+    assert refused.returncode == 1
+    assert "run: conserve profile smollm2-demo -- --max-num-seqs 32" in refused.stderr
+    derived = conserve(home, "run", "--tbt-ms", "200", "--profile", "llama-3.1-8b-h100")
+    assert derived.returncode == 1
+    assert "simulation only" in derived.stderr
+    done = conserve(home, "run", "--tbt-ms", "200", "--profile", "auto", "--json", "--", *FLAGS)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["jobs"] == {job_id: "completed"}
