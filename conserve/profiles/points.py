@@ -5,7 +5,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, product, zip_longest
+from itertools import groupby, product, zip_longest
 
 from conserve.errors import GridTooLarge
 from conserve.profiles.batch import Batch, Slice
@@ -13,7 +13,8 @@ from conserve.profiles.batch import Batch, Slice
 CHUNKS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)  # tokens of a prefill chunk
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # decode steps in a batch
 CONTEXTS = (0, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-MIXED = 400  # random batches, more than any budget allows on a CPU
+MIXED_PER_GRID = 3
+MIXED = 600  # random batches, more than any budget allows on a CPU
 HELD_OUT = 4  # every fourth mixture is not fitted but predicted
 NOISE_EVERY = 12  # points between two measurements of the same batch
 
@@ -88,7 +89,8 @@ def read_slices(text: str) -> tuple[Slice, ...]:
 def plan(limits: Limits, *, seed: int, max_context: int | None = None) -> list[Point]:
     """All points in the order of measuring: whenever one stops, what is done covers the space.
 
-    Grid points and mixtures alternate, both in random order. `max_context` narrows the space to what a
+    Three mixtures follow each grid point, both in random order: a co-serving engine runs mixtures, in which
+    contexts differ and threads wait for each other; the grid sees to the corners. `max_context` narrows the space to what a
     deployment serves; without it, it is what the engine holds. Raises `GridTooLarge`.
     """
     if max_context is not None:
@@ -104,8 +106,9 @@ def plan(limits: Limits, *, seed: int, max_context: int | None = None) -> list[P
     mixed = [
         Point("held-out" if number % HELD_OUT == 1 else "mixed", mixture(dice, limits)) for number in range(MIXED)
     ]
-    alternating = [point for pair in zip_longest(grid, mixed) for point in pair if point is not None]
-    return list(chain.from_iterable(with_noise(alternating, limits)))
+    threes = [mixed[start : start + MIXED_PER_GRID] for start in range(0, len(mixed), MIXED_PER_GRID)]
+    rounds = zip_longest(([point] for point in grid), threes, fillvalue=[])
+    return list(with_noise([point for pair in rounds for group in pair for point in group], limits))
 
 
 def narrowed(limits: Limits, max_context: int) -> Limits:
@@ -138,7 +141,7 @@ def mixture(dice: random.Random, limits: Limits) -> tuple[Slice, ...]:
     while True:
         budget = int(log_uniform(dice, 16, limits.tokens))
         mean = log_uniform(dice, 64, limits.context / 2)
-        rows = dice.choice((0, int(log_uniform(dice, 1, limits.requests)), int(log_uniform(dice, 1, limits.requests))))
+        rows = dice.choice((0, int(log_uniform(dice, 1, limits.requests)), dice.randint(1, limits.requests)))
         decodes = [1 + min(int(dice.expovariate(1 / mean)), limits.context - 32) for _ in range(min(rows, budget))]
         slices = [Slice(1, context, decode=True) for context in decodes]
         left = min(budget, limits.tokens) - len(slices)
@@ -160,11 +163,10 @@ def log_uniform(dice: random.Random, low: float, high: float) -> float:
     return math.exp(dice.uniform(math.log(low), math.log(max(low, high))))
 
 
-def with_noise(points: Sequence[Point], limits: Limits) -> Iterator[list[Point]]:
+def with_noise(points: Sequence[Point], limits: Limits) -> Iterator[Point]:
     """The points, and every so often the same batch again: what it varies by, no model can predict."""
     same = (Slice(min(256, limits.tokens // 2), 0), *[Slice(1, min(512, limits.context // 2), decode=True)] * 4)
-    repeated = Point("noise", same)
-    for start in range(0, len(points), NOISE_EVERY):
-        yield [repeated, *points[start : start + NOISE_EVERY]] if limits.hold(same) else list(
-            points[start : start + NOISE_EVERY]
-        )
+    for number, point in enumerate(points):
+        if number % NOISE_EVERY == 0 and limits.hold(same):
+            yield Point("noise", same)
+        yield point
