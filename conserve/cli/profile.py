@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,12 +60,14 @@ def measure(
     """
     from conserve.engine.vllm.rig import EngineRig
     from conserve.errors import SettingsError
+    from conserve.profiles.book import Book
 
     if budget <= 0:
         raise SettingsError(f"--budget {budget:g} leaves no time; give seconds, 180 for the demo model")
     context: Context = ctx.obj
     names, flags = split_flags(model or [])
     settings = context.settings(model=names[0] if names else None)
+    require_writable(settings.profiles_folder)
     begun = time.monotonic()
     output.say(f"starting the engine with {settings.model}")
     rig = EngineRig.start(
@@ -82,7 +85,7 @@ def measure(
     finally:
         rig.close()
     output.say(f"wrote {path}")
-    show_profile(profile, None, as_json=as_json)
+    show_profile(profile, None, Book(settings.profiles_folder).all(), as_json=as_json)
 
 
 def show(
@@ -116,7 +119,7 @@ def show(
         plot_profile(found, plot)
         output.say(f"wrote {plot}")
     learned = Correction.load(book.correction_path(found.name, found.key))
-    show_profile(found, learned, as_json=as_json)
+    show_profile(found, learned, book.all(), as_json=as_json)
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
@@ -136,10 +139,25 @@ def engine_flags(settings: "Settings", flags: Sequence[str]) -> list[str]:
     return [*shlex.split(settings.engine_args), *flags]
 
 
+def require_writable(folder: Path) -> None:
+    """Raise before minutes of measuring if their result could not be kept."""
+    from conserve.errors import ProfileError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ProfileError(
+            f"{folder} cannot be written ({error.strerror}); set CONSERVE_HOME to a folder that can"
+        ) from error
+
+
 def profiled(
     rig: "Rig", folder: Path, *, budget_s: float, max_context: int | None, seed: int
 ) -> "tuple[Profile, Path]":
     """Measure and save; an interrupted session is gone on with."""
+    from conserve.errors import ProfilingFailed
     from conserve.profiles.book import Book
     from conserve.profiles.points import plan
     from conserve.profiles.session import Header, Record, conclude
@@ -155,13 +173,17 @@ def profiled(
         with shown_progress() as on_progress:
             measure_points(rig, points, record, budget_s=budget_s, on_progress=on_progress)
         profile = conclude(rig, record)
+        path = book.save(profile)
     except KeyboardInterrupt:
         output.say(
             f"stopped with {output.count(len(record.ms), 'batch', 'batches')} measured; "
             "the same command goes on from there"
         )
         raise typer.Exit(exits.INTERRUPTED) from None
-    path = book.save(profile)
+    except OSError as error:
+        raise ProfilingFailed(
+            f"{folder} cannot be written ({error.strerror}); free some space and run the command again"
+        ) from error
     record.discard()
     return profile, path
 
@@ -201,12 +223,14 @@ def line_now_and_then() -> "Callable[[Progress], None]":
     return on_progress
 
 
-def show_profile(profile: "Profile", learned: "Correction | None", *, as_json: bool) -> None:
-    """The profile for people or for programs."""
+def show_profile(
+    profile: "Profile", learned: "Correction | None", others: "Sequence[Profile]", *, as_json: bool
+) -> None:
+    """The profile for people or for programs, and what `others` on the same machine add to it."""
     if as_json:
         output.data_json(as_document(profile, learned))
         return
-    for line in [*heading(profile), *correction_lines(learned), "", *error_table(profile), "", *coefficient_table(profile)]:
+    for line in [*heading(profile), *correction_lines(learned), *split_lines(profile, others), "", *error_table(profile), "", *coefficient_table(profile)]:
         output.data(line)
     if times := time_table(profile):
         output.data("")
@@ -255,6 +279,17 @@ def correction_lines(learned: "Correction | None") -> list[str]:
         f"corrected since over {output.count(learned.seen, 'iteration')}: times are {learned.scale:.3f} of these, "
         f"recent error {percent(learned.error)}"
     ]
+
+
+def split_lines(profile: "Profile", others: "Sequence[Profile]") -> list[str]:
+    """k1 and k3, where profiles at several degrees of parallelism tell them apart."""
+    from conserve.profiles.parallelism import separate, siblings
+
+    degrees = siblings(profile, others)
+    if (split := separate(degrees)) is None:
+        return []
+    known = ", ".join(map(str, sorted(degrees)))
+    return [f"k1 {split.k1:.4g} ms, k3 {split.k3:.4g} ms a token (from profiles at tensor-parallel {known})"]
 
 
 def error_table(profile: "Profile") -> list[str]:

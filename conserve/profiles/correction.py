@@ -3,7 +3,8 @@
 Two quantities are kept. The *scale* follows slow drift (clocks, heat, neighbours): an exponentially forgetting
 mean of log(measured / predicted), in which a single iteration counts for little however late it was. The
 *margin* is the factor that all but 1 % of recent iterations stayed under: the conformal quantile of measured /
-predicted over a sliding window, from the observed residuals rather than a guess. Composing iterations for
+predicted over a sliding window, from the observed residuals rather than a guess, and from those of iterations
+about as long as the budget, since short ones scatter by far more of their length. Composing iterations for
 budget / (scale * margin) lets at most about 1 % of them overrun while residuals stay what they were.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp, log
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,22 +22,37 @@ from conserve.profiles.model import LatencyModel
 
 HALF_LIFE = 48  # iterations after which half of a drift has been followed
 WINDOW = 1000  # iterations that the margin is taken from
-REFRESH = 16  # iterations between two computations of the margin
+REFRESH = 16  # iterations between two computations of a margin
+LEAST_NEAR = 50  # residuals that a margin is taken from, if there are so many
+STEPS = 4  # margins for each doubling of the time
 LARGEST_SCALE = 4.0  # bounds of the correction: beyond, the profile is wrong and says so
 LARGEST_STEP = log(1.25)  # what one iteration may say
 
 
-def quantile_margin(residuals: Sequence[float], share: float) -> float:
-    """The factor that at most `share` of iterations exceed, from residuals (measured / predicted).
+class Residual(NamedTuple):
+    """How one prediction came out."""
+
+    predicted_ms: float
+    ratio: float  # measured / predicted
+
+
+def margin_near(residuals: Sequence[Residual], at_ms: float, share: float) -> float:
+    """The margin for iterations of about `at_ms`: from the quarter of the residuals that are nearest to it."""
+    nearest = sorted(residuals, key=lambda r: max(r.predicted_ms, at_ms) / min(r.predicted_ms, at_ms))
+    return quantile_margin([r.ratio for r in nearest[: max(LEAST_NEAR, len(nearest) // 4)]], share)
+
+
+def quantile_margin(ratios: Sequence[float], share: float) -> float:
+    """The factor that at most `share` of iterations exceed, from their measured / predicted.
 
     The ceil((n + 1)(1 - share))-th smallest of n: with exchangeable residuals the next one exceeds it with a
     probability of at most `share` (split conformal prediction; Vovk, Gammerman and Shafer, 2005). Fewer
     residuals than that needs (99 for 1 %) bound nothing: then it is the largest of them and a bit more, the
     distance from the largest to the median once more for every halving that is missing.
     """
-    if not residuals:
+    if not ratios:
         return 2.0
-    ordered = sorted(residuals)
+    ordered = sorted(ratios)
     rank = ceil((len(ordered) + 1) * (1 - share))
     if rank <= len(ordered):
         return ordered[rank - 1]
@@ -50,7 +67,7 @@ class Correction:
     log_scale: float = 0.0
     error: float = 0.0  # forgetting mean of |predicted - measured| / measured
     seen: int = 0
-    residuals: list[float] = field(default_factory=list)  # measured / predicted, the newest last
+    residuals: list[Residual] = field(default_factory=list)  # the newest last
 
     @property
     def scale(self) -> float:
@@ -79,7 +96,7 @@ class CorrectedModel:
     def __init__(
         self,
         model: LatencyModel,
-        residuals: Iterable[float] = (),
+        residuals: Iterable[Residual] = (),
         *,
         overrun_share: float = 0.01,
         correction: Correction | None = None,
@@ -92,17 +109,20 @@ class CorrectedModel:
         self._error = start.error
         self._seen = start.seen
         self._residuals = deque(start.residuals or residuals, maxlen=WINDOW)
-        self._refresh()
+        self._scale = exp(self._log_scale)
+        self._margins: dict[int, float] = {}  # by time, in steps of a quarter of its logarithm
 
     @property
     def scale(self) -> float:
         """Factor on the model's predictions that recent iterations ask for."""
-        return exp(self._log_scale)
+        return self._scale
 
-    @property
-    def margin(self) -> float:
-        """Factor on predictions that at most `overrun_share` of recent iterations exceeded."""
-        return self._margin
+    def margin(self, at_ms: float) -> float:
+        """Factor on predictions of about `at_ms` that at most `overrun_share` of recent iterations exceeded."""
+        step = round(STEPS * log(at_ms, 2))
+        if step not in self._margins:
+            self._margins[step] = margin_near(self._residuals, 2 ** (step / STEPS), self.overrun_share)
+        return self._margins[step]
 
     @property
     def error(self) -> float:
@@ -127,7 +147,9 @@ class CorrectedModel:
 
     def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:
         """The most tokens of the request such that the batch overruns `tbt_ms` rarely enough."""
-        return self.model.can_schedule(batch, request, tbt_ms / self._budget_factor)
+        if tbt_ms <= 0:
+            return 0
+        return self.model.can_schedule(batch, request, tbt_ms / (self._scale * self.margin(tbt_ms)))
 
     def observe(self, batch: Batch, ms: float) -> None:
         """Learn from an iteration that took `ms` milliseconds."""
@@ -141,16 +163,7 @@ class CorrectedModel:
         step = max(-LARGEST_STEP, min(LARGEST_STEP, log(residual)))
         bound = log(LARGEST_SCALE)
         self._log_scale = max(-bound, min(bound, self._log_scale + forget * step))
-        self._residuals.append(residual)
-        if self._seen % REFRESH == 0:
-            self._refresh()
-        else:
-            self._scale_changed()
-
-    def _refresh(self) -> None:
-        self._margin = quantile_margin(self._residuals, self.overrun_share)
-        self._scale_changed()
-
-    def _scale_changed(self) -> None:
         self._scale = exp(self._log_scale)
-        self._budget_factor = self._scale * self._margin
+        self._residuals.append(Residual(predicted, residual))
+        if self._seen % REFRESH == 0:
+            self._margins.clear()

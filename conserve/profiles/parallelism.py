@@ -1,6 +1,6 @@
 """Telling computation (k1) from communication (k3), which takes profiles at several degrees of parallelism."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ def separate(compute_by_degree: Mapping[int, float]) -> Split | None:
     return Split(float(k1), float(k3))
 
 
-def siblings(profile: Profile, others: list[Profile]) -> dict[int, float]:
+def siblings(profile: Profile, others: Sequence[Profile]) -> dict[int, float]:
     """`compute` by tensor-parallel degree, over profiles that differ in that degree and in nothing else."""
     found = {}
     for other in [*others, profile]:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from conserve.errors import ProfileMissing, SettingsError
 from conserve.profiles.fit import Samples
-from conserve.profiles.points import Point
-from conserve.profiles.profile import Profile
+from conserve.profiles.profile import Profile, read_sample
 
 COLOURS = {"prefill": "tab:blue", "decode": "tab:orange", "mixed": "tab:green", "held-out": "tab:red"}
 
@@ -19,7 +18,7 @@ def plot_profile(profile: Profile, path: Path) -> None:
         raise SettingsError('--plot needs matplotlib; run: pip install "conserve[plot]"') from error
     if not profile.samples:
         raise ProfileMissing(f"the profile {profile.name} has no measurements to plot; run: conserve profile MODEL")
-    measured = [(Point.parse(head), [*map(float, times.split())]) for head, times in map(split, profile.samples)]
+    measured = [read_sample(line) for line in profile.samples]
     figure = Figure(figsize=(5 * len(profile.models), 5), layout="constrained")
     panels = figure.subplots(1, len(profile.models), squeeze=False)[0]
     for axes, (name, fitted) in zip(panels, profile.models.items(), strict=True):
@@ -39,9 +38,3 @@ def plot_profile(profile: Profile, path: Path) -> None:
         figure.savefig(path, format="png", dpi=110)
     except OSError as error:
         raise SettingsError(f"{path} cannot be written ({error.strerror}); name another file") from error
-
-
-def split(line: str) -> tuple[str, str]:
-    """A sample's batch and its times."""
-    head, _, times = line.rpartition(": ")
-    return head, times

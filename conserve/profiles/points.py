@@ -107,8 +107,11 @@ def plan(limits: Limits, *, seed: int, max_context: int | None = None) -> list[P
         Point("held-out" if number % HELD_OUT == 1 else "mixed", mixture(dice, limits)) for number in range(MIXED)
     ]
     threes = [mixed[start : start + MIXED_PER_GRID] for start in range(0, len(mixed), MIXED_PER_GRID)]
-    rounds = zip_longest(([point] for point in grid), threes, fillvalue=[])
-    return list(with_noise([point for pair in rounds for group in pair for point in group], limits))
+    points: list[Point] = []
+    for corner, three in zip_longest(grid, threes):
+        points += [corner] if corner is not None else []
+        points += three or []
+    return list(with_noise(points, limits))
 
 
 def narrowed(limits: Limits, max_context: int) -> Limits:

@@ -1,6 +1,7 @@
 """A latency profile: what was measured where, the models fitted to it, and its file."""
 
 import hashlib
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Literal
 import msgspec
 
 from conserve.errors import ProfileDamaged, ProfileDerived, ProfileMismatch
+from conserve.profiles.correction import Residual
 from conserve.profiles.conserve import ConServeModel, PaperModel
 from conserve.profiles.fit import Errors
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.model import LinearModel
-from conserve.profiles.points import Limits
+from conserve.profiles.points import Limits, Point
 
 FORMAT = 1
 MODELS: Mapping[str, type[LinearModel]] = {
@@ -52,7 +54,7 @@ class FittedModel:
 
     coefficients: dict[str, float]
     errors: Errors | None = None  # none in a derived profile
-    residuals: list[float] = field(default_factory=list)  # measured / predicted of those batches
+    residuals: list[Residual] = field(default_factory=list)  # every single run of those batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,7 @@ class Profile:
     kv_copies: list[KVCopy] = field(default_factory=list)
     safepoint: Safepoint | None = None
     derivation: list[str] = field(default_factory=list)
-    samples: list[str] = field(default_factory=list)  # "mixed p512@0 8*d@1024: 213.1 212.7"
+    samples: list[str] = field(default_factory=list)  # see `write_sample`
     format: int = FORMAT
 
     def model(self, name: str | None = None) -> LinearModel:
@@ -162,6 +164,13 @@ def checksum(document: Mapping[str, object]) -> str:
     return hashlib.sha256(msgspec.json.encode(document, order="sorted")).hexdigest()
 
 
-def sample(point: object, ms: Sequence[float]) -> str:
-    """A line of `Profile.samples`."""
-    return f"{point}: {' '.join(f'{value:.3f}' for value in ms)}"
+def write_sample(point: Point, ms: Sequence[float]) -> str:
+    """A line of `Profile.samples`: the batch, the median, the spread (largest - smallest), and all times."""
+    each = " ".join(f"{value:.3f}" for value in ms)
+    return f"{point}: {statistics.median(ms):.2f} ms, spread {max(ms) - min(ms):.2f} ms; {each}"
+
+
+def read_sample(line: str) -> tuple[Point, list[float]]:
+    """The batch and its times."""
+    point, _, rest = line.partition(": ")
+    return Point.parse(point), [float(value) for value in rest.rpartition("; ")[2].split()]

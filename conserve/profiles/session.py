@@ -13,10 +13,10 @@ import numpy as np
 
 from conserve.errors import ProfilingFailed
 from conserve.profiles.batch import Slice
-from conserve.profiles.correction import quantile_margin
+from conserve.profiles.correction import Residual, quantile_margin
 from conserve.profiles.fit import Samples, errors, fit
 from conserve.profiles.points import Limits, Point
-from conserve.profiles.profile import MODELS, FittedModel, KVCopy, Noise, Profile, ProfileKey, Safepoint, sample
+from conserve.profiles.profile import MODELS, FittedModel, KVCopy, Noise, Profile, ProfileKey, Safepoint, write_sample
 
 VISITS = 3  # times each point is measured, far apart, so that a neighbour's busy second spoils one of them
 SHORT_MS = 60.0  # iterations under this are repeated at once
@@ -178,7 +178,7 @@ def conclude(rig: Rig, record: Record, *, how: Literal["measured", "warm-up"] = 
         empty_iteration_ms=rig.empty_iteration_ms(),
         kv_copies=rig.kv_copies([n for n in COPY_BLOCKS if n * rig.limits.block_tokens <= rig.limits.kv_tokens // 2]),
         safepoint=rig.safepoint(),
-        samples=[sample(point, ms) for point, ms in measured.items()],
+        samples=[write_sample(point, ms) for point, ms in measured.items()],
     )
 
 
@@ -198,13 +198,13 @@ def fit_models(
         model = fit(kind, train)
         predicted = test.predictions(model)
         single = [
-            float(ms / p) for times, p in zip(judged_by.values(), predicted, strict=True) for ms in times
+            Residual(float(p), float(ms / p)) for times, p in zip(judged_by.values(), predicted, strict=True) for ms in times
         ]
-        margin = quantile_margin(single, OVERRUN_SHARE)
+        margin = quantile_margin([r.ratio for r in single], OVERRUN_SHARE)
         models[name] = FittedModel(
             coefficients=model.coefficients,
             errors=errors(predicted, test.ms, margin),
-            residuals=[round(residual, 4) for residual in single],
+            residuals=[Residual(round(r.predicted_ms, 3), round(r.ratio, 4)) for r in single],
         )
     return models
 

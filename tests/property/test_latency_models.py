@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.correction import CorrectedModel, Correction, quantile_margin
+from conserve.profiles.correction import CorrectedModel, Correction, Residual, margin_near, quantile_margin
 from conserve.profiles.fit import Samples, fit
 from conserve.profiles.model import LinearModel
 from conserve.profiles.points import Point
@@ -109,11 +109,17 @@ def random_batch(dice: random.Random) -> Batch:
 def test_at_most_one_in_a_hundred_residuals_exceeds_the_margin(residuals: Sequence[float]) -> None:
     margin = quantile_margin(residuals, 0.01)
     assert sum(residual > margin for residual in residuals) <= 0.01 * len(residuals)
+    alike = [Residual(100.0, ratio) for ratio in residuals[:50]]
+    shorter = [Residual(10.0, 9.0)] * 50
+    assert margin_near([*shorter, *alike], 100.0, 0.01) == quantile_margin(residuals[:50], 0.01)
 
 
-@given(st.lists(st.floats(1e-3, 1e3), max_size=200), st.lists(st.floats(0.5, 2), max_size=50))
+@given(
+    st.lists(st.floats(1e-3, 1e3), max_size=200),
+    st.lists(st.builds(Residual, st.floats(1, 1e3), st.floats(0.5, 2)), max_size=50),
+)
 def test_a_correction_stays_in_bounds_and_survives_a_restart(
-    ratios: Sequence[float], residuals: Sequence[float]
+    ratios: Sequence[float], residuals: Sequence[Residual]
 ) -> None:
     model = MODELS["conserve-paper"].of(0.1, 0.0, 0.0, 10.0)
     corrected = CorrectedModel(model, residuals)
@@ -123,7 +129,7 @@ def test_a_correction_stays_in_bounds_and_survives_a_restart(
         corrected.observe(batch, model.predict(batch) * ratio)
         assert 0.98 < corrected.scale / before < 1.02, "one iteration may not say much"
         assert 0.25 <= corrected.scale <= 4
-        assert corrected.margin > 0
+        assert corrected.margin(100.0) > 0
     again = CorrectedModel(model, residuals, correction=corrected.correction)
     assert again.scale == corrected.scale
     assert again.error == corrected.error

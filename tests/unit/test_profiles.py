@@ -204,14 +204,15 @@ def test_a_corrected_model_follows_drift_and_keeps_its_margin(profile: Profile) 
     overruns = 0
     for n in range(3000):
         ms = rig.measure(slices, 1)[0] * 1.3  # the machine is slower than when it was profiled
-        budget = corrected.predict(batch) * corrected.margin
+        predicted = corrected.predict(batch)
+        budget = predicted * corrected.margin(predicted)
         overruns += n >= 1000 and ms > budget
         corrected.observe(batch, ms)
     assert corrected.scale == pytest.approx(1.3, rel=0.05)
     assert corrected.error < 0.04
     assert overruns <= 0.02 * 2000
     tokens = corrected.can_schedule(Batch(), Slice(2048, 0), 300.0)
-    assert corrected.predict(Batch.of([Slice(tokens, 0)])) * corrected.margin <= 300.0
+    assert corrected.predict(Batch.of([Slice(tokens, 0)])) * corrected.margin(300.0) <= 300.0
     assert tokens < model.can_schedule(Batch(), Slice(2048, 0), 300.0)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from conserve.engine.vllm.profile_key import key_of
 from conserve.profiles import profile as profiles
 from conserve.profiles.book import Book
-from conserve.profiles.correction import CorrectedModel, Correction
+from conserve.profiles.correction import CorrectedModel, Correction, Residual
 from conserve.profiles.profile import MODELS
 
 if TYPE_CHECKING:
@@ -78,4 +78,8 @@ class Installed:
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
         earlier = Correction.load(file) if section["keep_correction"] else None
-        return cls(CorrectedModel(model, section["residuals"], correction=earlier), section["tbt_ms"], file)
+        return cls(
+            CorrectedModel(model, map(Residual._make, section["residuals"]), correction=earlier),
+            section["tbt_ms"],
+            file,
+        )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from conserve.profiles.batch import Batch
 from conserve.profiles.conserve import ConServeModel
-from conserve.profiles.correction import CorrectedModel
+from conserve.profiles.correction import CorrectedModel, Residual
 from conserve.profiles.fit import Samples, fit
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class WarmUp:
             return None
         samples = Samples.of(self._batches, self._ms)
         model = fit(ConServeModel, samples)
-        return CorrectedModel(model, [float(r) for r in samples.ms / samples.predictions(model)])
+        predicted = samples.predictions(model)
+        return CorrectedModel(model, map(Residual, predicted.tolist(), (samples.ms / predicted).tolist()))
 
 
 async def warm_up(llm: AsyncLLM, *, seconds: float = WARM_UP_S) -> None:
