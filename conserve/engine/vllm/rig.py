@@ -182,7 +182,8 @@ class EngineRig:
         except ConserveError:
             raise
         except Exception as error:
-            cause = engine_log().last_error() or str(error) or type(error).__name__
+            gone = str(error) in ("", "cancelled")  # vLLM's word for a worker that has ended
+            cause = engine_log().last_error() or ("one of its processes is gone" if gone else str(error))
             raise ProfilingFailed(
                 f"the engine died while it was measured ({cause.splitlines()[0][:200]}); an older profile is "
                 "kept; run the command again to go on from there"
