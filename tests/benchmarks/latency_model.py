@@ -1,10 +1,10 @@
 """How well latency models predict batches they were not fitted to, and what they cost.
 
-A profile is measured as `conserve profile` does. Then batches of another kind are run: composed as a
-scheduler would, from the lengths of the Azure conversation trace (online) and of arXiv summarisation
-(offline). Each is run once in every round, in an order of its own, so that a busy second of the machine
-spoils one visit of a few batches. Predictions are compared with the medians; the same batches' scatter is
-reported beside them.
+A profile is measured as `conserve profile` does. After each of its measurements a batch of another kind is
+run, composed as a scheduler would from the lengths of the Azure conversation trace (online) and of arXiv
+summarisation (offline): so the machine's drift, several percent in ten minutes, hits both alike. Each such
+batch is run five times, far apart, and predictions are compared with the medians; the scatter of equal
+batches is reported beside them, and the errors of an engine that corrects itself.
 """
 
 import json
@@ -69,37 +69,56 @@ def compose(dice: random.Random, online: Lengths, offline: Lengths, limits: Limi
             return tuple(slices)
 
 
+class Alternating:
+    """A rig that runs one test batch after each measurement of a session, off the session's clock."""
+
+    def __init__(self, rig: EngineRig, batches: Sequence[Sequence[Slice]], dice: random.Random) -> None:
+        self.rig, self.name, self.key, self.limits = rig, rig.name, rig.key, rig.limits
+        self.runs: list[tuple[int, float]] = []  # a batch's number and its time in ms, in order
+        self._batches = batches
+        self._left = [number for _ in range(ROUNDS) for number in dice.sample(range(BATCHES), BATCHES)]
+        self._away_s = 0.0
+        self.empty_iteration_ms = rig.empty_iteration_ms
+        self.kv_copies = rig.kv_copies
+        self.safepoint = rig.safepoint
+
+    def measure(self, slices: Sequence[Slice], repeats: int) -> list[float]:
+        times = self.rig.measure(slices, repeats)
+        begun = time.perf_counter()
+        self.run_next()
+        self._away_s += time.perf_counter() - begun
+        return times
+
+    def run_next(self) -> bool:
+        """Run a test batch, if any is left."""
+        if not self._left:
+            return False
+        number = self._left.pop(0)
+        self.runs.append((number, self.rig.measure(self._batches[number], 1)[0]))
+        return True
+
+    def clock(self) -> float:
+        """Seconds, without those of the test batches."""
+        return time.perf_counter() - self._away_s
+
+
 def measure() -> list[Figure]:
     """All figures of the latency models."""
-    settings = load()
-    rig = EngineRig.start("smollm2-demo", engine_flags=[], cache_dir=settings.models_folder)
+    dice = random.Random(SEED)
+    online, offline = lengths("azure_conv_2023_1h.parquet"), lengths("arxiv_summarization_lengths.parquet")
+    rig = EngineRig.start("smollm2-demo", engine_flags=[], cache_dir=load().models_folder)
     try:
-        record = Record.open(None, Header(rig.key.digest, ""))
-        measure_points(rig, plan(rig.limits, seed=SEED), record, budget_s=PROFILE_S)
-        profile = conclude(rig, record)
-        dice = random.Random(SEED)
-        online, offline = (
-            lengths("azure_conv_2023_1h.parquet"),
-            lengths("arxiv_summarization_lengths.parquet"),
-        )
         batches = [compose(dice, online, offline, rig.limits) for _ in range(BATCHES)]
-        runs = run_rounds(rig, batches, dice)
+        both = Alternating(rig, batches, dice)
+        record = Record.open(None, Header(rig.key.digest, ""))
+        measure_points(both, plan(rig.limits, seed=SEED), record, budget_s=PROFILE_S, clock=both.clock)
+        while both.run_next():
+            pass
+        profile = conclude(rig, record)
     finally:
         rig.close()
-    keep(profile, batches, runs)
-    return [*accuracy(profile, batches, runs), *costs()]
-
-
-def run_rounds(
-    rig: EngineRig, batches: Sequence[Sequence[Slice]], dice: random.Random
-) -> list[tuple[int, float]]:
-    """Every batch once a round: its number and its time in ms, in the order of running."""
-    runs = []
-    for _ in range(ROUNDS):
-        order = list(range(len(batches)))
-        dice.shuffle(order)
-        runs += [(number, rig.measure(batches[number], 1)[0]) for number in order]
-    return runs
+    keep(profile, batches, both.runs)
+    return [*accuracy(profile, batches, both.runs), *costs()]
 
 
 def accuracy(
@@ -136,30 +155,41 @@ def accuracy(
             figure(
                 f"overruns at the profile's margin, {name}",
                 float(np.mean(over)) * 100,
-                "<= 1",
-                np.mean(over) <= 0.01,
+                "<= 1" if name == profile.best else "none",
+                name != profile.best or np.mean(over) <= 0.01,
                 f"mean margin {statistics.mean(margins):.3f}, {len(runs)} iterations",
             )
         )
-    return [*figures, *corrected(profile, batches, runs)]
+    return [*figures, *corrected(profile, batches, runs, medians)]
 
 
 def corrected(
-    profile: Profile, batches: Sequence[Sequence[Slice]], runs: Sequence[tuple[int, float]]
+    profile: Profile,
+    batches: Sequence[Sequence[Slice]],
+    runs: Sequence[tuple[int, float]],
+    medians: Sequence[float],
 ) -> list[Figure]:
     """The same iterations as the engine would see them: predicted, then learned from, one after another."""
     model = CorrectedModel(profile.model("conserve"), profile.models["conserve"].residuals)
-    off, over, margins = [], [], []
+    off, off_single, over, margins = [], [], [], []
     for number, ms in runs:
         batch = Batch.of(batches[number])
         predicted = model.predict(batch)
-        off.append(abs(predicted / ms - 1) * 100)
+        off.append(abs(predicted / medians[number] - 1) * 100)
+        off_single.append(abs(predicted / ms - 1) * 100)
         margins.append(model.margin(predicted))
         over.append(ms > predicted * margins[-1])
         model.observe(batch, ms)
     return [
         figure(
-            "error of single iterations, corrected", float(np.mean(off)), "none", True, "includes the scatter"
+            "MAPE, ConServe's model corrected on line",
+            float(np.mean(off)),
+            "none",
+            True,
+            "against the medians",
+        ),
+        figure(
+            "the same against single iterations", float(np.mean(off_single)), "none", True, "with the scatter"
         ),
         figure(
             "overruns at the corrected margin",

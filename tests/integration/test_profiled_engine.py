@@ -17,7 +17,7 @@ from conserve.engine.vllm.flags import parse_flags
 from conserve.engine.vllm.pacing import Pacing
 from conserve.engine.vllm.profile_key import key_of
 from conserve.engine.vllm.rig import EngineRig, build_core
-from conserve.errors import ProfileMissing
+from conserve.errors import ProfileDerived, ProfileMissing
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.book import Book
 from conserve.profiles.correction import Correction
@@ -52,7 +52,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with a short profile of the demo model served with `FLAGS`."""
     home = tmp_path_factory.mktemp("profiled")
     done = conserve(
-        home, "profile", DEMO_MODEL, "--budget", "60", "--max-context", "2048", "--json", "--", *FLAGS
+        home, "profile", DEMO_MODEL, "--budget", "50", "--max-context", "2048", "--json", "--", *FLAGS
     )
     assert done.returncode == 0, done.stderr
     profile = json.loads(done.stdout)
@@ -108,6 +108,8 @@ def test_an_engine_without_a_profile_says_how_to_make_one(home: Path, tmp_path: 
         config = parse_flags(path, flags).create_engine_config()
         with pytest.raises(ProfileMissing, match=f"run: {COMMAND}"):
             Pacing(folder=folder, command=COMMAND).install(config)
+    with pytest.raises(ProfileDerived, match="simulation only"):
+        Pacing(folder=tmp_path, command=COMMAND, profile="llama-3.1-8b-h100").install(config)
 
 
 def test_run_paces_the_engine_by_a_model_learned_in_the_warm_up(tmp_path: Path) -> None:
@@ -118,9 +120,6 @@ def test_run_paces_the_engine_by_a_model_learned_in_the_warm_up(tmp_path: Path) 
     refused = conserve(home, "run", "--tbt-ms", "200", "--", *FLAGS)
     assert refused.returncode == 1
     assert "run: conserve profile smollm2-demo -- --max-num-seqs 32" in refused.stderr
-    derived = conserve(home, "run", "--tbt-ms", "200", "--profile", "llama-3.1-8b-h100")
-    assert derived.returncode == 1
-    assert "simulation only" in derived.stderr
     done = conserve(home, "run", "--tbt-ms", "200", "--profile", "auto", "--json", "--", *FLAGS)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["jobs"] == {job_id: "completed"}
