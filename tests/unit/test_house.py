@@ -99,8 +99,10 @@ def test_a_wheel_built_from_the_sdist_is_whole(tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    ours = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "conserve").rglob("*.py")}
-    assert ours <= {path.relative_to(site) for path in site.rglob("*.py")}
+    for kind in ("*.py", "derived/*.json"):
+        ours = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "conserve").rglob(kind)}
+        assert ours
+        assert ours <= {path.relative_to(site) for path in site.rglob(kind)}
     command = [
         sys.executable,
         "-c",
