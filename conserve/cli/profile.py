@@ -62,7 +62,7 @@ def measure(
     from conserve.errors import SettingsError
     from conserve.profiles.book import Book
 
-    if budget <= 0:
+    if not 0 < budget < float("inf"):
         raise SettingsError(f"--budget {budget:g} leaves no time; give seconds, 180 for the demo model")
     context: Context = ctx.obj
     names, flags = split_flags(model or [])
@@ -118,7 +118,7 @@ def show(
 
         plot_profile(found, plot)
         output.say(f"wrote {plot}")
-    learned = Correction.load(book.correction_path(found.name, found.key))
+    learned = Correction.load(book.correction_path(found.name, found.key), of=found.stamp)
     show_profile(found, learned, book.all(), as_json=as_json)
 
 
@@ -167,8 +167,8 @@ def profiled(
     points = plan(rig.limits, seed=seed, max_context=max_context)
     header = Header(rig.key.digest, plan_digest(points))
     record = Record.open(book.path(rig.name, rig.key).with_suffix(".partial"), header)
-    if record.ms:
-        output.say(f"going on with {output.count(len(record.ms), 'batch', 'batches')} measured earlier")
+    if record.visits:
+        output.say(f"going on with {output.count(len(record.visits), 'batch', 'batches')} measured earlier")
     try:
         with shown_progress() as on_progress:
             measure_points(rig, points, record, budget_s=budget_s, on_progress=on_progress)
@@ -176,7 +176,7 @@ def profiled(
         path = book.save(profile)
     except KeyboardInterrupt:
         output.say(
-            f"stopped with {output.count(len(record.ms), 'batch', 'batches')} measured; "
+            f"stopped with {output.count(len(record.visits), 'batch', 'batches')} measured; "
             "the same command goes on from there"
         )
         raise typer.Exit(exits.INTERRUPTED) from None
@@ -277,7 +277,8 @@ def correction_lines(learned: "Correction | None") -> list[str]:
         return []
     return [
         f"corrected since over {output.count(learned.seen, 'iteration')}: times are {learned.scale:.3f} of these, "
-        f"recent error {percent(learned.error)}"
+        f"recent error {percent(learned.error)}",
+        *(["that is beyond correction; run: conserve profile MODEL"] if learned.out_of_bounds else []),
     ]
 
 

@@ -151,7 +151,7 @@ def make_pacing(settings: Settings, flags: list[str], pace: Pace) -> "Pacing":
 def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint":
     """The fake, an HTTP server or the embedded engine, as the settings say."""
     address = settings.endpoint
-    if pace.tbt_ms is not None and not pace.tbt_ms > 0:
+    if pace.tbt_ms is not None and not 0 < pace.tbt_ms < float("inf"):
         raise SettingsError(f"--tbt-ms {pace.tbt_ms:g} leaves no time for an iteration; give milliseconds")
     if address is None:
         from conserve.engine.vllm.embedded import EmbeddedEndpoint

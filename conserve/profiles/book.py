@@ -30,7 +30,9 @@ class Book:
         """Keep a profile, in place of an older one with its key and of what was learned about that one."""
         path = self.path(profile.name, profile.key)
         profiles.write(profile, path)
-        self.correction_path(profile.name, profile.key).unlink(missing_ok=True)
+        for other in self.folder.glob(f"*-{profile.key.digest}.*"):
+            if other != path and other.suffix in (".json", ".drift"):
+                other.unlink(missing_ok=True)
         return path
 
     def find(self, key: ProfileKey, *, command: str) -> Profile:
@@ -38,7 +40,7 @@ class Book:
 
         Raises `ProfileMissing`, naming the nearest one and what is different about it, or `ProfileDamaged`.
         """
-        path = next(iter(sorted(self.folder.glob(f"*-{key.digest}.json"))), None)
+        path = max(self.folder.glob(f"*-{key.digest}.json"), key=lambda p: p.stat().st_mtime, default=None)
         if path is not None:
             found = profiles.read(path)
             found.require(key, command=command)
@@ -62,9 +64,9 @@ class Book:
         found = [profile for profile in self.all() if name in (profile.name, profile.key.digest)]
         if found:
             return found[-1]
-        damaged = [path for path in self.folder.glob("*.json") if path.stem.startswith(name)]
-        if damaged:
-            return profiles.read(damaged[-1])
+        for path in self.folder.glob("*.json"):
+            if path.stem.rpartition("-")[0] == name.rsplit("/", 1)[-1]:
+                return profiles.read(path)  # it says what is wrong with it, else it were among the readable
         known = dict.fromkeys([*(profile.name for profile in self.all()), *derived_names()])
         raise ProfileMissing(
             f"there is no profile of {name}; there are: {', '.join(known)}; run: conserve profile {name}"

@@ -19,11 +19,12 @@ import msgspec
 
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
+from conserve.profiles.whole import write_whole
 
 HALF_LIFE = 48  # iterations after which half of a drift has been followed
 WINDOW = 1000  # iterations that the margin is taken from
 REFRESH = 16  # iterations between two computations of a margin
-LEAST_NEAR = 50  # residuals that a margin is taken from, if there are so many
+LEAST_NEAR = 99  # residuals that a margin is taken from, if there are so many
 STEPS = 4  # margins for each doubling of the time
 LARGEST_SCALE = 4.0  # bounds of the correction: beyond, the profile is wrong and says so
 LARGEST_STEP = log(1.25)  # what one iteration may say
@@ -64,6 +65,7 @@ def quantile_margin(ratios: Sequence[float], share: float) -> float:
 class Correction:
     """What was learned on line; survives a restart as a small file, if one wants that."""
 
+    of: str = ""  # the profile that it corrects
     log_scale: float = 0.0
     error: float = 0.0  # forgetting mean of |predicted - measured| / measured
     seen: int = 0
@@ -76,18 +78,21 @@ class Correction:
 
     def save(self, path: Path) -> None:
         """Write it, all or nothing."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".tmp")
-        partial.write_bytes(msgspec.json.encode(self))
-        partial.replace(path)
+        write_whole(path, msgspec.json.encode(self))
 
     @classmethod
-    def load(cls, path: Path) -> "Correction | None":
-        """What an earlier run has learned; None if there is no readable file (it costs a few iterations)."""
+    def load(cls, path: Path, *, of: str) -> "Correction | None":
+        """What an earlier run has learned about the profile `of`; None if nothing that can be read."""
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
-        except (OSError, msgspec.DecodeError):
+            found = msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
+        return found if found.of == of else None
+
+    @property
+    def out_of_bounds(self) -> bool:
+        """Whether the drift is larger than a correction should hide: the profile wants to be measured again."""
+        return abs(self.log_scale) >= log(LARGEST_SCALE)
 
 
 class CorrectedModel:
@@ -105,6 +110,7 @@ class CorrectedModel:
         self.model = model
         self.overrun_share = overrun_share
         start = correction or Correction()
+        self._of = start.of
         self._log_scale = start.log_scale
         self._error = start.error
         self._seen = start.seen
@@ -130,15 +136,10 @@ class CorrectedModel:
         return self._error
 
     @property
-    def out_of_bounds(self) -> bool:
-        """Whether the drift is larger than a correction should hide: the profile wants to be measured again."""
-        return abs(self._log_scale) >= log(LARGEST_SCALE)
-
-    @property
     def correction(self) -> Correction:
         """What was learned so far."""
         return Correction(
-            log_scale=self._log_scale, error=self._error, seen=self._seen, residuals=list(self._residuals)
+            of=self._of, log_scale=self._log_scale, error=self._error, seen=self._seen, residuals=list(self._residuals)
         )
 
     def predict(self, batch: Batch) -> float:
@@ -149,7 +150,8 @@ class CorrectedModel:
         """The most tokens of the request such that the batch overruns `tbt_ms` rarely enough."""
         if tbt_ms <= 0:
             return 0
-        return self.model.can_schedule(batch, request, tbt_ms / (self._scale * self.margin(tbt_ms)))
+        planned_ms = tbt_ms / self.margin(tbt_ms)  # what iterations will be predicted to take: theirs counts
+        return self.model.can_schedule(batch, request, tbt_ms / (self._scale * self.margin(planned_ms)))
 
     def observe(self, batch: Batch, ms: float) -> None:
         """Learn from an iteration that took `ms` milliseconds."""

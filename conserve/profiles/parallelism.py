@@ -34,10 +34,12 @@ def separate(compute_by_degree: Mapping[int, float]) -> Split | None:
 
 
 def siblings(profile: Profile, others: Sequence[Profile]) -> dict[int, float]:
-    """`compute` by tensor-parallel degree, over profiles that differ in that degree and in nothing else."""
+    """`compute` by tensor-parallel degree, over profiles that differ in that degree only."""
     found = {}
     for other in [*others, profile]:
-        words = dict(word.split("=") for word in other.key.parallelism.split())
-        if {d.split(":")[0] for d in profile.key.differences(other.key)} <= {"parallelism"}:
+        words, own = (dict(word.split("=") for word in p.key.parallelism.split()) for p in (other, profile))
+        # One device takes another executor than several.
+        different = {d.split(":")[0] for d in profile.key.differences(other.key)} - {"parallelism", "executor"}
+        if not different and (words["pp"], words["dp"]) == (own["pp"], own["dp"]):
             found[int(words["tp"])] = other.models[ConServeModel.name].coefficients["compute"]
     return found

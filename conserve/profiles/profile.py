@@ -16,6 +16,7 @@ from conserve.profiles.fit import Errors
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.model import LinearModel
 from conserve.profiles.points import Limits, Point
+from conserve.profiles.whole import write_whole
 
 FORMAT = 1
 MODELS: Mapping[str, type[LinearModel]] = {
@@ -79,8 +80,8 @@ class Safepoint:
 class Noise:
     """How much the same batch varies: relative standard deviations."""
 
-    back_to_back: float  # of repetitions right after each other, median over all points
-    over_time: float  # of one batch measured again and again during the whole session
+    back_to_back: float  # of repetitions right after each other, median over all batches that had some
+    over_time: float  # of one batch measured now and then during the whole session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,11 @@ class Profile:
         known = {name: fitted.errors.mape for name, fitted in self.models.items() if fitted.errors}
         return min(known, key=known.__getitem__) if known else ConServeModel.name
 
+    @property
+    def stamp(self) -> str:
+        """Which coefficients its corrections were learned on."""
+        return f"{self.best} {self.measured_at}"
+
     def require(self, key: ProfileKey, *, command: str) -> None:
         """Raise unless it was measured on an engine with this key."""
         if self.how == "derived":
@@ -128,12 +134,9 @@ class Profile:
 
 def write(profile: Profile, path: Path) -> None:
     """Write the file, all of it or nothing: a reader sees the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     document = msgspec.to_builtins(profile)
     document["checksum"] = checksum(document)
-    partial = path.with_suffix(".tmp")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-    partial.replace(path)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
 
 
 def read(path: Path) -> Profile:
@@ -143,7 +146,7 @@ def read(path: Path) -> Profile:
         document = msgspec.json.decode(path.read_bytes(), type=dict)
     except OSError as error:
         raise ProfileDamaged(f"{path} cannot be read ({error.strerror}); {fix}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProfileDamaged(f"{path} is truncated or no profile ({error}); {fix}") from error
     wanted = document.pop("checksum", None)
     if document.get("format") != FORMAT:

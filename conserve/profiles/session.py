@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 
 from conserve.errors import ProfilingFailed
 from conserve.profiles.batch import Slice
-from conserve.profiles.correction import Residual, quantile_margin
+from conserve.profiles.conserve import ConServeModel
+from conserve.profiles.correction import CorrectedModel, Residual, quantile_margin
 from conserve.profiles.fit import Samples, errors, fit
-from conserve.profiles.points import Limits, Point
+from conserve.profiles.points import NOISE_EVERY, Limits, Point
 from conserve.profiles.profile import MODELS, FittedModel, KVCopy, Noise, Profile, ProfileKey, Safepoint, write_sample
+from conserve.profiles.whole import write_whole
 
 VISITS = 3  # times each point is measured, far apart, so that a neighbour's busy second spoils one of them
 SHORT_MS = 60.0  # iterations under this are repeated at once
@@ -67,8 +68,7 @@ class Record:
 
     path: Path | None
     header: Header
-    ms: dict[str, list[float]] = field(default_factory=dict)  # point -> all its times
-    visits: dict[str, int] = field(default_factory=dict)
+    visits: dict[str, list[list[float]]] = field(default_factory=dict)  # point -> the times of each visit
     seconds: float = 0.0
 
     @classmethod
@@ -77,17 +77,18 @@ class Record:
         record = cls(path, header)
         if path is None:
             return record
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        try:
-            if lines and msgspec.json.decode(lines[0], type=Header) == header:
-                for line in lines[1:]:
-                    record._count(msgspec.json.decode(line, type=Visit))
-                return record
-        except msgspec.DecodeError:
-            return record  # the last line was cut off by a crash; what came before it counts
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(header) + b"\n")
+        earlier = read_visits(path, header)
+        for visit in earlier:
+            record._count(visit)
+        # Written again, so that a line which a crash cut off does not swallow the next one.
+        lines = [msgspec.json.encode(line) for line in (header, *earlier)]
+        write_whole(path, b"\n".join(lines) + b"\n")
         return record
+
+    @property
+    def ms(self) -> dict[str, list[float]]:
+        """All times of each point."""
+        return {point: [ms for visit in visits for ms in visit] for point, visits in self.visits.items()}
 
     def add(self, visit: Visit) -> None:
         """Keep a visit."""
@@ -97,14 +98,26 @@ class Record:
                 file.write(msgspec.json.encode(visit) + b"\n")
 
     def _count(self, visit: Visit) -> None:
-        self.ms.setdefault(visit.point, []).extend(visit.ms)
-        self.visits[visit.point] = self.visits.get(visit.point, 0) + 1
+        self.visits.setdefault(visit.point, []).append(visit.ms)
         self.seconds += visit.seconds
 
     def discard(self) -> None:
         """The profile is written; the file has done its duty."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+def read_visits(path: Path, header: Header) -> list[Visit]:
+    """The visits in a session's file, up to the first line that is damaged; none if it is of another session."""
+    visits: list[Visit] = []
+    try:
+        first, *lines = path.read_bytes().splitlines()
+        if msgspec.json.decode(first, type=Header) == header:
+            for line in lines:
+                visits.append(msgspec.json.decode(line, type=Visit))  # noqa: PERF401  keeps those before a bad one
+    except (FileNotFoundError, ValueError, msgspec.DecodeError):
+        pass
+    return visits
 
 
 class Progress(NamedTuple):
@@ -135,24 +148,26 @@ def measure(
 
     def visit(point: Point) -> None:
         begun = clock()
-        ms = rig.measure(point.slices, 1)
+        ms = rig.measure(point.slices, 2 if point.kind == "noise" else 1)
         if ms[0] < SHORT_MS and point.kind != "noise":
             ms = rig.measure(point.slices, SHORT_REPEATS)
         record.add(Visit(str(point), ms, clock() - begun))
-        on_progress(Progress(record.seconds, budget_s, len(record.ms), str(point)))
+        on_progress(Progress(record.seconds, budget_s, len(record.visits), str(point)))
 
-    first_round = [point for number, point in enumerate(points) if point.kind != "noise" or number % 2 == 0]
-    for point in first_round:
+    for point in points:
         if record.seconds >= usable_s / visits:
             break
-        if point.kind == "noise" or str(point) not in record.ms:
+        if point.kind == "noise" or str(point) not in record.visits:
             visit(point)
-    known = [Point.parse(name) for name in record.ms]
+    known = [point for point in map(Point.parse, record.visits) if point.kind != "noise"]
+    noise = next((point for point in points if point.kind == "noise"), None)
     for round_number in range(2, visits + 1):
-        for point in known:
+        for number, point in enumerate(known):
             if record.seconds >= usable_s:
                 return
-            if record.visits[str(point)] < round_number or point.kind == "noise":
+            if noise is not None and number % NOISE_EVERY == 0:
+                visit(noise)
+            if len(record.visits[str(point)]) < round_number:
                 visit(point)
 
 
@@ -174,7 +189,7 @@ def conclude(rig: Rig, record: Record, *, how: Literal["measured", "warm-up"] = 
         seconds=round(record.seconds, 1),
         limits=rig.limits,
         models=fit_models(fitted_points, held_out),
-        noise=noise_of(measured),
+        noise=noise_of(record),
         empty_iteration_ms=rig.empty_iteration_ms(),
         kv_copies=rig.kv_copies([n for n in COPY_BLOCKS if n * rig.limits.block_tokens <= rig.limits.kv_tokens // 2]),
         safepoint=rig.safepoint(),
@@ -198,22 +213,43 @@ def fit_models(
         model = fit(kind, train)
         predicted = test.predictions(model)
         single = [
-            Residual(float(p), float(ms / p)) for times, p in zip(judged_by.values(), predicted, strict=True) for ms in times
+            [Residual(float(p), float(ms / p)) for ms in times]
+            for times, p in zip(judged_by.values(), predicted, strict=True)
         ]
-        margin = quantile_margin([r.ratio for r in single], OVERRUN_SHARE)
+        flat = [residual for times in single for residual in times]
         models[name] = FittedModel(
             coefficients=model.coefficients,
-            errors=errors(predicted, test.ms, margin),
-            residuals=[Residual(round(r.predicted_ms, 3), round(r.ratio, 4)) for r in single],
+            errors=errors(
+                predicted,
+                test.ms,
+                margin=quantile_margin([r.ratio for r in flat], OVERRUN_SHARE),
+                overrun_share=overruns(single[::2], single[1::2]),
+            ),
+            residuals=[Residual(round(r.predicted_ms, 3), round(r.ratio, 4)) for r in flat],
         )
     return models
 
 
-def noise_of(measured: dict[Point, list[float]]) -> Noise:
+def overruns(one: Sequence[Sequence[Residual]], other: Sequence[Sequence[Residual]]) -> float:
+    """The share of iterations over a margin taken from other batches: each half judged by the other."""
+    over = []
+    for known, new in ((one, other), (other, one)):
+        residuals = [residual for batch in known for residual in batch]
+        corrected = CorrectedModel(ConServeModel.of(*[0.0] * len(ConServeModel.terms)), residuals)
+        over += [r.ratio > corrected.margin(r.predicted_ms) for batch in new for r in batch]
+    return sum(over) / len(over) if over else 0.0
+
+
+def noise_of(record: Record) -> Noise:
     """How much equal batches differ."""
-    spreads = [statistics.stdev(ms) / statistics.mean(ms) for p, ms in measured.items() if len(ms) > 1]
-    same = next((ms for point, ms in measured.items() if point.kind == "noise" and len(ms) > 1), None)
+    spreads = [relative_spread(ms) for visits in record.visits.values() for ms in visits if len(ms) > 1]
+    same = next((ms for point, ms in record.ms.items() if Point.parse(point).kind == "noise"), [])
     return Noise(
-        back_to_back=float(np.median(spreads)) if spreads else 0.0,
-        over_time=statistics.stdev(same) / statistics.mean(same) if same else 0.0,
+        back_to_back=statistics.median(spreads) if spreads else 0.0,
+        over_time=relative_spread(same) if len(same) > 1 else 0.0,
     )
+
+
+def relative_spread(ms: Sequence[float]) -> float:
+    """Standard deviation over mean."""
+    return statistics.stdev(ms) / statistics.mean(ms)

@@ -131,7 +131,10 @@ def accuracy(
     medians = [statistics.median(times[number]) for number in range(len(batches))]
     test = Samples.of([Batch.of(batch) for batch in batches], medians)
     scatter = [abs(ms / medians[number] - 1) * 100 for number, ms in runs]
-    found = {name: errors(test.predictions(profile.model(name)), test.ms, 1.0) for name in MODELS}
+    found = {
+        name: errors(test.predictions(profile.model(name)), test.ms, margin=1.0, overrun_share=0.0)
+        for name in MODELS
+    }
     best = min(found.values(), key=lambda e: e.mape)
     figures = [
         figure(

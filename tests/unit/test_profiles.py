@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from conserve.cli.profile import profiled
+from conserve.engine.vllm.warm_up import WarmUp
 from conserve.errors import (
     ConserveError,
     GridTooLarge,
@@ -62,7 +63,7 @@ def test_the_budget_holds_and_every_point_is_visited_again() -> None:
     assert 45 < rig.now_s < 63
     kinds = {name.split()[0] for name in record.ms}
     assert kinds == {"prefill", "decode", "mixed", "held-out", "noise"}
-    assert sum(visits >= 2 for visits in record.visits.values()) > 0.9 * len(record.visits)
+    assert sum(len(visits) >= 2 for visits in record.visits.values()) > 0.9 * len(record.visits)
 
 
 def test_an_interrupted_session_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -70,16 +71,24 @@ def test_an_interrupted_session_goes_on_where_it_stopped(tmp_path: Path) -> None
         profiled(FakeRig(interrupt_at=150), tmp_path, budget_s=5, max_context=None, seed=0)
     assert leaving.value.exit_code == 130
     (partial,) = tmp_path.glob("*.partial")
-    before = len(partial.read_bytes().splitlines()) - 1
+    first = visits_in(partial)
     with partial.open("ab") as file:
         file.write(b'["prefill p1')  # a crash in the middle of a line
     rig = FakeRig(interrupt_at=60)
     with pytest.raises(typer.Exit):
         profiled(rig, tmp_path, budget_s=5, max_context=None, seed=0)
-    assert len(partial.read_bytes().splitlines()) > before
+    second = visits_in(partial)
+    assert len(second) > len(first) > 10
+    assert second[: len(first)] == first
+    partial.write_bytes(b"\xff" + partial.read_bytes())
     profile, path = profiled(FakeRig(), tmp_path, budget_s=5, max_context=None, seed=0)
     assert read(path) == profile
     assert list(tmp_path.iterdir()) == [path]
+
+
+def visits_in(partial: Path) -> list[list[object]]:
+    """The whole lines of a session's file behind its header."""
+    return [json.loads(line) for line in partial.read_bytes().splitlines()[1:]]
 
 
 def test_an_engine_that_dies_leaves_the_old_profile_and_what_was_measured(
@@ -155,7 +164,7 @@ def test_a_damaged_file_is_no_profile(tmp_path: Path, profile: Profile) -> None:
     edited = json.loads(whole)
     edited["models"]["conserve"]["coefficients"]["compute"] *= 0.5
     for damage in (whole[:-100], whole[: len(whole) // 2], "", "[]", "{}", json.dumps(edited)):
-        path.write_text(damage)
+        path.write_bytes(damage.encode() if damage else b'{"a": "\xff"}')
         with pytest.raises(ProfileDamaged, match="conserve profile"):
             read(path)
         with pytest.raises(ProfileDamaged):
@@ -190,9 +199,14 @@ def test_computation_and_communication_are_split_only_with_several_degrees(
     assert separate({1: 0.3}) is None
     split = separate({1: 0.4, 2: 0.2 + 0.05, 4: 0.1 + 0.075})
     assert split == pytest.approx((0.4, 0.1))
-    two = replace(profile, key=replace(KEY, parallelism="tp=2 pp=1 dp=1"))
-    other = replace(profile, key=replace(KEY, device="H200"))
-    assert set(siblings(profile, [two, other])) == {1, 2}
+    two = replace(
+        profile, key=replace(KEY, parallelism="tp=2 pp=1 dp=1", flags={**KEY.flags, "executor": "mp"})
+    )
+    others = [
+        replace(profile, key=replace(KEY, device="H200")),
+        replace(profile, key=replace(KEY, parallelism="tp=4 pp=2 dp=1")),
+    ]
+    assert set(siblings(profile, [two, *others])) == {1, 2}
 
 
 def test_a_corrected_model_follows_drift_and_keeps_its_margin(profile: Profile) -> None:
@@ -216,6 +230,21 @@ def test_a_corrected_model_follows_drift_and_keeps_its_margin(profile: Profile) 
     assert tokens < model.can_schedule(Batch(), Slice(2048, 0), 300.0)
 
 
+def test_a_warm_up_yields_a_model_once_it_has_seen_enough() -> None:
+    warm_up, rig = WarmUp(), FakeRig(noise=0.02)
+    points = plan(LIMITS, seed=5)
+    for point in points[:20]:
+        warm_up.add(point.batch, rig.measure(point.slices, 1)[0])
+    assert warm_up.fitted() is None
+    for point in points[20:150]:
+        warm_up.add(point.batch, rig.measure(point.slices, 1)[0])
+    model = warm_up.fitted()
+    assert model is not None
+    batch = Batch.of([Slice(700, 500), *[Slice(1, 900, True)] * 12])
+    assert model.predict(batch) == pytest.approx(TRUTH.predict(batch), rel=0.05)
+    assert model.margin(300.0) > 1.03
+
+
 def test_a_late_iteration_says_little_and_a_lasting_change_says_so(profile: Profile) -> None:
     model = profile.model()
     corrected = CorrectedModel(model)
@@ -225,21 +254,22 @@ def test_a_late_iteration_says_little_and_a_lasting_change_says_so(profile: Prof
     for _ in range(2000):
         corrected.observe(batch, model.predict(batch) * 100)
     assert corrected.scale == pytest.approx(4)
-    assert corrected.out_of_bounds
+    assert corrected.correction.out_of_bounds
 
 
 def test_what_was_learned_is_kept_or_not(tmp_path: Path, profile: Profile) -> None:
     model = profile.model()
-    corrected = CorrectedModel(model)
+    corrected = CorrectedModel(model, correction=Correction(of="this"))
     batch = Batch.of([Slice(64, 0)])
     for _ in range(200):
         corrected.observe(batch, model.predict(batch) * 1.2)
     path = tmp_path / "drift.json"
     corrected.correction.save(path)
-    assert CorrectedModel(model, correction=Correction.load(path)).scale == corrected.scale
-    path.write_text("{")
-    assert Correction.load(path) is None
-    assert Correction.load(tmp_path / "none.json") is None
+    assert CorrectedModel(model, correction=Correction.load(path, of="this")).scale == corrected.scale
+    assert Correction.load(path, of="another") is None
+    path.write_bytes(b"{\xff")
+    assert Correction.load(path, of="this") is None
+    assert Correction.load(tmp_path / "none.json", of="this") is None
 
 
 def test_show_prints_a_derived_profile_for_people_and_programs(tmp_path: Path) -> None:
@@ -271,6 +301,7 @@ def test_show_has_the_errors_and_a_picture(tmp_path: Path, profile: Profile) -> 
         (("show",), 1, "conserve profile MODEL"),
         (("show", "nothing-like-it"), 1, "llama-3.1-8b-h100"),
         (("smollm2-demo", "--budget", "0"), 2, "--budget"),
+        (("smollm2-demo", "--budget", "nan"), 2, "--budget"),
         (("one", "two"), 2, "one model at a time"),
         (("./no-such-folder",), 1, "no-such-folder"),
     ],

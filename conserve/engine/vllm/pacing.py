@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from conserve.engine.vllm.profile_key import key_of
-from conserve.profiles import profile as profiles
+from conserve.errors import SettingsError
 from conserve.profiles.book import Book
 from conserve.profiles.correction import CorrectedModel, Correction, Residual
 from conserve.profiles.profile import MODELS
@@ -37,6 +37,8 @@ class Pacing:
     def install(self, config: VllmConfig) -> None:
         """Have the engine that starts with this configuration run on the profile; raises `ProfileError`."""
         scheduler = config.scheduler_config
+        if self.tbt_ms is not None and not scheduler.enable_chunked_prefill:
+            raise SettingsError("--tbt-ms cuts prompts into chunks; leave out --no-enable-chunked-prefill")
         scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
         section = {**self._source(config), "tbt_ms": self.tbt_ms}
         config.additional_config = {**config.additional_config, SECTION: section}
@@ -48,14 +50,13 @@ class Pacing:
         if self.profile is None:
             found = book.find(key, command=self.command)
         else:
-            found = (
-                profiles.read(path) if (path := Path(self.profile)).is_file() else book.named(self.profile)
-            )
+            found = book.named(self.profile)
             found.require(key, command=self.command)
         return {
             "model": found.best,
             "coefficients": found.models[found.best].coefficients,
             "residuals": found.models[found.best].residuals,
+            "of": found.stamp,
             "correction": str(book.correction_path(found.name, key)),
             "keep_correction": self.keep_correction,
         }
@@ -77,9 +78,10 @@ class Installed:
             return cls(None, section["tbt_ms"], None)
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
-        earlier = Correction.load(file) if section["keep_correction"] else None
+        earlier = Correction.load(file, of=section["of"]) if section["keep_correction"] else None
+        correction = earlier or Correction(of=section["of"])
         return cls(
-            CorrectedModel(model, map(Residual._make, section["residuals"]), correction=earlier),
+            CorrectedModel(model, map(Residual._make, section["residuals"]), correction=correction),
             section["tbt_ms"],
             file,
         )

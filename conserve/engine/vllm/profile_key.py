@@ -24,6 +24,9 @@ def key_of(config: VllmConfig) -> ProfileKey:
     flags = {
         "enforce_eager": model.enforce_eager,
         "compilation_mode": config.compilation_config.mode,
+        "cudagraph_mode": config.compilation_config.cudagraph_mode,
+        "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+        "expert_parallel": parallel.enable_expert_parallel,
         "quantization": model.quantization,
         "kv_cache_dtype": cache.cache_dtype,
         "block_size": cache.block_size,

@@ -7,6 +7,7 @@ limit, the iteration's token budget is what the model says fits; vLLM's own `sch
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from conserve.engine.vllm.pacing import Installed
 from conserve.engine.vllm.warm_up import WarmUp, is_warm_up
 from conserve.profiles.batch import Batch, Slice
 
+log = logging.getLogger(__name__)
 SAVE_S = 30.0  # between two saves of what was learned
 
 
@@ -53,22 +55,25 @@ class Paced:
         self._most_tokens = self.max_num_scheduled_tokens
         self._in_flight: dict[int, Scheduled] = {}  # by id() of vLLM's SchedulerOutput
         self._ended = 0.0
+        self._stalled = False
         self._save_at = time.monotonic() + SAVE_S
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule as vLLM does, within the budget of tokens that fits the time."""
-        started = time.monotonic()
         if self._warm_up is not None:
             self._end_warm_up_if_over()
-        if self._tbt_ms is not None and self._model is not None:
+        started = time.monotonic()
+        if self._tbt_ms is not None and self._model is not None and not self._stalled:
             # Decode steps first: a long prefill that is cut short must not keep them from their token.
             self.running.sort(key=self._is_prefilling)
-            budget = token_budget(self._model, self._wanted(), self._tbt_ms)
+            budget = max(token_budget(self._model, self._wanted(), self._tbt_ms), 1 + self.num_spec_tokens)
             self.max_num_scheduled_tokens = min(self._most_tokens, budget)
         try:
             output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.max_num_scheduled_tokens = self._most_tokens
+        # Some requests take all of their tokens or none; then the next iteration has no limit.
+        self._stalled = not output.total_num_scheduled_tokens and bool(self.running or self.waiting)
         self._in_flight[id(output)] = Scheduled(self._batch(output), started)
         return output
 
@@ -88,7 +93,7 @@ class Paced:
 
     def shutdown(self) -> None:
         """Save what was learned."""
-        self._save()
+        self._save()  # never raises
         super().shutdown()  # type: ignore[misc]
 
     def _learn(self, batch: Batch, ms: float) -> None:
@@ -98,9 +103,13 @@ class Paced:
             self._warm_up.add(batch, ms)
 
     def _save(self) -> None:
-        if self._model is not None and self._correction_file is not None:
+        self._save_at = time.monotonic() + SAVE_S
+        if self._model is None or self._correction_file is None:
+            return
+        try:
             self._model.correction.save(self._correction_file)
-            self._save_at = time.monotonic() + SAVE_S
+        except OSError as error:
+            log.warning("what was learned about iteration times could not be saved: %s", error)
 
     def _end_warm_up_if_over(self) -> None:
         """Fit a model once somebody else's request comes, if enough was seen by then."""
