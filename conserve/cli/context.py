@@ -1,5 +1,6 @@
 """What every command starts from: the settings and the store."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,17 @@ class Context:
             yield store
         finally:
             store.close()
+
+
+def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
+    """What a command was given, and the vLLM flags behind it; no job id or model begins with a dash."""
+    first_flag = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+    return words[:first_flag], words[first_flag:]
+
+
+def engine_flags(settings: Settings, flags: list[str]) -> list[str]:
+    """The embedded engine's flags: those of the settings, then those of the command line."""
+    return [*shlex.split(settings.engine_args), *flags]
 
 
 def job_ids(incomplete: str) -> list[str]:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.context import Context
+from conserve.cli.context import Context, engine_flags, split_flags
 
 if TYPE_CHECKING:
-    from conserve.config import Settings
     from conserve.profiles.correction import Correction
     from conserve.profiles.points import Point
     from conserve.profiles.profile import Profile
@@ -66,6 +65,10 @@ def measure(
         raise SettingsError(f"--budget {budget:g} leaves no time; give seconds, 180 for the demo model")
     context: Context = ctx.obj
     names, flags = split_flags(model or [])
+    if len(names) > 1:
+        raise SettingsError(
+            f"one model at a time; put vLLM's flags behind --: conserve profile {names[0]} -- FLAGS"
+        )
     settings = context.settings(model=names[0] if names else None)
     require_writable(settings.profiles_folder)
     begun = time.monotonic()
@@ -120,23 +123,6 @@ def show(
         output.say(f"wrote {plot}")
     learned = Correction.load(book.correction_path(found.name, found.key), of=found.stamp)
     show_profile(found, learned, book.all(), as_json=as_json)
-
-
-def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
-    """The model, if any, and the vLLM flags behind it."""
-    from conserve.errors import SettingsError
-
-    first_flag = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
-    if first_flag > 1:
-        raise SettingsError(f"one model at a time; put vLLM's flags behind --: conserve profile {words[0]} -- FLAGS")
-    return words[:first_flag], words[first_flag:]
-
-
-def engine_flags(settings: "Settings", flags: Sequence[str]) -> list[str]:
-    """Flags from the settings and then those of the command line, as `conserve run` takes them."""
-    import shlex
-
-    return [*shlex.split(settings.engine_args), *flags]
 
 
 def require_writable(folder: Path) -> None:

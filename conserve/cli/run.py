@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.context import Context, job_ids
+from conserve.cli.context import Context, engine_flags, job_ids, split_flags
 from conserve.cli.progress import Progress
 from conserve.config import DEMO_MODEL, Settings
 from conserve.errors import SettingsError
@@ -94,12 +94,6 @@ def run(
     raise typer.Exit(drain(settings, wanted, flags, pace, as_json=as_json))
 
 
-def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
-    """Job ids, and the vLLM flags behind them; no job id begins with a dash."""
-    first_flag = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
-    return words[:first_flag], words[first_flag:]
-
-
 def drain(settings: Settings, jobs: list[str], flags: list[str], pace: Pace, *, as_json: bool) -> int:
     """Run the harvester to the end and report; returns the exit code."""
     from conserve.jobs.harvest import Harvester
@@ -156,10 +150,9 @@ def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint
     if address is None:
         from conserve.engine.vllm.embedded import EmbeddedEndpoint
 
-        engine_flags = [*shlex.split(settings.engine_args), *flags]
         return EmbeddedEndpoint(
             settings.model,
-            engine_flags=engine_flags,
+            engine_flags=engine_flags(settings, flags),
             cache_dir=settings.models_folder,
             pacing=make_pacing(settings, flags, pace) if pace.asked_for else None,
         )

@@ -118,9 +118,15 @@ def llama_8b_h100() -> Profile:
     )
 
 
+def h100_attention_flops_s() -> float:
+    """What the 8B model's k2 says an H100 does in attention."""
+    k2_ms = llama_8b_h100().models[PaperModel.name].coefficients["attention"]
+    return H100_8B.attention_flops / (k2_ms / 1e3)
+
+
 def llama_70b_h100() -> Profile:
     """One published mean, anchored at an assumed batch."""
-    flops_s = H100_8B.attention_flops / (llama_8b_h100().models[PaperModel.name].coefficients["attention"] / 1e3)
+    flops_s = h100_attention_flops_s()
     attention = H100_70B.attention_flops / H100_70B.degree / flops_s * 1e3
     k = from_one_chunk(H100_70B, 2048, 2048, 262.0, attention)
     return derived(
@@ -142,8 +148,7 @@ def llama_70b_h100() -> Profile:
 
 def llama_7b_a100() -> Profile:
     """One published mean, anchored at an assumed batch."""
-    h100_share = H100_8B.attention_flops / (llama_8b_h100().models[PaperModel.name].coefficients["attention"] / 1e3)
-    flops_s = h100_share / 989e12 * 312e12
+    flops_s = h100_attention_flops_s() / 989e12 * 312e12
     attention = A100_7B.attention_flops / flops_s * 1e3
     k = from_one_chunk(A100_7B, 1024, 1024, 98.5, attention)
     return derived(

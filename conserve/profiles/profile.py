@@ -90,7 +90,7 @@ class Profile:
 
     name: str  # the model as the user calls it
     key: ProfileKey
-    how: Literal["measured", "warm-up", "derived"]
+    how: Literal["measured", "derived"]
     measured_at: str  # ISO 8601, UTC
     seconds: float
     limits: Limits | None

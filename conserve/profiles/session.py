@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -126,7 +126,6 @@ class Progress(NamedTuple):
     seconds: float  # of measuring, those before an interruption included
     budget_s: float
     points: int  # measured at least once
-    point: str  # the last one
 
 
 def measure(
@@ -152,7 +151,7 @@ def measure(
         if ms[0] < SHORT_MS and point.kind != "noise":
             ms = rig.measure(point.slices, SHORT_REPEATS)
         record.add(Visit(str(point), ms, clock() - begun))
-        on_progress(Progress(record.seconds, budget_s, len(record.visits), str(point)))
+        on_progress(Progress(record.seconds, budget_s, len(record.visits)))
 
     for point in points:
         if record.seconds >= usable_s / visits:
@@ -171,7 +170,7 @@ def measure(
                 visit(point)
 
 
-def conclude(rig: Rig, record: Record, *, how: Literal["measured", "warm-up"] = "measured") -> Profile:
+def conclude(rig: Rig, record: Record) -> Profile:
     """Fit the models to what was measured, and measure what is left; raises `ProfilingFailed`."""
     measured = {Point.parse(name): ms for name, ms in record.ms.items()}
     fitted_points = {p: ms for p, ms in measured.items() if p.kind in ("prefill", "decode", "mixed")}
@@ -184,7 +183,7 @@ def conclude(rig: Rig, record: Record, *, how: Literal["measured", "warm-up"] = 
     return Profile(
         name=rig.name,
         key=rig.key,
-        how=how,
+        how="measured",
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=round(record.seconds, 1),
         limits=rig.limits,

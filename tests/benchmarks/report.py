@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from conserve.engine.vllm.profile_key import cpu_model
+
 REPOSITORY = Path(__file__).parents[2]
 RAW = REPOSITORY / ".bench"
 
@@ -88,12 +90,6 @@ def version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "-"
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 @dataclass(frozen=True, slots=True)
