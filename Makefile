@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export CONSERVE_MODELS ?= $(CURDIR)/.demo/models
 
-.PHONY: help setup demo test soak check format bench clean
+.PHONY: help setup demo test soak check format bench bench-serve clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ format: setup  ## Format the code
 
 bench: setup  ## Measure what docs/benchmarks.md reports (about 20 minutes)
 	$(BIN)/python -m tests.benchmarks
+
+bench-serve: setup  ## Compare the policies of a served engine on two cores (under 10 minutes)
+	$(BIN)/conserve bench --trace azure_code_2023_10min_bursty --policies all --preset cpu --output .bench/serve
 
 clean:  ## Remove .venv, the demo's store and all caches
 	rm -rf .venv .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

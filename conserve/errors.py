@@ -14,6 +14,7 @@ ConserveError                  one sentence for the user, with the next command;
 │   ├── ProfileDamaged         a file that is truncated, was edited or is none
 │   ├── ProfileDerived         derived from published numbers: good for simulation, not for serving
 │   └── ProfilingFailed        the engine died or could not be measured; an older profile is kept
+├── ServiceFailed              `conserve serve` could not start its server
 ├── JobRefused                 the job cannot be run or changed as things stand (its input file changed, say)
 ├── StoreError                 the store cannot be read or written
 │   ├── StoreTooNew            made by a newer version
@@ -88,6 +89,10 @@ class ProfileDerived(ProfileError):
 
 class ProfilingFailed(ProfileError):
     """The engine died while it was measured, or could not be measured at all."""
+
+
+class ServiceFailed(ConserveError):
+    """The server did not come up."""
 
 
 class JobRefused(ConserveError):

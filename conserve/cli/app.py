@@ -83,7 +83,8 @@ def program(
         str | None, typer.Option(metavar="DIR", help="Folder of the store, instead of CONSERVE_HOME.")
     ] = None,
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """Run batch LLM work from a durable queue; no row is lost or answered twice."""
@@ -97,10 +98,27 @@ def command(name: str, example: str, **settings: Any) -> Any:
 
 def register() -> None:
     """Attach every command, in the order of the help."""
-    from conserve.cli import control, doctor, help, jobs, profile, results, run, sql, status, submit
+    from conserve.cli import (
+        bench,
+        control,
+        doctor,
+        harvest,
+        help,
+        jobs,
+        profile,
+        results,
+        run,
+        serve,
+        sql,
+        status,
+        submit,
+    )
 
     command("submit", submit.EXAMPLE)(submit.submit)
     command("run", run.EXAMPLE)(run.run)
+    passing_on = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True}
+    command("serve", serve.EXAMPLE, context_settings=passing_on)(serve.serve)
+    command("harvest", harvest.EXAMPLE)(harvest.harvest)
     command("status", status.EXAMPLE)(status.status)
     command("jobs", jobs.EXAMPLE)(jobs.jobs)
     command("results", results.EXAMPLE)(results.results)
@@ -114,6 +132,7 @@ def register() -> None:
     profiles.command("show", cls=Command, epilog=profile.SHOW_EXAMPLE)(profile.show)
     help_text = "Measure how long the engine's iterations take, and show it; `profile MODEL` measures."
     app.add_typer(profiles, name="profile", help=help_text)
+    command("bench", bench.EXAMPLE, context_settings=passing_on)(bench.bench)
     command("doctor", "conserve doctor")(doctor.doctor)
     command("help", "conserve help submit")(help.help)
 

@@ -9,7 +9,8 @@ from conserve.cli import output
 from conserve.cli.context import Context, job_ids
 
 Jobs = Annotated[
-    list[str], typer.Argument(metavar="JOB...", help="Job ids, or beginnings of them.", autocompletion=job_ids)
+    list[str],
+    typer.Argument(metavar="JOB...", help="Job ids, or beginnings of them.", autocompletion=job_ids),
 ]
 
 

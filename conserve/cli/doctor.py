@@ -81,7 +81,9 @@ def model(settings: Settings) -> Finding:
     """The model that `conserve run` would load."""
     path = Path(settings.model).expanduser()
     if path.is_absolute() and not (path / "config.json").is_file():
-        return Finding("model", f"{path} is no model folder", ok=False, fix="set CONSERVE_MODEL, or give --model")
+        return Finding(
+            "model", f"{path} is no model folder", ok=False, fix="set CONSERVE_MODEL, or give --model"
+        )
     return Finding("model", settings.model)
 
 
@@ -105,7 +107,9 @@ def store(settings: Settings) -> list[Finding]:
             opened.close()
         jobs = read_jobs(settings, now=time.time())
     except ConserveError as error:
-        return [Finding("store", str(error), ok=False, fix="set CONSERVE_HOME to a folder that can be written")]
+        return [
+            Finding("store", str(error), ok=False, fix="set CONSERVE_HOME to a folder that can be written")
+        ]
     unfinished = sum(not job.state.final for job in jobs)
     free = shutil.disk_usage(settings.home).free
     return [
@@ -114,7 +118,8 @@ def store(settings: Settings) -> list[Finding]:
             "disk",
             f"{free / (1 << 30):.1f} GiB free",
             ok=free >= LITTLE_DISK_BYTES,
-            fix=None if free >= LITTLE_DISK_BYTES else "free some space, or set CONSERVE_HOME to another disk",
+            fix=None
+            if free >= LITTLE_DISK_BYTES
+            else "free some space, or set CONSERVE_HOME to another disk",
         ),
     ]
-

@@ -8,7 +8,7 @@ from conserve.cli import output
 from conserve.errors import UsageError
 
 
-def help(  # noqa: A001
+def help(
     ctx: typer.Context,
     command: Annotated[str | None, typer.Argument(metavar="COMMAND", help="The command to explain.")] = None,
 ) -> None:

@@ -39,7 +39,10 @@ def data_json(value: Any) -> None:
     """One JSON document, on stdout."""
     import json
 
-    print(json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False, default=str), flush=True)
+    print(
+        json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False, default=str),
+        flush=True,
+    )
 
 
 def coloured(text: str, colour: str | None, stream: TextIO | None = None) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from conserve.profiles.correction import Correction
     from conserve.profiles.points import Point
     from conserve.profiles.profile import Profile
-    from conserve.profiles.session import Progress, Record, Rig
+    from conserve.profiles.session import Progress, Rig
 
 EXAMPLE = """
 conserve profile smollm2-demo
@@ -46,10 +46,16 @@ def measure(
             help="Local folder, hub id or smollm2-demo, and the flags that it is served with.",
         ),
     ] = None,
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="For all of it, the engine's start included.")] = BUDGET_S,
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", help="For all of it, the engine's start included.")
+    ] = BUDGET_S,
     max_context: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Longest request that will be served; all by default.")
+        int | None,
+        typer.Option(metavar="TOKENS", help="Longest request that will be served; all by default."),
     ] = None,
+    served: Annotated[
+        bool, typer.Option("--served", help="As conserve serve runs it: with cores kept for the front end.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the random batches and their order.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON at the end.")] = False,
 ) -> None:
@@ -74,7 +80,10 @@ def measure(
     begun = time.monotonic()
     output.say(f"starting the engine with {settings.model}")
     rig = EngineRig.start(
-        settings.model, engine_flags=engine_flags(settings, flags), cache_dir=settings.models_folder
+        settings.model,
+        engine_flags=engine_flags(settings, flags),
+        cache_dir=settings.models_folder,
+        served=served,
     )
     try:
         started_s = time.monotonic() - begun
@@ -97,7 +106,9 @@ def show(
         str | None,
         typer.Argument(help="A model, a profile's file or digest, or one of those derived from the papers."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything but the samples as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything but the samples as JSON.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Write predicted against measured times as a picture.")
     ] = None,
@@ -189,11 +200,18 @@ def shown_progress() -> "Iterator[Callable[[Progress], None]]":
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("measuring"), BarColumn(bar_width=30), TextColumn("{task.description}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("measuring"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
     with Bar(*columns, console=Console(file=sys.stderr), transient=True) as bar:
         shown = bar.add_task("", total=1.0)
         yield lambda progress: bar.update(
-            shown, completed=min(1.0, progress.seconds / progress.budget_s), description=f"{progress.points} batches"
+            shown,
+            completed=min(1.0, progress.seconds / progress.budget_s),
+            description=f"{progress.points} batches",
         )
 
 
@@ -216,7 +234,15 @@ def show_profile(
     if as_json:
         output.data_json(as_document(profile, learned))
         return
-    for line in [*heading(profile), *correction_lines(learned), *split_lines(profile, others), "", *error_table(profile), "", *coefficient_table(profile)]:
+    for line in [
+        *heading(profile),
+        *correction_lines(learned),
+        *split_lines(profile, others),
+        "",
+        *error_table(profile),
+        "",
+        *coefficient_table(profile),
+    ]:
         output.data(line)
     if times := time_table(profile):
         output.data("")
@@ -234,7 +260,9 @@ def as_document(profile: "Profile", learned: "Correction | None") -> dict[str, A
         name: {"coefficients": fitted.coefficients, **(asdict(fitted.errors) if fitted.errors else {})}
         for name, fitted in profile.models.items()
     }
-    correction = {"scale": learned.scale, "error": learned.error, "iterations": learned.seen} if learned else None
+    correction = (
+        {"scale": learned.scale, "error": learned.error, "iterations": learned.seen} if learned else None
+    )
     return {
         **whole,
         "digest": profile.key.digest,
@@ -327,7 +355,9 @@ def time_table(profile: "Profile") -> list[str]:
         [f"{n} decodes", *[f"{model.predict(Batch.of([Slice(1, c, True)] * n)):.1f}" for c in contexts]]
         for n in (1, 16, 64)
     ]
-    return output.columns(["MS AFTER CONTEXT OF", *map(str, contexts)], rows, right=range(1, len(contexts) + 1))
+    return output.columns(
+        ["MS AFTER CONTEXT OF", *map(str, contexts)], rows, right=range(1, len(contexts) + 1)
+    )
 
 
 def mechanism_lines(profile: "Profile") -> list[str]:

@@ -32,13 +32,17 @@ FORMATS = ("parquet", "jsonl", "csv", "openai")
 def results(
     ctx: typer.Context,
     job: Annotated[
-        str, typer.Argument(metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids)
+        str,
+        typer.Argument(
+            metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option("-o", "--output", help="File to write; its ending names the format.")
     ] = None,
-    format: Annotated[  # noqa: A002
-        str | None, typer.Option(metavar="|".join(FORMATS), help="jsonl unless the file's ending says otherwise.")
+    format: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(FORMATS), help="jsonl unless the file's ending says otherwise."),
     ] = None,
     with_inputs: Annotated[
         bool, typer.Option("--with-inputs", help="Add the input's own columns to every row.")
@@ -77,7 +81,9 @@ def write(store: "Store", job: "Job", wanted: "Format", stream: BinaryIO, *, wit
 
     with views(store, now=time.time(), only=[job.id], sealed=False) as opened:
         if with_inputs and opened.left_out:
-            raise UsageError(f"the inputs cannot be joined: {opened.left_out[0].reason}; leave out --with-inputs")
+            raise UsageError(
+                f"the inputs cannot be joined: {opened.left_out[0].reason}; leave out --with-inputs"
+            )
         if wanted is export.Format.OPENAI:
             url = Task.from_json(job.task).url
             answer = export.with_urls(opened.duck, store, job.id)
@@ -100,7 +106,9 @@ def sink(path: Path | None) -> Iterator[BinaryIO]:
         sys.stdout.buffer.flush()
         return
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"there is no folder {path.absolute().parent} to write {path.name} to; make it first")
+        raise UsageError(
+            f"there is no folder {path.absolute().parent} to write {path.name} to; make it first"
+        )
     with explained(path):
         if path.exists() and not path.is_file():  # a pipe or a device takes no renaming
             with path.open("wb") as stream:

@@ -1,12 +1,15 @@
 """`conserve run`: drain the queue."""
 
 import asyncio
+import contextlib
 import os
 import shlex
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from collections.abc import Callable, Coroutine
+from math import inf
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -62,7 +65,8 @@ def run(
         str | None, typer.Option(help="Local folder, hub id or smollm2-demo (CONSERVE_MODEL).")
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="OpenAI-compatible server instead of the embedded engine.")
+        str | None,
+        typer.Option(metavar="URL", help="OpenAI-compatible server instead of the embedded engine."),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Bearer token for it (CONSERVE_API_KEY).")] = None,
     lease_s: Annotated[
@@ -71,16 +75,20 @@ def run(
     max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
     tbt_ms: Annotated[
         float | None,
-        typer.Option(metavar="MS", help="Most that an iteration of the embedded engine may take, by its profile."),
+        typer.Option(
+            metavar="MS", help="Most that an iteration of the embedded engine may take, by its profile."
+        ),
     ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
-            metavar="auto|FILE", help="Latency profile; the one of this engine by default, auto learns one first."
+            metavar="auto|FILE",
+            help="Latency profile; the one of this engine by default, auto learns one first.",
         ),
     ] = None,
     forget_correction: Annotated[
-        bool, typer.Option("--forget-correction", help="Begin without what the profile learned in earlier runs.")
+        bool,
+        typer.Option("--forget-correction", help="Begin without what the profile learned in earlier runs."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON at the end.")] = False,
 ) -> None:
@@ -113,7 +121,8 @@ def drain(settings: Settings, jobs: list[str], flags: list[str], pace: Pace, *, 
             store, endpoint, lease_s=settings.lease_s, max_attempts=settings.max_attempts, only=only
         )
         begun = time.monotonic()
-        interrupted = asyncio.run(supervise(harvester, settings, only))
+        progress = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr)
+        interrupted = asyncio.run(supervise(harvester, progress.show))
         ready_at = harvester.ready_at or time.monotonic()
         ended_at = harvester.ended_at or time.monotonic()
         times = Times(start_s=ready_at - begun, work_s=max(0.0, ended_at - ready_at))
@@ -130,6 +139,7 @@ def unfinished(settings: Settings, only: list[str] | None) -> list[JobReading]:
 
 def make_pacing(settings: Settings, flags: list[str], pace: Pace) -> "Pacing":
     """How the embedded engine is to be paced."""
+    from conserve.engine.policy.view import Slo
     from conserve.engine.vllm.pacing import Pacing
 
     behind = f" -- {shlex.join(flags)}" if flags else ""
@@ -137,7 +147,7 @@ def make_pacing(settings: Settings, flags: list[str], pace: Pace) -> "Pacing":
         folder=settings.profiles_folder,
         command=f"conserve profile {settings.model}{behind}",
         profile=pace.profile,
-        tbt_ms=pace.tbt_ms,
+        slo=Slo(tbt_ms=inf if pace.tbt_ms is None else pace.tbt_ms),
         keep_correction=not pace.forget_correction,
     )
 
@@ -172,8 +182,8 @@ def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint
     return HttpEndpoint(address, api_key=settings.api_key, model=model)
 
 
-async def supervise(harvester: "Harvester", settings: Settings, only: list[str] | None) -> bool:
-    """Run the harvester under a progress display; returns whether it was interrupted."""
+async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    """Run the harvester under a display; returns whether it was interrupted."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -185,18 +195,15 @@ async def supervise(harvester: "Harvester", settings: Settings, only: list[str] 
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    progress = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr)
-    shown = asyncio.create_task(progress.show())
+    shown = asyncio.create_task(show())
     working = asyncio.create_task(harvester.run(stop))
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done() and harvester.ready_at is None:
             working.cancel()  # an engine that is still starting has nothing to save
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await working
-        except asyncio.CancelledError:
-            pass
     finally:
         for task in (shown, stopped):
             task.cancel()
@@ -219,7 +226,9 @@ def report(tally: "Tally", settings: Settings, interrupted: bool, times: Times, 
         failed = f", {reading.failed:,} failed" if reading.failed else ""
         output.say(f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}")
     if any(reading.failed for reading in ours):
-        output.say('why rows failed: conserve sql "select error_type, error from results where error is not null"')
+        output.say(
+            'why rows failed: conserve sql "select error_type, error from results where error is not null"'
+        )
     tokens = tally.prompt_tokens + tally.completion_tokens
     output.say(
         f"{output.count(tally.done, 'row')} in {output.duration(times.work_s)}, "

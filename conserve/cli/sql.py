@@ -22,7 +22,9 @@ SHOWN_ROWS = 100
 
 def sql(
     ctx: typer.Context,
-    query: Annotated[str, typer.Argument(metavar="SQL", help="One SELECT, DESCRIBE or SUMMARIZE; - reads it from stdin.")],
+    query: Annotated[
+        str, typer.Argument(metavar="SQL", help="One SELECT, DESCRIBE or SUMMARIZE; - reads it from stdin.")
+    ],
     job: Annotated[
         list[str] | None, typer.Option(help="Only this job's rows; may be repeated.", autocompletion=job_ids)
     ] = None,

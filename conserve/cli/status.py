@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from conserve.cli import output
+from conserve.cli import live, output
 from conserve.cli.context import Context, job_ids
 from conserve.config import Settings
 from conserve.store.readings import JobReading, read_jobs, resolve
@@ -27,24 +27,31 @@ def status(
     ctx: typer.Context,
     job: Annotated[
         str | None,
-        typer.Argument(metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids),
+        typer.Argument(
+            metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids
+        ),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until the work is done.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch one document a line.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Keep showing it until the work is done and nothing serves.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; with --watch one document a line.")
+    ] = False,
 ) -> None:
-    """Show how far the jobs are: all that are unfinished, or one in detail."""
+    """Show how far the jobs are, all that are unfinished or one in detail, and how live requests fare."""
     context: Context = ctx.obj
     settings = context.settings()
     if not watch:
-        show(selected(settings, job), job, as_json)
+        show(selected(settings, job), live.live(settings), job, as_json)
         return
     job = resolve([reading.id for reading in read_jobs(settings, now=time.time())], job) if job else None
     repaint = Repaint(enabled=not as_json and output.colourful(sys.stdout))
     while True:
-        readings = selected(settings, job)
-        repaint.before(lines(readings, job) if not as_json else [])
-        show(readings, job, as_json)
-        if all(reading.state.final or reading.state == "paused" for reading in readings):
+        readings, servers = selected(settings, job), live.live(settings)
+        repaint.before([*live.lines(servers), *lines(readings, job)] if not as_json else [])
+        show(readings, servers, job, as_json)
+        over = all(reading.state.final or reading.state == "paused" for reading in readings)
+        if over and (job is not None or not servers):
             return
         time.sleep(WATCH_S)
 
@@ -58,13 +65,15 @@ def selected(settings: Settings, job: str | None) -> list[JobReading]:
     return [reading for reading in readings if not reading.state.final] or readings[-1:]
 
 
-def show(readings: Sequence[JobReading], job: str | None, as_json: bool) -> None:
-    """Print the readings."""
+def show(
+    readings: Sequence[JobReading], servers: list[dict[str, Any]], job: str | None, as_json: bool
+) -> None:
+    """Print the servers and the readings."""
     if as_json:
         documents = [document(reading) for reading in readings]
         output.data_json(documents[0] if job else documents)
-    elif readings:
-        output.data("\n".join(lines(readings, job)))
+    elif readings or servers:
+        output.data("\n".join([*live.lines(servers), *lines(readings, job)]))
     else:
         output.say('no jobs yet; queue one with: conserve submit data.parquet --prompt "..."')
 
@@ -98,8 +107,14 @@ def detail(reading: JobReading) -> list[str]:
     pairs = [
         ("job", reading.id),
         ("state", output.state(reading.state) + (f" ({reading.error})" if reading.error else "")),
-        ("rows", f"{reading.done:,} of {reading.rows:,} done ({percent(reading)}), {reading.failed:,} failed"),
-        ("left", f"{reading.waiting:,} waiting, {reading.running:,} running, {reading.retries:,} retries so far"),
+        (
+            "rows",
+            f"{reading.done:,} of {reading.rows:,} done ({percent(reading)}), {reading.failed:,} failed",
+        ),
+        (
+            "left",
+            f"{reading.waiting:,} waiting, {reading.running:,} running, {reading.retries:,} retries so far",
+        ),
         ("tokens", tokens(reading)),
         ("submitted", output.moment(reading.submitted_at)),
         ("started", output.moment(reading.started_at)),
@@ -113,7 +128,9 @@ def detail(reading: JobReading) -> list[str]:
 def tokens(reading: JobReading) -> str:
     """Token counts in words."""
     parts = [f"{reading.prompt_tokens:,} prompt ({reading.cached_tokens:,} cached)"]
-    parts.append(f"{reading.completion_tokens:,} completion ({reading.resumed_tokens:,} resumed after a stop)")
+    parts.append(
+        f"{reading.completion_tokens:,} completion ({reading.resumed_tokens:,} resumed after a stop)"
+    )
     return ", ".join(parts)
 
 
@@ -140,5 +157,3 @@ class Repaint:
         if self._enabled and self._height:
             sys.stdout.write(f"\x1b[{self._height}F\x1b[J")
         self._height = len(picture)
-
-

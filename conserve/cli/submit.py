@@ -48,8 +48,10 @@ def submit(
     param: Annotated[
         list[str] | None, typer.Option(metavar="KEY=JSON", help="Any other field of the request body.")
     ] = None,
-    id: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with the rows' own ids.")] = None,  # noqa: A002
-    name: Annotated[str | None, typer.Option(help="Beginning of the job's id, instead of the file's name.")] = None,
+    id: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with the rows' own ids.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Beginning of the job's id, instead of the file's name.")
+    ] = None,
     priority: Annotated[int, typer.Option(help="Jobs with a higher one run first.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:

@@ -1,28 +1,45 @@
-"""Any OpenAI-compatible HTTP server as an endpoint: vLLM, or whatever speaks the same routes."""
+"""Any OpenAI-compatible HTTP server as an endpoint: one that co-serves, vLLM, or any other."""
 
 import asyncio
-from collections.abc import Mapping
+import logging
+import time
+from contextlib import aclosing
 from typing import Any
 
 import httpx
 
-from conserve.endpoints.protocol import Call, Choice, Completion, OnTokens, Url
+from conserve.endpoints.answers import completion, refusal
+from conserve.endpoints.discovery import MOST_ROWS, Mode, Server, discover, healthy, metrics, served_models
+from conserve.endpoints.protocol import Call, Completion, OnTokens, Url
+from conserve.endpoints.stream import NotFaithful, Pieces, events
+from conserve.endpoints.window import Latencies, MetricsPressure, Window
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
     EndpointFault,
     EndpointUnavailable,
     EndpointUnusable,
-    RequestRejected,
+    EngineDied,
 )
+
+log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 ANSWER_S = 1800.0  # an offline request may wait long behind online traffic
-TOO_LONG = ("context length", "maximum model length", "too long", "max_model_len", "maximum context")
+LOOK_EVERY_S = 1.0  # at vLLM's metrics
+PROBE_S = 30.0  # for the answer to a probe
+PROBE_EVERY_S = 5.0  # where a look is a request of its own
+BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.DecodingError)
+MALFORMED = (AttributeError, KeyError, TypeError, ValueError)
 
 
 class HttpEndpoint:
-    """Implements `Endpoint` over HTTP. Tokens are not visible, so rows cut short start over."""
+    """Implements `Endpoint` over HTTP.
+
+    On a server that co-serves, tokens are seen and rows go on from them; elsewhere rows cut short start over.
+    With `considerate`, rows give way to live requests as far as the server allows. `most_rows` bounds those
+    in flight.
+    """
 
     def __init__(
         self,
@@ -30,129 +47,202 @@ class HttpEndpoint:
         *,
         api_key: str | None = None,
         model: str | None = None,
-        concurrency: int = 64,
+        most_rows: int | None = None,
+        considerate: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self.model = model
-        self._concurrency = concurrency
+        self.notice: str | None = None  # what the user should know of the server, once started
+        self._model, self._most_rows, self._considerate = model, most_rows, considerate
+        self._server: Server | None = None
+        self._window = Window(high=MOST_ROWS)
+        self._streams = True
+        self._in_flight = 0
+        self._look_again = False  # the server may be another one by now
+        self._looking = asyncio.Lock()
+        self._watch: asyncio.Task[None] | None = None
+        self._health: asyncio.Task[object] | None = None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.AsyncClient(
             base_url=self.base_url,
             headers=headers,
             timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MOST_ROWS),
             transport=transport,
         )
 
     @property
+    def server(self) -> Server:
+        """What answers; known once started."""
+        assert self._server is not None, "not started"
+        return self._server
+
+    @property
     def identity(self) -> str:
-        return f"{self.base_url} {self.model}"
+        return self.server.identity
 
     @property
     def capacity(self) -> int:
-        return self._concurrency
+        adaptive = self._considerate and self.server.mode is not Mode.COSERVING
+        return self._window.size if adaptive else self.server.most_rows
 
     async def start(self) -> None:
-        """Ask the server which model it serves, unless one was named."""
-        try:
-            answer = await self._client.get("/v1/models")
-            answer.raise_for_status()
-            served = [entry["id"] for entry in answer.json()["data"]]
-        except httpx.HTTPStatusError as error:
-            raise EndpointUnusable(
-                f"{self.base_url}/v1/models answered {error.response.status_code}; "
-                "check the URL and CONSERVE_API_KEY"
-            ) from error
-        except (httpx.HTTPError, httpx.InvalidURL, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise EndpointUnusable(
-                f"no OpenAI-compatible server answers at {self.base_url} ({error}); "
-                "start it or correct --endpoint"
-            ) from error
-        if self.model is None:
-            if not served:
-                raise EndpointUnusable(f"{self.base_url} serves no model; name one with --model")
-            self.model = served[0]
+        """Find out what the server is and what it serves."""
+        await self._discover()
+        if self._considerate and self._watch is None:
+            self._watch = asyncio.create_task(self._keep_looking())
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        await self._see_that_it_is_the_same(call)
+        self._in_flight += 1
         try:
-            answer = await self._client.post(
-                call.url, json={**call.body, "model": self.model, "stream": False}
-            )
-        except httpx.ReadTimeout as error:
-            raise EndpointFault(f"no answer within {ANSWER_S:.0f} s") from error
-        except (httpx.RemoteProtocolError, httpx.ReadError) as error:
-            raise EndpointFault(f"the connection broke: {error or type(error).__name__}") from error
+            return await self._complete(call, on_tokens)
+        except EndpointBusy:
+            self._window.observe(pressed=True)
+            raise
+        except (EndpointUnavailable, EngineDied):
+            self._look_again = True
+            raise
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight and self.server.mode is Mode.COSERVING:
+                self._look_again = True  # nothing of ours would break if it were restarted now
+
+    async def close(self) -> None:
+        for task in (self._watch, self._health):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        await self._client.aclose()
+        await asyncio.sleep(0)
+
+    # What answers.
+
+    async def _discover(self) -> None:
+        server = await discover(
+            self._client, model=self._model, most_rows=self._most_rows, considerate=self._considerate
+        )
+        if self._server is None or server.most_rows != self._window.high:
+            self._window = Window(high=server.most_rows)
+        self._server, self._look_again = server, False
+        self.notice = server.notice(self.base_url)
+
+    async def _see_that_it_is_the_same(self, call: Call) -> None:
+        """After trouble, or a time without requests, look again; a call made for another server goes back."""
+        if self._look_again:
+            async with self._looking:
+                if self._look_again:
+                    try:
+                        await self._discover()
+                    except EndpointUnusable as error:
+                        raise EndpointUnavailable(str(error)) from error
+        if call.identity not in (None, self.identity):
+            raise EndpointUnavailable(f"{self.base_url} serves something else now")
+
+    # One call.
+
+    async def _complete(self, call: Call, on_tokens: OnTokens | None) -> Completion:
+        if on_tokens is not None and self._streams and self.server.mode is Mode.COSERVING:
+            try:
+                return await self._in_pieces(call, on_tokens)
+            except NotFaithful:
+                self._streams = False  # a parser of the server's is at work, and will be on every answer
+        return await self._in_one_piece(call)
+
+    def _body(self, call: Call) -> dict[str, Any]:
+        """The request body as it is sent."""
+        body = {**call.body, "model": self.server.model, "stream": False}
+        if self.server.priority is not None:
+            body["priority"] = self.server.priority
+        return body
+
+    async def _in_one_piece(self, call: Call) -> Completion:
+        try:
+            answer = await self._client.post(call.url, json=self._body(call))
         except httpx.HTTPError as error:
-            raise EndpointUnavailable(
-                f"cannot reach {self.base_url}: {error or type(error).__name__}"
-            ) from error
+            raise await self._trouble(error) from error
         if answer.status_code != httpx.codes.OK:
             raise refusal(answer)
         try:
             return completion(call.url, answer.json())
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise EndpointFault(f"the answer is no completion: {answer.text[:200]!r}") from error
 
-    async def close(self) -> None:
-        await self._client.aclose()
-        await asyncio.sleep(0)
+    async def _in_pieces(self, call: Call, on_tokens: OnTokens) -> Completion:
+        """Stream the answer; saved tokens go along, and come back as its beginning."""
+        body = self._body(call) | {
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        if call.resume_from:
+            body["vllm_xargs"] = {"conserve_resume": list(call.resume_from)}
+        pieces = Pieces(call.url, on_tokens)
+        try:
+            async with self._client.stream("POST", call.url, json=body) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    await answer.aread()
+                    raise refusal(answer)
+                async with aclosing(events(answer.aiter_bytes())) as found:
+                    async for event in found:
+                        pieces.add(event)
+            return pieces.completion()
+        except httpx.HTTPError as error:
+            raise await self._trouble(error) from error
+        except MALFORMED as error:
+            raise EndpointFault(f"the stream is no completion: {error}") from error
 
+    async def _trouble(self, error: httpx.HTTPError) -> EndpointError:
+        """What a connection that broke or stayed silent amounts to.
 
-def completion(url: Url, answer: Mapping[str, Any]) -> Completion:
-    """Read an OpenAI response body; raises whatever a malformed one raises."""
-    usage = answer.get("usage") or {}
-    details = usage.get("prompt_tokens_details") or {}
-    choices = tuple(to_choice(url, choice) for choice in answer["choices"])
-    if not choices:
-        raise ValueError("no choices")
-    return Completion(
-        choices=choices,
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        completion_tokens=int(usage.get("completion_tokens") or 0),
-        cached_tokens=int(details.get("cached_tokens") or 0),
-        model=str(answer.get("model", "")),
-    )
+        It may be the row's doing, unless the server is gone, or has let the row wait for live requests.
+        """
+        said = str(error) or type(error).__name__
+        if isinstance(error, httpx.ReadTimeout):
+            silent = f"no answer within {ANSWER_S:.0f} s"
+            return (
+                EndpointUnavailable(silent) if self.server.mode is Mode.COSERVING else EndpointFault(silent)
+            )
+        if isinstance(error, BROKEN) and await self._is_up():
+            return EndpointFault(f"the connection broke: {said}")
+        return EndpointUnavailable(f"cannot reach {self.base_url}: {said}")
 
+    async def _is_up(self) -> bool:
+        """Whether the server answers; those who ask at one time share a look."""
+        if self._health is None or self._health.done():
+            is_vllm = self.server.has_metrics or self.server.mode is Mode.COSERVING
+            self._health = asyncio.create_task((healthy if is_vllm else served_models)(self._client))
+        try:
+            await asyncio.shield(self._health)
+        except EndpointUnusable:
+            return False
+        return True
 
-def to_choice(url: Url, choice: Mapping[str, Any]) -> Choice:
-    """One entry of `choices`, of either route."""
-    text = choice["message"]["content"] if url is Url.CHAT else choice["text"]
-    return Choice(
-        text=text or "",
-        finish_reason=str(choice.get("finish_reason") or "stop"),
-        logprobs=choice.get("logprobs"),
-    )
+    # How many rows it bears.
 
+    async def _keep_looking(self) -> None:
+        """While rows are in flight, look how the server does, and move the window."""
+        from_metrics, from_probes = MetricsPressure(), Latencies()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S if self.server.has_metrics else PROBE_EVERY_S)
+            if not self._in_flight or self.server.mode is Mode.COSERVING:
+                continue
+            if self.server.has_metrics:
+                page = await metrics(self._client)
+                pressed = page is None or from_metrics.observe(page)
+            else:
+                probe_s = await self._probe_s()
+                pressed = probe_s is None or from_probes.observe(probe_s)
+            self._window.observe(pressed)
 
-def refusal(answer: httpx.Response) -> EndpointError:
-    """The error that a status other than 200 amounts to."""
-    message = f"HTTP {answer.status_code}: {error_message(answer)}"
-    if answer.status_code in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE):
-        return EndpointBusy(message, retry_after_s=retry_after_s(answer))
-    if answer.status_code in (httpx.codes.BAD_GATEWAY, httpx.codes.GATEWAY_TIMEOUT):
-        return EndpointUnavailable(message)
-    if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        return EndpointUnusable(f"{message}; check CONSERVE_API_KEY")
-    if answer.status_code == httpx.codes.REQUEST_TIMEOUT or answer.status_code >= 500:
-        return EndpointFault(message)
-    too_long = any(words in message.lower() for words in TOO_LONG)
-    return RequestRejected(message, kind="too_long" if too_long else "invalid_request")
-
-
-def error_message(answer: httpx.Response) -> str:
-    """What the server says went wrong."""
-    try:
-        body = answer.json()
-        inner = body.get("error", body)
-        return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
-    except (ValueError, AttributeError):
-        return answer.text[:200]
-
-
-def retry_after_s(answer: httpx.Response) -> float | None:
-    """The server's own wish, in seconds."""
-    try:
-        return max(0.0, float(answer.headers["retry-after"]))
-    except (KeyError, ValueError):
-        return None
+    async def _probe_s(self) -> float | None:
+        """How long a completion of one token takes now; None if the server is in trouble."""
+        message = {"role": "user", "content": "a"}
+        body = {"model": self.server.model, "messages": [message], "max_tokens": 1}
+        begun = time.monotonic()
+        try:
+            answer = await self._client.post(Url.CHAT, json=body, timeout=PROBE_S)
+        except httpx.HTTPError:
+            return None
+        in_trouble = answer.status_code == httpx.codes.TOO_MANY_REQUESTS or answer.status_code >= 500
+        return None if in_trouble else time.monotonic() - begun

@@ -19,13 +19,16 @@ class Call:
 
     `body` is the request body without ``model`` and ``stream``. `resume_from` holds the token ids that an
     earlier attempt on the same endpoint already generated, at least one; the completion covers them too, as
-    if nothing had happened. It is only ever set where `resumable(body)` holds.
+    if nothing had happened. It is only ever set where `resumable(body)` holds. `identity` is the endpoint's
+    when the call was made: one that can become another meanwhile must not continue tokens of the first, nor
+    report its own under the first one's name.
     """
 
     key: str  # unique among the calls in flight
     url: Url
     body: Mapping[str, Any]
     resume_from: Sequence[int] = ()
+    identity: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,21 +13,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from conserve.endpoints.protocol import Endpoint
-from conserve.errors import ConserveError, EndpointError, EndpointFault, EndpointUnusable
-from conserve.jobs import owner as owners
+from conserve.errors import (
+    ConserveError,
+    EndpointError,
+    EndpointFault,
+    EndpointUnusable,
+    StoreError,
+)
+from conserve.jobs.hold import Hold
+from conserve.jobs.ledger import Ledger
+from conserve.jobs.outage import Outage, elapsed_or_set
 from conserve.jobs.outcome import failure, success
-from conserve.jobs.recorder import Outbox, Recorder
-from conserve.jobs.retry import LONGEST_BACKOFF_S, RetryDecision, decide
-from conserve.jobs.workload import Work, Workload
-from conserve.store import catalog, queue, shards
-from conserve.store.journal import Committed, Finished
+from conserve.jobs.recorder import Outbox
+from conserve.jobs.retry import SUSPECT_FAILURES, RetryDecision, decide
+from conserve.jobs.tally import Tally as Tally
+from conserve.jobs.workload import Work
+from conserve.store import home, queue
+from conserve.store.journal import Finished
 from conserve.store.queue import SavedTokens
 from conserve.store.results import Result
-from conserve.store.states import JobState
 from conserve.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -38,39 +46,6 @@ FLUSH_ROWS = 512  # results that make a transaction without waiting for more
 FLUSH_S = 0.25  # how long a result may wait for company; a crash costs at most that much work
 WATCH_S = 0.5  # how soon pause and cancel are noticed
 IDLE_S = 0.2  # how soon new rows are noticed
-
-
-@dataclass(slots=True)
-class Tally:
-    """What this harvester has done so far."""
-
-    succeeded: int = 0
-    failed: int = 0
-    retried: int = 0
-    late: int = 0  # answers thrown away because the lease had gone
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    resumed_tokens: int = 0
-    in_flight: int = 0
-    waiting_for: str | None = None  # why nothing runs just now
-    jobs: list[str] = field(default_factory=list)  # those it took rows of
-    cancelled: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)  # job id -> reason
-
-    @property
-    def done(self) -> int:
-        """Rows that have a result because of this harvester."""
-        return self.succeeded + self.failed
-
-    def count(self, committed: Committed) -> None:
-        """Add what a transaction has made durable."""
-        self.late += len(committed.late)
-        for result in (finished.result for finished in committed.written):
-            self.failed += result.failed
-            self.succeeded += not result.failed
-            self.prompt_tokens += result.prompt_tokens
-            self.completion_tokens += result.completion_tokens
-            self.resumed_tokens += result.resumed_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +61,7 @@ class Flight:
 
 
 class Harvester:
-    """Drains the queue of a store into an endpoint."""
+    """Drains the queue of a store into an endpoint; with `follow`, rows that come later too."""
 
     def __init__(
         self,
@@ -95,42 +70,82 @@ class Harvester:
         *,
         lease_s: float = 60.0,
         max_attempts: int = 5,
+        max_deaths: int = SUSPECT_FAILURES,
         only: Collection[str] | None = None,
+        follow: bool = False,
+        say: Callable[[str], None] = log.info,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.store, self.endpoint = store, endpoint
-        self.lease_s, self.max_attempts, self.only, self.clock = lease_s, max_attempts, only, clock
-        self.owner = owners.this_process()
+        self.lease_s, self.max_attempts, self.max_deaths = lease_s, max_attempts, max_deaths
+        self.clock = clock
+        self.follow = follow
         self.tally = Tally()
         self.ready_at: float | None = None  # when the endpoint was ready, on the monotonic clock
         self.ended_at: float | None = None  # when the last row was durable, before the endpoint closed
-        self._workload = Workload(store)
-        self._recorder = Recorder(store, clock)
+        self._ledger = Ledger(store, self.tally, lease_s=lease_s, only=only, clock=clock)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._outage = Outage(say)
         self._flights: set[Flight] = set()
         self._outbox = Outbox()
         self._held: Counter[int] = Counter()  # epoch -> rows whose outcome the store has not seen
         self._landed = asyncio.Event()  # some row left the endpoint
         self._outbox_full = asyncio.Event()
         self._claim_at = 0.0  # no sooner while rows are in flight, since the last claim found nothing
-        self._hold_s = 0.0
-        self._hold_until = 0.0
+        self._hold = Hold(clock, say)
+        self._started = False
         self._broken: EndpointUnusable | None = None
 
+    @property
+    def owner(self) -> str:
+        """Who holds its leases."""
+        return self._ledger.owner
+
     async def run(self, stop: asyncio.Event) -> Tally:
-        """Work until the queue is empty or `stop` is set; then what is in flight goes back with its tokens."""
+        """Work until the queue is empty or `stop` is set; then what is in flight goes back with its tokens.
+
+        One that follows ends by `stop` alone: where the store or the endpoint is out of reach, it waits.
+        """
+        try:
+            await (self._follow(stop) if self.follow else self._session(stop))
+        finally:
+            await self.endpoint.close()
+            self._thread.shutdown()
+            self._ledger.close()
+        return self.tally
+
+    async def _follow(self, stop: asyncio.Event) -> None:
+        """Sessions, with ever longer waits between them, until told to stop."""
+        while not stop.is_set():
+            try:
+                await self._session(stop)
+                return
+            except (StoreError, EndpointUnusable) as error:
+                self._started = self._started and not isinstance(error, EndpointUnusable)
+                wait_s = self._outage.begin(error)
+                self.tally.waiting_for = str(error)
+            await elapsed_or_set(stop, wait_s)
+
+    async def _session(self, stop: asyncio.Event) -> None:
+        """Make ready and work; however it ends, nothing stays in flight."""
         failed: BaseException | None = None
         try:
-            await self.endpoint.start()
-            self.ready_at = time.monotonic()
-            await self._in_store(self._recover)
+            if not self._started:
+                await self.endpoint.start()
+                self._started, self._broken = True, None
+            self.ready_at = self.ready_at or time.monotonic()
+            await self._in_store(self._ledger.reopen)
+            await self._flush()  # what an outage has kept us from writing
+            await self._in_store(self._ledger.recover)
+            self._held.clear()
+            self._outage.end()
+            self.tally.waiting_for = None
             await self._until_drained(stop)
         except BaseException as error:
             failed = error
             raise
         finally:
             await self._put_down(failed)
-        return self.tally
 
     async def _until_drained(self, stop: asyncio.Event) -> None:
         """Run the loops until there is nothing left to feed; a loop that breaks ends them all."""
@@ -148,50 +163,60 @@ class Harvester:
             await cancelled(loops)
 
     async def _put_down(self, failed: BaseException | None) -> None:
-        """Withdraw what is in flight, save its tokens, give its rows back, and close everything."""
+        """Withdraw what is in flight, save its tokens and give its rows back.
+
+        In an outage of the store the outbox waits for the next session. What was in a write that failed is
+        gone: it may have been written or not, and rows that were not are done again.
+        """
         await cancelled([flight.task for flight in self._flights if flight.task is not None])
+        self.ended_at = time.monotonic()
+        if self.follow and isinstance(failed, StoreError):
+            return
         try:
             await self._flush()
-            await self._in_store(self._give_back)
+            await self._in_store(self._ledger.give_back)
         except ConserveError:
             if failed is None:
                 raise
             log.debug("the store could not be told about rows in flight; their leases will expire")
         finally:
             self.ended_at = time.monotonic()
-            await self.endpoint.close()
-            self._workload.close()
-            self._thread.shutdown()
 
     # Feed: keep the endpoint full.
 
     async def _feed(self) -> None:
         """Claim rows whenever a quarter of the endpoint is free; return once the queue is empty."""
         while True:
-            await self._hold()
-            free = self.endpoint.capacity - len(self._flights)
-            works: list[Work] = []
-            due = not self._flights or self.clock() >= self._claim_at
-            if due and free >= max(1, self.endpoint.capacity // 4) and not self._suspect_in_flight():
-                works = await self._in_store(self._claim, free, False)
-                self._claim_at = 0.0 if works else self.clock() + IDLE_S
-            if not works and not self._flights:
-                await self._flush()
-                works = await self._in_store(self._claim, 1, True)
-                if not works and await self._in_store(self._nothing_left):
-                    return
+            await self._held_off()
+            works = await self._next_works()
             for work in works:
                 self._launch(work)
-            if not works:
-                await self._wait_for_landing()
+            if works:
+                continue
+            if not self._flights and await self._in_store(self._ledger.nothing_left) and not self.follow:
+                return
+            await self._wait_for_landing()
+
+    async def _next_works(self) -> list[Work]:
+        """Lease as many rows as are worth a claim; a suspect once nothing else is left, and then alone."""
+        works: list[Work] = []
+        free = self.endpoint.capacity - len(self._flights)
+        due = not self._flights or self.clock() >= self._claim_at
+        if due and free >= max(1, self.endpoint.capacity // 4) and not self._suspect_in_flight():
+            works = await self._in_store(self._ledger.claim, free, False, self.endpoint.identity)
+            self._claim_at = 0.0 if works else self.clock() + IDLE_S
+        if not works and not self._flights:
+            await self._flush()
+            works = await self._in_store(self._ledger.claim, 1, True, self.endpoint.identity)
+        return works
 
     def _suspect_in_flight(self) -> bool:
         return any(flight.work.row.suspect for flight in self._flights)
 
-    async def _hold(self) -> None:
+    async def _held_off(self) -> None:
         """Wait while the endpoint has asked for quiet; raise if it has broken for good."""
-        while (left := self._hold_until - self.clock()) > 0 and self._broken is None:
-            await asyncio.sleep(min(left, IDLE_S))
+        while (left_s := self._hold.left_s) > 0 and self._broken is None:
+            await asyncio.sleep(min(left_s, IDLE_S))
         if self._broken is not None:
             raise self._broken
         if self._flights:
@@ -208,45 +233,6 @@ class Harvester:
         if not full:
             await asyncio.sleep(IDLE_S / 20)
 
-    def _claim(self, limit: int, suspect: bool) -> list[Work]:
-        """Lease rows and load their requests (store thread)."""
-        while True:
-            now = self.clock()
-            with self.store.write() as tx:
-                lease = queue.claim(
-                    tx,
-                    owner=self.owner,
-                    now=now,
-                    lease_s=self.lease_s,
-                    limit=limit,
-                    only=self.only,
-                    suspect=suspect,
-                )
-            if lease is None:
-                return []
-            reason = self._workload.refusal(lease.job_id)
-            if reason is None:
-                return self._workload.load(lease, self.endpoint.identity)
-            with self.store.write() as tx:
-                queue.end(tx, [lease.epoch])
-                catalog.refuse(tx, lease.job_id, reason, now=now)
-            self.tally.refused[lease.job_id] = reason
-
-    def _nothing_left(self) -> bool:
-        """Whether the queue is drained; says what it waits for if not (store thread)."""
-        now = self.clock()
-        with self.store.write() as tx:
-            queue.abandon(tx, owners.dead(queue.owners(tx)))
-            queue.expire(tx, now=now)
-            left = queue.backlog(tx, only=self.only)
-        if left.waiting and left.next_at is not None and left.next_at > now:
-            self.tally.waiting_for = f"{left.waiting} rows wait for their next attempt"
-        elif left.leased:
-            self.tally.waiting_for = f"{left.leased} rows are with another conserve run"
-        else:
-            self.tally.waiting_for = None
-        return not left.leased and not left.waiting
-
     # Work: one row.
 
     def _launch(self, work: Work) -> None:
@@ -254,7 +240,9 @@ class Harvester:
         self._held[work.epoch] += 1
         if work.call is None:
             request = work.request
-            self._finish(work, failure(work, request.error_type or "template", request.error or "", now=self.clock()))
+            self._finish(
+                work, failure(work, request.error_type or "template", request.error or "", now=self.clock())
+            )
             return
         resumed = work.call.resume_from
         flight = Flight(work, resumed, len(resumed), alone=not self._flights)
@@ -285,7 +273,7 @@ class Harvester:
             log.exception("row %d of %s", work.row.position, work.job_id)
             self._judge(flight, EndpointFault(f"{type(error).__name__}: {error}"))
         else:
-            self._hold_s = 0.0
+            self._hold.end()
             self._finish(work, success(work, completion, now=self.clock()))
         finally:
             self._flights.discard(flight)
@@ -308,15 +296,20 @@ class Harvester:
             return
         flight.saved = len(flight.tokens)
         work = flight.work
+        assert work.call is not None
         self._outbox.saved[work.key] = SavedTokens(
-            work.epoch, *work.key, queue.pack_tokens(flight.tokens), self.endpoint.identity
+            work.epoch, *work.key, queue.pack_tokens(flight.tokens), work.call.identity or ""
         )
 
     def _judge(self, flight: Flight, error: EndpointError) -> None:
         """Fail the row or put it back, as the retry policy says."""
         work = flight.work
         decision = decide(
-            error, failures=work.row.failures, max_attempts=self.max_attempts, alone=flight.alone
+            error,
+            failures=work.row.failures,
+            max_attempts=self.max_attempts,
+            alone=flight.alone,
+            max_deaths=self.max_deaths,
         )
         if decision.error_type is not None:
             self._finish(work, failure(work, decision.error_type, str(error), now=self.clock()))
@@ -324,10 +317,7 @@ class Harvester:
         self.tally.retried += 1
         self._save_tokens(flight)
         self._put_back(work, decision)
-        if decision.hold_s and self.clock() >= self._hold_until:
-            self._hold_s = min(max(decision.hold_s, self._hold_s * 2), LONGEST_BACKOFF_S)
-            self._hold_until = self.clock() + self._hold_s
-            self.tally.waiting_for = f"{error}; trying again in {self._hold_s:.0f} s"
+        self.tally.waiting_for = self._hold.begin(error, decision.hold_s) or self.tally.waiting_for
 
     def _finish(self, work: Work, result: Result) -> None:
         self._outbox.saved.pop(work.key, None)
@@ -343,10 +333,7 @@ class Harvester:
     async def _record(self) -> None:
         """Write the outbox whenever it is full, or every tenth of a second."""
         while True:
-            try:
-                await asyncio.wait_for(self._outbox_full.wait(), FLUSH_S)
-            except TimeoutError:
-                pass
+            await elapsed_or_set(self._outbox_full, FLUSH_S)
             self._outbox_full.clear()
             await self._flush()
 
@@ -355,13 +342,10 @@ class Harvester:
         outbox, self._outbox = self._outbox, Outbox()
         if not outbox:
             return
-        await self._in_store(self._write, outbox)
+        await self._in_store(self._ledger.write, outbox)
+        self._outage.forget()
         self._held.subtract(outbox.epochs)
         self._held += Counter()  # drops those that have come to zero
-
-    def _write(self, outbox: Outbox) -> None:
-        """Make the outbox durable and count it, even if nobody waits any more (store thread)."""
-        self.tally.count(self._recorder.write(outbox))
 
     # Watch: leases, and what other processes did to our jobs.
 
@@ -373,33 +357,15 @@ class Harvester:
             now = self.clock()
             if now >= renew_at and self._held:
                 epochs = set(self._held)
-                alive = await self._in_store(self._renew, epochs)
+                alive = await self._in_store(self._ledger.renew, epochs)
                 self._withdraw(epochs=epochs - alive, lost=True)
                 for gone in epochs - alive:
                     del self._held[gone]
                 renew_at = now + self.lease_s / 3
-            stopped = await self._in_store(self._stopped_jobs)
+            stopped = await self._in_store(self._ledger.stopped_jobs)
             self._withdraw(jobs=stopped, lost=False)
 
-    def _renew(self, epochs: set[int]) -> set[int]:
-        """Renew our leases and end those of others that have run out (store thread)."""
-        now = self.clock()
-        with self.store.write() as tx:
-            alive = queue.renew(tx, epochs, now=now, lease_s=self.lease_s)
-            queue.expire(tx, now=now)
-        return alive
-
-    def _stopped_jobs(self) -> set[str]:
-        """Jobs of ours that were paused or cancelled (store thread)."""
-        with self.store.read() as tx:
-            states = catalog.states(tx, self._workload.seen())
-        self.tally.jobs = list(states)
-        self.tally.cancelled = [job_id for job_id, state in states.items() if state is JobState.CANCELLED]
-        return {job_id for job_id, state in states.items() if state in (JobState.CANCELLED, JobState.PAUSED)}
-
-    def _withdraw(
-        self, *, epochs: Collection[int] = (), jobs: Collection[str] = (), lost: bool
-    ) -> None:
+    def _withdraw(self, *, epochs: Collection[int] = (), jobs: Collection[str] = (), lost: bool) -> None:
         """Cancel the rows in flight that are under these leases or of these jobs."""
         for flight in list(self._flights):
             if flight.work.epoch not in epochs and flight.work.job_id not in jobs:
@@ -410,24 +376,14 @@ class Harvester:
 
     # The store's thread.
 
-    def _recover(self) -> None:
-        """Take back what dead processes held, and finish what they left half done (store thread)."""
-        now = self.clock()
-        with self.store.write() as tx:
-            queue.abandon(tx, owners.dead(queue.owners(tx)))
-            queue.expire(tx, now=now)
-        shards.compact_finished(self.store, now=now)
-        shards.sweep(self.store, now=now)
-
-    def _give_back(self) -> None:
-        """End our leases; rows that are still under them wait for the next run (store thread)."""
-        with self.store.write() as tx:
-            queue.abandon(tx, [self.owner])
-        self._stopped_jobs()
-
     async def _in_store(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run a function in the store's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        """Run a function in the store's thread; what the operating system denies it is a `StoreError`."""
+
+        def call() -> T:
+            with home.explained(self.store.home):
+                return function(*arguments)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
 
 async def cancelled(tasks: Collection["asyncio.Task[Any]"]) -> None:

@@ -48,7 +48,9 @@ def template_names(template: str) -> set[str]:
     try:
         return meta.find_undeclared_variables(ENVIRONMENT.parse(template)) - ENVIRONMENT.globals.keys()
     except TemplateSyntaxError as error:
-        raise TemplateError(f"the prompt template has a mistake in line {error.lineno}: {error.message}") from error
+        raise TemplateError(
+            f"the prompt template has a mistake in line {error.lineno}: {error.message}"
+        ) from error
 
 
 def renderer(task: Task) -> Renderer:

@@ -27,17 +27,25 @@ class RetryDecision:
     hold_s: float = 0.0  # how long nothing should be sent to the endpoint at all
 
 
-def decide(error: EndpointError, *, failures: int, max_attempts: int, alone: bool) -> RetryDecision:
+def decide(
+    error: EndpointError,
+    *,
+    failures: int,
+    max_attempts: int,
+    alone: bool,
+    max_deaths: int = SUSPECT_FAILURES,
+) -> RetryDecision:
     """Judge an error by what it says about the row.
 
-    A rejection is final. An endpoint that is busy or cannot be reached says nothing about the row, which waits
-    as long as it takes. A faulty answer counts, and `max_attempts` of them fail the row. Rows in flight when
-    an engine died are suspects: each runs alone once more, and one that kills the engine twice alone fails.
+    A rejection is final. An endpoint that is busy or cannot be reached says nothing about the row, which
+    waits as long as it takes. A faulty answer counts, and `max_attempts` of them fail the row. Rows in flight
+    when an engine died are suspects: each runs alone once more, and one that was alone when `max_deaths`
+    engines died fails.
     """
     if isinstance(error, RequestRejected):
         return RetryDecision(error_type=error.kind)
     if isinstance(error, EngineDied):
-        return decide_suspect(error, failures=failures, alone=alone)
+        return decide_suspect(error, failures=failures, alone=alone, max_deaths=max_deaths)
     if isinstance(error, EndpointBusy):
         return RetryDecision(hold_s=error.retry_after_s or FIRST_BACKOFF_S)
     if isinstance(error, EndpointUnavailable):
@@ -48,9 +56,9 @@ def decide(error: EndpointError, *, failures: int, max_attempts: int, alone: boo
     return RetryDecision(after_s=backoff_s(failures), counts=True)
 
 
-def decide_suspect(error: EngineDied, *, failures: int, alone: bool) -> RetryDecision:
+def decide_suspect(error: EngineDied, *, failures: int, alone: bool, max_deaths: int) -> RetryDecision:
     """Judge a row that was in flight when the engine died."""
-    if alone and failures + 1 >= SUSPECT_FAILURES:
+    if alone and failures + 1 >= max_deaths:
         return RetryDecision(error_type=error.kind)
     return RetryDecision(counts=alone, suspect=True)
 

@@ -100,7 +100,9 @@ def open_input(path: Path, *, from_stdin: bool, openai: bool) -> Opened:
     rows: Rows
     if head == b"PAR1":
         if openai:
-            raise InputError(f"{name} is a Parquet file; say what to ask: --prompt TEMPLATE or --messages COLUMN")
+            raise InputError(
+                f"{name} is a Parquet file; say what to ask: --prompt TEMPLATE or --messages COLUMN"
+            )
         rows, kind = ParquetRows(path, name), "parquet"
     elif openai:
         rows, kind = OpenAILines(path, name), "openai"
@@ -119,7 +121,9 @@ class ParquetRows:
         try:
             self.file = pq.ParquetFile(path)
         except (OSError, pa.ArrowInvalid, pa.ArrowException) as error:
-            raise InputError(f"{name} is damaged or truncated ({first_line(error)}); write it again") from error
+            raise InputError(
+                f"{name} is damaged or truncated ({first_line(error)}); write it again"
+            ) from error
         self.schema = self.file.schema_arrow
 
     @property
@@ -156,7 +160,9 @@ class ParquetRows:
 
 def is_messages(kind: pa.DataType) -> bool:
     """Whether a column type is list<struct<role: string, content: string, ...>>."""
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(
+        kind.value_type
+    ):
         return False
     fields = {field.name: field.type for field in kind.value_type}
     return {"role", "content"} <= fields.keys() and is_text(fields["role"])
@@ -206,7 +212,9 @@ class JsonLines:
                         f"line {number} of {self.name} is not JSON ({error}); correct it and submit again"
                     ) from error
                 if not isinstance(row, dict):
-                    raise InputError(f"line {number} of {self.name} is not a JSON object; write one object a line")
+                    raise InputError(
+                        f"line {number} of {self.name} is not a JSON object; write one object a line"
+                    )
                 self.check_line(row, number)
                 yield row
 
@@ -251,7 +259,15 @@ class OpenAILines(JsonLines):
         return OPENAI_COLUMNS
 
 
-KINDS = {type(None): "null", bool: "bool", int: "int", float: "float", str: "string", list: "list", dict: "object"}
+KINDS = {
+    type(None): "null",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str: "string",
+    list: "list",
+    dict: "object",
+}
 
 
 def column_kinds(rows: Iterator[dict[str, Any]]) -> dict[str, set[str]]:
@@ -285,9 +301,7 @@ def column_array(batch: list[dict[str, Any]], field: pa.Field) -> pa.Array:
     """One column of a batch; what is no string becomes JSON text where the column is text."""
     values = [row[field.name] for row in batch]
     if pa.types.is_string(field.type):
-        values = [
-            v if v is None or isinstance(v, str) else msgspec.json.encode(v).decode() for v in values
-        ]
+        values = [v if v is None or isinstance(v, str) else msgspec.json.encode(v).decode() for v in values]
     return pa.array(values, field.type)
 
 

@@ -1,8 +1,10 @@
 """From leased positions to calls an endpoint understands."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conserve.endpoints.protocol import Call, Url, resumable
+from conserve.errors import StoreError
 from conserve.jobs.request_file import RequestFile, StoredRequest
 from conserve.jobs.source import changed
 from conserve.jobs.task import Task
@@ -47,7 +49,7 @@ class Workload:
         self._open: dict[str, OpenJob] = {}
 
     def seen(self) -> list[str]:
-        """The jobs that rows were leased of."""
+        """The jobs that are open: rows were leased of them, and they have not ended."""
         return list(self._open)
 
     def refusal(self, job_id: str) -> str | None:
@@ -61,23 +63,29 @@ class Workload:
                 f"{job.source.path} changed after job {job_id} was submitted; restore it and run "
                 f"`conserve resume {job_id}`, or submit the new file"
             )
-        requests = RequestFile(home.requests_file(self._store.home, job_id))
+        try:
+            requests = RequestFile(home.requests_file(self._store.home, job_id))
+        except StoreError as error:
+            if not home.jobs_folder(self._store.home).is_dir():
+                raise  # it is not this job: the whole store is out of reach
+            return str(error)
         self._open[job_id] = OpenJob(job, Task.from_json(job.task), requests)
         return None
 
     def load(self, lease: Lease, identity: str) -> list[Work]:
         """The lease's rows with their requests; saved tokens count only if `identity` generated them."""
         opened = self._open[lease.job_id]
-        requests = opened.requests.read([row.position for row in lease.rows])
+        with home.explained(self._store.home):
+            requests = opened.requests.read([row.position for row in lease.rows])
         return [
             to_work(opened, lease.epoch, row, request, identity)
             for row, request in zip(lease.rows, requests, strict=True)
         ]
 
-    def close(self) -> None:
-        """Close all request files."""
-        for opened in self._open.values():
-            opened.requests.close()
+    def close(self, job_ids: Iterable[str] | None = None) -> None:
+        """Close the request files of these jobs, or all; a job is opened again when rows of it are leased."""
+        for job_id in list(self._open if job_ids is None else job_ids):
+            self._open.pop(job_id).requests.close()
 
 
 def to_work(opened: OpenJob, epoch: int, row: LeasedRow, request: StoredRequest, identity: str) -> Work:
@@ -94,6 +102,7 @@ def to_work(opened: OpenJob, epoch: int, row: LeasedRow, request: StoredRequest,
             url=Url(request.url or opened.task.url),
             body=body,
             resume_from=unpack_tokens(row.tokens) if usable and row.tokens else (),
+            identity=identity,
         )
     return Work(
         job_id=opened.job.id,

@@ -4,7 +4,7 @@ A request's part in an iteration is a `Slice`: p tokens computed after c tokens 
 `Batch` keeps sums over the slices, so that adding or removing a request is O(1) whatever the batch's size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -53,6 +53,15 @@ class Batch:
             self.prefills += 1
             self.prefill_tokens += tokens
             self.prefill_context += context
+
+    def add_decodes(self, contexts: Sequence[int]) -> None:
+        """Let a request each compute one token after so many others: many `add`s at once."""
+        count, context = len(contexts), sum(contexts)
+        self.requests += count
+        self.tokens += count
+        self.square += count
+        self.context += context
+        self.product += context
 
     def remove(self, tokens: int, context: int, decode: bool = False) -> None:
         """Undo `add` with the same arguments."""

@@ -13,7 +13,7 @@ k1 (computation) and k3 (communication) multiply the same P, so one profile show
 `compute`; `parallelism.separate` splits it where profiles at several degrees of parallelism exist.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from conserve.profiles.batch import Batch
 from conserve.profiles.model import LinearModel, Parabola
@@ -23,7 +23,7 @@ class PaperModel(LinearModel):
     """The paper's five coefficients, k1 and k3 as one."""
 
     name = "conserve-paper"
-    terms = {
+    terms: ClassVar = {
         "compute": "k1 + k3, per token: projections, feed-forward layers and collectives",
         "attention": "k2, per p (p + c): each new token with each earlier one of its request",
         "memory": "k4, per token of p + c: reading and writing the KV cache",
@@ -54,7 +54,7 @@ class ConServeModel(LinearModel):
     """
 
     name = "conserve"
-    terms = {
+    terms: ClassVar = {
         "compute": "k1 + k3, per token",
         "causal": "k2 within a chunk, per p^2",
         "attention": "k2 with its context, per p c",

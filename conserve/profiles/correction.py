@@ -139,7 +139,11 @@ class CorrectedModel:
     def correction(self) -> Correction:
         """What was learned so far."""
         return Correction(
-            of=self._of, log_scale=self._log_scale, error=self._error, seen=self._seen, residuals=list(self._residuals)
+            of=self._of,
+            log_scale=self._log_scale,
+            error=self._error,
+            seen=self._seen,
+            residuals=list(self._residuals),
         )
 
     def predict(self, batch: Batch) -> float:

@@ -50,7 +50,9 @@ class Coefficients:
     constant: float
 
 
-def from_two_chunks(machine: Machine, tokens: int, fresh_ms: float, context: int, late_ms: float) -> Coefficients:
+def from_two_chunks(
+    machine: Machine, tokens: int, fresh_ms: float, context: int, late_ms: float
+) -> Coefficients:
     """k2 from what `context` adds to a chunk of `tokens`, and k1 + k3 from what is left of the fresh one."""
     attention = (late_ms - fresh_ms - machine.memory_ms * context) / (tokens * context)
     return from_one_chunk(machine, tokens, 0, fresh_ms, attention)

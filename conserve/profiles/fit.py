@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conserve.profiles.batch import Batch
-from conserve.profiles.model import LatencyModel, LinearModel
+from conserve.profiles.model import LinearModel
 
 M = TypeVar("M", bound=LinearModel)
 Floats = NDArray[np.float64]

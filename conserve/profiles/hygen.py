@@ -1,6 +1,6 @@
 """HyGen's latency predictor (hygen section 4.2): linear regression on S_p, S_d, S_p^2, S_d^2, N_p and N_d."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from conserve.profiles.batch import Batch
 from conserve.profiles.model import LinearModel, Parabola
@@ -16,7 +16,7 @@ class HyGenModel(LinearModel):
     """
 
     name = "hygen"
-    terms = {
+    terms: ClassVar = {
         "prefill_tokens": "S_p, per prompt token computed",
         "decode_tokens": "S_d, per token that a decode step attends to",
         "prefill_square": "S_p^2",
@@ -42,6 +42,4 @@ class HyGenModel(LinearModel):
 
     def _with(self, batch: Batch, context: int) -> Parabola:
         tokens, _, square, _, prefill, _, _ = self._weights
-        return Parabola(
-            square, tokens + 2 * square * batch.prefill_tokens, self.predict(batch) + prefill
-        )
+        return Parabola(square, tokens + 2 * square * batch.prefill_tokens, self.predict(batch) + prefill)

@@ -39,7 +39,10 @@ def siblings(profile: Profile, others: Sequence[Profile]) -> dict[int, float]:
     for other in [*others, profile]:
         words, own = (dict(word.split("=") for word in p.key.parallelism.split()) for p in (other, profile))
         # One device takes another executor than several.
-        different = {d.split(":")[0] for d in profile.key.differences(other.key)} - {"parallelism", "executor"}
+        different = {d.split(":")[0] for d in profile.key.differences(other.key)} - {
+            "parallelism",
+            "executor",
+        }
         if not different and (words["pp"], words["dp"]) == (own["pp"], own["dp"]):
             found[int(words["tp"])] = other.models[ConServeModel.name].coefficients["compute"]
     return found

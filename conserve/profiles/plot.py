@@ -17,7 +17,9 @@ def plot_profile(profile: Profile, path: Path) -> None:
     except ImportError as error:
         raise SettingsError('--plot needs matplotlib; run: pip install "conserve[plot]"') from error
     if not profile.samples:
-        raise ProfileMissing(f"the profile {profile.name} has no measurements to plot; run: conserve profile MODEL")
+        raise ProfileMissing(
+            f"the profile {profile.name} has no measurements to plot; run: conserve profile MODEL"
+        )
     measured = [read_sample(line) for line in profile.samples]
     figure = Figure(figsize=(5 * len(profile.models), 5), layout="constrained")
     panels = figure.subplots(1, len(profile.models), squeeze=False)[0]
@@ -27,7 +29,12 @@ def plot_profile(profile: Profile, path: Path) -> None:
             if chosen:
                 samples = Samples.of([batch for batch, _ in chosen], [ms for _, ms in chosen])
                 axes.loglog(
-                    samples.ms, samples.predictions(profile.model(name)), ".", color=colour, label=kind, alpha=0.7
+                    samples.ms,
+                    samples.predictions(profile.model(name)),
+                    ".",
+                    color=colour,
+                    label=kind,
+                    alpha=0.7,
                 )
         axes.axline((1, 1), (10, 10), color="grey", linewidth=0.8)
         mape = f", MAPE {fitted.errors.mape:.2%}" if fitted.errors else ""

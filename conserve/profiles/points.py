@@ -65,7 +65,9 @@ class Point:
 def write_slices(slices: Sequence[Slice]) -> str:
     """Slices in one line; equal neighbours are counted, and a decode step has one token unless it says more."""
     runs = [(piece, len(list(run))) for piece, run in groupby(slices)]
-    return " ".join(write_slice(piece) if count == 1 else f"{count}*{write_slice(piece)}" for piece, count in runs)
+    return " ".join(
+        write_slice(piece) if count == 1 else f"{count}*{write_slice(piece)}" for piece, count in runs
+    )
 
 
 def write_slice(piece: Slice) -> str:
@@ -90,8 +92,8 @@ def plan(limits: Limits, *, seed: int, max_context: int | None = None) -> list[P
     """All points in the order of measuring: whenever one stops, what is done covers the space.
 
     Three mixtures follow each grid point, both in random order: a co-serving engine runs mixtures, in which
-    contexts differ and threads wait for each other; the grid sees to the corners. `max_context` narrows the space to what a
-    deployment serves; without it, it is what the engine holds. Raises `GridTooLarge`.
+    contexts differ and threads wait for each other; the grid sees to the corners. `max_context` narrows the
+    space to what a deployment serves; without it, it is what the engine holds. Raises `GridTooLarge`.
     """
     if max_context is not None:
         limits = narrowed(limits, max_context)
@@ -104,7 +106,8 @@ def plan(limits: Limits, *, seed: int, max_context: int | None = None) -> list[P
         )
     dice.shuffle(grid)
     mixed = [
-        Point("held-out" if number % HELD_OUT == 1 else "mixed", mixture(dice, limits)) for number in range(MIXED)
+        Point("held-out" if number % HELD_OUT == 1 else "mixed", mixture(dice, limits))
+        for number in range(MIXED)
     ]
     threes = [mixed[start : start + MIXED_PER_GRID] for start in range(0, len(mixed), MIXED_PER_GRID)]
     points: list[Point] = []
@@ -145,7 +148,9 @@ def mixture(dice: random.Random, limits: Limits) -> tuple[Slice, ...]:
         budget = int(log_uniform(dice, 16, limits.tokens))
         mean = log_uniform(dice, 64, limits.context / 2)
         rows = dice.choice((0, int(log_uniform(dice, 1, limits.requests)), dice.randint(1, limits.requests)))
-        decodes = [1 + min(int(dice.expovariate(1 / mean)), limits.context - 32) for _ in range(min(rows, budget))]
+        decodes = [
+            1 + min(int(dice.expovariate(1 / mean)), limits.context - 32) for _ in range(min(rows, budget))
+        ]
         slices = [Slice(1, context, decode=True) for context in decodes]
         left = min(budget, limits.tokens) - len(slices)
         for chunk in range(dice.choice((0, 1, 1, 2, 3)) if slices else dice.choice((1, 2, 3))):
@@ -168,7 +173,10 @@ def log_uniform(dice: random.Random, low: float, high: float) -> float:
 
 def with_noise(points: Sequence[Point], limits: Limits) -> Iterator[Point]:
     """The points, and every so often the same batch again: what it varies by, no model can predict."""
-    same = (Slice(min(256, limits.tokens // 2), 0), *[Slice(1, min(512, limits.context // 2), decode=True)] * 4)
+    same = (
+        Slice(min(256, limits.tokens // 2), 0),
+        *[Slice(1, min(512, limits.context // 2), decode=True)] * 4,
+    )
     for number, point in enumerate(points):
         if number % NOISE_EVERY == 0 and limits.hold(same):
             yield Point("noise", same)

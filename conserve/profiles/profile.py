@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 
 from conserve.errors import ProfileDamaged, ProfileDerived, ProfileMismatch
-from conserve.profiles.correction import Residual
 from conserve.profiles.conserve import ConServeModel, PaperModel
+from conserve.profiles.correction import Residual
 from conserve.profiles.fit import Errors
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.model import LinearModel

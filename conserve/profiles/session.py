@@ -16,7 +16,16 @@ from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel, Residual, quantile_margin
 from conserve.profiles.fit import Samples, errors, fit
 from conserve.profiles.points import NOISE_EVERY, Limits, Point
-from conserve.profiles.profile import MODELS, FittedModel, KVCopy, Noise, Profile, ProfileKey, Safepoint, write_sample
+from conserve.profiles.profile import (
+    MODELS,
+    FittedModel,
+    KVCopy,
+    Noise,
+    Profile,
+    ProfileKey,
+    Safepoint,
+    write_sample,
+)
 from conserve.profiles.whole import write_whole
 
 VISITS = 3  # times each point is measured, far apart, so that a neighbour's busy second spoils one of them
@@ -190,7 +199,9 @@ def conclude(rig: Rig, record: Record) -> Profile:
         models=fit_models(fitted_points, held_out),
         noise=noise_of(record),
         empty_iteration_ms=rig.empty_iteration_ms(),
-        kv_copies=rig.kv_copies([n for n in COPY_BLOCKS if n * rig.limits.block_tokens <= rig.limits.kv_tokens // 2]),
+        kv_copies=rig.kv_copies(
+            [n for n in COPY_BLOCKS if n * rig.limits.block_tokens <= rig.limits.kv_tokens // 2]
+        ),
         safepoint=rig.safepoint(),
         samples=[write_sample(point, ms) for point, ms in measured.items()],
     )

@@ -112,7 +112,9 @@ def move(tx: Connection, job_id: str, verb: str, *, now: float) -> Job:
     if current.state is target:
         return current
     if current.state not in allowed:
-        raise JobRefused(f"job {current.id} is {current.state}, so there is nothing to {verb}; run: conserve status")
+        raise JobRefused(
+            f"job {current.id} is {current.state}, so there is nothing to {verb}; run: conserve status"
+        )
     finished_at = now if target.final else None
     tx.execute(
         update(job)
@@ -135,5 +137,3 @@ def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:
     """The stored states of some jobs."""
     rows = tx.execute(select(job.c.id, job.c.state).where(job.c.id.in_(job_ids)))
     return {row.id: JobState(row.state) for row in rows}
-
-

@@ -26,7 +26,12 @@ class Format(StrEnum):
     OPENAI = "openai"
 
 
-SUFFIXES = {".parquet": Format.PARQUET, ".pq": Format.PARQUET, ".jsonl": Format.JSONL, ".ndjson": Format.JSONL}
+SUFFIXES = {
+    ".parquet": Format.PARQUET,
+    ".pq": Format.PARQUET,
+    ".jsonl": Format.JSONL,
+    ".ndjson": Format.JSONL,
+}
 SUFFIXES[".csv"] = Format.CSV
 
 DOCUMENTS = ("json", "choices", "logprobs")  # columns of JSON text

@@ -1,9 +1,9 @@
 """The store's folder and everything that lives in it.
 
-    HOME/conserve.db                 the database (unless CONSERVE_STORE names another)
-    HOME/jobs/<id>/requests.parquet  the rendered requests, in execution order
-    HOME/jobs/<id>/inputs.parquet    the input rows, where they did not come as a Parquet file
-    HOME/jobs/<id>/results/*.parquet result shards
+HOME/conserve.db                 the database (unless CONSERVE_STORE names another)
+HOME/jobs/<id>/requests.parquet  the rendered requests, in execution order
+HOME/jobs/<id>/inputs.parquet    the input rows, where they did not come as a Parquet file
+HOME/jobs/<id>/results/*.parquet result shards
 """
 
 import errno
@@ -95,5 +95,7 @@ def explained(where: Path) -> Iterator[None]:
                 f"no space left in {where}; free some and run the command again, nothing committed is lost"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise StoreReadOnly(f"{where} cannot be written; make it writable or set CONSERVE_HOME") from error
+            raise StoreReadOnly(
+                f"{where} cannot be written; make it writable or set CONSERVE_HOME"
+            ) from error
         raise StoreError(f"{where} cannot be used: {error}; check CONSERVE_HOME") from error

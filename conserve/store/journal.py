@@ -51,7 +51,12 @@ def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Commi
         tx.execute(
             insert(journal),
             [
-                {"job_id": f.job_id, "position": f.position, "failed": f.result.failed, "payload": encode(f.result)}
+                {
+                    "job_id": f.job_id,
+                    "position": f.position,
+                    "failed": f.result.failed,
+                    "payload": encode(f.result),
+                }
                 for f in written
             ],
         )

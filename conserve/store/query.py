@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import duckdb
-import msgspec
 import pyarrow as pa
 from sqlalchemy import Connection, select, text
 
@@ -96,7 +95,9 @@ class Views:
 
 
 @contextmanager
-def views(store: Store, *, now: float, only: Sequence[str] | None = None, sealed: bool = True) -> Iterator[Views]:
+def views(
+    store: Store, *, now: float, only: Sequence[str] | None = None, sealed: bool = True
+) -> Iterator[Views]:
     """Open the views over the store as it is now; `sealed` locks everything else away."""
     taken = snapshot(store, now=now, only=only)
     with (
@@ -237,7 +238,7 @@ def ask(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelation:
 def explain(error: duckdb.Error) -> str:
     """DuckDB's message in one line, with what to look at next."""
     message = " ".join(line.strip() for line in str(error).splitlines() if line.strip() and "^" not in line)
-    return f"{message}; the columns are shown by: conserve sql \"describe results\""
+    return f'{message}; the columns are shown by: conserve sql "describe results"'
 
 
 def columns_of(duck: duckdb.DuckDBPyConnection, view: str) -> list[str]:

@@ -104,7 +104,9 @@ def returned(tx: Connection, job_id: str, now: float, limit: int, suspect: bool)
         .limit(limit)
     )
     return [
-        LeasedRow(r.position, r.attempts + 1, r.failures, r.started_at or now, r.tokens, r.tokens_by, r.suspect)
+        LeasedRow(
+            r.position, r.attempts + 1, r.failures, r.started_at or now, r.tokens, r.tokens_by, r.suspect
+        )
         for r in rows
     ]
 
@@ -145,7 +147,13 @@ def take_again(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow
 def take_first(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow]) -> None:
     """Put rows that were never leased under the lease; from now on each has a request row."""
     values = [
-        {"job_id": job_id, "position": row.position, "epoch": epoch, "attempts": 1, "started_at": row.started_at}
+        {
+            "job_id": job_id,
+            "position": row.position,
+            "epoch": epoch,
+            "attempts": 1,
+            "started_at": row.started_at,
+        }
         for row in rows
     ]
     if values:

@@ -43,7 +43,9 @@ job = Table(
     Column("started_at", Float),
     Column("finished_at", Float),
     Column("task", Text, nullable=False),  # JSON of jobs.task.Task
-    Column("source", Text, nullable=False),  # JSON of store.catalog.Source: the input file and its fingerprint
+    Column(
+        "source", Text, nullable=False
+    ),  # JSON of store.catalog.Source: the input file and its fingerprint
     Column("num_rows", BigInteger, nullable=False),
     Column("next_position", BigInteger, nullable=False, default=0),
     Column("succeeded", BigInteger, nullable=False, default=0),

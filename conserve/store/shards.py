@@ -117,7 +117,10 @@ def compact_finished(store: Store, *, now: float) -> None:
     ended = [state.value for state in JobState if state.final]
     with store.read() as tx:
         left = tx.scalars(
-            select(journal.c.job_id).distinct().join(job, job.c.id == journal.c.job_id).where(job.c.state.in_(ended))
+            select(journal.c.job_id)
+            .distinct()
+            .join(job, job.c.id == journal.c.job_id)
+            .where(job.c.state.in_(ended))
         ).all()
     for job_id in left:
         compact(store, job_id, now=now)

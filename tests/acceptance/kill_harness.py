@@ -1,4 +1,4 @@
-"""Kills the real `conserve run` at random moments and checks that every row is there exactly once."""
+"""Kills the real `conserve run` or `harvest` at random moments; every row must be there exactly once."""
 
 import os
 import random
@@ -30,6 +30,7 @@ class Harness:
     home: Path
     prompts: Sequence[str]
     script: str = "token_ms=2&tokens=200&capacity=64"
+    server: str | None = None  # harvest on this one rather than run on the fake
     seed: int = 0
     job_id: str = ""
     kills: int = 0
@@ -51,8 +52,11 @@ class Harness:
         store.close()
 
     def start(self) -> "subprocess.Popen[str]":
-        """A real `conserve run` in a process group of its own."""
-        command = [sys.executable, "-m", "conserve", "run", "--endpoint", f"fake:?{self.script}"]
+        """A real `conserve run` or `harvest` in a process group of its own."""
+        arguments = ["run", "--endpoint", f"fake:?{self.script}"]
+        if self.server is not None:
+            arguments = ["harvest", "--until-empty", "--endpoint", self.server]
+        command = [sys.executable, "-m", "conserve", *arguments]
         return subprocess.Popen(
             command,
             env={**os.environ, "CONSERVE_HOME": str(self.home)},

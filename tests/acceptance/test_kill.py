@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.kill_harness import Harness
+from tests.acceptance.scripted_server import Script, ScriptedServer
 
 
 def test_long_rows_survive_kills_and_continue_from_their_tokens(tmp_path: Path) -> None:
@@ -25,6 +26,19 @@ def test_many_short_rows_survive_kills_in_commit_and_compaction(tmp_path: Path) 
     assert harness.finish() == 0
     harness.check()
     assert harness.kills >= 10
+
+
+def test_a_killed_harvest_leaves_its_tokens_to_the_next(tmp_path: Path) -> None:
+    with ScriptedServer(Script(tokens=150, token_s=0.01, max_num_seqs=16)) as server:
+        prompts = [f"question {n}" for n in range(96)]
+        harness = Harness(tmp_path / "home", prompts, script="tokens=150", server=server.url, seed=3)
+        harness.submit()
+        harness.storm(3, longest_s=3.0)
+        assert harness.finish() == 0
+        harness.check()
+    assert harness.kills >= 3
+    assert server.continued, "some kill must have hit a row in mid-generation"
+    assert harness.reading().resumed_tokens > 0
 
 
 @pytest.mark.soak

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine.policy.pacing import token_budget
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel, Correction, Residual, margin_near, quantile_margin
 from conserve.profiles.fit import Samples, fit
@@ -59,21 +58,6 @@ def test_can_schedule_is_the_largest_number_that_fits(
         assert ms(tokens) <= tbt_ms
     if tokens < request.tokens:
         assert ms(tokens + 1) > tbt_ms
-
-
-@given(models(), slices, st.floats(0, 1e6))
-def test_a_token_budget_takes_requests_in_order_until_one_is_cut(
-    model: LinearModel, wanted: list[Slice], tbt_ms: float
-) -> None:
-    budget = token_budget(model, wanted, tbt_ms)
-    assert 1 <= budget <= max(1, sum(request.tokens for request in wanted))
-    left, taken = budget, []
-    for request in wanted:
-        if left:
-            taken.append(request._replace(tokens=min(left, request.tokens)))
-            left -= taken[-1].tokens
-    if budget > 1:
-        assert model.predict(Batch.of(taken)) <= tbt_ms
 
 
 @given(models(), slices, slices, st.randoms())

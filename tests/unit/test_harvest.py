@@ -1,19 +1,23 @@
 """The harvester against a scripted endpoint: what fails, what waits, what goes on where it stopped."""
 
 import asyncio
+import errno
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, request_text
 from conserve.errors import EndpointUnusable, StoreFull
 from conserve.jobs import retry
-from conserve.jobs.harvest import Harvester, Tally
+from conserve.jobs.harvest import Harvester
 from conserve.jobs.submit import submit
+from conserve.jobs.tally import Tally
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, queue, shards
+from conserve.store import catalog, home, journal, queue, shards
 from conserve.store.query import views
 from conserve.store.states import JobState
 from conserve.store.store import Store
@@ -254,8 +258,6 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(store: Store, queue_up: Cal
     def small_disk(connection: object, _: object) -> None:
         connection.execute(limit)  # type: ignore[attr-defined]
 
-    from sqlalchemy import event
-
     store.engine.dispose()
     event.listen(store.engine, "connect", small_disk)
     with pytest.raises(StoreFull, match="no space left"):
@@ -303,3 +305,216 @@ def test_large_answers_fill_a_shard_by_their_bytes(
         files = tx.scalar(text("select count(*) from shard"))
     assert files >= 5
     assert [row[0] for row in results(store, job_id)] == list(range(50))
+
+
+class Following:
+    """A harvester that follows, in the background of an event loop."""
+
+    def __init__(self, store: Store, endpoint: FakeEndpoint, **named: object) -> None:
+        self.said: list[str] = []
+        self.harvester = Harvester(store, endpoint, follow=True, say=self.said.append, **named)  # type: ignore[arg-type]
+        self.stop = asyncio.Event()
+        self.task = asyncio.create_task(self.harvester.run(self.stop))
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                assert not self.task.done(), self.task
+                await asyncio.sleep(0.01)
+
+    async def end(self) -> Tally:
+        self.stop.set()
+        return await asyncio.wait_for(self.task, 20)
+
+    @property
+    def headlines(self) -> list[str]:
+        """What was said, without reasons."""
+        return [line.partition(" (")[0] for line in self.said]
+
+
+OUTAGE = ["the store cannot be reached", "the store is back; harvesting goes on"]
+
+
+def test_one_who_follows_works_on_what_comes_later(store: Store, queue_up: Callable[..., str]) -> None:
+    async def run() -> None:
+        following = Following(store, FakeEndpoint())
+        await asyncio.sleep(0.3)
+        first = await asyncio.to_thread(queue_up, "a", "b")
+        await following.until(lambda: following.harvester.tally.completed == [first], 1.0)
+        second = await asyncio.to_thread(queue_up, "c")
+        await following.until(lambda: following.harvester.tally.completed == [first, second], 1.0)
+        assert (await following.end()).done == 3
+        assert following.said == []
+
+    asyncio.run(run())
+
+
+def test_idling_writes_nothing(store: Store, queue_up: Callable[..., str]) -> None:
+    queue_up("a")
+    begun: list[str] = []
+
+    async def run() -> None:
+        following = Following(store, FakeEndpoint())
+        await following.until(lambda: bool(following.harvester.tally.completed))
+        await asyncio.sleep(0.5)
+        event.listen(
+            store.engine, "begin", lambda connection: begun.append(str(connection.get_execution_options()))
+        )
+        await asyncio.sleep(1.0)
+        await following.end()
+
+    asyncio.run(run())
+    idle, last = begun[:-2], begun[-2:]
+    assert len(idle) > 5
+    assert all("read_only" in options for options in idle)
+    assert "read_only" not in last[0], "the stop gives rows back"
+
+
+def test_one_who_follows_closes_jobs_that_have_ended(store: Store, queue_up: Callable[..., str]) -> None:
+    async def run() -> None:
+        following = Following(store, FakeEndpoint())
+        for n in range(3):
+            await asyncio.to_thread(queue_up, f"row {n}")
+        await following.until(lambda: len(following.harvester.tally.completed) == 3)
+        await following.until(lambda: not following.harvester._ledger._workload.seen())
+        await following.end()
+
+    asyncio.run(run())
+
+
+def test_a_retried_job_is_opened_again(store: Store, queue_up: Callable[..., str]) -> None:
+    job_id = queue_up("a", "REJECT")
+
+    async def run() -> None:
+        following = Following(store, FakeEndpoint())
+        await following.until(lambda: following.harvester.tally.done == 2)
+        await following.until(lambda: not following.harvester._ledger._workload.seen())
+        await asyncio.to_thread(shards.retry_failed, store, job_id, now=0.0)
+        await following.until(lambda: following.harvester.tally.done == 3)
+        await following.end()
+
+    asyncio.run(run())
+
+
+def test_a_store_that_goes_away_and_comes_back_loses_and_doubles_nothing(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    prompts = [f"row {n}" for n in range(60)]
+    job_id = queue_up(*prompts)
+    away = store.home.with_name("away")
+
+    async def run() -> Following:
+        following = Following(store, FakeEndpoint(Script(token_ms=5, tokens=40, capacity=8)))
+        await following.until(lambda: following.harvester.tally.done >= 8)
+        store.home.rename(away)
+        await following.until(lambda: bool(following.said))
+        assert following.harvester.tally.in_flight == 0
+        await asyncio.sleep(0.1)
+        away.rename(store.home)
+        await following.until(lambda: following.harvester.tally.completed == [job_id])
+        await following.end()
+        return following
+
+    following = asyncio.run(run())
+    assert [row[:2] for row in results(store, job_id)] == [(n, answer(p, 40)) for n, p in enumerate(prompts)]
+    assert following.headlines == OUTAGE
+    assert not store.home.with_name("away").exists()
+
+
+def test_a_store_that_cannot_be_written_is_waited_for(store: Store, queue_up: Callable[..., str]) -> None:
+    job_id = queue_up(*(f"row {n}" for n in range(40)))
+
+    async def run() -> Following:
+        following = Following(store, FakeEndpoint(Script(token_ms=5, tokens=20, capacity=8)))
+        await following.until(lambda: following.harvester.tally.done >= 8)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(journal, "commit", broken_disk)
+            patch.setattr("conserve.jobs.ledger.reserve_space", broken_disk)
+            await following.until(lambda: bool(following.said))
+            await asyncio.sleep(0.2)
+        await following.until(lambda: following.harvester.tally.completed == [job_id])
+        await following.end()
+        return following
+
+    following = asyncio.run(run())
+    assert [row[0] for row in results(store, job_id)] == list(range(40))
+    assert following.headlines == OUTAGE
+
+
+def broken_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_stop_during_an_outage_is_a_stop(store: Store, queue_up: Callable[..., str]) -> None:
+    job_id = queue_up("a")
+    away = store.home.with_name("away")
+
+    async def run() -> None:
+        following = Following(store, FakeEndpoint(Script(token_ms=50)))
+        await following.until(lambda: following.harvester.tally.in_flight == 1)
+        store.home.rename(away)
+        await following.until(lambda: bool(following.said))
+        await following.end()
+
+    asyncio.run(run())
+    assert not store.home.exists(), "no empty store was made in its place"
+    away.rename(store.home)
+    store.close()
+    with store.write() as tx:
+        queue.abandon(tx, queue.owners(tx))
+    harvest(store, FakeEndpoint())
+    assert len(results(store, job_id)) == 1
+
+
+def test_a_store_that_was_replaced_is_noticed(
+    store: Store, queue_up: Callable[..., str], tmp_path: Path
+) -> None:
+    queue_up("a")
+
+    async def run() -> None:
+        following = Following(store, FakeEndpoint())
+        await following.until(lambda: bool(following.harvester.tally.completed))
+        copy = tmp_path / "copy.db"
+        shutil.copy(store.home / "conserve.db", copy)
+        copy.replace(store.home / "conserve.db")
+        await following.until(lambda: bool(following.said))
+        assert "replaced" in following.said[0]
+        await following.end()
+
+    asyncio.run(run())
+
+
+def test_a_job_whose_requests_are_gone_holds_up_no_other(store: Store, queue_up: Callable[..., str]) -> None:
+    broken, whole = queue_up("a"), queue_up("b", "c")
+    home.requests_file(store.home, broken).unlink()
+    tally = harvest(store, FakeEndpoint())
+    assert "cannot be read" in tally.refused[broken]
+    assert tally.completed == [whole]
+
+
+def test_an_endpoint_that_shrinks_is_not_fed_until_rows_have_landed(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    job_id = queue_up(*(f"row {n}" for n in range(100)))
+
+    class Shrinking(FakeEndpoint):
+        at_once = 0
+        most = 0
+
+        @property
+        def capacity(self) -> int:
+            return 16 if self.calls < 16 else 2
+
+        async def complete(self, *arguments: Any) -> Any:
+            self.at_once += 1
+            if self.calls >= 18:
+                self.most = max(self.most, self.at_once)
+            try:
+                return await super().complete(*arguments)
+            finally:
+                self.at_once -= 1
+
+    endpoint = Shrinking(Script(request_ms=5))
+    harvest(store, endpoint)
+    assert endpoint.most <= 2
+    assert len(results(store, job_id)) == 100

@@ -54,6 +54,8 @@ def loaded_by(code: str) -> set[str]:
         ),
         ("import conserve.engine.vllm.embedded", ENGINE | DATA),
         ("import conserve.jobs.harvest", ENGINE),
+        ("import conserve.bench.load", ENGINE | {"duckdb", "sqlalchemy"}),
+        ("import conserve.engine.policy.policies", ENGINE | DATA | OTHERS),
     ],
 )
 def test_nothing_heavy_is_loaded_before_it_is_needed(code: str, heavy: set[str], store: Store) -> None:

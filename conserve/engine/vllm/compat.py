@@ -52,11 +52,28 @@ INTERNALS = {
     "parallel_config.worker_extension_cls": "adds our probes to vLLM's worker",
     "GPUModelRunner.kv_caches": "one tensor a layer with num_gpu_blocks as a dimension, for copy times",
     "compilation_config.static_forward_context": "the attention layers, of which each has a safepoint",
-    # pacing
-    "vllm.v1.core.sched.{scheduler.Scheduler,async_scheduler.AsyncScheduler}": "subclassed: schedule, "
-    "update_from_output, shutdown; running, waiting, requests, max_num_{scheduled_tokens,running_reqs}",
+    # co-serving: the scheduler
+    "vllm.v1.core.sched.{scheduler.Scheduler,async_scheduler.AsyncScheduler}": "subclassed: schedule, add_request, "
+    "update_from_output, has_requests, shutdown, _free_request, _preempt_request; running, waiting, requests, "
+    "policy, kv_holding_waiting, current_step, max_num_{scheduled_tokens,running_reqs}, "
+    "num_{spec_tokens,prefill_lookahead}",
+    "Scheduler._reserve_prefill_lookahead": "asked about every request before it is scheduled: the plan's cap",
+    "Scheduler._mamba_block_aligned_split": "the same, where chunks end with blocks",
+    "Scheduler._{is_blocked_waiting_status,handle_blocked_waiting_request}": "is a waiting request ready",
+    "vllm.v1.core.sched.request_queue.{RequestQueue,FCFSRequestQueue,SchedulingPolicy}": "the waiting queue",
+    "vllm.v1.request.{Request,RequestStatus}": "counters: num_{tokens,tokens_with_spec,computed_tokens,"
+    "prompt_tokens,output_placeholders,stale_output_tokens}, next_decode_eligible_step, drop_stale_output, "
+    "arrival_time, priority",
     "KVCacheManager.get_computed_blocks": "how much of a waiting prompt is cached",
+    "KVCacheManager.{coordinator.single_type_managers,block_pool,watermark_blocks}": "blocks held and free",
     "VllmConfig.additional_config": "carries the profile to the engine core's process",
+    # co-serving: the server
+    "vllm.entrypoints.launchers.{cli_args.make_arg_parser,api_server.entry.run_server}": "vLLM's OpenAI server",
+    "vllm.{general,endpoint}_plugins": "the entry points through which vLLM loads us",
+    "vllm.v1.engine.core.EngineCore.conserve": "added: a utility call that asks our scheduler",
+    "AsyncLLM.engine_core.call_utility_async": "makes that call from the API server",
+    "GenerateBaseServing._get_priority": "wrapped: the flex tier is offline",
+    "AsyncLLM.generate": "wrapped: requests that bring saved tokens",
     "AsyncLLM.input_processor.generation_config_fields": "the model's own stop tokens, to read saved tokens",
 }
 

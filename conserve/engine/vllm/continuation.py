@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Continuation:
         )
         self._num_tokens = len(prompt.token_ids)  # prompt and output
         self.cached_tokens = 0
+        self._told = 0  # tokens that were part of a delta
         self.finish_reason: str | None = None
         self.extend(saved)
 
@@ -77,12 +79,23 @@ class Continuation:
 
     def output(self) -> RequestOutput:
         """The finished answer, as the engine would have given it."""
+        text = self._detokenizer.get_next_output_text(finished=True, delta=False)
+        return self._output(text, self.token_ids)
+
+    def delta(self) -> RequestOutput:
+        """What came since the last delta."""
+        token_ids = self.token_ids
+        new, self._told = token_ids[self._told :], len(token_ids)
+        finished = self.finish_reason is not None
+        return self._output(self._detokenizer.get_next_output_text(finished=finished, delta=True), new)
+
+    def _output(self, text: str, token_ids: list[int]) -> RequestOutput:
         from vllm.outputs import CompletionOutput, RequestOutput
 
         answer = CompletionOutput(
             index=0,
-            text=self._detokenizer.get_next_output_text(finished=True, delta=False),
-            token_ids=self.token_ids,
+            text=text,
+            token_ids=token_ids,
             cumulative_logprob=None,
             logprobs=None,
             finish_reason=self.finish_reason,
@@ -94,7 +107,7 @@ class Continuation:
             prompt_token_ids=prompt_ids,
             prompt_logprobs=None,
             outputs=[answer],
-            finished=True,
+            finished=self.finish_reason is not None,
             num_cached_tokens=min(self.cached_tokens, len(prompt_ids)),
         )
 
@@ -114,6 +127,29 @@ class Continuation:
         if self._num_tokens >= self._context or num_output >= params.max_tokens:
             return "length"
         return None
+
+
+async def continued(
+    llm: AsyncLLM,
+    prompt: Prompt,
+    saved: Sequence[int],
+    generate: Callable[[EngineInput, SamplingParams], AsyncGenerator[RequestOutput, None]],
+) -> AsyncIterator[Continuation]:
+    """The answer as it grows from its saved tokens; without the engine where those end it."""
+    answer = Continuation(prompt, saved, llm)
+    yield answer
+    if answer.finish_reason is not None:
+        return
+    generating = generate(*answer.rest())
+    async with contextlib.aclosing(generating):  # closing withdraws what a stop string made superfluous
+        async for output in generating:
+            (new,) = output.outputs
+            answer.extend(new.token_ids)
+            answer.cached_tokens = output.num_cached_tokens or 0
+            answer.finish_reason = answer.finish_reason or new.finish_reason
+            yield answer
+            if answer.finish_reason is not None:
+                return
 
 
 def _with_model_stops(params: SamplingParams, llm: AsyncLLM) -> SamplingParams:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conserve.endpoints.protocol import Call, Completion, OnTokens
 from conserve.engine.vllm.compat import require_engine
-from conserve.engine.vllm.continuation import Continuation
+from conserve.engine.vllm.continuation import continued
 from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
 from conserve.engine.vllm.environment import (
     engine_log,
@@ -34,7 +34,9 @@ from conserve.errors import (
 )
 
 if TYPE_CHECKING:
+    from vllm.inputs import EngineInput
     from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
 
 ROWS_PER_SLOT = 2  # calls in flight per sequence the engine batches, so that a freed slot never waits for us
 
@@ -209,21 +211,16 @@ async def _resume(
 ) -> RequestOutput:
     """One answer that goes on from the tokens saved earlier; without the engine where they end it."""
     (prompt,) = prepared.prompts
-    answer = Continuation(prompt, call.resume_from, serving.llm)
-    if answer.finish_reason is not None:
-        return answer.output()
-    engine_input, params = answer.rest()
-    generating = serving.llm.generate(engine_input, params, call.key, priority=prepared.request.priority)
-    async with contextlib.aclosing(generating):  # closing withdraws what a stop string made superfluous
-        async for output in generating:
-            (new,) = output.outputs
-            answer.extend(new.token_ids)
-            answer.cached_tokens = output.num_cached_tokens or 0
-            answer.finish_reason = answer.finish_reason or new.finish_reason
-            if on_tokens is not None:
-                on_tokens(answer.token_ids)
-            if answer.finish_reason is not None:
-                break
+
+    def go_on(engine_input: EngineInput, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+        generating: AsyncGenerator[RequestOutput, None] = serving.llm.generate(
+            engine_input, params, call.key, priority=prepared.request.priority
+        )
+        return generating
+
+    async for answer in continued(serving.llm, prompt, call.resume_from, go_on):
+        if on_tokens is not None:
+            on_tokens(answer.token_ids)
     return answer.output()
 
 

@@ -1,12 +1,16 @@
-"""Which latency profile an engine runs on, and its way into the engine core's process."""
+"""Which policy, SLO and latency profile an engine runs on, and their way into the engine core's process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from conserve.config import default_home
+from conserve.engine.policy.policies import POLICIES
+from conserve.engine.policy.view import Slo
 from conserve.engine.vllm.profile_key import key_of
 from conserve.errors import SettingsError
 from conserve.profiles.book import Book
@@ -18,32 +22,46 @@ if TYPE_CHECKING:
 
 AUTO = "auto"  # no profile: learn from the warm-up
 SECTION = "conserve"  # our part of vLLM's additional_config
-SCHEDULERS = {
-    False: "conserve.engine.vllm.scheduler.PacedScheduler",
-    True: "conserve.engine.vllm.scheduler.PacedAsyncScheduler",
-}
+SCHEDULER = "conserve.engine.vllm.scheduler.CoServingScheduler"
+WRITTEN = (
+    "policy",
+    "ttft_slo_ms",
+    "tbt_slo_ms",
+    "profile",
+    "profiles",
+    "control",
+)  # what a user may put into the section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pacing:
-    """What the user asked for: a profile (a file, `AUTO`, or None for the one with the engine's key)."""
+    """What the user asked for: policy, SLO and profile (a file, `AUTO`, or None for the engine's own)."""
 
     folder: Path  # of profiles
     command: str  # that makes the missing one
+    policy: str = "paced"
+    slo: Slo = field(default_factory=Slo)
     profile: str | None = None
-    tbt_ms: float | None = None  # most that an iteration may take; None to watch and learn only
     keep_correction: bool = True  # begin with what was learned before
+    control: bool = False  # whether policy and SLO may be changed over HTTP
 
     def install(self, config: VllmConfig) -> None:
-        """Have the engine that starts with this configuration run on the profile; raises `ProfileError`."""
+        """Have the engine that starts with this configuration run on it; raises `ProfileError`."""
         scheduler = config.scheduler_config
-        if self.tbt_ms is not None and not scheduler.enable_chunked_prefill:
-            raise SettingsError("--tbt-ms cuts prompts into chunks; leave out --no-enable-chunked-prefill")
-        scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
-        section = {**self._source(config), "tbt_ms": self.tbt_ms}
+        if self.slo.tbt_ms < inf and not scheduler.enable_chunked_prefill:
+            raise SettingsError("a TBT limit cuts prompts into chunks; leave out --no-enable-chunked-prefill")
+        scheduler.scheduler_cls = SCHEDULER
+        section = {
+            "policy": self.policy,
+            "ttft_slo_ms": finite(self.slo.ttft_ms),
+            "tbt_slo_ms": finite(self.slo.tbt_ms),
+            "control": self.control,
+            **self.source(config),
+        }
         config.additional_config = {**config.additional_config, SECTION: section}
 
-    def _source(self, config: VllmConfig) -> dict[str, Any]:
+    def source(self, config: VllmConfig) -> dict[str, Any]:
+        """The latency model, as the section holds it."""
         if self.profile == AUTO:
             return {"model": None}
         key, book = key_of(config), Book(self.folder)
@@ -62,26 +80,59 @@ class Pacing:
         }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Installed:
-    """What `Pacing.install` left in the configuration, as the engine core reads it."""
+    """What the engine core runs on."""
 
+    policy: str
+    slo: Slo
     model: CorrectedModel | None  # None until the warm-up was seen
-    tbt_ms: float | None
-    correction_file: Path | None
+    correction_file: Path | None = None
 
     @classmethod
-    def read(cls, additional_config: Mapping[str, Any]) -> Self:
-        """The inverse of `Pacing.install`."""
-        section = additional_config[SECTION]
+    def read(cls, config: VllmConfig) -> Self:
+        """What `Pacing.install` left in the configuration, or what a user of `vllm serve` wrote there."""
+        section = dict(config.additional_config.get(SECTION, {}))
+        if "model" not in section:
+            section |= written(section).source(config)
+        policy = section.get("policy", "conserve")
+        slo = slo_of({"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")})
         if section["model"] is None:
-            return cls(None, section["tbt_ms"], None)
+            return cls(policy=policy, slo=slo, model=None)
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
         earlier = Correction.load(file, of=section["of"]) if section["keep_correction"] else None
         correction = earlier or Correction(of=section["of"])
-        return cls(
-            CorrectedModel(model, map(Residual._make, section["residuals"]), correction=correction),
-            section["tbt_ms"],
-            file,
+        residuals = map(Residual._make, section["residuals"])
+        corrected = CorrectedModel(model, residuals, correction=correction)
+        return cls(policy=policy, slo=slo, model=corrected, correction_file=file)
+
+
+def finite(ms: float) -> float | None:
+    """The time, or None for one without end, which JSON does not know."""
+    return None if ms == inf else ms
+
+
+def slo_of(promises: Mapping[str, float | None]) -> Slo:
+    """The SLO; a promise that is None or missing is not made."""
+    return Slo(**{name: inf if ms is None else ms for name, ms in promises.items()})
+
+
+def written(section: Mapping[str, Any], command: str = "conserve profile --served MODEL FLAGS") -> Pacing:
+    """The wishes in `--additional-config '{"conserve": {...}}'`."""
+    unknown = set(section) - set(WRITTEN)
+    if unknown:
+        raise SettingsError(
+            f"additional_config.conserve has {', '.join(sorted(unknown))}; it takes {', '.join(WRITTEN)}"
         )
+    policy = section.get("policy", "conserve")
+    if policy not in POLICIES:
+        raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")
+    return Pacing(
+        folder=Path(section.get("profiles") or default_home() / "profiles"),
+        command=command,
+        policy=policy,
+        slo=slo_of({"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")}),
+        profile=section.get("profile"),
+        control=bool(section.get("control")),
+    )

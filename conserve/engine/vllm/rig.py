@@ -53,11 +53,14 @@ class EngineRig:
         self._vocabulary = core.vllm_config.model_config.get_vocab_size()
 
     @classmethod
-    def start(cls, model: str, *, engine_flags: Sequence[str], cache_dir: Path) -> Self:
-        """Start an engine with the flags it is to be served with; raises `EndpointUnusable`."""
+    def start(cls, model: str, *, engine_flags: Sequence[str], cache_dir: Path, served: bool = False) -> Self:
+        """Start an engine with the flags it is to run with; raises `EndpointUnusable`.
+
+        `served` as `conserve serve` runs it, else as `conserve run` does.
+        """
         require_engine()
         path = resolve_model(model, cache_dir)
-        prepare_environment(offline=Path(path).exists())
+        prepare_environment(offline=Path(path).exists(), served=served)
         quiet_warnings()
         arguments = parse_flags(path, [*engine_flags, "--worker-extension-cls", PROBE])
         log = engine_log()

@@ -1,142 +1,253 @@
-"""vLLM's scheduler, watched by a latency model and held to its predictions.
+"""vLLM's scheduler with a policy: observe, plan, apply (docs/adr/0005).
 
-Every iteration is timed and compared with its prediction, so that the model follows the machine. With a time
-limit, the iteration's token budget is what the model says fits; vLLM's own `schedule` does the rest.
+A plan is applied through vLLM's own `schedule`: the requests that it admits are all that waits during the
+call, each is capped at the plan's tokens, and those that it preempts are preempted before. What a plan knows
+nothing of (LoRA limits, encoder inputs, grammars, speculative tokens) stays vLLM's own business.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
-from conserve.engine.policy.pacing import token_budget
-from conserve.engine.vllm.pacing import Installed
-from conserve.engine.vllm.warm_up import WarmUp, is_warm_up
+from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.policies import POLICIES
+from conserve.engine.runtime.traffic import Traffic
+from conserve.engine.vllm.iterations import Iterations
+from conserve.engine.vllm.lanes import Lanes, is_online
+from conserve.engine.vllm.observation import observe, surcharged
+from conserve.engine.vllm.pacing import Installed, finite, slo_of
+from conserve.engine.vllm.warm_up import is_warm_up
 from conserve.profiles.batch import Batch, Slice
 
-log = logging.getLogger(__name__)
-SAVE_S = 30.0  # between two saves of what was learned
+SHORT_PROMPT = 128  # tokens
+LEARN_EVERY = 8  # iterations without a plan: the model follows the machine, and nobody waits for it
 
 
-class Scheduled(NamedTuple):
-    """An iteration under way."""
-
-    batch: Batch
-    started: float  # monotonic seconds
-
-
-class Paced:
+class CoServing:
     """Mixed into vLLM's schedulers, of which it uses what `compat.INTERNALS` lists."""
 
     running: list[Request]
     waiting: Any
     requests: dict[str, Request]
-    max_num_running_reqs: int
+    policy: SchedulingPolicy
+    kv_holding_waiting: Any
     max_num_scheduled_tokens: int
     num_spec_tokens: int
-    kv_cache_manager: Any
+    num_prefill_lookahead: int
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
-        installed = Installed.read(vllm_config.additional_config)
-        self._model = installed.model
-        self._tbt_ms = installed.tbt_ms
-        self._correction_file = installed.correction_file
-        self._warm_up = WarmUp() if installed.model is None else None
+        installed = Installed.read(vllm_config)
+        self.waiting = Lanes()
+        self._slo = installed.slo
+        self._iterations = Iterations(installed)
+        self._traffic = Traffic()
+        self._offline: set[str] = set()  # requests in the engine
+        self._with_logprobs: set[str] = set()  # those whose prompts take longer than their tokens tell
+        self._leaving: list[str] = []  # requests that are over, whose last tokens are not counted yet
         self._most_tokens = self.max_num_scheduled_tokens
-        self._in_flight: dict[int, Scheduled] = {}  # by id() of vLLM's SchedulerOutput
-        self._ended = 0.0
+        self._caps: Mapping[str, int] | None = None  # the plan's tokens, while it is applied
         self._stalled = False
-        self._save_at = time.monotonic() + SAVE_S
+        self._unplanned = 0
+        self._begun: dict[int, float] = {}  # iterations under way, by id() of vLLM's SchedulerOutput
+        self._busy_s = 0.0  # spent in iterations
+        self._ended = 0.0
+        self._computed: dict[str, int] = {}  # tokens that preempted offline requests had computed
+        self._follow(installed.policy)
+
+    def _follow(self, name: str) -> None:
+        self._policy_name = name
+        self._policy = POLICIES[name]()
+        self.policy = SchedulingPolicy.FCFS if self._policy.spares_offline else SchedulingPolicy.PRIORITY
+
+    def conserve(self, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What `GET /conserve` answers, after a change of policy or SLO if one is given."""
+        if change and "policy" in change:
+            self._follow(change["policy"])
+        if change and "slo" in change:
+            self._slo = slo_of(change["slo"])
+        self._end_warm_up()
+        return {
+            "policy": self._policy_name,
+            "slo": {name: finite(ms) for name, ms in asdict(self._slo).items()},
+            "alone": self._alone(),
+            **self._traffic.report(self._slo, now=time.monotonic()),
+            **self._iterations.report(),
+            "busy_s": self._busy_s,
+        }
+
+    # Requests come and go.
+
+    def add_request(self, request: Request) -> None:
+        """Take a request in, as vLLM does, and note on which side it is."""
+        super().add_request(request)  # type: ignore[misc]
+        if surcharged(request):
+            self._with_logprobs.add(request.request_id)
+        if is_warm_up(request.request_id):
+            return
+        if is_online(request):
+            at = time.monotonic() - (time.time() - request.arrival_time)
+            self._traffic.arrived(request.request_id, request.num_prompt_tokens, at=at)
+        else:
+            self._offline.add(request.request_id)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._offline.discard(request.request_id)
+        self._computed.pop(request.request_id, None)
+        self._with_logprobs.discard(request.request_id)
+        self._leaving.append(request.request_id)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def has_requests(self) -> bool:
+        """Whether vLLM should go on stepping; not for requests that the policy holds out for good."""
+        if self._policy_name == "online-only" and len(self._offline) == len(self.requests):
+            return bool(super().has_finished_requests())  # type: ignore[misc]
+        return bool(super().has_requests())  # type: ignore[misc]
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if request.request_id in self._offline:
+            before = self._computed.get(request.request_id, 0)
+            self._computed[request.request_id] = max(before, request.num_computed_tokens)
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    # An iteration.
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule as vLLM does, within the budget of tokens that fits the time."""
-        if self._warm_up is not None:
-            self._end_warm_up_if_over()
+        """Plan the next iteration if there is anything to decide, and have vLLM schedule it."""
         started = time.monotonic()
-        if self._tbt_ms is not None and self._model is not None and not self._stalled:
-            # Decode steps first: a long prefill that is cut short must not keep them from their token.
-            self.running.sort(key=self._is_prefilling)
-            budget = max(token_budget(self._model, self._wanted(), self._tbt_ms), 1 + self.num_spec_tokens)
-            self.max_num_scheduled_tokens = min(self._most_tokens, budget)
+        plan = self._plan()
+        if plan is None:
+            output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            self._unplanned += 1
+        else:
+            output = self._apply(plan, started, *args, **kwargs)
+        self._begun[id(output)] = started
+        if plan is not None or self._offline or self._learns_anyway():
+            batch = (
+                plan.batch
+                if plan is not None and output.num_scheduled_tokens == plan.tokens
+                else self._batch(output)
+            )
+            self._iterations.begin(output, batch, started, plan, self._surcharged(output))
+            self._count_offline(output, started)
+        return output
+
+    def _learns_anyway(self) -> bool:
+        return self._iterations.model is None or self._unplanned % LEARN_EVERY == 0
+
+    def _alone(self) -> dict[str, Any] | None:
+        """What one request takes with the engine to itself; no SLO below that can be kept."""
+        model = self._iterations.model
+        if model is None:
+            return None
+        return {
+            "prompt_tokens": SHORT_PROMPT,
+            "ttft_ms": model.predict(Batch.of([Slice(SHORT_PROMPT, 0)])),
+            "tbt_ms": model.predict(Batch.of([Slice(1, SHORT_PROMPT, True)])),
+        }
+
+    def _end_warm_up(self) -> None:
+        if self._iterations.warm_up is not None and not any(map(is_warm_up, self.requests)):
+            self._iterations.end_warm_up()
+
+    def _plan(self) -> Plan | None:
+        if self._iterations.warm_up is not None and not all(map(is_warm_up, self.requests)):
+            self._iterations.end_warm_up()
+        if (
+            self._iterations.model is None
+            or self._stalled
+            or not self._policy.decides
+            or not (self._offline or self._policy_name == "paced")
+        ):
+            self._stalled = False
+            return None
+        return self._policy.plan(observe(self, self._iterations, self._traffic, self._slo))
+
+    def _apply(self, plan: Plan, now: float, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Have vLLM schedule what the plan says."""
+        for name in plan.preempted:
+            victim = self.requests[name]
+            self.running.remove(victim)
+            self._preempt_request(victim, now)
+        admitted = [self.requests[name] for name in plan.admitted]
+        resumed = any(request.status == RequestStatus.PREEMPTED for request in admitted)
+        lanes = self.waiting
+        lanes.take(admitted)
+        self.waiting = FCFSRequestQueue(admitted)
+        self._caps = plan.tokens
+        self._reserve_prefill_lookahead = (
+            self._cap_before_lookahead
+        )  # only now: it is called for every request
+        if not self.kv_holding_waiting:  # KV transfers that have arrived need tokens that no plan knows of
+            self.max_num_scheduled_tokens = min(self._most_tokens, plan.total)
         try:
             output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.max_num_scheduled_tokens = self._most_tokens
-        # Some requests take all of their tokens or none; then the next iteration has no limit.
-        self._stalled = not output.total_num_scheduled_tokens and bool(self.running or self.waiting)
-        self._in_flight[id(output)] = Scheduled(self._batch(output), started)
+            self._caps = None
+            del self._reserve_prefill_lookahead
+            lanes.prepend_requests(self.waiting)
+            self.waiting = lanes
+        if resumed:  # its place is where it was before it was preempted
+            self.running.sort()
+        # Some requests take all of their tokens or none: then vLLM has the next iteration to itself.
+        # Not after preemptions: they free less than planned where blocks are shared; the next frees more.
+        self._stalled = bool(plan.total and not plan.preempted) and not output.total_num_scheduled_tokens
         return output
+
+    def _cap_before_lookahead(self, request: Request, computed: int, tokens: int) -> int:
+        """Called by vLLM for every request that it is about to schedule: cap its tokens at the plan's."""
+        capped = self._capped(request, tokens)
+        if not self.num_prefill_lookahead:
+            return capped
+        return int(super()._reserve_prefill_lookahead(request, computed, capped))  # type: ignore[misc]
+
+    def _mamba_block_aligned_split(self, request: Request, tokens: int, *args: Any, **kwargs: Any) -> int:
+        """The same for models that must end a chunk at a block's end."""
+        capped = self._capped(request, tokens)
+        return super()._mamba_block_aligned_split(request, capped, *args, **kwargs) if capped else 0  # type: ignore[misc]
+
+    def _capped(self, request: Request, tokens: int) -> int:
+        if self._caps is None:
+            return tokens
+        cap = self._caps.get(request.request_id)
+        if cap is None:  # held out; or none of the plan's business (a KV transfer that has arrived)
+            return 0 if _is_running(request) else tokens
+        if self.num_spec_tokens and tokens == 1 + self.num_spec_tokens and not _is_running(request):
+            return tokens  # vLLM has made one token as long as a decode step, and insists on it
+        return cap if cap < tokens else tokens
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         """Take the results in as vLLM does, and learn from the time they took."""
         updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         ended = time.monotonic()
-        batch, started = self._in_flight.pop(id(scheduler_output))
-        # Where batches overlap (asynchronous scheduling), one begins in earnest when the last has ended.
-        ms = (ended - max(started, self._ended)) * 1e3
+        self._iterations.end(scheduler_output, ended)
+        begun = self._begun.pop(id(scheduler_output), ended)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._busy_s += ended - max(begun, self._ended)
         self._ended = ended
-        if batch.tokens:
-            self._learn(batch, ms)
-        if self._correction_file is not None and ended >= self._save_at:
-            self._save()
+        for outputs in updated.values():
+            answered = (answer.request_id for answer in outputs.outputs if answer.new_token_ids)
+            self._traffic.tokens(answered, at=ended)
+        for name in self._leaving:
+            self._traffic.finished(name)
+        self._leaving.clear()
         return updated
 
     def shutdown(self) -> None:
         """Save what was learned."""
-        self._save()  # never raises
+        self._iterations.save()
         super().shutdown()  # type: ignore[misc]
-
-    def _learn(self, batch: Batch, ms: float) -> None:
-        if self._model is not None:
-            self._model.observe(batch, ms)
-        elif self._warm_up is not None:
-            self._warm_up.add(batch, ms)
-
-    def _save(self) -> None:
-        self._save_at = time.monotonic() + SAVE_S
-        if self._model is None or self._correction_file is None:
-            return
-        try:
-            self._model.correction.save(self._correction_file)
-        except OSError as error:
-            log.warning("what was learned about iteration times could not be saved: %s", error)
-
-    def _end_warm_up_if_over(self) -> None:
-        """Fit a model once somebody else's request comes, if enough was seen by then."""
-        assert self._warm_up is not None
-        if all(is_warm_up(name) for name in self.requests):
-            return
-        self._model = self._warm_up.fitted()
-        if self._model is not None:
-            self._warm_up = None
-
-    def _wanted(self) -> Iterator[Slice]:
-        """What the requests would compute next, in the order in which vLLM serves them."""
-        for request in self.running:
-            context = request.num_computed_tokens
-            tokens = request.num_tokens_with_spec + request.num_output_placeholders - context
-            if tokens > 0:
-                yield Slice(tokens, context, not self._is_prefilling(request))
-        for request in itertools.islice(self.waiting, self.max_num_running_reqs - len(self.running)):
-            context = request.num_computed_tokens or self._cached_tokens(request)
-            yield Slice(max(1, request.num_tokens - context), context)
-
-    def _cached_tokens(self, request: Request) -> int:
-        """How much of a waiting request's prompt is in the prefix cache."""
-        return int(self.kv_cache_manager.get_computed_blocks(request)[1])
-
-    def _is_prefilling(self, request: Request) -> bool:
-        return bool(request.num_computed_tokens < request.num_prompt_tokens)
 
     def _batch(self, output: SchedulerOutput) -> Batch:
         """What this iteration computes; the requests' counters have moved on by it already."""
@@ -148,10 +259,40 @@ class Paced:
             batch.add(tokens, context, decode)
         return batch
 
+    def _count_offline(self, output: SchedulerOutput, now: float) -> None:
+        """Count tokens of offline requests, but not those that are computed again after a preemption."""
+        ours, scheduled = self._offline, output.num_scheduled_tokens
+        if not ours:
+            return
+        tokens = sum(n for name, n in scheduled.items() if name in ours)
+        for name in self._computed.keys() & scheduled.keys():
+            begun = self.requests[name].num_computed_tokens - scheduled[name]
+            tokens -= max(0, min(scheduled[name], self._computed[name] - begun))
+        if tokens:
+            self._traffic.offline(tokens, at=now)
 
-class PacedScheduler(Paced, Scheduler):  # type: ignore[misc]
+    def _surcharged(self, output: SchedulerOutput) -> int:
+        """Tokens of prompts whose logprobs are wanted."""
+        tokens = output.num_scheduled_tokens
+        return sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
+
+
+def _is_running(request: Request) -> bool:
+    return bool(request.status == RequestStatus.RUNNING)
+
+
+class Synchronous(CoServing, Scheduler):  # type: ignore[misc]
     """For engines that finish one iteration before they schedule the next."""
 
 
-class PacedAsyncScheduler(Paced, AsyncScheduler):  # type: ignore[misc]
+class Asynchronous(CoServing, AsyncScheduler):  # type: ignore[misc]
     """For engines that schedule ahead."""
+
+
+class CoServingScheduler:
+    """What `--scheduler-cls` names: becomes the one that the engine's configuration asks for."""
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Vllm's scheduler with ours mixed in."""
+        kind = Asynchronous if vllm_config.scheduler_config.async_scheduling else Synchronous
+        return kind(vllm_config, *args, **kwargs)

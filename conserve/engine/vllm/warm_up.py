@@ -28,7 +28,7 @@ LEAST_SAMPLES = 4 * len(ConServeModel.terms)
 
 def is_warm_up(request_id: str) -> bool:
     """Whether this request is one of the warm-up's."""
-    return request_id.startswith(PREFIX)
+    return PREFIX in request_id
 
 
 class WarmUp:

@@ -1,0 +1,1 @@
+"""The comparison of policies on one engine: arrivals, the load generator, statistics and reports."""

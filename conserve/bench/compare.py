@@ -1,0 +1,121 @@
+"""The comparison: policies take turns on one engine, in short blocks, so that drift hits all of them."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from conserve.bench.answers import tbts_ms, ttfts_ms
+from conserve.bench.deployment import Counters, Deployment
+from conserve.bench.load import Plan, Target, play_apart
+from conserve.bench.measure import ONLINE_ONLY, Block, Limits, by_policy, online_only_p99s, percentiles
+from conserve.bench.traces import Trace
+
+LEAD_S = 2.5  # for the load generator's process to come up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """What is compared, and how long."""
+
+    policies: Sequence[str]
+    rounds: int
+    block_s: float
+    settle_s: float = 3.0  # under a policy before its block counts
+    slo: Limits | None = None
+    slo_scale: float = 1.0  # of online-only's P99s, where no SLO is given
+    seed: int = 0
+    load_cores: tuple[int, ...] = ()  # that the load generator is pinned to
+
+
+Source = Callable[[int], Trace]
+"""Gives each round its arrivals."""
+
+
+async def alternate(
+    deployment: Deployment, target: Target, source: Source, design: Design, *, say: Callable[[str], None]
+) -> list[Block]:
+    """Play every round's arrivals under every policy; the policies' order turns from round to round.
+
+    Online-only comes first, since its latencies are the others' SLO; each further block of it refines them.
+    """
+    blocks: list[Block] = []
+    for number in range(design.rounds):
+        trace = source(number)
+        for policy in order(design.policies, number):
+            slo = design.slo or limits(blocks, design.slo_scale)
+            await deployment.follow(policy, slo)
+            await asyncio.sleep(design.settle_s)
+            # Each block has prompts of its own, or the prefix cache would answer for the policies that come later.
+            seed = design.seed * 10_000 + len(blocks)
+            block = await one_block(deployment, target, trace, design, policy, seed=seed)
+            blocks.append(block)
+            say(sentence(block, number, design.rounds))
+    return blocks
+
+
+def order(policies: Sequence[str], number: int) -> list[str]:
+    """The policies in another order every round, but the reference first."""
+    others = [policy for policy in policies if policy != ONLINE_ONLY]
+    turn = number % max(len(others), 1)
+    first = [ONLINE_ONLY] if ONLINE_ONLY in policies else []
+    return [*first, *others[turn:], *others[:turn]]
+
+
+def limits(blocks: Sequence[Block], scale: float) -> Limits | None:
+    """The SLO as conserve-2026 section 6.2 sets it: `scale` times the P99s of online-only so far."""
+    p99s = online_only_p99s(by_policy(blocks))
+    return Limits(scale * p99s.ttft_ms, scale * p99s.tbt_ms) if p99s is not None else None
+
+
+async def one_block(
+    deployment: Deployment, target: Target, trace: Trace, design: Design, policy: str, *, seed: int
+) -> Block:
+    """Play the arrivals once; offline tokens count while arrivals do, answers until the last has come."""
+    loop = asyncio.get_running_loop()
+    start_at = loop.time() + LEAD_S
+    playing = asyncio.create_task(
+        play_apart(Plan(trace=trace, target=target, seed=seed, start_at=start_at, cores=design.load_cores))
+    )
+    await asyncio.sleep(max(0.0, start_at - loop.time()))
+    first, began = await deployment.counters(), loop.time()
+    watching = asyncio.create_task(deployment.watch(start_at))
+    done, _ = await asyncio.wait({playing}, timeout=max(0.0, start_at + design.block_s - loop.time()))
+    if done:
+        playing.result()  # raises what ended it early
+        await asyncio.sleep(max(0.0, start_at + design.block_s - loop.time()))
+    last, ended = await deployment.counters(), loop.time()
+    watching.cancel()
+    seen: list[tuple[float, Counters]] = await watching
+    answers = await playing
+    return Block(
+        policy=policy,
+        started_s=time.time() - (loop.time() - start_at),
+        duration_s=ended - began,
+        answers=tuple(answers),
+        offline_tokens=last.offline_tokens - first.offline_tokens,
+        iterations=last.iterations - first.iterations,
+        planned=last.planned - first.planned,
+        overruns=last.overruns - first.overruns,
+        busy_s=last.busy_s - first.busy_s,
+        offline_series=tuple((at, c.offline_tokens - first.offline_tokens) for at, c in seen),
+    )
+
+
+def sentence(block: Block, number: int, rounds: int) -> str:
+    """A line of progress."""
+    ttft_ms, tbt_ms = percentiles(ttfts_ms(block.answers)), percentiles(tbts_ms(block.answers))
+    latency = (
+        f"P99 TTFT {ttft_ms.p99:,.0f} ms, TBT {tbt_ms.p99:,.0f} ms" if ttft_ms and tbt_ms else "no answers"
+    )
+    offline, busy = block.offline_tokens / block.duration_s, block.busy_s / block.duration_s
+    return (
+        f"round {number + 1}/{rounds} {block.policy}: {len(block.answers)} requests, {latency}, "
+        f"{offline:,.0f} offline tokens/s, engine busy {busy:.0%}"
+    )
+
+
+def relative(blocks: Sequence[Block]) -> list[Block]:
+    """The blocks on a clock that starts with the first."""
+    zero = min(block.started_s for block in blocks)
+    return [replace(block, started_s=block.started_s - zero) for block in blocks]

@@ -1,0 +1,31 @@
+"""Keeping the processes of a deployment apart, each on its cores."""
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+
+import psutil
+
+WORKER = "Worker"  # in the name that vLLM gives the processes that compute
+
+
+def pin_processes(roots: Iterable[int], engine_cores: Sequence[int], other_cores: Sequence[int]) -> None:
+    """Pin the workers below these processes to the engine's cores, and the others and us to the rest."""
+    for root in roots:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(root)
+            for member in (process, *process.children(recursive=True)):
+                pin(member, engine_cores if computes(member) else other_cores)
+    os.sched_setaffinity(0, other_cores)
+
+
+def computes(process: psutil.Process) -> bool:
+    """Whether it is one of vLLM's workers."""
+    return any(WORKER in word for word in process.cmdline())
+
+
+def pin(process: psutil.Process, cores: Sequence[int]) -> None:
+    """All its threads, since each has cores of its own."""
+    for thread in process.threads():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread.id, cores)

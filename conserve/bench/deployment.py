@@ -1,0 +1,89 @@
+"""A co-serving server under test: its policy is switched, its counters are read."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx
+
+from conserve.bench.measure import Limits
+from conserve.errors import EndpointUnusable
+
+PATH = "/v1/conserve"
+LOOK_S = 1.0  # between two readings of the counters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """What the scheduler has counted since it started."""
+
+    offline_tokens: int
+    iterations: int
+    planned: int
+    overruns: int
+    busy_s: float
+
+    @classmethod
+    def of(cls, said: dict[str, Any]) -> Self:
+        """From what `GET /v1/conserve` answers."""
+        return cls(
+            offline_tokens=said["offline"]["tokens"],
+            iterations=said["iterations"],
+            planned=said["planned"],
+            overruns=said["overruns"],
+            busy_s=said["busy_s"],
+        )
+
+
+class Deployment:
+    """One server that was started with `--allow-control`."""
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False)
+
+    async def follow(self, policy: str, slo: Limits | None = None) -> Counters:
+        """Have the scheduler follow this policy from now on, with this SLO or the one it has."""
+        wanted: dict[str, Any] = {"policy": policy}
+        if slo is not None:
+            wanted["slo"] = {"ttft_ms": slo.ttft_ms, "tbt_ms": slo.tbt_ms}
+        return Counters.of(await self._ask("POST", json=wanted))
+
+    async def counters(self) -> Counters:
+        """The counters as they stand."""
+        return Counters.of(await self._ask("GET"))
+
+    async def watch(self, start_at: float) -> list[tuple[float, Counters]]:
+        """Read the counters until cancelled; returns them with their times, in seconds since `start_at`."""
+        loop, seen = asyncio.get_running_loop(), []
+        try:
+            while True:
+                seen.append((loop.time() - start_at, await self.counters()))
+                await asyncio.sleep(LOOK_S)
+        except asyncio.CancelledError:
+            return seen
+
+    async def model(self) -> str:
+        """The name of what it serves."""
+        try:
+            answer = (await self._client.get("/v1/models")).raise_for_status()
+            return str(answer.json()["data"][0]["id"])
+        except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+            raise EndpointUnusable(
+                f"no OpenAI server answers at {self._client.base_url} ({error}); start it with: conserve serve"
+            ) from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _ask(self, method: str, **content: Any) -> dict[str, Any]:
+        try:
+            answer = await self._client.request(method, PATH, **content)
+        except httpx.HTTPError as error:
+            raise EndpointUnusable(f"{self._client.base_url} went away ({error!r}); see its log") from error
+        if answer.status_code == httpx.codes.OK:
+            said: dict[str, Any] = answer.json()
+            return said
+        hint = "start the server with: conserve serve MODEL --allow-control"
+        raise EndpointUnusable(f"{answer.url} answered {answer.status_code}: {answer.text[:200]}; {hint}")

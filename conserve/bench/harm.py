@@ -1,0 +1,132 @@
+"""The harm receipt: what offline work did to online latency, and how certain that is.
+
+Confidence intervals are bootstrapped. Requests within a block share its queue and its disturbances, so whole
+blocks are resampled where there are enough of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from conserve.bench.answers import Answer, Floats, tbts_ms, ttfts_ms
+
+FEWEST_BLOCKS = 4
+DRAWS = 1000
+CELLS = 2**22  # of draws times values in memory at once
+Resampled = Literal["blocks", "requests"]
+Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+
+class Interval(NamedTuple):
+    """The middle 95 % of the bootstrap."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A P99 with and without offline work; `ratio` is with / without."""
+
+    with_ms: float
+    without_ms: float
+    difference_ms: float
+    difference_ci_ms: Interval
+    ratio: float | None
+    ratio_ci: Interval | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harm:
+    """What a policy's offline work did to the online P99s; none where there is nothing to compare."""
+
+    resampled: Resampled
+    draws: int
+    ttft_p99: Change | None
+    tbt_p99: Change | None
+
+
+class Clusters(NamedTuple):
+    """Values in ascending order, and which unit of resampling each belongs to."""
+
+    values: Floats
+    unit: Integers
+    units: int
+
+
+def harm(with_offline: Sequence[Sequence[Answer]], without: Sequence[Sequence[Answer]], *, seed: int) -> Harm:
+    """Compare the blocks' answers with and without offline work."""
+    enough = min(len(with_offline), len(without)) >= FEWEST_BLOCKS
+    rng = np.random.default_rng(seed)
+    if not enough:
+        with_offline, without = ([[a] for block in side for a in block] for side in (with_offline, without))
+    ttft, tbt = (
+        change(clusters([of(unit) for unit in with_offline]), clusters([of(unit) for unit in without]), rng)
+        for of in (ttfts_ms, tbts_ms)
+    )
+    return Harm(resampled="blocks" if enough else "requests", draws=DRAWS, ttft_p99=ttft, tbt_p99=tbt)
+
+
+def change(with_offline: Clusters, without: Clusters, rng: np.random.Generator) -> Change | None:
+    """The change of the P99, with its uncertainty; none if a side has no value."""
+    if not len(with_offline.values) or not len(without.values):
+        return None
+    with_ms, without_ms = p99(with_offline), p99(without)
+    drawn_with, drawn_without = resampled_p99s(with_offline, rng), resampled_p99s(without, rng)
+    positive = bool(without_ms > 0 and np.nanmin(drawn_without) > 0)
+    return Change(
+        with_ms=with_ms,
+        without_ms=without_ms,
+        difference_ms=with_ms - without_ms,
+        difference_ci_ms=interval(drawn_with - drawn_without),
+        ratio=with_ms / without_ms if positive else None,
+        ratio_ci=interval(drawn_with / drawn_without) if positive else None,
+    )
+
+
+def clusters(units: Sequence[Floats]) -> Clusters:
+    """The units' values, pooled."""
+    values = np.concatenate([np.zeros(0), *units])
+    unit = np.repeat(np.arange(len(units)), [len(of) for of in units])
+    order = np.argsort(values, kind="stable")
+    return Clusters(values[order], unit[order], len(units))
+
+
+def p99(pool: Clusters) -> float:
+    """Of all the values."""
+    return float(np.percentile(pool.values, 99, method="inverted_cdf"))
+
+
+def resampled_p99s(pool: Clusters, rng: np.random.Generator, draws: int = DRAWS) -> Floats:
+    """The P99 of each of many resamples of whole units with replacement; NaN where a draw has no value."""
+    chances = np.full(pool.units, 1 / pool.units)
+    times = rng.multinomial(pool.units, chances, size=draws).astype(np.int32)  # (draws, units)
+    found = _p99s_from(len(pool.values) * 7 // 8, pool, times)
+    missed = np.isnan(found)  # a draw may repeat units that have no large value
+    found[missed] = _p99s_from(0, pool, times[missed])
+    return found
+
+
+def _p99s_from(first: int, pool: Clusters, times: Integers) -> Floats:
+    """The P99 of each draw, NaN where it lies before the pool's value number `first`."""
+    sizes = np.bincount(pool.unit, minlength=pool.units)
+    tail = pool.unit[first:]
+    found = np.full(len(times), np.nan)
+    step = max(1, CELLS // len(tail))
+    for start in range(0, len(times), step):
+        drawn = times[start : start + step]
+        total = (drawn @ sizes)[:, None]  # (step, 1)
+        seen = np.cumsum(drawn[:, tail], axis=1)  # (step, tail)
+        before = total - seen[:, -1:]
+        inside = (total > 0) & (100 * before < 99 * total)
+        place = first + np.argmax(100 * (before + seen) >= 99 * total, axis=1)
+        found[start : start + step] = np.where(inside[:, 0], pool.values[place], np.nan)
+    return found
+
+
+def interval(drawn: Floats) -> Interval:
+    """Where the middle 95 % of these lie."""
+    low, high = np.nanpercentile(drawn, [2.5, 97.5])
+    return Interval(float(low), float(high))

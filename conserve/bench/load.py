@@ -1,0 +1,269 @@
+"""An open-loop load generator: every request is sent when it is due, whatever became of the earlier ones.
+
+`python -m conserve.bench.load PLAN ANSWERS` plays a plan (JSON, `-` for stdin) in a process of its own, which
+can be pinned to cores the engine does not use, and writes the answers as Parquet.
+"""
+
+import asyncio
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+import numpy as np
+
+from conserve.bench import raw
+from conserve.bench.answers import Answer, Status
+from conserve.bench.stream import Reply, post
+from conserve.bench.traces import Arrival, Trace
+from conserve.errors import ConserveError, InputError
+
+SPIN_S = 0.0015  # epoll wakes up to 1 ms late, so the last stretch is spent looking at the clock
+HEAD_START_S = 0.05
+DETAIL_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The OpenAI server under load, and what its requests carry.
+
+    `vocab_range` bounds the random prompts' token ids (the upper one excluded); `extra` joins the body.
+    """
+
+    base_url: str
+    model: str
+    api_key: str | None = None
+    vocab_range: tuple[int, int] = (100, 20_000)
+    timeout_s: float = 600.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one process of the load generator plays; `start_at` as in `play`, `cores` to pin it to, if any."""
+
+    trace: Trace
+    target: Target
+    seed: int
+    start_at: float | None = None
+    cores: tuple[int, ...] = ()
+
+
+class Choice(msgspec.Struct):
+    """What a chunk adds to the answer; `token_ids` only from servers that were asked for them."""
+
+    token_ids: list[int] | None = None
+
+
+class Usage(msgspec.Struct):
+    """How many tokens of the answer there are so far."""
+
+    completion_tokens: int = 0
+
+
+class Chunk(msgspec.Struct):
+    """One server-sent event of /v1/completions."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+CHUNKS = msgspec.json.Decoder(Chunk)
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """One request under way; times are monotonic."""
+
+    sent_at: float
+    ended_at: float = 0.0
+    token_at: list[float] = field(default_factory=list)
+    status: Status = Status.OK
+    detail: str = ""
+
+    def fail(self, status: Status, detail: str) -> None:
+        self.status, self.detail = status, detail[:DETAIL_CHARACTERS]
+
+
+def prompt_ids(arrival: Arrival, index: int, vocab_range: tuple[int, int], seed: int = 0) -> list[int]:
+    """A prompt of random token ids, the same for the same seed and index, sharing no prefix with another."""
+    rng = np.random.default_rng([seed, index])
+    ids: list[int] = rng.integers(*vocab_range, arrival.input_tokens).tolist()
+    return ids
+
+
+def request_body(arrival: Arrival, index: int, target: Target, seed: int) -> bytes:
+    """The JSON of one request, which makes the server generate exactly the arrival's output tokens."""
+    body = {
+        "model": target.model,
+        "prompt": prompt_ids(arrival, index, target.vocab_range, seed),
+        "max_tokens": arrival.output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        # rather than return_token_ids, which sends the whole prompt back with the first token
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    return msgspec.json.encode({**body, **target.extra})
+
+
+async def play(trace: Trace, target: Target, *, seed: int, start_at: float | None = None) -> list[Answer]:
+    """Send the trace's requests, each when it is due, and collect the answers in the trace's order.
+
+    `start_at`, on the monotonic clock that a machine's processes share, is the trace's time 0: now, unless
+    given. Returns when the last answer is complete or was given up. Raises `InputError` for a bad URL.
+    """
+    url = _completions(target.base_url)
+    host = await _resolved(url)
+    start_at = time.monotonic() + HEAD_START_S if start_at is None else start_at
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for index, arrival in enumerate(trace):
+            body = request_body(arrival, index, target, seed)  # 0.1 ms: before the wait, not after it
+            await _until(start_at + arrival.at_s)
+            tasks.append(group.create_task(_ask(url, host, target, body)))
+    return [
+        _answer(index, arrival, task.result(), start_at)
+        for index, (arrival, task) in enumerate(zip(trace, tasks, strict=True))
+    ]
+
+
+async def play_apart(plan: Plan) -> list[Answer]:
+    """Play the plan in a process of its own, which takes about a second to start; raises `ConserveError`."""
+    with TemporaryDirectory(prefix="conserve-load-") as folder:
+        path = Path(folder) / "answers.parquet"
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "conserve.bench.load", "-", str(path)),
+            stdin=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            _, complaint = await process.communicate(msgspec.json.encode(plan))
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode != 0:
+            last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+            raise ConserveError(f"the load generator stopped ({last}); run the benchmark again")
+        return raw.read_answers(path)
+
+
+async def _until(due: float) -> None:
+    """Sleep until shortly before, then let the other tasks run until it is time."""
+    await asyncio.sleep(max(0.0, due - time.monotonic() - SPIN_S))
+    while time.monotonic() < due:
+        await asyncio.sleep(0)
+
+
+async def _ask(url: SplitResult, host: str, target: Target, body: bytes) -> Exchange:
+    """Send one request and take its tokens; never raises for what a server or a network does."""
+    exchange = Exchange(sent_at=time.monotonic())
+    try:
+        async with asyncio.timeout(target.timeout_s), post(url, host, _headers(target), body) as reply:
+            await (_take(reply, exchange) if reply.status == 200 else _take_refusal(reply, exchange))
+    except TimeoutError:
+        exchange.fail(Status.TIMEOUT, f"the answer was not complete within {target.timeout_s:g} s")
+    except (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError) as error:
+        exchange.fail(Status.BROKEN, f"{type(error).__name__}: {error}")
+    exchange.ended_at = time.monotonic()
+    return exchange
+
+
+async def _take(reply: Reply, exchange: Exchange) -> None:
+    """Note when each token comes, until the server says that all have."""
+    async for line in reply.lines():
+        if not line.startswith(b"data:"):
+            continue
+        now, event = time.monotonic(), line[5:].strip()
+        if event == b"[DONE]":
+            if not exchange.token_at:
+                exchange.fail(Status.BROKEN, "the answer has no token")
+            return
+        chunk = CHUNKS.decode(event)
+        if chunk.error is not None:
+            exchange.fail(Status.REFUSED, str(chunk.error))
+            return
+        exchange.token_at += [now] * _new_tokens(chunk, len(exchange.token_at))
+    exchange.fail(Status.BROKEN, "the answer broke off")
+
+
+def _new_tokens(chunk: Chunk, known: int) -> int:
+    """How many tokens came with this chunk: what it says in token ids or usage, or else one."""
+    if not chunk.choices:
+        return 0
+    if chunk.choices[0].token_ids is not None:
+        return len(chunk.choices[0].token_ids)
+    return chunk.usage.completion_tokens - known if chunk.usage else 1
+
+
+async def _take_refusal(reply: Reply, exchange: Exchange) -> None:
+    said = [str(reply.status)]
+    with suppress(EOFError, ValueError):
+        said += [line.decode(errors="replace") async for line in reply.lines()]
+    exchange.fail(Status.REFUSED, " ".join(said))
+
+
+def _answer(index: int, arrival: Arrival, exchange: Exchange, start_at: float) -> Answer:
+    return Answer(
+        index=index,
+        due_s=arrival.at_s,
+        sent_s=exchange.sent_at - start_at,
+        ended_s=exchange.ended_at - start_at,
+        input_tokens=arrival.input_tokens,
+        token_at_s=tuple(at - start_at for at in exchange.token_at),
+        status=exchange.status,
+        detail=exchange.detail,
+    )
+
+
+def _headers(target: Target) -> Mapping[str, str]:
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+    return {**headers, "Authorization": f"Bearer {target.api_key}"} if target.api_key else headers
+
+
+def _completions(base_url: str) -> SplitResult:
+    """The route that the load goes to; raises `InputError`."""
+    try:
+        url = urlsplit(base_url.rstrip("/").removesuffix("/v1") + "/v1/completions")
+        usable = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise InputError(f"{base_url} is no server's URL; give one like http://127.0.0.1:8000")
+    return url
+
+
+async def _resolved(url: SplitResult) -> str:
+    """The server's address, looked up once: a look-up per request would take a thread each."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(url.hostname, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InputError(f"there is no host {url.hostname} ({error}); correct the URL") from error
+    return str(found[0][4][0])
+
+
+def main(plan_name: str, answers_name: str) -> None:
+    """Play the plan in the file of this name, `-` for stdin, and write the answers."""
+    content = sys.stdin.buffer.read() if plan_name == "-" else Path(plan_name).read_bytes()
+    plan = msgspec.json.decode(content, type=Plan)
+    if plan.cores:
+        os.sched_setaffinity(0, plan.cores)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection per request under way
+    answers = asyncio.run(play(plan.trace, plan.target, seed=plan.seed, start_at=plan.start_at))
+    raw.write_answers(answers, Path(answers_name))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

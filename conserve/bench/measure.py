@@ -1,0 +1,279 @@
+"""What a comparison of policies says, from what was measured; pure statistics.
+
+A percentile is the smallest measured value that at least so many values do not exceed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from conserve.bench.answers import Answer, Floats, Status, tbts_ms, ttfts_ms
+from conserve.bench.harm import Harm, harm
+
+ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY = "online-only", "non-preemptive", "priority"
+ORDER = ("conserve", ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY)
+SCALES = (1.0, 1.25, 1.5, 2.0)
+LATE_MS = 5.0  # a request sent later than this was held up by the generator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A stretch of time under one policy.
+
+    `started_s` is on the clock that the blocks share, `answers` and `offline_series`
+    (seconds, offline tokens so far) count from there. `iterations` were the engine's, of which `planned` had
+    a time limit and `overruns` exceeded it.
+    """
+
+    policy: str
+    started_s: float
+    duration_s: float
+    answers: tuple[Answer, ...]
+    offline_tokens: int
+    iterations: int
+    planned: int
+    overruns: int
+    busy_s: float = 0.0  # that the engine spent in iterations
+    offline_series: tuple[tuple[float, int], ...] = ()
+
+
+class Limits(NamedTuple):
+    """Latencies to keep, or to compare with."""
+
+    ttft_ms: float
+    tbt_ms: float
+
+
+class Percentiles(NamedTuple):
+    """Of latencies in milliseconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Spread(NamedTuple):
+    """Over the blocks of one policy."""
+
+    min: float
+    median: float
+    max: float
+
+
+class Attainment(NamedTuple):
+    """Shares of requests and of token gaps within their limits, and the smaller of the two."""
+
+    ttft: float | None
+    tbt: float | None
+    attainment: float | None
+
+
+class Lateness(NamedTuple):
+    """How far the load generator itself fell behind."""
+
+    share: float
+    max_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overruns:
+    """Iterations that took longer than planned, and their share of the planned ones."""
+
+    count: int
+    share: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """One policy against the others; none where the other was not measured."""
+
+    ttft_p99_to_online_only: float | None
+    tbt_p99_to_online_only: float | None
+    offline_tokens_to_non_preemptive: float | None
+    ttft_p99_priority_over_this: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Everything about one policy, its blocks pooled; `spread` keeps them apart."""
+
+    blocks: int
+    duration_s: float
+    requests: int
+    failed: int
+    failures: Mapping[str, int]
+    ttft_ms: Percentiles | None
+    tbt_ms: Percentiles | None
+    offline_tokens_per_s: float
+    online_tokens_per_s: float
+    attainment: Mapping[str, Attainment]
+    engine_busy: float  # share of the time
+    overruns: Overruns
+    late: Lateness
+    spread: Mapping[str, Spread | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What the blocks say; `reference` is what attainment is relative to."""
+
+    reference: Limits | None
+    policies: Mapping[str, Outcome]
+    ratios: Mapping[str, Ratios]
+    harm: Mapping[str, Harm]
+
+    def document(self) -> dict[str, Any]:
+        """The comparison as JSON."""
+        return {
+            "reference": _plain(self.reference),
+            "policies": {name: _plain(asdict(outcome)) for name, outcome in self.policies.items()},
+            "ratios": {name: asdict(ratios) for name, ratios in self.ratios.items()},
+            "harm": {name: _plain(asdict(harm)) for name, harm in self.harm.items()},
+        }
+
+
+def compare(blocks: Sequence[Block], *, reference: Limits | None = None, seed: int = 0) -> Comparison:
+    """Compare the policies of these blocks.
+
+    Attainment is relative to `reference`: the P99s of online-only, unless given. The seed is the bootstrap's.
+    """
+    named = by_policy(blocks)
+    reference = reference or online_only_p99s(named)
+    policies = {name: outcome(of, reference) for name, of in named.items()}
+    without = [block.answers for block in named.get(ONLINE_ONLY, [])]
+    return Comparison(
+        reference=reference,
+        policies=policies,
+        ratios={name: ratios(name, policies) for name in policies},
+        harm={
+            name: harm([block.answers for block in of], without, seed=seed)
+            for name, of in named.items()
+            if without and name != ONLINE_ONLY
+        },
+    )
+
+
+def by_policy(blocks: Sequence[Block]) -> dict[str, list[Block]]:
+    """The blocks of each policy, the policies in the order in which they are shown."""
+    found = {block.policy for block in blocks}
+    names = [*(name for name in ORDER if name in found), *sorted(found - set(ORDER))]
+    return {name: [block for block in blocks if block.policy == name] for name in names}
+
+
+def outcome(blocks: Sequence[Block], reference: Limits | None) -> Outcome:
+    """What one policy's blocks say together."""
+    answers = [answer for block in blocks for answer in block.answers]
+    failures = [answer.status.value for answer in answers if answer.status is not Status.OK]
+    duration_s = sum(block.duration_s for block in blocks)
+    return Outcome(
+        blocks=len(blocks),
+        duration_s=duration_s,
+        requests=len(answers),
+        failed=len(failures),
+        failures={status: failures.count(status) for status in sorted(set(failures))},
+        ttft_ms=percentiles(ttfts_ms(answers)),
+        tbt_ms=percentiles(tbts_ms(answers)),
+        offline_tokens_per_s=sum(block.offline_tokens for block in blocks) / duration_s,
+        online_tokens_per_s=sum(answer.tokens for answer in answers) / duration_s,
+        attainment=attainments(answers, reference),
+        engine_busy=sum(block.busy_s for block in blocks) / duration_s,
+        overruns=overruns(blocks),
+        late=lateness(answers),
+        spread=spreads(blocks),
+    )
+
+
+def percentiles(values_ms: Floats) -> Percentiles | None:
+    """Of these latencies, if there are any."""
+    if not len(values_ms):
+        return None
+    p50, p90, p99, most = np.percentile(values_ms, [50, 90, 99, 100], method="inverted_cdf")
+    return Percentiles(float(p50), float(p90), float(p99), float(most))
+
+
+def attainments(answers: Sequence[Answer], reference: Limits | None) -> dict[str, Attainment]:
+    """By scale; nothing without a reference."""
+    return {str(scale): attainment(answers, reference, scale) for scale in SCALES} if reference else {}
+
+
+def attainment(answers: Sequence[Answer], reference: Limits, scale: float) -> Attainment:
+    """Shares within `scale` times the reference; a failed request misses once in each."""
+    failed = sum(answer.status is not Status.OK for answer in answers)
+    complete = [answer for answer in answers if answer.status is Status.OK]
+    ttft = _share_within(ttfts_ms(complete), scale * reference.ttft_ms, failed)
+    tbt = _share_within(tbts_ms(complete), scale * reference.tbt_ms, failed)
+    known = [share for share in (ttft, tbt) if share is not None]
+    return Attainment(ttft, tbt, min(known, default=None))
+
+
+def _share_within(values_ms: Floats, limit_ms: float, missed: int) -> float | None:
+    number = len(values_ms) + missed
+    return int(np.count_nonzero(values_ms <= limit_ms)) / number if number else None
+
+
+def lateness(answers: Sequence[Answer]) -> Lateness:
+    """The share of requests that the generator sent late, and by how much at most."""
+    late_ms = np.array([answer.late_ms for answer in answers])
+    if not len(late_ms):
+        return Lateness(0.0, 0.0)
+    return Lateness(float(np.mean(late_ms > LATE_MS)), float(late_ms.max()))
+
+
+def overruns(blocks: Sequence[Block]) -> Overruns:
+    """Iterations that exceeded their limit."""
+    count, planned = sum(block.overruns for block in blocks), sum(block.planned for block in blocks)
+    return Overruns(count=count, share=count / planned if planned else None)
+
+
+def spreads(blocks: Sequence[Block]) -> dict[str, Spread | None]:
+    """How much the blocks of one policy differ."""
+    ttft = [percentiles(ttfts_ms(block.answers)) for block in blocks]
+    tbt = [percentiles(tbts_ms(block.answers)) for block in blocks]
+    return {
+        "ttft_p99_ms": _spread([p.p99 for p in ttft if p]),
+        "tbt_p99_ms": _spread([p.p99 for p in tbt if p]),
+        "offline_tokens_per_s": _spread([block.offline_tokens / block.duration_s for block in blocks]),
+    }
+
+
+def _spread(values: Sequence[float]) -> Spread | None:
+    return Spread(min(values), float(np.median(values)), max(values)) if values else None
+
+
+def online_only_p99s(named: Mapping[str, Sequence[Block]]) -> Limits | None:
+    """The reference that the comparison measured itself."""
+    answers = [answer for block in named.get(ONLINE_ONLY, ()) for answer in block.answers]
+    ttft, tbt = percentiles(ttfts_ms(answers)), percentiles(tbts_ms(answers))
+    return Limits(ttft.p99, tbt.p99) if ttft and tbt else None
+
+
+def ratios(name: str, policies: Mapping[str, Outcome]) -> Ratios:
+    """This policy against the ones that the papers compare with."""
+    this = policies[name]
+    alone, unbounded, priority = (policies.get(other) for other in (ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY))
+    return Ratios(
+        ttft_p99_to_online_only=_ratio(_p99(this.ttft_ms), _p99(alone.ttft_ms) if alone else None),
+        tbt_p99_to_online_only=_ratio(_p99(this.tbt_ms), _p99(alone.tbt_ms) if alone else None),
+        offline_tokens_to_non_preemptive=_ratio(
+            this.offline_tokens_per_s, unbounded.offline_tokens_per_s if unbounded else None
+        ),
+        ttft_p99_priority_over_this=_ratio(_p99(priority.ttft_ms) if priority else None, _p99(this.ttft_ms)),
+    )
+
+
+def _p99(latencies: Percentiles | None) -> float | None:
+    return latencies.p99 if latencies else None
+
+
+def _ratio(value: float | None, to: float | None) -> float | None:
+    return value / to if value is not None and to else None
+
+
+def _plain(value: Any) -> Any:
+    """Named tuples as dictionaries, all the way down."""
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,44 @@
+"""The offline work of a comparison: rows with the lengths of real documents, and no text that matters."""
+
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+LENGTHS = "arxiv_summarization_lengths.parquet"
+LONGEST_OUTPUT = 96  # tokens
+
+
+def rows(count: int, *, factor: float, most: int, vocab_range: tuple[int, int], seed: int) -> Iterator[str]:
+    """OpenAI batch lines: random token ids, as long as arXiv papers and their abstracts times `factor`.
+
+    A row and its answer have at most `most` tokens together.
+    """
+    table = pq.read_table(str(files("conserve.bench") / "data" / LENGTHS))
+    rng = np.random.default_rng(seed)
+    chosen = rng.integers(0, table.num_rows, count)
+    inputs = (table["input_tokens"].to_numpy()[chosen] * factor).astype(int)
+    outputs = (table["output_tokens"].to_numpy()[chosen] * factor).astype(int)
+    for number, (prompt, answer) in enumerate(zip(inputs, outputs, strict=True)):
+        answer_tokens = int(min(max(answer, 1), LONGEST_OUTPUT))
+        length = int(min(max(prompt, 1), most - answer_tokens))
+        body = {
+            "model": "any",
+            "prompt": rng.integers(*vocab_range, length).tolist(),
+            "max_tokens": answer_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        line = {"custom_id": f"row-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+        yield json.dumps(line)
+
+
+def write(path: Path, lines: Iterator[str]) -> Path:
+    """The rows as a file that `conserve submit` takes."""
+    with path.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(line + "\n")
+    return path

@@ -1,0 +1,62 @@
+"""Sizes of a comparison that suit a machine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from conserve.bench.traces import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """How a trace and a deployment are scaled down, or not."""
+
+    engine_flags: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    engine_cores: tuple[int, ...] = ()  # of the worker that computes
+    other_cores: tuple[int, ...] = ()  # of everything else
+    rounds: int = 5
+    block_s: float = 120.0
+    share: float = 1.0  # of the trace's arrivals
+    input_factor: float = 1.0
+    output_factor: float = 1.0
+    longest: int = 1 << 20  # tokens of a prompt with its answer
+    longest_output: int = 1 << 16
+    offline_factor: float = 1.0
+    offline_rows: int = 20_000
+    offline_window: int | None = None
+
+    def arrivals(self, trace: Trace, seed: int) -> Trace:
+        """The trace as one block plays it: all of it in `block_s`, thinned and shortened."""
+        whole = trace.scaled(trace.duration_s / self.block_s)
+        return whole.thinned(self.share, seed).shortened(
+            self.input_factor,
+            self.output_factor,
+            max_input=max(1, self.longest - self.longest_output),
+            max_output=self.longest_output,
+        )
+
+
+FULL = Preset()
+# Two cores: the worker computes on one, everything else shares the other. The trace's ten minutes become 25 s
+# with the bursts they had, and online-only keeps the engine busy for about half of the time. 512 batched tokens
+# take 0.4 s here.
+CPU = Preset(
+    engine_flags=(
+        *("--max-num-batched-tokens", "512", "--max-model-len", "2048", "--max-num-seqs", "32"),
+        *("--block-size", "64", "--kv-cache-memory-bytes", str(1 << 30)),
+    ),
+    environment={"VLLM_CPU_OMP_THREADS_BIND": "0"},
+    engine_cores=(0,),
+    other_cores=(1,),
+    rounds=3,
+    block_s=25.0,
+    share=0.016,
+    input_factor=0.125,
+    output_factor=0.75,
+    longest=1024,
+    longest_output=48,
+    offline_factor=0.125,
+    offline_rows=4000,
+    offline_window=48,
+)
+PRESETS = {"cpu": CPU, "full": FULL}

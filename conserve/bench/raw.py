@@ -1,0 +1,79 @@
+"""Raw numbers on disk: a Parquet row per request."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conserve.bench.answers import Answer, Status
+from conserve.bench.measure import Block
+
+SCHEMA = pa.schema(
+    [
+        ("policy", pa.string()),
+        ("block", pa.int32()),
+        ("request", pa.int32()),
+        ("due_s", pa.float64()),
+        ("sent_s", pa.float64()),
+        ("ended_s", pa.float64()),
+        ("input_tokens", pa.int32()),
+        ("ttft_ms", pa.float64()),
+        ("tokens", pa.int32()),
+        ("token_at_ms", pa.list_(pa.float64())),  # milliseconds since the load began, like due_s
+        ("status", pa.string()),
+        ("detail", pa.string()),
+    ]
+)
+
+
+def table(answers: Sequence[Answer], *, policy: str, block: int) -> Any:
+    """A row per request of one block."""
+    rows = [
+        {
+            "policy": policy,
+            "block": block,
+            "request": answer.index,
+            "due_s": answer.due_s,
+            "sent_s": answer.sent_s,
+            "ended_s": answer.ended_s,
+            "input_tokens": answer.input_tokens,
+            "ttft_ms": answer.ttft_ms,
+            "tokens": answer.tokens,
+            "token_at_ms": np.asarray(answer.token_at_s) * 1e3,
+            "status": answer.status.value,
+            "detail": answer.detail,
+        }
+        for answer in answers
+    ]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def write_blocks(blocks: Sequence[Block], path: Path) -> None:
+    """The requests of all blocks, which are numbered in their order; raises OSError."""
+    tables = [table(block.answers, policy=block.policy, block=n) for n, block in enumerate(blocks)]
+    pq.write_table(pa.concat_tables([SCHEMA.empty_table(), *tables]), path, compression="zstd")
+
+
+def write_answers(answers: Sequence[Answer], path: Path) -> None:
+    """Requests that belong to no policy yet; raises OSError."""
+    pq.write_table(table(answers, policy="", block=0), path, compression="zstd")
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """The requests in a file of raw numbers; raises OSError."""
+    return [
+        Answer(
+            index=row["request"],
+            due_s=row["due_s"],
+            sent_s=row["sent_s"],
+            ended_s=row["ended_s"],
+            input_tokens=row["input_tokens"],
+            token_at_s=tuple(ms / 1e3 for ms in row["token_at_ms"]),
+            status=Status(row["status"]),
+            detail=row["detail"],
+        )
+        for row in pq.read_table(path).to_pylist()
+    ]

@@ -1,0 +1,170 @@
+"""A comparison for people: rows for a terminal, sentences, and a page without outside resources."""
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import NamedTuple
+
+from conserve.bench.figures import colour, ratio_bars, timeline
+from conserve.bench.harm import Change, Harm, Interval
+from conserve.bench.measure import LATE_MS, SCALES, Block, Comparison, Limits, Outcome
+from conserve.bench.svg import figure
+
+HEADER = (
+    *("policy", "requests", "failed", "TTFT P50", "TTFT P99", "TBT P50", "TBT P99", "offline/s"),
+    *("TTFT ratio", "TBT ratio", "offline ratio", "overruns"),
+)
+NOTHING = "-"
+
+
+class Table(NamedTuple):
+    """Cells as text; all columns but the first hold figures."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+
+def table_rows(comparison: Comparison) -> Table:
+    """A row per policy: latencies in ms, tokens per second, and ratios.
+
+    The ratios are those of the P99s to online-only's and of the tokens to non-preemptive's.
+    """
+    rows = []
+    for name, outcome in comparison.policies.items():
+        ratios = comparison.ratios[name]
+        rows.append(
+            [
+                name,
+                f"{outcome.requests:,}",
+                f"{outcome.failed:,}",
+                *_latencies(outcome),
+                figure(outcome.offline_tokens_per_s),
+                _cell(ratios.ttft_p99_to_online_only),
+                _cell(ratios.tbt_p99_to_online_only),
+                _cell(ratios.offline_tokens_to_non_preemptive),
+                NOTHING if outcome.overruns.share is None else f"{outcome.overruns.share:.2%}",
+            ]
+        )
+    return Table([*HEADER], rows)
+
+
+def attainment_rows(comparison: Comparison) -> Table:
+    """A row per policy, a column per scale; no row without a reference."""
+    rows = [
+        [name, *(_share(outcome.attainment[str(scale)].attainment) for scale in SCALES)]
+        for name, outcome in comparison.policies.items()
+        if outcome.attainment
+    ]
+    return Table(["policy", *(f"{scale:g} x" for scale in SCALES)], rows)
+
+
+def receipts(comparison: Comparison) -> list[str]:
+    """What each policy's offline work did to online latency, a plain sentence each."""
+    return [_receipt(name, harm) for name, harm in comparison.harm.items()]
+
+
+def warnings(comparison: Comparison) -> list[str]:
+    """What a reader must know before believing the figures."""
+    found = []
+    for name, outcome in comparison.policies.items():
+        if outcome.failed:
+            kinds = ", ".join(f"{count} {status}" for status, count in outcome.failures.items())
+            found.append(f"{name}: {outcome.failed:,} of {outcome.requests:,} requests failed ({kinds}).")
+    late = {name: outcome.late for name, outcome in comparison.policies.items() if outcome.late.share > 0}
+    if late:
+        shares = ", ".join(f"{name} {lateness.share:.2%}" for name, lateness in late.items())
+        most_ms = figure(max(lateness.max_ms for lateness in late.values()))
+        found.append(
+            f"The load generator itself sent requests over {LATE_MS:g} ms late ({shares}), "
+            f"{most_ms} ms at most; their TTFT includes that."
+        )
+    return found
+
+
+def page(
+    comparison: Comparison,
+    blocks: Sequence[Block],
+    *,
+    title: str = "Policies compared",
+    slo: Limits | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> str:
+    """One HTML page with everything in it.
+
+    `slo` are the limits to draw, the comparison's reference unless given; `facts` say how it was measured
+    (machine, model, versions, commit, seed, trace, command).
+    """
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    slo = slo or comparison.reference
+    source = (files("conserve.bench") / "page.html").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(source)
+    return template.render(
+        title=title,
+        receipts=receipts(comparison),
+        warnings=warnings(comparison),
+        table=table_rows(comparison),
+        ratios=[Markup(drawing) for drawing in _ratio_drawings(comparison)],
+        timeline=Markup(timeline(blocks, slo)),
+        attainment=attainment_rows(comparison),
+        reference=comparison.reference,
+        slo=slo,
+        facts=facts or {},
+        colour=colour,
+        figure=figure,
+    )
+
+
+def _ratio_drawings(comparison: Comparison) -> list[str]:
+    ratios = comparison.ratios
+    return [
+        ratio_bars("P99 TTFT / online-only", {n: r.ttft_p99_to_online_only for n, r in ratios.items()}),
+        ratio_bars("P99 TBT / online-only", {n: r.tbt_p99_to_online_only for n, r in ratios.items()}),
+        ratio_bars(
+            "Offline tokens/s / non-preemptive",
+            {n: r.offline_tokens_to_non_preemptive for n, r in ratios.items()},
+        ),
+    ]
+
+
+def _latencies(outcome: Outcome) -> list[str]:
+    return [
+        NOTHING if latencies is None else figure(value)
+        for latencies in (outcome.ttft_ms, outcome.tbt_ms)
+        for value in ((latencies.p50, latencies.p99) if latencies else (0.0, 0.0))
+    ]
+
+
+def _cell(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2f}"
+
+
+def _share(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1%}"
+
+
+def _receipt(name: str, harm: Harm) -> str:
+    changes = [
+        f"P99 {metric} {_changed(change)}"
+        for metric, change in (("TTFT", harm.ttft_p99), ("TBT", harm.tbt_p99))
+        if change is not None
+    ]
+    if not changes:
+        return f"{name}: nothing to compare, since no online request was answered."
+    how = f"95 % intervals from resampling {harm.resampled}"
+    return f"With offline work under {name}, online {' and '.join(changes)} ({how})."
+
+
+def _changed(change: Change) -> str:
+    """`went from 210 to 215 ms (+5 ms [-2, 11]; 1.02 times [0.99, 1.05])`."""
+    sign = "+" if change.difference_ms >= 0 else ""
+    ratio = f"; {change.ratio:.2f} times {_between(change.ratio_ci, 2)}" if change.ratio_ci else ""
+    return (
+        f"went from {figure(change.without_ms)} to {figure(change.with_ms)} ms "
+        f"({sign}{figure(change.difference_ms)} ms {_between(change.difference_ci_ms)}{ratio})"
+    )
+
+
+def _between(interval: Interval, decimals: int | None = None) -> str:
+    low, high = (figure(end) if decimals is None else f"{end:.{decimals}f}" for end in interval)
+    return f"[{low}, {high}]"

@@ -1,0 +1,350 @@
+"""`conserve bench`: what do live clients notice, and what does the queue get, under each policy?"""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from conserve.cli import exits, output
+from conserve.cli.context import Context, engine_flags
+from conserve.cli.serve import harvester_command, milliseconds, server_command
+from conserve.config import Settings
+from conserve.engine.policy.policies import SERVING
+from conserve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from conserve.bench.compare import Design, Source
+    from conserve.bench.measure import Block, Comparison, Limits
+    from conserve.bench.presets import Preset
+    from conserve.bench.traces import Trace
+    from conserve.engine.service import Service
+
+EXAMPLE = """
+conserve bench --trace azure_code_2023_10min_bursty.parquet --policies all --preset cpu
+conserve bench --trace azure_conv_2023_10min --policies conserve,online-only --rate 4
+conserve bench --gamma 2,0.5,4096,256 --endpoint http://localhost:8000
+"""
+PORT = 8790
+VOCABULARY = (100, 20_000)  # token ids that prompts are made of
+
+
+def bench(
+    ctx: typer.Context,
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL [VLLM FLAGS]", help="As for conserve serve; smollm2-demo by default."),
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Arrivals: a Parquet file, or a bundled trace.")
+    ] = None,
+    gamma: Annotated[
+        str | None, typer.Option(metavar="RATE,CV,IN,OUT", help="Arrivals from a Gamma process instead.")
+    ] = None,
+    on_off: Annotated[
+        str | None, typer.Option(metavar="RATE,ON_S,OFF_S,IN,OUT", help="Arrivals that come and go instead.")
+    ] = None,
+    policies: Annotated[str, typer.Option(help=f"all, or some of {', '.join(SERVING)}.")] = "all",
+    preset: Annotated[str, typer.Option(help="cpu (two cores, under ten minutes) or full.")] = "full",
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second, by stretching the trace's time.")
+    ] = None,
+    speed: Annotated[
+        float | None, typer.Option(help="How many times faster than recorded to play it.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Blocks of each policy.")] = None,
+    block_s: Annotated[float | None, typer.Option(min=1, help="Seconds of a block.")] = None,
+    ttft_slo: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Instead of online-only's P99.")
+    ] = None,
+    tbt_slo: Annotated[str | None, typer.Option(metavar="TIME", help="Instead of online-only's P99.")] = None,
+    slo_scale: Annotated[float, typer.Option(help="Times online-only's P99s, where no SLO is given.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of arrivals, prompts and the bootstrap.")] = 0,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="A server under `conserve serve --allow-control`, with its own harvester."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for page, JSON and raw Parquet.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+) -> None:
+    """Play live traffic under each policy in turn, on one engine that also has offline rows to run."""
+    from conserve.bench.presets import PRESETS
+
+    words = model or []
+    if words and words[0].startswith("-"):
+        raise SettingsError(
+            "name the model before vLLM's flags: conserve bench smollm2-demo --trace FILE FLAGS"
+        )
+    if preset not in PRESETS:
+        raise SettingsError(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
+    chosen = resized(PRESETS[preset], rounds, block_s)
+    folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder.mkdir(parents=True, exist_ok=True)
+    context: Context = ctx.obj
+    settings = context.settings(model=words[0] if words else None)
+    source = make_source(chosen, trace, gamma, on_off, rate, speed, seed)
+    design = make_design(chosen, which(policies), limits(ttft_slo, tbt_slo), slo_scale, seed)
+    if endpoint is None:
+        flags = [*chosen.engine_flags, *engine_flags(settings, words[1:])]
+        blocks = asyncio.run(
+            on_own_server(replace(settings, home=folder / "store"), flags, chosen, source, design)
+        )
+    else:
+        blocks = asyncio.run(on_server(endpoint, settings, source, design))
+    report(blocks, design, folder, as_json=as_json)
+    raise typer.Exit(exits.DONE)
+
+
+def resized(preset: "Preset", rounds: int | None, block_s: float | None) -> "Preset":
+    """The preset with what the command line says on top."""
+    changes = {name: value for name, value in (("rounds", rounds), ("block_s", block_s)) if value is not None}
+    return replace(preset, **changes)  # type: ignore[arg-type]
+
+
+def which(names: str) -> list[str]:
+    """The policies to compare."""
+    chosen = list(SERVING) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in SERVING:
+            raise SettingsError(f"there is no policy {name!r}; give all, or some of {', '.join(SERVING)}")
+    return chosen
+
+
+def limits(ttft_slo: str | None, tbt_slo: str | None) -> "Limits | None":
+    """The SLO, if one is given."""
+    from conserve.bench.measure import Limits
+
+    if (ttft_slo is None) != (tbt_slo is None):
+        raise SettingsError("give --ttft-slo and --tbt-slo together, or neither for online-only's P99s")
+    ttft_ms, tbt_ms = milliseconds("--ttft-slo", ttft_slo), milliseconds("--tbt-slo", tbt_slo)
+    return Limits(ttft_ms, tbt_ms) if ttft_ms is not None and tbt_ms is not None else None
+
+
+def make_design(
+    preset: "Preset", policies: list[str], slo: "Limits | None", slo_scale: float, seed: int
+) -> "Design":
+    """What is compared, and how long."""
+    from conserve.bench.compare import Design
+    from conserve.bench.measure import ONLINE_ONLY
+
+    if slo is None and ONLINE_ONLY not in policies:
+        raise SettingsError(
+            f"without {ONLINE_ONLY} there is no SLO; add it to --policies, or give --ttft-slo and --tbt-slo"
+        )
+    return Design(
+        policies=policies,
+        rounds=preset.rounds,
+        block_s=preset.block_s,
+        slo=slo,
+        slo_scale=slo_scale,
+        seed=seed,
+        load_cores=preset.other_cores,
+    )
+
+
+def make_source(
+    preset: "Preset",
+    trace: str | None,
+    gamma: str | None,
+    on_off: str | None,
+    rate: float | None,
+    speed: float | None,
+    seed: int,
+) -> "Source":
+    """The arrivals of each round."""
+    from conserve.bench import traces
+
+    if sum(given is not None for given in (trace, gamma, on_off)) != 1:
+        raise SettingsError("say what arrives: one of --trace FILE, --gamma RATE,CV,IN,OUT and --on-off ...")
+    if rate is not None and speed is not None:
+        raise SettingsError("--rate and --speed both stretch time; give one of them")
+    if gamma is not None:
+        per_s, cv, given, wanted = numbers("--gamma", gamma, 4)
+        return lambda number: traces.gamma(per_s, cv, preset.block_s, int(given), int(wanted), seed + number)
+    if on_off is not None:
+        per_s, on_s, off_s, given, wanted = numbers("--on-off", on_off, 5)
+        return lambda number: traces.on_off(
+            per_s, on_s, off_s, preset.block_s, int(given), int(wanted), seed + number
+        )
+    assert trace is not None
+    whole = traces.read(traces.find_trace(trace), seed=seed)
+    if rate is None and speed is None:
+        return lambda number: preset.arrivals(whole, seed + number)
+    stretched = whole.at_rate(rate) if rate is not None else whole.scaled(speed or 1.0)
+    return lambda number: nth_part(stretched, number, preset)
+
+
+def nth_part(trace: "Trace", number: int, preset: "Preset") -> "Trace":
+    """The next stretch of the trace, from its beginning again once it is over."""
+    parts = max(1, int(trace.duration_s // preset.block_s))
+    part = trace.cut(number % parts * preset.block_s, preset.block_s)
+    return part.shortened(preset.input_factor, preset.output_factor, max_input=preset.longest * 3 // 4)
+
+
+def numbers(flag: str, text: str, count: int) -> list[float]:
+    """Comma-separated positive numbers."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != count or any(value <= 0 for value in found):
+        raise SettingsError(f"{flag} takes {count} positive numbers with commas between, not {text!r}")
+    return found
+
+
+async def on_server(endpoint: str, settings: Settings, source: "Source", design: "Design") -> list["Block"]:
+    """Compare on a server that runs already."""
+    from conserve.bench.compare import alternate
+    from conserve.bench.deployment import Deployment
+    from conserve.bench.load import Target
+
+    deployment = Deployment(endpoint, api_key=settings.api_key)
+    target = Target(
+        base_url=endpoint, model=await deployment.model(), api_key=settings.api_key, vocab_range=VOCABULARY
+    )
+    try:
+        return await alternate(deployment, target, source, design, say=output.say)
+    finally:
+        await deployment.close()
+
+
+async def on_own_server(
+    settings: Settings, flags: list[str], preset: "Preset", source: "Source", design: "Design"
+) -> list["Block"]:
+    """Start a server and a harvester with offline rows of its own, and compare on it."""
+    url = f"http://127.0.0.1:{PORT}"
+    enqueue_rows(settings, preset, design.seed)
+    async with serving(settings, flags, preset, url) as service:
+        pin(service, preset)
+        return await on_server(url, settings, source, design)
+
+
+def enqueue_rows(settings: Settings, preset: "Preset", seed: int) -> None:
+    """Put the offline work into a store of the benchmark's own."""
+    from conserve.bench.offline import rows, write
+    from conserve.endpoints.protocol import Url
+    from conserve.jobs.submit import submit
+    from conserve.jobs.task import Kind, Task
+    from conserve.store.store import Store
+
+    settings.home.mkdir(parents=True, exist_ok=True)
+    longest = min(preset.longest, 1 << 15)
+    lines = rows(
+        preset.offline_rows, factor=preset.offline_factor, most=longest, vocab_range=VOCABULARY, seed=seed
+    )
+    path = write(settings.home / "offline.jsonl", lines)
+    store = Store.open(settings)
+    try:
+        submit(store, str(path), Task(kind=Kind.OPENAI, url=Url.COMPLETIONS), name="offline")
+    finally:
+        store.close()
+
+
+@asynccontextmanager
+async def serving(
+    settings: Settings, flags: list[str], preset: "Preset", url: str
+) -> AsyncIterator["Service"]:
+    """The service while it runs; Ctrl-C stops it in order."""
+    from conserve.engine.service import Service
+
+    section = {
+        "policy": "online-only",
+        "profile": None,
+        "profiles": str(settings.profiles_folder),
+        "control": True,
+    }
+    server = server_command(settings, section, [*flags, "--port", str(PORT)], PORT)
+    server = replace(server, environment={**server.environment, **preset.environment})
+    window = ["--window", str(preset.offline_window)] if preset.offline_window else []
+    harvester = harvester_command(settings, url, *window)
+    service = Service(server, harvester, url=url, say=output.say)
+    stop, ready = asyncio.Event(), asyncio.Event()
+
+    async def on_ready() -> None:
+        ready.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    output.say(f"starting {settings.model}")
+    running = asyncio.create_task(service.run(stop, on_ready=on_ready))
+    waiting = asyncio.create_task(ready.wait())
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    try:
+        await asyncio.sleep(1.0)  # the harvester comes up
+        yield service
+    finally:
+        waiting.cancel()
+        stop.set()
+        await running
+
+
+def pin(service: "Service", preset: "Preset") -> None:
+    """The engine's worker to its cores, everything else to the others."""
+    from conserve.bench.cores import pin_processes
+
+    if preset.engine_cores:
+        pin_processes(service.process_ids(), preset.engine_cores, preset.other_cores)
+
+
+def report(blocks: Sequence["Block"], design: "Design", folder: Path, *, as_json: bool) -> None:
+    """Tables on stdout, the page and the raw numbers in the folder."""
+    from conserve.bench import raw
+    from conserve.bench import report as reports
+    from conserve.bench.compare import relative
+    from conserve.bench.measure import compare
+
+    placed = relative(blocks)
+    comparison = compare(placed, seed=design.seed)
+    document = {**comparison.document(), "design": facts(design)}
+    raw.write_blocks(placed, folder / "answers.parquet")
+    (folder / "comparison.json").write_text(json.dumps(document, indent=2))
+    page = reports.page(comparison, placed, slo=comparison.reference, facts=facts(design))
+    (folder / "page.html").write_text(page)
+    if as_json:
+        output.data_json(document)
+    else:
+        show(comparison)
+    output.say(f"the page: {folder / 'page.html'}")
+
+
+def show(comparison: "Comparison") -> None:
+    """The tables and sentences."""
+    from conserve.bench import report as reports
+
+    table, shares = reports.table_rows(comparison), reports.attainment_rows(comparison)
+    output.data("\n".join(output.columns(tuple(table.header), table.rows, right=range(1, len(table.header)))))
+    if shares.rows:
+        output.data("\nSLO attainment, by scale of online-only's P99s")
+        output.data(
+            "\n".join(output.columns(tuple(shares.header), shares.rows, right=range(1, len(shares.header))))
+        )
+    for line in (*reports.receipts(comparison), *reports.warnings(comparison)):
+        output.data(f"\n{line}")
+
+
+def facts(design: "Design") -> dict[str, str]:
+    """What a figure must say of itself."""
+    import platform
+
+    from conserve import __version__
+
+    return {
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "version": __version__,
+        "policies": ", ".join(design.policies),
+        "blocks": f"{design.rounds} of {design.block_s:g} s",
+        "seed": str(design.seed),
+        "SLO": "given" if design.slo else f"{design.slo_scale:g} x online-only's P99s",
+    }

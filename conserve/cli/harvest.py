@@ -1,0 +1,190 @@
+"""`conserve harvest`: drain the queue into a server, for as long as it serves."""
+
+import asyncio
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from conserve.cli import exits, output
+from conserve.cli.context import Context, job_ids
+from conserve.cli.progress import Progress
+from conserve.cli.run import Pace, Times, make_endpoint, report, supervise, unfinished, unfinished_rows
+from conserve.config import DEMO_MODEL, Settings
+from conserve.errors import ConserveError, SettingsError, StoreError, StoreTooNew
+from conserve.store.readings import read_jobs
+
+if TYPE_CHECKING:
+    from conserve.endpoints.protocol import Endpoint
+    from conserve.jobs.harvest import Harvester
+    from conserve.store.store import Store
+
+EXAMPLE = """
+conserve harvest --endpoint http://localhost:8000
+conserve harvest gsm8k-k3f9 --endpoint http://localhost:8000 --until-empty
+"""
+
+LOOK_S = 0.5  # how soon it is said that a job began or ended
+
+
+def harvest(
+    ctx: typer.Context,
+    jobs: Annotated[
+        list[str] | None, typer.Argument(metavar="JOB...", help="Only these jobs.", autocompletion=job_ids)
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="The server that the rows go to (CONSERVE_ENDPOINT).")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="One of its models; the first by default.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Bearer token for it (CONSERVE_API_KEY).")] = None,
+    until_empty: Annotated[
+        bool, typer.Option("--until-empty", help="End with the queue instead of waiting for more rows.")
+    ] = False,
+    window: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Most rows in flight; as many as it bears by default."),
+    ] = None,
+    lease_s: Annotated[
+        float | None, typer.Option(help="Seconds of silence after which others may take our rows.")
+    ] = None,
+    max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON at the end.")] = False,
+) -> None:
+    """Send queued rows to a server that serves live requests too, behind them, until it is stopped."""
+    context: Context = ctx.obj
+    settings = context.settings(
+        model=model, endpoint=endpoint, api_key=api_key, lease_s=lease_s, max_attempts=max_attempts
+    )
+    if settings.endpoint is None:
+        raise SettingsError(
+            "there is no server to harvest on; run: conserve harvest --endpoint http://localhost:8000"
+        )
+    store = open_store(settings, wait=not until_empty)
+    try:
+        raise typer.Exit(work(store, settings, jobs or [], window, until_empty=until_empty, as_json=as_json))
+    finally:
+        store.close()
+
+
+def open_store(settings: Settings, *, wait: bool) -> "Store":
+    """The store; with `wait`, as soon as it can be reached."""
+    from conserve.jobs.outage import Outage
+    from conserve.store.store import Store
+
+    outage = Outage(output.say)
+    while True:
+        try:
+            store = Store.open(settings)
+        except StoreError as error:
+            if not wait or isinstance(error, StoreTooNew):
+                raise
+            time.sleep(outage.begin(error))
+        else:
+            outage.end()
+            return store
+
+
+def work(
+    store: "Store",
+    settings: Settings,
+    jobs: list[str],
+    window: int | None,
+    *,
+    until_empty: bool,
+    as_json: bool,
+) -> int:
+    """Harvest until the queue is empty or a signal comes, and report; returns the exit code."""
+    from conserve.jobs.harvest import Harvester
+    from conserve.store import catalog
+
+    with store.read() as tx:
+        only = [catalog.get(tx, job).id for job in jobs] if jobs else None
+    if until_empty and not unfinished(settings, only):
+        output.say("nothing to run; queue a job with: conserve submit")
+        return exits.DONE
+    harvester = Harvester(
+        store,
+        server(settings, window),
+        lease_s=settings.lease_s,
+        max_attempts=settings.max_attempts,
+        max_deaths=settings.max_attempts,  # live requests are in the engine too: no row is ever alone
+        only=only,
+        follow=not until_empty,
+        say=output.say,
+    )
+    begun = time.monotonic()
+    interrupted = asyncio.run(supervise(harvester, lambda: show(harvester, settings, only)))
+    ready_at = harvester.ready_at or time.monotonic()
+    work_s = max(0.0, (harvester.ended_at or time.monotonic()) - ready_at)
+    times = Times(start_s=ready_at - begun, work_s=work_s)
+    code = report(harvester.tally, settings, interrupted, times, as_json=as_json)
+    return code if until_empty else exits.DONE  # one that follows has no other end than a signal
+
+
+def server(settings: Settings, window: int | None) -> "Endpoint":
+    """The endpoint that the settings name, told that others use it too."""
+    address = settings.endpoint or ""
+    if not address.startswith(("http://", "https://")):
+        return make_endpoint(settings, [], Pace())
+    from conserve.endpoints.http import HttpEndpoint
+
+    model = None if settings.model == DEMO_MODEL else settings.model
+    return HttpEndpoint(address, api_key=settings.api_key, model=model, most_rows=window, considerate=True)
+
+
+async def show(harvester: "Harvester", settings: Settings, only: list[str] | None) -> None:
+    """Say what the server is; then a bar on a terminal, and elsewhere a line when a job begins or ends."""
+    if not output.colourful(sys.stderr):
+        await Announcer(harvester, settings).announce()
+    bar = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr)
+    await asyncio.gather(bar.show(), Announcer(harvester, settings, jobs=False).announce())
+
+
+class Announcer:
+    """Says what has changed since it looked last."""
+
+    def __init__(self, harvester: "Harvester", settings: Settings, *, jobs: bool = True) -> None:
+        self._harvester, self._settings, self._jobs = harvester, settings, jobs
+        self._notice: str | None = None
+        self._running: set[str] = set()
+        self._ended: set[str] = set()
+
+    async def announce(self) -> None:
+        """Look now and then; ends by cancellation, with a last look."""
+        try:
+            while True:
+                self._look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self._look()
+
+    def _look(self) -> None:
+        notice = getattr(self._harvester.endpoint, "notice", None)
+        if notice is not None and notice != self._notice:
+            self._notice = notice
+            output.say(notice)
+        if self._jobs:
+            self._look_at_jobs()
+
+    def _look_at_jobs(self) -> None:
+        tally = self._harvester.tally
+        ended = {*tally.completed, *tally.cancelled}
+        running = set(tally.jobs) - ended
+        for job_id in sorted(running - self._running):
+            output.say(f"{job_id}: harvesting")
+        if news := ended - self._ended:
+            self._say_how_they_ended(news)
+        self._running, self._ended = running, ended
+
+    def _say_how_they_ended(self, job_ids: set[str]) -> None:
+        try:
+            readings = read_jobs(self._settings, now=time.time())
+        except ConserveError:
+            return  # the harvester says that the store is out of reach
+        for reading in readings:
+            if reading.id in job_ids:
+                failed = f", {reading.failed:,} failed" if reading.failed else ""
+                output.say(
+                    f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}"
+                )

@@ -1,0 +1,67 @@
+"""What `conserve status` shows of the servers that run over this store."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from conserve.cli import output
+from conserve.config import Settings
+from conserve.store.services import Running, running
+
+ANSWER_S = 2.0
+
+
+def live(settings: Settings) -> list[dict[str, Any]]:
+    """What each server says; just its address where it says nothing."""
+    return [{"url": server.url, **ask(server, settings)} for server in running(settings)]
+
+
+def ask(server: Running, settings: Settings) -> dict[str, Any]:
+    """Its `GET /v1/conserve`, through the standard library: status starts in a blink."""
+    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    request = urllib.request.Request(f"{server.url}/v1/conserve", headers=headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=ANSWER_S) as answer:
+            said: dict[str, Any] = json.load(answer)
+            return said
+    except (OSError, ValueError) as error:
+        return {"error": unanswered(error)}
+
+
+def unanswered(error: Exception) -> str:
+    """Why it said nothing."""
+    if isinstance(error, urllib.error.HTTPError) and error.code in (401, 403):
+        return "wants another key; set CONSERVE_API_KEY"
+    return "does not answer (starting, or starting again)"
+
+
+def lines(servers: list[dict[str, Any]]) -> list[str]:
+    """Both sides of each server, a line each."""
+    shown: list[str] = []
+    for server in servers:
+        if "error" in server:
+            shown.append(f"{server['url']}  {server['error']}")
+            continue
+        online, offline, slo = server["online"], server["offline"], server["slo"]
+        shown += [
+            f"{server['url']}  policy {server['policy']}, last minute:",
+            f"  online   TTFT {pair(online['ttft_ms'], slo['ttft_ms'])}, "
+            f"TBT {pair(online['tbt_ms'], slo['tbt_ms'])}, {attained(online['attainment'])}",
+            f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
+        ]
+    return [*shown, ""] if shown else []
+
+
+def pair(latency: dict[str, float | None], slo_ms: float | None) -> str:
+    """P50 and P99, and what was promised."""
+    if latency["p50"] is None or latency["p99"] is None:
+        return "-"
+    promised = f" of {slo_ms:,.0f}" if slo_ms is not None else ""
+    return f"{latency['p50']:,.0f}/{latency['p99']:,.0f}{promised} ms"
+
+
+def attained(share: float) -> str:
+    """SLO attainment, red once it is below 99 %."""
+    return output.coloured(f"SLO kept {share:.1%}", "red" if share < 0.99 else None)

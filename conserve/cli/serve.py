@@ -1,0 +1,186 @@
+"""`conserve serve`: vLLM's OpenAI server, which drains the queue in the time that live requests leave."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from conserve.cli import exits, output
+from conserve.cli.context import Context, engine_flags
+from conserve.config import Settings
+from conserve.engine.policy.policies import SERVING
+from conserve.errors import SettingsError
+from conserve.store.services import announce
+
+if TYPE_CHECKING:
+    from conserve.engine.service import Command, Service
+
+EXAMPLE = """
+conserve serve smollm2-demo --ttft-slo 1500ms --tbt-slo 150ms
+conserve serve Qwen/Qwen2.5-7B-Instruct --ttft-slo 1s --tbt-slo 100ms --max-model-len 8192
+conserve submit nightly.parquet --prompt "{{ q }}"
+"""
+UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
+
+
+def serve(
+    ctx: typer.Context,
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL [VLLM FLAGS]", help="Local folder, hub id or smollm2-demo; any flag of vllm serve."
+        ),
+    ] = None,
+    ttft_slo: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Live requests get their first token within this, e.g. 1500ms."),
+    ] = None,
+    tbt_slo: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="And no two of their tokens are further apart, e.g. 100ms."),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help=f"How the two share the engine: {', '.join(SERVING)}.")
+    ] = SERVING[0],
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|FILE", help="Latency profile; the one of this engine, or learned at the start."
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(help="Bearer token that clients must send (CONSERVE_API_KEY).")
+    ] = None,
+    harvest: Annotated[bool, typer.Option(help="Drain the job queue of this store.")] = True,
+    allow_control: Annotated[
+        bool,
+        typer.Option("--allow-control", help="Let clients change policy and SLO over HTTP (conserve bench)."),
+    ] = False,
+) -> None:
+    """Serve a model like vllm serve, and run queued rows whenever live requests leave time.
+
+    Stop it with Ctrl-C or SIGTERM: requests under way are finished, progress of rows is saved.
+    """
+    words = model or []
+    if not words or words[0].startswith("-"):
+        raise SettingsError("name the model first: conserve serve MODEL --ttft-slo 1500ms --tbt-slo 100ms")
+    if policy not in SERVING:
+        raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(SERVING)}")
+    from conserve.engine.service import Service
+
+    context: Context = ctx.obj
+    settings = context.settings(model=words[0], api_key=api_key)
+    section = {
+        "policy": policy,
+        "ttft_slo_ms": milliseconds("--ttft-slo", ttft_slo),
+        "tbt_slo_ms": milliseconds("--tbt-slo", tbt_slo),
+        "profile": profile,
+        "profiles": str(settings.profiles_folder),
+        "control": allow_control,
+    }
+    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+    flags = [*engine_flags(settings, words[1:]), "--host", host, "--port", str(port)]
+    service = Service(
+        server_command(settings, section, flags, port),
+        harvester_command(settings, url) if harvest else None,
+        url=url,
+        say=output.say,
+    )
+    raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
+
+
+def milliseconds(flag: str, text: str | None) -> float | None:
+    """A time with its unit, in ms."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|)", text.strip())
+    if found is None or not float(found[1]):
+        raise SettingsError(f"{flag} takes a time like 1500ms or 1.5s, not {text!r}")
+    return float(found[1]) * UNITS_MS[found[2]]
+
+
+def server_command(settings: Settings, section: dict[str, Any], flags: list[str], port: int) -> "Command":
+    """vLLM's server with our plug-in."""
+    from conserve.engine.service import Command, python
+
+    log = os.environ.get("CONSERVE_ENGINE_LOG")
+    words = (settings.model, str(settings.models_folder), json.dumps(section), *flags)
+    return Command(
+        name="server",
+        words=python("conserve.engine.vllm.server", *words),
+        # The key in the environment, since anybody may read a command line.
+        environment={
+            "CONSERVE_SERVED": "1",
+            **({"VLLM_API_KEY": settings.api_key} if settings.api_key else {}),
+        },
+        log=Path(log).expanduser() if log else settings.home / "serving" / f"{port}.log",
+    )
+
+
+def harvester_command(settings: Settings, url: str, *more: str) -> "Command":
+    """`conserve harvest` on this store."""
+    from conserve.engine.service import Command, python
+
+    environment = {"CONSERVE_API_KEY": settings.api_key} if settings.api_key else {}
+    if settings.store is not None:
+        environment["CONSERVE_STORE"] = settings.store
+    words = ("--home", str(settings.home), "harvest", "--endpoint", url, *more)
+    return Command(name="harvester", words=python("conserve", *words), environment=environment)
+
+
+async def supervise(service: "Service", settings: Settings, section: dict[str, Any], url: str) -> int:
+    """Run the service until a signal comes; a second one ends it at once."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            service.kill()
+            os._exit(exits.INTERRUPTED)
+        output.say("stopping: live requests are finished, progress is saved (once more to stop at once)")
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    output.say(f"starting {settings.model} at {url}")
+    begun = time.monotonic()
+
+    async def on_ready() -> None:
+        output.say(f"serving {settings.model} at {url} after {output.duration(time.monotonic() - begun)}")
+        for warning in await too_tight(settings, section, url):
+            output.say(warning)
+
+    with announce(settings, url):
+        await service.run(stop, on_ready=on_ready)
+    return exits.DONE
+
+
+async def too_tight(settings: Settings, section: dict[str, Any], url: str) -> list[str]:
+    """What to say of an SLO that the model cannot keep even alone."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    try:
+        async with httpx.AsyncClient(timeout=10.0, trust_env=False, headers=headers) as client:
+            alone = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()["alone"]
+    except (httpx.HTTPError, KeyError, ValueError):
+        return ["the server does not say how it does; is another plug-in in its way?"]
+    if not alone:
+        return []
+    found = []
+    for name, thing, rows in (
+        ("ttft", f"a prompt of {alone['prompt_tokens']} tokens", "rows run only while nobody is served"),
+        ("tbt", "a token", "rows run only while nobody is served"),
+    ):
+        slo_ms, alone_ms = section[f"{name}_slo_ms"], alone[f"{name}_ms"]
+        if slo_ms is not None and slo_ms < alone_ms:
+            takes = f"{thing} takes {alone_ms:.0f} ms on this machine with nothing beside it"
+            found.append(f"--{name}-slo {slo_ms:g}ms cannot be kept: {takes}; {rows}")
+    return found

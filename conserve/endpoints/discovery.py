@@ -1,0 +1,189 @@
+"""What a server is: one that co-serves, stock vLLM with priorities, or what speaks OpenAI's routes."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import httpx
+import msgspec
+
+from conserve.endpoints.answers import error_message
+from conserve.endpoints.protocol import Url
+from conserve.endpoints.window import Metrics
+from conserve.errors import EndpointUnusable
+
+MOST_ROWS = 64  # at once, where the server does not say how many it runs
+OFFLINE_PRIORITY = 1000  # vLLM serves low numbers first; live requests have 0
+LOOK_S = 5.0  # for an answer that needs no work
+REJECTED = (400, 422)
+UNREADABLE = (httpx.HTTPError, httpx.InvalidURL, AttributeError, KeyError, TypeError, ValueError)
+
+
+class Mode(StrEnum):
+    """How rows and live requests share the server."""
+
+    COSERVING = "co-serving"
+    """ConServe's scheduler knows the two apart; rows are streamed and go on where they stopped."""
+    PRIORITY = "priority"
+    """Stock vLLM that takes priorities: live requests go first, but wait for iterations that rows fill."""
+    PLAIN = "plain"
+    """Rows and live requests are the same to the server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What was found out about a server."""
+
+    mode: Mode
+    model: str
+    identity: str  # what generates the tokens
+    most_rows: int  # at once
+    priority: int | None = None  # that rows are sent with
+    has_metrics: bool = False  # vLLM's
+
+    def notice(self, base_url: str) -> str:
+        """One sentence for the user."""
+        if self.mode is Mode.COSERVING:
+            behind = f"at most {self.most_rows} rows at once, behind live requests"
+            return f"{base_url} co-serves {self.model}: {behind}"
+        kind = "stock vLLM" if self.has_metrics else "a server"
+        how = f"with priority {self.priority}" if self.priority else "without priorities"
+        by = "its metrics" if self.has_metrics else "the time that probe requests take"
+        hint = " (which counts under --scheduling-policy priority)" if self.priority else ""
+        return (
+            f"{base_url} is {kind} without ConServe's scheduler: harvesting {how}{hint} and at most "
+            f"{self.most_rows} rows at once, adjusted by {by}; live requests may notice, and rows cut short "
+            "start over"
+        )
+
+
+async def discover(
+    client: httpx.AsyncClient, *, model: str | None, most_rows: int | None, considerate: bool
+) -> Server:
+    """Find out what answers; raises `EndpointUnusable` if it is nothing that completes requests.
+
+    Only where rows are to give way (`considerate`) is vLLM asked, by a request of one token, whether it takes
+    priorities. Older versions reject any but 0 unless they run with ``--scheduling-policy priority``; newer
+    ones take them in silence and heed them under that policy only.
+    """
+    served = await served_models(client)
+    found = model or served[0]
+    ours = await coserving(client)
+    if ours is not None:
+        await healthy(client)
+        bears = 2 * ours.max_num_seqs
+        return Server(
+            mode=Mode.COSERVING,
+            model=found,
+            identity=ours.identity,
+            most_rows=min(bears, most_rows or bears),
+            priority=ours.offline_priority,
+        )
+    has_metrics = await metrics(client) is not None
+    if has_metrics:
+        await healthy(client)
+    prioritised = considerate and has_metrics and await takes_priority(client, found)
+    return Server(
+        mode=Mode.PRIORITY if prioritised else Mode.PLAIN,
+        model=found,
+        identity=f"{base_url_of(client)} {found}",
+        most_rows=most_rows or MOST_ROWS,
+        priority=OFFLINE_PRIORITY if prioritised else None,
+        has_metrics=has_metrics,
+    )
+
+
+async def served_models(client: httpx.AsyncClient) -> list[str]:
+    """The server's list of models, at least one."""
+    base_url = base_url_of(client)
+    try:
+        answer = await client.get("/v1/models")
+        answer.raise_for_status()
+        served = [str(entry["id"]) for entry in answer.json()["data"]]
+    except httpx.HTTPStatusError as error:
+        raise EndpointUnusable(
+            f"{base_url}/v1/models answered {error.response.status_code}; check the URL and CONSERVE_API_KEY"
+        ) from error
+    except UNREADABLE as error:
+        raise EndpointUnusable(
+            f"no OpenAI-compatible server answers at {base_url} ({str(error) or type(error).__name__}); "
+            "start it or correct --endpoint"
+        ) from error
+    if not served:
+        raise EndpointUnusable(f"{base_url} serves no model; start it with one")
+    return served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoServing:
+    """What is needed of the answer to ``GET /conserve`` (docs/design.md)."""
+
+    identity: str
+    max_num_seqs: int
+    offline_priority: int
+
+
+async def coserving(client: httpx.AsyncClient) -> CoServing | None:
+    """What the plug-in says; None where there is none.
+
+    A server or a proxy in trouble is not taken for one without: its rows would start over.
+    """
+    try:
+        answer = await client.get("/v1/conserve", timeout=LOOK_S)
+    except httpx.HTTPError as error:
+        raise EndpointUnusable(
+            f"{base_url_of(client)} does not answer: {str(error) or type(error).__name__}"
+        ) from error
+    if answer.status_code in (502, 503, 504):
+        raise EndpointUnusable(
+            f"{base_url_of(client)}/conserve answered {answer.status_code}; wait and try again"
+        )
+    try:
+        return msgspec.json.decode(answer.content, type=CoServing) if answer.status_code == 200 else None
+    except msgspec.DecodeError:
+        return None
+
+
+async def metrics(client: httpx.AsyncClient) -> Metrics | None:
+    """vLLM's figures; None where there are none."""
+    try:
+        page = await client.get("/metrics", timeout=LOOK_S)
+        return Metrics.read(page.text) if page.status_code == 200 else None
+    except (httpx.HTTPError, ValueError):
+        return None
+
+
+async def takes_priority(client: httpx.AsyncClient, model: str) -> bool:
+    """Whether vLLM accepts a request with a priority; raises `EndpointUnusable` where it cannot tell."""
+    body = {"model": model, "prompt": "a", "max_tokens": 1, "priority": OFFLINE_PRIORITY}
+    try:
+        answer = await client.post(Url.COMPLETIONS, json=body, timeout=LOOK_S)
+    except httpx.ReadTimeout:
+        return True  # it waits behind live requests; a rejection comes at once
+    except httpx.HTTPError as error:
+        raise EndpointUnusable(
+            f"{base_url_of(client)} does not answer: {str(error) or type(error).__name__}"
+        ) from error
+    if answer.status_code == 200 or answer.status_code in REJECTED:
+        return answer.status_code == 200
+    raise EndpointUnusable(
+        f"{base_url_of(client)}{Url.COMPLETIONS} answered {answer.status_code}: {error_message(answer)}"
+    )
+
+
+async def healthy(client: httpx.AsyncClient) -> None:
+    """Raise `EndpointUnusable` if vLLM does not answer, or says that its engine is dead."""
+    try:
+        answer = await client.get("/health", timeout=LOOK_S)
+    except httpx.HTTPError as error:
+        raise EndpointUnusable(
+            f"{base_url_of(client)} does not answer: {str(error) or type(error).__name__}"
+        ) from error
+    if answer.status_code in (502, 503, 504):
+        raise EndpointUnusable(
+            f"{base_url_of(client)}/health answered {answer.status_code}; wait and try again"
+        )
+
+
+def base_url_of(client: httpx.AsyncClient) -> str:
+    """The server's address as the user knows it."""
+    return str(client.base_url).rstrip("/")

@@ -1,0 +1,191 @@
+"""A batch in the making: what fits into it by time, tokens, slots and KV blocks.
+
+Exact and incremental, since this runs before every iteration: adding a request is O(1), and decode steps,
+which all take about the same time, are added many at a time.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import inf
+
+from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.view import Candidate, View
+from conserve.profiles.batch import Batch, Slice
+
+
+class Composer:
+    """Adds requests to the next batch, and takes back what others hold."""
+
+    def __init__(self, view: View) -> None:
+        self._model = view.model
+        self._block_tokens = view.block_tokens
+        self.batch = Batch()
+        self.tokens: dict[str, int] = {}
+        self.admitted: list[str] = []
+        self.preempted: list[str] = []
+        self.surcharge_ms = 0.0
+        self.limit_ms = inf
+        self._online_requests: int | None = None  # in the batch when the first offline one could join
+        self.tokens_left = view.max_tokens
+        self.free_slots = view.free_slots
+        self.reserved_slots = view.reserved_slots
+        self.free_blocks = view.free_blocks
+        self.watermark_blocks = view.watermark_blocks
+
+    def plan(self) -> Plan:
+        """The plan so far."""
+        return Plan(
+            tokens=self.tokens,
+            batch=self.batch,
+            admitted=self.admitted,
+            preempted=self.preempted,
+            predicted_ms=self.predicted_ms if self.tokens else 0.0,
+            limit_ms=None if self._online_requests in (None, self.batch.requests) else self.limit_ms,
+        )
+
+    @property
+    def predicted_ms(self) -> float:
+        """How long the batch takes."""
+        return self._model.predict(self.batch) + self.surcharge_ms
+
+    def begin_offline(self, limit_ms: float) -> None:
+        """From here on requests are added only if the whole iteration stays within the time."""
+        self.limit_ms, self._online_requests = limit_ms, self.batch.requests
+
+    def alone_ms(self, candidate: Candidate) -> float:
+        """How long an iteration takes that computes all of the request and nothing else."""
+        whole = Batch.of([Slice(candidate.tokens, candidate.context, candidate.decode)])
+        return self._model.predict(whole) + candidate.tokens * candidate.surcharge_ms
+
+    def fitting(self, candidate: Candidate, limit_ms: float) -> int:
+        """How many of the request's tokens fit into the time and the iteration."""
+        most = min(candidate.tokens, self.tokens_left)
+        if most < 1:
+            return 0
+        if limit_ms == inf:
+            return most
+        limit_ms -= self.surcharge_ms
+        if candidate.surcharge_ms:
+            return self._fitting_with_surcharge(candidate, most, limit_ms)
+        return self._model.can_schedule(
+            self.batch, Slice(most, candidate.context, candidate.decode), limit_ms
+        )
+
+    def _fitting_with_surcharge(self, candidate: Candidate, most: int, limit_ms: float) -> int:
+        # Both times grow with the tokens, so the answer can be bisected.
+        low, high = 0, most
+        while low < high:
+            tokens = (low + high + 1) // 2
+            left_ms = limit_ms - tokens * candidate.surcharge_ms
+            if self._model.can_schedule(self.batch, Slice(tokens, candidate.context), left_ms) == tokens:
+                low = tokens
+            else:
+                high = tokens - 1
+        return low
+
+    def blocks_for(self, candidate: Candidate, tokens: int) -> int:
+        """KV blocks that the request needs beyond those it has."""
+        wanted = -(-(candidate.context + tokens) // self._block_tokens)
+        return max(0, wanted - candidate.blocks)
+
+    def add(self, candidate: Candidate, tokens: int) -> None:
+        """Let the request compute this many tokens."""
+        self.batch.add(tokens, candidate.context, candidate.decode)
+        self.tokens[candidate.name] = tokens
+        self.tokens_left -= tokens
+        self.free_blocks -= self.blocks_for(candidate, tokens)
+        self.surcharge_ms += tokens * candidate.surcharge_ms
+
+    def admit(self, candidate: Candidate, tokens: int) -> None:
+        """Add a request that was waiting; it is given room for its whole prompt."""
+        self.free_blocks -= self.blocks_for(candidate, candidate.tokens) - self.blocks_for(candidate, tokens)
+        self.add(candidate, tokens)
+        self.free_slots -= 1
+        self.admitted.append(candidate.name)
+
+    def make_room(self, victims: list[Candidate], blocks: int, slots: int = 0) -> bool:
+        """Preempt victims, the last first, until so many blocks and slots are free; none if it cannot."""
+        missing = blocks - self.free_blocks
+        if missing > 0 and sum(victim.blocks for victim in victims) < missing:
+            return False
+        if self.free_slots + len(victims) < slots:
+            return False
+        while self.free_blocks < blocks or self.free_slots < slots:
+            self.preempt(victims.pop())
+        return True
+
+    def preempt(self, victim: Candidate) -> None:
+        """Take back what a running request has; it starts again from its tokens later."""
+        self.preempted.append(victim.name)
+        self.free_blocks += victim.blocks
+        self.free_slots += 1
+
+    def add_decodes(self, candidates: Sequence[Candidate], limit_ms: float) -> int:
+        """Add as many decode steps, in order, as there are time, tokens and blocks for; returns how many."""
+        most = self.fitting_decodes(candidates[: self._with_blocks(candidates)], limit_ms)
+        chosen = candidates[:most]
+        _extend(self.batch, chosen)
+        self.tokens.update((candidate.name, candidate.tokens) for candidate in chosen)
+        self.tokens_left -= sum(candidate.tokens for candidate in chosen)
+        self.free_blocks -= self.growth(chosen)
+        return most
+
+    def fitting_decodes(self, candidates: Sequence[Candidate], limit_ms: float) -> int:
+        """How many of the decode steps, in order, there are time and tokens for."""
+        most = _within(self.tokens_left, (candidate.tokens for candidate in candidates))
+        if most and not self._fit(candidates[:most], limit_ms):
+            most = self._fitting_count(candidates, most, limit_ms)
+        return most
+
+    def _fitting_count(self, candidates: Sequence[Candidate], too_many: int, limit_ms: float) -> int:
+        low, high = 0, too_many - 1
+        while low < high:
+            count = (low + high + 1) // 2
+            if self._fit(candidates[:count], limit_ms):
+                low = count
+            else:
+                high = count - 1
+        return low
+
+    def _with_blocks(self, candidates: Sequence[Candidate]) -> int:
+        """How many of the decode steps, in order, there are blocks for."""
+        if self.growth(candidates) <= self.free_blocks:
+            return len(candidates)
+        return _within(self.free_blocks, (self.blocks_for(request, request.tokens) for request in candidates))
+
+    def growth(self, candidates: Sequence[Candidate]) -> int:
+        """New blocks that decode steps take together; most of them take none."""
+        size = self._block_tokens
+        return sum(
+            self.blocks_for(candidate, candidate.tokens)
+            for candidate in candidates
+            if candidate.context + candidate.tokens > candidate.blocks * size
+        )
+
+    def _fit(self, candidates: Sequence[Candidate], limit_ms: float) -> bool:
+        """Whether the batch with all of these decode steps stays within the time."""
+        if limit_ms == inf:
+            return True
+        batch = replace(self.batch)
+        _extend(batch, candidates[:-1])
+        last = candidates[-1]
+        wanted = Slice(last.tokens, last.context, last.decode)
+        return self._model.can_schedule(batch, wanted, limit_ms - self.surcharge_ms) == last.tokens
+
+
+def _within(room: int, wanted: Iterable[int]) -> int:
+    """How many of the wishes there is room for, one after the other."""
+    count = 0
+    for count, total in enumerate(accumulate(wanted), 1):
+        if total > room:
+            return count - 1
+    return count
+
+
+def _extend(batch: Batch, candidates: Sequence[Candidate]) -> None:
+    if all(candidate.tokens == 1 for candidate in candidates):
+        batch.add_decodes([candidate.context for candidate in candidates])
+        return
+    for candidate in candidates:  # speculative tokens
+        batch.add(candidate.tokens, candidate.context, candidate.decode)

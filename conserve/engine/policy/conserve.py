@@ -1,0 +1,45 @@
+"""ConServe's policy: online requests first, offline tokens in whatever time that leaves."""
+
+from math import inf
+
+from conserve.engine.policy.composer import Composer
+from conserve.engine.policy.offline import serve_offline
+from conserve.engine.policy.online import serve_online
+from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.view import View
+from conserve.profiles.batch import Batch, Slice
+
+SLACK_SHARE = 0.5  # of an arrival's TTFT slack that it may spend waiting for the iteration under way
+LARGEST_LOSS = 0.1  # of throughput, to iterations being shorter than they could be
+
+
+class Conserve:
+    """Every iteration as full as the SLO allows (conserve-2026 section 4.2, conserve-2024 section 4.5)."""
+
+    decides = True
+    spares_offline = False
+
+    def plan(self, view: View) -> Plan:
+        """Phase 1, then phase 2 within what the online requests, present and to come, leave."""
+        composer = Composer(view)
+        share = serve_online(composer, view, tbt_ms=view.slo.tbt_ms)
+        if share.complete:
+            limit_ms = min(share.limit_ms, arrival_limit_ms(view))
+            serve_offline(composer, share.running_offline, view.waiting_offline, limit_ms)
+        return composer.plan()
+
+
+def arrival_limit_ms(view: View) -> float:
+    """How long an iteration with offline tokens may last for the sake of who arrives while it runs.
+
+    It cannot be interrupted, so an arrival waits for its end, and spends TTFT slack: what the SLO leaves
+    beyond the time of a typical prompt. Arrivals come in bursts, in which the slack is wanted for queueing,
+    so the limit is no longer than throughput asks for: the smallest iteration, which is mostly the constant
+    part of all, is a tenth of it.
+    """
+    if view.slo.ttft_ms == inf:
+        return inf
+    prompt = Batch.of([Slice(view.prompt_tokens, 0)] if view.prompt_tokens else [])
+    slack_ms = view.slo.ttft_ms - view.model.predict(prompt)
+    smallest_ms = view.model.predict(Batch.of([Slice(1, 0, True)]))  # a fit may have no constant at all
+    return max(0.0, min(SLACK_SHARE * slack_ms, smallest_ms / LARGEST_LOSS))

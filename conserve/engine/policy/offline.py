@@ -1,0 +1,64 @@
+"""Phase 2: offline requests, in the harvester's order, until time is spent (conserve-2026 Algorithm 1)."""
+
+from collections.abc import Iterable
+
+from conserve.engine.policy.composer import Composer
+from conserve.engine.policy.view import Candidate
+
+GROWTH = 2  # running requests for which one block is kept free, so that none is preempted for the next
+
+
+def serve_offline(
+    composer: Composer, running: list[Candidate], waiting: Iterable[Candidate], limit_ms: float
+) -> None:
+    """Add decode steps, then prompts under way, then those that wait; the first that is cut short ends it.
+
+    Decode steps come first: they give a token for the least time, and free their memory soonest.
+    """
+    composer.begin_offline(limit_ms)
+    _free_blocks_to_grow(composer, running, limit_ms)
+    decodes = [request for request in running if request.decode]
+    if composer.add_decodes(decodes, limit_ms) < len(decodes):
+        return
+    prompts = [request for request in running if not request.decode]
+    while prompts:
+        request = prompts.pop(0)
+        tokens = composer.fitting(request, limit_ms)
+        if not tokens or not composer.make_room(prompts, composer.blocks_for(request, tokens)):
+            return
+        composer.add(request, tokens)
+        if tokens < request.tokens:
+            return
+    _admit(composer, waiting, limit_ms)
+
+
+def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms: float) -> None:
+    """Preempt the last requests until the decode steps of the others have blocks; at least one stays.
+
+    Only for decode steps that there is time for: the others do not grow yet.
+    """
+    growing = [request for request in running if request.decode]
+    if composer.growth(growing) <= composer.free_blocks:
+        return
+    growing = growing[: composer.fitting_decodes(growing, limit_ms)]
+    while len(running) > 1 and composer.growth(growing) > composer.free_blocks:
+        victim = running.pop()
+        composer.preempt(victim)
+        if growing and growing[-1] is victim:
+            growing.pop()
+
+
+def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float) -> None:
+    for request in waiting:
+        spare_blocks = max(composer.watermark_blocks, len(composer.tokens) // GROWTH)
+        if (
+            composer.free_slots <= composer.reserved_slots
+            or composer.blocks_for(request, request.tokens) + spare_blocks > composer.free_blocks
+        ):
+            return
+        tokens = composer.fitting(request, limit_ms)
+        if not tokens:
+            return
+        composer.admit(request, tokens)
+        if tokens < request.tokens:
+            return

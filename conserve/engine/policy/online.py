@@ -1,0 +1,73 @@
+"""Phase 1: online requests, all of them, before anybody else (conserve-2026 Algorithm 1)."""
+
+from itertools import chain
+from math import ceil, inf
+from typing import NamedTuple
+
+from conserve.engine.policy.composer import Composer
+from conserve.engine.policy.view import Candidate, Slo, View
+
+
+class OnlineShare(NamedTuple):
+    """What phase 1 leaves to phase 2."""
+
+    complete: bool  # every online request got all it could use
+    limit_ms: float  # the most that the iteration may take for the sake of those in it
+    running_offline: list[Candidate]  # those that were not preempted
+
+
+def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShare:
+    """Add decode steps, then prompts under way, then those that wait, preempting offline requests for them.
+
+    Decode steps always run. Where there are some, chunks of prompts stay within `tbt_ms`, unless a prompt
+    would miss its TTFT for it: then its chunk is as large as vLLM would have made it (docs/adr/0006).
+    """
+    victims = list(view.offline)
+    limit_ms, first_tokens_ms = inf, inf
+    for request in view.online:
+        if request.decode:
+            limit_ms = tbt_ms
+            composer.make_room(victims, composer.blocks_for(request, request.tokens))
+            composer.add(
+                request, request.tokens
+            )  # vLLM preempts among online requests where that is not enough
+    prompts = ((request, False) for request in view.online if not request.decode)
+    for request, waiting in chain(prompts, ((request, True) for request in view.waiting_online)):
+        tokens = chunk(composer, request, limit_ms, view.slo)
+        if not tokens or not _place(composer, victims, request, tokens, waiting=waiting):
+            return OnlineShare(False, limit_ms, victims)
+        if tokens < request.tokens:
+            return OnlineShare(False, limit_ms, victims)
+        if not request.answered:
+            first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
+    return OnlineShare(composer.free_blocks >= 0, min(limit_ms, first_tokens_ms), victims)
+
+
+def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo) -> int:
+    """Tokens of an online prompt to compute: within the limit if its TTFT allows, else at full speed."""
+    tokens = composer.fitting(request, limit_ms)
+    if tokens == request.tokens or limit_ms == inf:
+        return tokens
+    left_ms = slo.ttft_ms - request.age_ms
+    if tokens:
+        in_time = ceil(request.tokens / tokens) * limit_ms <= left_ms
+    else:
+        # It can wait for one more iteration; without a promise it would wait for all the decoding ones.
+        in_time = limit_ms + composer.alone_ms(request) <= left_ms < inf
+    return tokens if in_time else composer.fitting(request, inf)
+
+
+def _place(
+    composer: Composer, victims: list[Candidate], request: Candidate, tokens: int, *, waiting: bool
+) -> bool:
+    """Add the request, preempting for it; False if it has to wait for room."""
+    if not waiting:
+        composer.make_room(victims, composer.blocks_for(request, tokens))
+        composer.add(request, tokens)
+        return True
+    whole = composer.blocks_for(request, request.tokens)
+    for blocks in (whole + composer.watermark_blocks, whole):
+        if composer.make_room(victims, blocks, slots=1):
+            composer.admit(request, tokens)
+            return True
+    return False

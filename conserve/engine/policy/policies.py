@@ -1,0 +1,19 @@
+"""The policies by the names that flags and reports use."""
+
+from collections.abc import Callable
+
+from conserve.engine.policy.conserve import Conserve
+from conserve.engine.policy.non_preemptive import NonPreemptive
+from conserve.engine.policy.online_only import OnlineOnly
+from conserve.engine.policy.paced import Paced
+from conserve.engine.policy.plan import Policy
+from conserve.engine.policy.priority import Priority
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "conserve": Conserve,
+    "online-only": OnlineOnly,
+    "non-preemptive": NonPreemptive,
+    "priority": Priority,
+    "paced": Paced,
+}
+SERVING = ("conserve", "online-only", "non-preemptive", "priority")  # those that serve live traffic

@@ -1,0 +1,55 @@
+"""What a policy sees: the engine's requests, its free room, its latency model and the promises to keep."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from conserve.profiles.model import LatencyModel
+
+OFFLINE_PRIORITY = 1000  # vLLM's `priority` from which on a request is offline
+
+
+class Candidate(NamedTuple):
+    """One request that could compute something in the next iteration."""
+
+    name: str
+    tokens: int  # that it would compute if nothing held it back, at least one
+    context: int  # tokens whose KV is there: computed, or found in the prefix cache
+    decode: bool = False
+    blocks: int = 0  # KV blocks that it has, or will share with requests that run
+    age_ms: float = 0.0  # since it arrived
+    answered: bool = False  # its first token is out
+    surcharge_ms: float = 0.0  # what one of its tokens takes beyond the model (prompt logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """The promises to online requests, in ms: until the first token, and between two tokens."""
+
+    ttft_ms: float = inf
+    tbt_ms: float = inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The engine between two iterations; requests are in the order in which they should be served.
+
+    `waiting_offline` may be long and is only read as far as requests fit.
+    """
+
+    online: Sequence[Candidate] = ()  # running
+    offline: Sequence[Candidate] = ()  # running
+    waiting_online: Iterable[Candidate] = ()
+    waiting_offline: Iterable[Candidate] = ()
+    model: LatencyModel
+    slo: Slo
+    prompt_tokens: int = 0  # of a typical online request of late
+    max_tokens: int  # of one iteration
+    free_slots: int  # sequences that could be added to those running
+    reserved_slots: int = (
+        0  # of them, for online requests to come: preempting for each costs its victim's work
+    )
+    free_blocks: int
+    watermark_blocks: int = 0  # of the free ones: vLLM admits nobody into them while somebody runs
+    block_tokens: int

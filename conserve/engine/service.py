@@ -1,0 +1,202 @@
+"""The processes of `conserve serve`, vLLM's server and a harvester: watched over and stopped in order."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from conserve.engine.runtime.parent import follow_parent
+from conserve.errors import ServiceFailed
+
+READY_S = 0.5  # between two looks whether the server answers
+LONGEST_BACKOFF_S = 60.0
+STEADY_S = 60.0  # a child that ran so long starts anew without waiting
+HARVESTER_S = 20.0  # to save progress
+DRAIN_S = 45.0  # for the server to finish what is under way: more than the 30 s that vLLM waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """How a child is started."""
+
+    name: str
+    words: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None  # where its output goes; ours if None
+
+
+class Child:
+    """A process that is started again when it ends by itself."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.process: asyncio.subprocess.Process | None = None
+        self._backoff_s = 0.0
+        self._started = 0.0
+
+    async def start(self) -> None:
+        """Start it now."""
+        self._started = time.monotonic()
+        with contextlib.ExitStack() as files:
+            output = None
+            if self.command.log is not None:
+                self.command.log.parent.mkdir(parents=True, exist_ok=True)
+                output = files.enter_context(self.command.log.open("ab"))
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command.words,
+                env={**os.environ, **self.command.environment},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
+                preexec_fn=follow_parent,  # if we are killed they stop in order
+            )
+
+    async def ended(self) -> int:
+        """Its exit code, once it has one."""
+        assert self.process is not None
+        return await self.process.wait()
+
+    def pause_s(self) -> float:
+        """How long to wait before it is started again: 1, 2, 4 ... seconds if it keeps ending."""
+        steady = time.monotonic() - self._started > STEADY_S
+        self._backoff_s = 0.0 if steady else min(max(1.0, self._backoff_s * 2), LONGEST_BACKOFF_S)
+        return self._backoff_s
+
+    async def stop(self, within_s: float) -> None:
+        """Ask it to end, and make it end if it has not after so many seconds."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), within_s)
+        self.kill()  # it, or what its processes left behind
+        await self.process.wait()
+
+    def kill(self) -> None:
+        """End it and its own children at once."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Service:
+    """A server and, if wanted, a harvester; `run` returns once both are stopped."""
+
+    def __init__(
+        self, server: Command, harvester: Command | None, *, url: str, say: Callable[[str], None]
+    ) -> None:
+        self._server = Child(server)
+        self._harvester = Child(harvester) if harvester is not None else None
+        self._url = url
+        self._say = say
+
+    async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], Awaitable[None]]) -> None:
+        """Serve until `stop`; raises `ServiceFailed` if the server does not come up the first time."""
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await self._server.start()
+            if not await self._until(stopping, self._ready()):
+                return
+            await on_ready()
+            keepers = [self._keep_server()]
+            if self._harvester is not None:
+                await self._harvester.start()
+                keepers.append(self._keep(self._harvester))
+            await self._until(stopping, asyncio.gather(*keepers))
+        finally:
+            stopping.cancel()
+            # Offline first: its progress is saved while live requests are still served.
+            if self._harvester is not None:
+                await self._harvester.stop(HARVESTER_S)
+            await self._server.stop(DRAIN_S)
+
+    def process_ids(self) -> list[int]:
+        """Of the server and the harvester, as far as they run."""
+        children = filter(None, (self._server, self._harvester))
+        return [child.process.pid for child in children if child.process is not None]
+
+    def kill(self) -> None:
+        """End everything at once."""
+        for child in filter(None, (self._harvester, self._server)):
+            child.kill()
+
+    async def _until(self, stopping: "asyncio.Task[bool]", work: Awaitable[object]) -> bool:
+        """Do the work unless told to stop meanwhile; whether it was done."""
+        working = asyncio.ensure_future(work)
+        await asyncio.wait({stopping, working}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            working.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await working
+            return False
+        working.result()
+        return not stopping.done()
+
+    async def _ready(self) -> None:
+        """Wait until the server answers; raises if its process ends first."""
+        ending = asyncio.create_task(self._server.ended())
+        try:
+            async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+                while not ending.done():
+                    with contextlib.suppress(httpx.HTTPError):
+                        if (await client.get(f"{self._url}/health")).status_code == httpx.codes.OK:
+                            return
+                    await asyncio.wait({ending}, timeout=READY_S)
+        finally:
+            ending.cancel()
+        raise ServiceFailed(why_ended(self._server.command, ending.result()))
+
+    async def _keep_server(self) -> None:
+        while True:
+            code = await self._server.ended()
+            self._server.kill()  # what its processes left behind
+            pause_s = self._server.pause_s()
+            self._say(f"{why_ended(self._server.command, code)}; starting it again")
+            await asyncio.sleep(pause_s)
+            await self._server.start()
+            try:
+                await self._ready()
+            except ServiceFailed:
+                continue
+            self._say(f"serving again at {self._url}")
+
+    async def _keep(self, child: Child) -> None:
+        while True:
+            code = await child.ended()
+            pause_s = child.pause_s()
+            self._say(f"the {child.command.name} ended ({code}); starting it again in {pause_s:.0f} s")
+            await asyncio.sleep(pause_s)
+            await child.start()
+
+
+def why_ended(command: Command, code: int) -> str:
+    """One sentence on a child that ended, from the end of its log."""
+    tail = ""
+    if command.log is not None and command.log.exists():
+        with command.log.open("rb") as file:
+            file.seek(max(0, command.log.stat().st_size - 65_536))
+            tail = file.read().decode(errors="replace")
+    ours = re.findall(r"^conserve: (.+)$", tail, re.MULTILINE)
+    if ours:
+        return str(ours[-1])
+    errors = re.findall(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$", tail, re.MULTILINE)
+    causes = [error for error in errors if "initialization failed" not in error and "EngineDead" not in error]
+    why = f": {causes[-1][:300]}" if causes else ""
+    killed = f" by signal {-code}" if code < 0 else ""
+    where = f"; its log is {command.log}" if command.log else ""
+    return f"the {command.name} ended{killed or f' with code {code}'}{why}{where}"
+
+
+def python(module: str, *words: str) -> list[str]:
+    """The command that runs one of our modules with this interpreter."""
+    return [sys.executable, "-m", module, *words]

@@ -1,0 +1,102 @@
+"""The engine's iterations, timed: the latency model learns from them, and overruns are counted."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, NamedTuple
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from conserve.engine.policy.plan import Plan
+from conserve.engine.vllm.pacing import Installed
+from conserve.engine.vllm.warm_up import WarmUp
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.correction import CorrectedModel
+
+log = logging.getLogger(__name__)
+SAVE_S = 30.0  # between two saves of what was learned
+SURCHARGE = 3.0  # of a token with prompt logprobs, in times of a token without, until it is known
+SURCHARGE_SHARE = 0.2  # of the newest iteration in what is known
+
+
+class Scheduled(NamedTuple):
+    """An iteration under way."""
+
+    batch: Batch
+    started: float  # monotonic seconds
+    limit_ms: float | None = None  # that it was planned to stay within
+    surcharged: int = 0  # tokens that take longer than the model knows
+
+
+class Iterations:
+    """Keeps the model, follows the machine with it, and remembers how often it was wrong."""
+
+    def __init__(self, installed: Installed) -> None:
+        self.model: CorrectedModel | None = installed.model
+        self.warm_up = WarmUp() if installed.model is None else None
+        self.counted = self.planned = self.overruns = 0
+        self._correction_file = installed.correction_file
+        self._surcharge_ms: float | None = None
+        self._under_way: dict[int, Scheduled] = {}  # by id() of vLLM's SchedulerOutput
+        self._ended = 0.0
+        self._save_at = time.monotonic() + SAVE_S
+
+    @property
+    def surcharge_ms(self) -> float:
+        """What a prompt token with logprobs takes beyond what the model says."""
+        if self._surcharge_ms is None and self.model is not None:
+            tokens = 512
+            whole, empty = Batch.of([Slice(tokens, 0)]), Batch()
+            self._surcharge_ms = SURCHARGE * (self.model.predict(whole) - self.model.predict(empty)) / tokens
+        return self._surcharge_ms or 0.0
+
+    def begin(
+        self, output: SchedulerOutput, batch: Batch, started: float, plan: Plan | None, surcharged: int
+    ) -> None:
+        """An iteration starts."""
+        limit_ms = plan.limit_ms if plan is not None else None
+        self._under_way[id(output)] = Scheduled(batch, started, limit_ms, surcharged)
+
+    def end(self, output: SchedulerOutput, ended: float) -> None:
+        """It is over: learn from the time it took."""
+        scheduled = self._under_way.pop(id(output), None)
+        begun, self._ended = self._ended, ended
+        if scheduled is not None and scheduled.batch.tokens:
+            # Where batches overlap (asynchronous scheduling), one begins in earnest when the last has ended.
+            self._learn(scheduled, (ended - max(scheduled.started, begun)) * 1e3)
+        if self._correction_file is not None and ended >= self._save_at:
+            self.save()
+
+    def save(self) -> None:
+        """Keep what was learned; never raises."""
+        self._save_at = time.monotonic() + SAVE_S
+        if self.model is None or self._correction_file is None:
+            return
+        try:
+            self.model.correction.save(self._correction_file)
+        except OSError as error:
+            log.warning("what was learned about iteration times could not be saved: %s", error)
+
+    def end_warm_up(self) -> None:
+        """Fit a model to what was seen, if that is enough by now."""
+        if self.warm_up is not None and (model := self.warm_up.fitted()) is not None:
+            self.model, self.warm_up = model, None
+
+    def report(self) -> dict[str, Any]:
+        """Counts since the start, for JSON."""
+        return {"iterations": self.counted, "planned": self.planned, "overruns": self.overruns}
+
+    def _learn(self, scheduled: Scheduled, ms: float) -> None:
+        self.counted += 1
+        if scheduled.limit_ms is not None:
+            self.planned += 1
+            self.overruns += ms > scheduled.limit_ms
+        if self.model is None:
+            if self.warm_up is not None:
+                self.warm_up.add(scheduled.batch, ms)
+        elif scheduled.surcharged:
+            beyond_ms = max(0.0, ms - self.model.predict(scheduled.batch)) / scheduled.surcharged
+            self._surcharge_ms = self.surcharge_ms + SURCHARGE_SHARE * (beyond_ms - self.surcharge_ms)
+        else:
+            self.model.observe(scheduled.batch, ms)

@@ -1,0 +1,102 @@
+"""vLLM's scheduler as a policy sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vllm.v1.request import Request
+
+from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Slo, View
+from conserve.engine.runtime.traffic import Traffic
+from conserve.engine.vllm.iterations import Iterations
+
+
+def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) -> View:
+    """The requests that could compute something next, and the room for them."""
+    assert iterations.model is not None
+    manager = scheduler.kv_cache_manager
+    kind = manager.coordinator.single_type_managers[0]
+    blocks_of = kind.req_to_blocks
+    decode_tokens = 1 + scheduler.num_spec_tokens
+    now = time.time()
+    online: list[Candidate] = []
+    offline: list[Candidate] = []
+    for request in scheduler.running:
+        context = request.num_computed_tokens
+        tokens = request.num_tokens_with_spec + request.num_output_placeholders - context
+        if tokens < 1 or _is_held_back(scheduler, request):
+            continue
+        name = request.request_id
+        blocks = len(blocks_of.get(name, ()))
+        lane = online if request.priority < OFFLINE_PRIORITY else offline
+        if tokens <= decode_tokens and context >= request.num_prompt_tokens:
+            lane.append(Candidate(name, tokens, context, True, blocks))
+        else:
+            age_ms = (now - request.arrival_time) * 1e3
+            extra_ms = iterations.surcharge_ms if surcharged(request) else 0.0
+            lane.append(
+                Candidate(name, tokens, context, False, blocks, age_ms, traffic.answered(name), extra_ms)
+            )
+    return View(
+        online=online,
+        offline=offline,
+        waiting_online=waiting(scheduler, scheduler.waiting.online, iterations, traffic, now),
+        waiting_offline=waiting(scheduler, scheduler.waiting.offline, iterations, traffic, now),
+        model=iterations.model,
+        slo=slo,
+        prompt_tokens=traffic.typical_prompt(now=time.monotonic()),
+        max_tokens=scheduler.max_num_scheduled_tokens,
+        free_slots=scheduler.max_num_running_reqs - len(scheduler.running),
+        reserved_slots=min(traffic.expected(now=time.monotonic()), scheduler.max_num_running_reqs // 2),
+        free_blocks=manager.block_pool.get_num_free_blocks(),
+        watermark_blocks=manager.watermark_blocks if scheduler.running else 0,
+        block_tokens=kind.block_size,
+    )
+
+
+def _is_held_back(scheduler: Any, request: Request) -> bool:
+    """Whether vLLM skips it as of now: the step under way may be its last, or its token is not back yet."""
+    under_way = request.num_output_placeholders
+    last = request.num_prompt_tokens + request.max_tokens
+    return bool(
+        (under_way and request.num_computed_tokens + 2 - under_way >= last)
+        or scheduler.current_step + 1 < request.next_decode_eligible_step
+    )
+
+
+def waiting(
+    scheduler: Any, lane: Iterable[Request], iterations: Iterations, traffic: Traffic, now: float
+) -> Iterator[Candidate]:
+    """The waiting requests that vLLM could start, one at a time since there may be thousands."""
+    for request in lane:
+        # Not ready: a grammar that is being compiled, for one. Asking is what makes it ready once it is.
+        if scheduler._is_blocked_waiting_status(
+            request.status
+        ) and not scheduler._handle_blocked_waiting_request(request):
+            continue
+        if request.num_stale_output_tokens and not request.drop_stale_output:
+            continue  # preempted with a token under way, which has to arrive first
+        found, cached, _ = scheduler.kv_cache_manager.get_computed_blocks(request)
+        context = request.num_computed_tokens or cached
+        shared = sum(block.ref_cnt > 0 for block in found.blocks[0]) if cached else 0
+        tokens = max(1, request.num_tokens - context)
+        if tokens == 1:
+            tokens += scheduler.num_spec_tokens  # vLLM may make it as long as a decode step
+        yield Candidate(
+            request.request_id,
+            tokens,
+            context,
+            False,
+            shared,
+            (now - request.arrival_time) * 1e3,
+            traffic.answered(request.request_id),
+            iterations.surcharge_ms if surcharged(request) else 0.0,
+        )
+
+
+def surcharged(request: Request) -> bool:
+    """Whether its prompt takes longer than its tokens tell: logits and logprobs for each of them."""
+    params = request.sampling_params
+    return params is not None and params.prompt_logprobs is not None

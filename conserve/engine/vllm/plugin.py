@@ -1,0 +1,197 @@
+"""vLLM's plug-in: what ConServe adds to vLLM's own processes, and nothing where its scheduler does not run.
+
+`register` (entry point `vllm.general_plugins`) runs in every process of vLLM and only hangs up hooks;
+`Surface` (entry point `vllm.endpoint_plugins`, loaded where VLLM_PLUGINS names it) adds a route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import conserve
+from conserve.engine.policy.policies import SERVING
+from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.runtime.parent import follow_parent
+from conserve.engine.vllm.compat import SUPPORTED_VERSION, installed_engine
+from conserve.engine.vllm.pacing import SECTION
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+    from starlette.datastructures import State
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from vllm.engine.protocol import EngineClient
+
+log = logging.getLogger("vllm.conserve")
+PATH = "/v1/conserve"  # below /v1, which vLLM's --api-key guards
+SERVED = "CONSERVE_SERVED"  # set where `conserve serve` started the server
+RESUME = "conserve_resume"  # in a request's vllm_xargs: token ids that an earlier attempt generated
+FLEX = "flex"  # OpenAI's service tier for work that can wait
+
+
+def register() -> None:
+    """Hang up the hooks in this process, once; leaves a vLLM of another version alone."""
+    engine = installed_engine()
+    if engine is None or engine.version.split(".")[:2] != SUPPORTED_VERSION.split("."):
+        log.warning("ConServe drives vLLM %s and leaves this one alone", SUPPORTED_VERSION)
+        return
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore
+
+    if hasattr(EngineCore, "conserve"):
+        return
+    if os.environ.get(SERVED) and multiprocessing.parent_process() is not None:
+        follow_parent(signal.SIGKILL)  # vLLM's engine core waits for ever for a front end that was killed
+    EngineCore.conserve = ask_scheduler
+    GenerateBaseServing._get_priority = staticmethod(flex_is_offline(GenerateBaseServing._get_priority))
+    AsyncLLM.generate = resuming(AsyncLLM.generate)
+
+
+def ask_scheduler(core: Any, change: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """`CoServing.conserve` through vLLM's utility calls; None where another scheduler runs."""
+    asked = getattr(core.scheduler, "conserve", None)
+    return asked(change) if asked is not None else None
+
+
+def flex_is_offline(priority_of: Callable[..., int]) -> Callable[..., int]:
+    """Give requests of OpenAI's flex tier the priority of offline ones."""
+
+    @functools.wraps(priority_of)
+    def wrapped(request: Any, raw_request: Any) -> int:
+        priority = priority_of(request, raw_request)
+        tier = getattr(request, "service_tier", None)
+        return max(priority, OFFLINE_PRIORITY) if tier == FLEX else priority
+
+    return wrapped
+
+
+def resuming(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Have requests that bring tokens of an earlier attempt go on from them."""
+
+    @functools.wraps(generate)
+    def wrapped(llm: Any, prompt: Any, sampling_params: Any, request_id: str, **rest: Any) -> Any:
+        saved = (getattr(sampling_params, "extra_args", None) or {}).get(RESUME)
+        if not saved:
+            return generate(llm, prompt, sampling_params, request_id, **rest)
+        start = functools.partial(generate, llm, **rest)
+        return resumed(llm, start, prompt, sampling_params, request_id, saved)
+
+    return wrapped
+
+
+async def resumed(
+    llm: Any, start: Callable[..., Any], prompt: Any, params: Any, request_id: str, saved: Any
+) -> AsyncIterator[Any]:
+    """The outputs of one uninterrupted generation: what was saved comes with the first."""
+    from vllm.sampling_params import RequestOutputKind
+
+    from conserve.engine.vllm.continuation import continued
+    from conserve.engine.vllm.requests import Prompt
+
+    if not isinstance(saved, list) or not all(isinstance(token, int) for token in saved) or params.n != 1:
+        raise ValueError(f"{RESUME} takes the token ids of one answer")
+    streamed = params.output_kind == RequestOutputKind.DELTA
+
+    def go_on(rest_of_prompt: Any, rest_of_params: Any) -> Any:
+        return start(rest_of_prompt, rest_of_params, request_id)
+
+    async for answer in continued(llm, Prompt(engine_input=prompt, params=params), saved, go_on):
+        if streamed:
+            yield answer.delta()
+    if not streamed:
+        yield answer.output()
+
+
+class Surface:
+    """The route of docs/design.md: how the scheduler does, and another policy while it runs."""
+
+    name = "conserve"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes."""
+        app.add_route(PATH, show, methods=["GET"])
+        app.add_route(PATH, change, methods=["POST"])
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        """Before the server takes requests: see what generates the tokens, and learn its times if need be."""
+        from conserve.engine.vllm.fingerprint import identity_of
+        from conserve.engine.vllm.warm_up import warm_up
+
+        if engine_client is None or await scheduler_says(engine_client) is None:
+            return
+        config = engine_client.vllm_config
+        names = args.served_model_name or [args.model]
+        state.conserve_identity = await asyncio.to_thread(identity_of, names[0], config)
+        section = config.additional_config.get(SECTION, {})
+        if section.get("model", "") is None or section.get("profile") == "auto":
+            log.info("learning how long iterations take")
+            await warm_up(engine_client)
+            # The first request of somebody else ends the warm-up; be that somebody.
+            await scheduler_says(engine_client, {})
+
+
+async def scheduler_says(
+    engine_client: Any, change: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """What the scheduler in the engine core answers; None if it is not ours."""
+    answer = await engine_client.engine_core.call_utility_async("conserve", change)
+    return dict(answer) if answer is not None else None
+
+
+async def show(request: Request) -> Response:
+    """How the scheduler does."""
+    return await answer(request, None)
+
+
+async def change(request: Request) -> Response:
+    """Another policy or SLO from now on; only where the engine was started to allow it (`conserve bench`)."""
+    config = request.app.state.engine_client.vllm_config
+    if not config.additional_config.get(SECTION, {}).get("control"):
+        return reply({"error": {"message": "this engine keeps its policy and its SLO"}}, 403)
+    try:
+        wanted = json.loads(await request.body())
+        policy, slo = wanted.get("policy", SERVING[0]), wanted.get("slo", {})
+        known = policy in SERVING and set(wanted) <= {"policy", "slo"} and set(slo) <= {"ttft_ms", "tbt_ms"}
+        positive = all(value is None or value > 0 for value in slo.values())
+    except (ValueError, TypeError, AttributeError):
+        known = positive = False
+    if not known or not positive:
+        example = '{"policy": "online-only", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
+        return reply({"error": {"message": f"send e.g. {example}; policies are {', '.join(SERVING)}"}}, 400)
+    return await answer(request, wanted)
+
+
+async def answer(request: Request, wanted: Mapping[str, Any] | None) -> Response:
+    """The scheduler's answer, with what the API server knows."""
+    client = request.app.state.engine_client
+    said = await scheduler_says(client, wanted)
+    if said is None:
+        return reply({"error": {"message": "this engine runs with another scheduler"}}, 404)
+    return reply(
+        {
+            "version": conserve.__version__,
+            "identity": getattr(request.app.state, "conserve_identity", ""),
+            "max_num_seqs": client.vllm_config.scheduler_config.max_num_seqs,
+            "offline_priority": OFFLINE_PRIORITY,
+            **said,
+        }
+    )
+
+
+def reply(document: Mapping[str, Any], status: int = 200) -> Response:
+    """A JSON response."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(document, status)

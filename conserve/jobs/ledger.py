@@ -1,0 +1,144 @@
+"""The ledger: everything a harvester does to the store. It all runs in one thread, the store's."""
+
+from collections.abc import Callable, Collection
+
+from conserve.jobs import owner as owners
+from conserve.jobs.outage import StoreFile
+from conserve.jobs.recorder import Outbox, Recorder
+from conserve.jobs.tally import Tally
+from conserve.jobs.workload import Work, Workload
+from conserve.store import catalog, queue, shards
+from conserve.store.database import reserve_space
+from conserve.store.states import JobState
+from conserve.store.store import Store
+
+RECOVER_S = 1.0  # how soon rows of the dead are taken back while there is nothing else to do
+
+
+class Ledger:
+    """Claims rows, records outcomes, renews leases, and sees what others did to our jobs."""
+
+    def __init__(
+        self,
+        store: Store,
+        tally: Tally,
+        *,
+        lease_s: float,
+        only: Collection[str] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.owner = owners.this_process()
+        self._store, self._tally, self._lease_s, self._only, self._clock = store, tally, lease_s, only, clock
+        self._workload = Workload(store)
+        self._recorder = Recorder(store, clock)
+        self._file: StoreFile | None = None
+        self._fruitless = False  # the last claim found nothing
+        self._recover_at = 0.0
+        self._ended: set[str] = set()  # jobs that had ended when last looked at
+
+    def reopen(self) -> None:
+        """See that the store is there and can be written, through new connections."""
+        self._file = StoreFile.of(self._store)
+        self._store.close()
+        with self._store.write() as tx:
+            reserve_space(tx)
+
+    def recover(self) -> None:
+        """Take back what dead processes and our own last session held, and finish what was half done."""
+        now = self._clock()
+        with self._store.write() as tx:
+            queue.abandon(tx, owners.dead(queue.owners(tx)) | {self.owner})
+            queue.expire(tx, now=now)
+        shards.compact_finished(self._store, now=now)
+        shards.sweep(self._store, now=now)
+
+    def give_back(self) -> None:
+        """End our leases; rows that are still under them wait for the next run."""
+        with self._store.write() as tx:
+            queue.abandon(tx, [self.owner])
+        self.stopped_jobs()
+
+    def claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
+        """Lease rows and load their requests."""
+        if self._fruitless and not self.claimable():
+            return []
+        while True:
+            now = self._clock()
+            with self._store.write() as tx:
+                lease = queue.claim(
+                    tx,
+                    owner=self.owner,
+                    now=now,
+                    lease_s=self._lease_s,
+                    limit=limit,
+                    only=self._only,
+                    suspect=suspect,
+                )
+            self._fruitless = lease is None
+            if lease is None:
+                return []
+            reason = self._workload.refusal(lease.job_id)
+            if reason is None:
+                self._tally.begin(lease.job_id)
+                return self._workload.load(lease, identity)
+            with self._store.write() as tx:
+                queue.end(tx, [lease.epoch])
+                catalog.refuse(tx, lease.job_id, reason, now=now)
+            self._tally.refused[lease.job_id] = reason
+
+    def claimable(self) -> bool:
+        """Whether a claim may find rows; it only reads, so that idling holds up nobody."""
+        with self._store.read() as tx:
+            if any(job.next_position < job.num_rows for job in queue.runnable_jobs(tx, self._only)):
+                return True
+            left = queue.backlog(tx, only=self._only)
+        return left.next_at is not None and left.next_at <= self._clock()
+
+    def nothing_left(self) -> bool:
+        """Whether the queue is drained; says what it waits for if not."""
+        now = self._clock()
+        with self._store.read() as tx:
+            left, holders = queue.backlog(tx, only=self._only), queue.owners(tx)
+        if holders and now >= self._recover_at:
+            self._recover_at = now + RECOVER_S
+            with self._store.write() as tx:
+                queue.abandon(tx, owners.dead(queue.owners(tx)))
+                queue.expire(tx, now=now)
+                left = queue.backlog(tx, only=self._only)
+        if left.waiting and left.next_at is not None and left.next_at > now:
+            self._tally.waiting_for = f"{left.waiting} rows wait for their next attempt"
+        elif left.leased:
+            self._tally.waiting_for = f"{left.leased} rows are with another conserve run"
+        else:
+            self._tally.waiting_for = None
+        return not left.leased and not left.waiting
+
+    def write(self, outbox: Outbox) -> None:
+        """Make the outbox durable and count it, even if nobody waits any more."""
+        self._tally.count(self._recorder.write(outbox))
+
+    def renew(self, epochs: set[int]) -> set[int]:
+        """Renew our leases and end those of others that have run out."""
+        now = self._clock()
+        with self._store.write() as tx:
+            alive = queue.renew(tx, epochs, now=now, lease_s=self._lease_s)
+            queue.expire(tx, now=now)
+        return alive
+
+    def stopped_jobs(self) -> set[str]:
+        """Jobs of ours that were paused or cancelled."""
+        if self._file is not None:
+            self._file.check()
+        with self._store.read() as tx:
+            states = catalog.states(tx, self._workload.seen())
+        ended = {job_id for job_id, state in states.items() if state.final}
+        self._workload.close(ended & self._ended)  # rows claimed just before have been withdrawn by now
+        self._ended = ended
+        for job_id, state in states.items():
+            if state is JobState.CANCELLED and job_id not in self._tally.cancelled:
+                self._tally.cancelled.append(job_id)
+        return {job_id for job_id, state in states.items() if state in (JobState.CANCELLED, JobState.PAUSED)}
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._workload.close()

@@ -1,0 +1,364 @@
+"""Harvesting over HTTP on a real server that misbehaves: no row is lost, doubled or blamed for it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from conserve.endpoints import http
+from conserve.endpoints.fake import WORDS, answer_tokens, request_text
+from conserve.endpoints.http import HttpEndpoint
+from conserve.errors import EndpointUnusable
+from conserve.jobs import retry
+from conserve.jobs.harvest import Harvester
+from conserve.jobs.submit import submit
+from conserve.jobs.tally import Tally
+from conserve.jobs.task import Kind, Task
+from conserve.store.query import views
+from conserve.store.store import Store
+from tests.acceptance.scripted_server import ScriptedServer
+from tests.conftest import WriteInput
+
+TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
+QueueUp = Callable[..., str]
+CALM = 'vllm:num_requests_waiting{engine="0"} 0.0\n'
+PRESSED = 'vllm:num_requests_waiting{engine="0"} 3.0\n'
+
+
+@pytest.fixture(autouse=True)
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FIRST_BACKOFF_S", 0.05)
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as running:
+        yield running
+
+
+@pytest.fixture
+def queue_up(store: Store, write_input: WriteInput) -> QueueUp:
+    def queue_up(prompts: Sequence[str], **params: object) -> str:
+        path = write_input(f"input-{time.monotonic_ns()}.parquet", q=list(prompts))
+        return submit(store, str(path), Task(kind=Kind.PROMPT, template="{{ q }}", params=params)).job_id
+
+    return queue_up
+
+
+class Harvest:
+    """A harvester in the background of an event loop; `said` is what it has told the user."""
+
+    def __init__(
+        self, store: Store, server: ScriptedServer, *, most_rows: int | None = None, **named: object
+    ) -> None:
+        self.said: list[str] = []
+        self.endpoint = HttpEndpoint(server.url, considerate=True, most_rows=most_rows)
+        self.harvester = Harvester(store, self.endpoint, say=self.said.append, **named)  # type: ignore[arg-type]
+        self.stop = asyncio.Event()
+        self.task = asyncio.create_task(self.harvester.run(self.stop))
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {seconds} s: {self.harvester.tally}, {self.said}"
+            assert not self.task.done() or condition(), self.task
+            await asyncio.sleep(0.01)
+
+    async def end(self) -> Tally:
+        self.stop.set()
+        return await asyncio.wait_for(self.task, 20)
+
+
+def drain(store: Store, server: ScriptedServer, **named: object) -> Tally:
+    async def run() -> Tally:
+        return await asyncio.wait_for(Harvest(store, server, **named).task, 60)  # type: ignore[arg-type]
+
+    return asyncio.run(run())
+
+
+def check(store: Store, job_id: str, prompts: Sequence[str], *, tokens: int = 8, **params: object) -> None:
+    """Every row exactly once, with the answer of an undisturbed generation."""
+    task = Task(kind=Kind.PROMPT, template="{{ q }}", params=params)
+    with views(store, now=0.0, only=[job_id]) as opened:
+        rows = opened.duck.execute("select row_index, text, error from results order by 1").fetchall()
+    ids = [answer_tokens(request_text(task.body(prompt)), tokens) for prompt in prompts]
+    assert rows == [(n, " ".join(WORDS[t] for t in found), None) for n, found in enumerate(ids)]
+
+
+def test_a_coserving_server_gets_streams_with_its_priority(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    server.script.token_s = 0.003
+    prompts = [f"row {n}" for n in range(100)]
+    job_id = queue_up(prompts)
+    tally = drain(store, server)
+    check(store, job_id, prompts)
+    assert all(r.body["stream"] and r.body["priority"] == 1000 for r in server.requests)
+    assert 8 < server.most_in_flight <= 16, "twice max_num_seqs keep it busy"
+    assert (tally.prompt_tokens, tally.completion_tokens) == (300, 800)
+
+
+def test_rows_that_cannot_be_continued_are_sent_in_one_piece(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    job_id = queue_up(["a"], tools=[])
+    drain(store, server)
+    check(store, job_id, ["a"], tools=[])
+    assert [r.body["stream"] for r in server.requests] == [False]
+
+
+def test_answers_with_reasoning_are_read_in_one_piece(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    server.script.reasons = True
+    job_id = queue_up(["a", "b"])
+    drain(store, server)
+    check(store, job_id, ["a", "b"])
+    assert sum(not r.body["stream"] for r in server.requests) == 2
+
+
+def test_tokens_are_saved_at_a_stop_and_continued(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    server.script.tokens, server.script.token_s = 100, 0.01
+    prompts = ["one", "two"]
+    job_id = queue_up(prompts)
+
+    async def cut() -> None:
+        harvest = Harvest(store, server)
+        await harvest.until(lambda: server.in_flight == 2)
+        await asyncio.sleep(0.3)
+        await harvest.end()
+
+    asyncio.run(cut())
+    tally = drain(store, server)
+    check(store, job_id, prompts, tokens=100)
+    assert len(server.continued) == 2
+    assert tally.resumed_tokens == sum(server.continued) > 0
+
+
+def test_a_server_that_dies_and_comes_back_keeps_the_tokens(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    server.script.tokens, server.script.token_s = 60, 0.01
+    prompts = [f"row {n}" for n in range(12)]
+    job_id = queue_up(prompts)
+
+    async def flap() -> Harvest:
+        harvest = Harvest(store, server, max_attempts=1)
+        for _ in range(3):
+            await harvest.until(lambda: server.in_flight >= 4)
+            await asyncio.sleep(0.15)
+            await asyncio.to_thread(server.down)
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(server.up)
+        await asyncio.wait_for(harvest.task, 60)
+        return harvest
+
+    harvest = asyncio.run(flap())
+    check(store, job_id, prompts, tokens=60)
+    assert harvest.harvester.tally.resumed_tokens > 0
+    assert any("harvesting waits" in line for line in harvest.said)
+    assert "the endpoint answers again; harvesting goes on" in harvest.said
+
+
+def test_tokens_of_a_server_that_came_back_as_another_are_not_continued(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    server.script.tokens, server.script.token_s = 80, 0.01
+    job_id = queue_up(["a", "b"])
+
+    async def swap() -> None:
+        harvest = Harvest(store, server)
+        await harvest.until(lambda: server.in_flight == 2)
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(server.down)
+        server.script.identity = "another model"
+        await asyncio.to_thread(server.up)
+        await asyncio.wait_for(harvest.task, 60)
+
+    asyncio.run(swap())
+    check(store, job_id, ["a", "b"], tokens=80)
+    assert server.continued == []
+
+
+@pytest.mark.parametrize("coserves", [True, False])
+@pytest.mark.parametrize("word", ["BUSY", "FAULT", "GARBAGE", "BREAK", "ABORT"])
+def test_misbehaviour_costs_no_row(
+    store: Store, server: ScriptedServer, queue_up: QueueUp, word: str, coserves: bool
+) -> None:
+    server.script.coserves = coserves
+    server.script.metrics = None if coserves else CALM
+    prompts = [f"{word} {n}" if n % 3 == 0 else f"row {n}" for n in range(20)]
+    job_id = queue_up(prompts)
+    tally = drain(store, server, max_attempts=3)
+    check(store, job_id, prompts)
+    assert tally.failed == tally.late == 0
+
+
+def test_a_row_whose_answers_are_always_faulty_fails_in_the_end(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    server.script.excuses = False
+    job_id = queue_up(["FAULT"])
+    tally = drain(store, server, max_attempts=2)
+    assert tally.failed == 1
+    with views(store, now=0.0, only=[job_id]) as opened:
+        assert opened.duck.execute("select error_type from results").fetchall() == [("endpoint_fault",)]
+
+
+def test_a_dead_engine_blames_no_row(store: Store, server: ScriptedServer, queue_up: QueueUp) -> None:
+    server.script.tokens, server.script.token_s = 20, 0.01
+    prompts = ["DIED", *(f"row {n}" for n in range(60))]
+    job_id = queue_up(prompts)
+
+    async def run() -> Harvest:
+        harvest = Harvest(store, server, max_attempts=1)
+        await harvest.until(lambda: not server.script.healthy)
+        await asyncio.sleep(0.5)
+        server.script.healthy = True
+        await asyncio.wait_for(harvest.task, 60)
+        return harvest
+
+    harvest = asyncio.run(run())
+    check(store, job_id, prompts, tokens=20)
+    assert harvest.harvester.tally.failed == 0
+
+
+def test_an_engine_killed_again_and_again_blames_no_row(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    server.script.tokens, server.script.token_s = 20, 0.005
+    prompts = [f"row {n}" for n in range(40)]
+    job_id = queue_up(prompts)
+
+    async def run() -> Harvest:
+        harvest = Harvest(store, server, max_attempts=1, max_deaths=5)
+        for _ in range(4):
+            await harvest.until(lambda: server.in_flight > 0)
+            server.script.healthy = False
+            await harvest.until(lambda: server.in_flight == 0)
+            server.script.healthy = True
+        await asyncio.wait_for(harvest.task, 60)
+        return harvest
+
+    assert asyncio.run(run()).harvester.tally.failed == 0
+    check(store, job_id, prompts, tokens=20)
+
+
+def test_vllm_that_takes_priorities_gets_them_and_no_tokens_are_resumed(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    server.script.coserves, server.script.metrics = False, CALM
+    prompts = [f"row {n}" for n in range(5)]
+    job_id = queue_up(prompts)
+
+    async def run() -> Harvest:
+        harvest = Harvest(store, server, most_rows=4)
+        await harvest.task
+        return harvest
+
+    notice = asyncio.run(run()).endpoint.notice
+    check(store, job_id, prompts)
+    rows = [r.body for r in server.requests if r.path == "/v1/chat/completions"]
+    assert all(body["priority"] == 1000 and not body["stream"] for body in rows)
+    assert notice is not None
+    assert "stock vLLM" in notice
+    assert "at most 4 rows" in notice
+
+
+def test_vllm_that_rejects_priorities_gets_none(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    server.script.coserves, server.script.metrics, server.script.priorities = False, CALM, False
+    job_id = queue_up(["a", "b"])
+    drain(store, server)
+    check(store, job_id, ["a", "b"])
+    assert all("priority" not in r.body for r in server.requests[1:])
+
+
+def test_any_other_server_is_harvested_too(store: Store, server: ScriptedServer, queue_up: QueueUp) -> None:
+    server.script.coserves = False
+    job_id = queue_up(["a", "b"])
+    drain(store, server)
+    check(store, job_id, ["a", "b"])
+    assert all("priority" not in r.body for r in server.requests)
+
+
+def test_the_window_opens_while_calm_and_closes_under_pressure(
+    store: Store, server: ScriptedServer, queue_up: QueueUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "LOOK_EVERY_S", 0.05)
+    server.script.coserves, server.script.metrics, server.script.token_s = False, CALM, 0.005
+    prompts = [f"row {n}" for n in range(400)]
+    job_id = queue_up(prompts)
+
+    async def run() -> None:
+        harvest = Harvest(store, server)
+        await harvest.until(lambda: harvest.harvester.ready_at is not None)
+        await harvest.until(lambda: harvest.endpoint.capacity >= 6)
+        server.script.metrics = PRESSED
+        await harvest.until(lambda: harvest.endpoint.capacity == 1)
+        await harvest.until(lambda: server.in_flight <= 1)
+        server.script.metrics = CALM
+        await harvest.task
+
+    asyncio.run(run())
+    check(store, job_id, prompts)
+
+
+def test_one_who_follows_takes_a_later_job_within_a_second(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    async def run() -> None:
+        harvest = Harvest(store, server, follow=True)
+        await asyncio.sleep(0.5)
+        job_id = await asyncio.to_thread(queue_up, ["a", "b"])
+        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id], 2.0)
+        later = await asyncio.to_thread(queue_up, ["c"])
+        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id, later], 2.0)
+        tally = await harvest.end()
+        assert tally.done == 3
+
+    asyncio.run(run())
+
+
+def test_one_who_follows_waits_for_a_server_that_is_not_there_yet(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    job_id = queue_up(["a"])
+    server.down()
+
+    async def run() -> Harvest:
+        harvest = Harvest(store, server, follow=True)
+        await asyncio.sleep(0.4)
+        await asyncio.to_thread(server.up)
+        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id])
+        await harvest.end()
+        return harvest
+
+    harvest = asyncio.run(run())
+    assert [line.partition(" (")[0] for line in harvest.said] == [
+        "the endpoint cannot be reached",
+        "the endpoint is back; harvesting goes on",
+    ]
+
+
+def test_a_key_that_is_refused_ends_a_run_but_not_one_that_follows(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
+    job_id = queue_up(["a"])
+    server.script.status = 401
+    with pytest.raises(EndpointUnusable, match="CONSERVE_API_KEY"):
+        drain(store, server)
+
+    async def run() -> Harvest:
+        harvest = Harvest(store, server, follow=True)
+        await asyncio.sleep(0.3)
+        server.script.status = None
+        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id])
+        await harvest.end()
+        return harvest
+
+    assert "401" in asyncio.run(run()).said[0]

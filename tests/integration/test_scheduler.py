@@ -1,0 +1,485 @@
+"""The policies on vLLM's real scheduler: what is planned is what is scheduled, and nobody is lost."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# SWIG's and torch's own while vLLM is imported.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.engine,
+]
+
+PREFIXES = [[n * 17 + i for i in range(64)] for n in range(3)]  # of prompts that share KV blocks
+BLOCK = 16  # tokens
+SLO = {"ttft_slo_ms": 1500, "tbt_slo_ms": 100}
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from tests.bare_scheduler import Clock
+
+    clock = Clock()
+    monkeypatch.setattr("conserve.engine.vllm.scheduler.time", clock)
+    monkeypatch.setattr("conserve.engine.vllm.observation.time", clock)
+    return clock
+
+
+@pytest.fixture
+def make(tmp_path: Path, clock: Any) -> Make:
+    """Engines with the policy, or with vLLM's own scheduler for `policy=None`."""
+
+    def make(
+        policy: str | None, *, blocks: int = 4096, asynchronous: bool = False, slo: Any = SLO, **flags: Any
+    ) -> Any:
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        from tests.bare_scheduler import BareEngine, engine_config
+
+        section = None if policy is None else {"policy": policy, **slo}
+        config = engine_config(tmp_path, section=section, **{"block_size": BLOCK, **flags})
+        config.scheduler_config.async_scheduling = asynchronous
+        if policy is None:
+            return BareEngine(config, num_blocks=blocks, scheduler_class=Scheduler)
+        return BareEngine(config, num_blocks=blocks, clock=clock)
+
+    return make
+
+
+class Recording:
+    """A policy that remembers what it saw and said."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self.decides = policy.decides
+        self.spares_offline = policy.spares_offline
+        self.seen: Any = None
+        self.said: Any = None
+
+    def plan(self, view: Any) -> Any:
+        self.seen, self.said = view, self.policy.plan(view)
+        return self.said
+
+
+class History:
+    """Random arrivals and aborts, and what became of them."""
+
+    def __init__(
+        self, engine: Any, seed: int, *, offline: bool = True, shared: float = 0.3, logprobs: float = 0.05
+    ) -> None:
+        self.engine, self.dice = engine, random.Random(seed)
+        self.offline, self.shared, self.logprobs = offline, shared, logprobs
+        self.live: dict[str, Any] = {}
+        self.tokens: Counter[str] = Counter()
+        self.wanted: dict[str, int] = {}
+        self.aborted: set[str] = set()
+        self.steps = self.planned = self.stalls = 0
+        self.deviations: list[tuple[Any, dict[str, int], set[str]]] = []  # with who else lost their memory
+        self.under_way: list[Any] = []
+
+    def arrive(self) -> None:
+        dice = self.dice
+        length, most = int(10 ** dice.uniform(0, 2.7)), dice.randint(1, 40)
+        tokens = [dice.randrange(900) for _ in range(length)]
+        if dice.random() < self.shared:
+            tokens = dice.choice(PREFIXES) + tokens
+        params = {"prompt_logprobs": 1} if dice.random() < self.logprobs else {}
+        offline = self.offline and dice.random() < 0.6
+        request = self.engine.add(tokens, most, offline=offline, **params)
+        self.live[request.request_id], self.wanted[request.request_id] = request, most
+
+    def abort(self) -> None:
+        request = self.live.pop(self.dice.choice(sorted(self.live)))
+        self.engine.abort([request])
+        self.aborted.add(request.request_id)
+
+    def step(self, *, ahead: int = 0) -> Any:
+        """Schedule, and take in the oldest iteration if more than `ahead` are under way."""
+        scheduler = self.engine.scheduler
+        policy = getattr(scheduler, "_policy", None)
+        if isinstance(policy, Recording):
+            policy.seen = policy.said = None
+        elif policy is not None:
+            policy = scheduler._policy = Recording(policy)
+        output = self.engine.start()
+        self.check(output, policy.said if policy is not None else None)
+        self.under_way.append(output)
+        if len(self.under_way) > ahead:
+            self.take_in(self.under_way.pop(0))
+        return output
+
+    def take_in(self, output: Any) -> None:
+        for outputs in self.engine.finish(output).values():
+            for answer in outputs.outputs:
+                self.tokens[answer.request_id] += len(answer.new_token_ids)
+                if answer.finish_reason is not None:
+                    self.live.pop(answer.request_id, None)
+
+    def check(self, output: Any, plan: Any) -> None:
+        scheduler = self.engine.scheduler
+        self.steps += 1
+        assert len(scheduler.running) <= scheduler.max_num_running_reqs
+        here = [request.request_id for request in (*scheduler.running, *scheduler.waiting)]
+        assert sorted(here) == sorted(scheduler.requests), "a request is lost or there twice"
+        if plan is None:
+            return
+        if scheduler.conserve()["policy"] == "conserve" and not self.stalls:
+            lane = [request for request in scheduler.running if request.priority]
+            assert lane == sorted(lane), "who came later would keep its memory for longer"
+        self.planned += 1
+        self.stalls += scheduler._stalled
+        assert all(output.num_scheduled_tokens.get(name, 0) <= n for name, n in plan.tokens.items())
+        assert set(output.num_scheduled_tokens) <= set(plan.tokens)
+        if output.num_scheduled_tokens != plan.tokens:
+            beyond = set(output.preempted_req_ids or ()) - set(plan.preempted)
+            self.deviations.append((plan, output.num_scheduled_tokens, beyond))
+
+    def drain(self, *, ahead: int = 0) -> None:
+        """Until everybody is done: nobody is lost, and the memory is free."""
+        scheduler = self.engine.scheduler
+        for _ in range(20_000):
+            if not scheduler.requests:
+                break
+            self.step(ahead=ahead)
+        while self.under_way:
+            self.take_in(self.under_way.pop(0))
+        assert not scheduler.requests
+        assert not scheduler.running
+        assert not scheduler.waiting
+        for name, most in self.wanted.items():
+            assert self.tokens[name] == most or name in self.aborted
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
+        if hasattr(scheduler, "_traffic"):
+            assert_nothing_is_left(scheduler)
+
+
+def assert_nothing_is_left(scheduler: Any) -> None:
+    traffic, iterations = scheduler._traffic, scheduler._iterations
+    assert not scheduler._offline
+    assert not scheduler._with_logprobs
+    assert not traffic._arrived_at
+    assert not traffic._last_token_at
+    assert not iterations._under_way
+
+
+def live_history(engine: Any, seed: int, steps: int, *, ahead: int = 0, **kinds: Any) -> History:
+    """Some minutes with bursts of arrivals, aborts, and quiet times."""
+    history = History(engine, seed, **kinds)
+    dice = history.dice
+    for n in range(steps):
+        rate = (0.1, 0.6, 0.02)[n // 150 % 3]
+        while dice.random() < rate:
+            history.arrive()
+        if history.live and dice.random() < 0.01:
+            history.abort()
+        history.step(ahead=ahead)
+    return history
+
+
+@pytest.mark.parametrize("policy", ["conserve", "online-only", "paced"])
+@pytest.mark.parametrize("blocks", [64, 4096])
+def test_what_is_planned_is_what_is_scheduled(make: Make, policy: str, blocks: int) -> None:
+    engine = make(policy, blocks=blocks, max_num_seqs=24, max_num_batched_tokens=512)
+    history = live_history(engine, seed=blocks, steps=900, shared=0.0)
+    assert history.planned > 300
+    for plan, _, beyond in history.deviations:
+        # Online requests alone wanted more memory than there is: vLLM chose among them.
+        assert beyond
+        assert all(name.startswith("on") for name in plan.tokens) or policy == "paced"
+    assert len(history.deviations) <= history.planned // 20
+    if policy == "conserve":
+        report = engine.scheduler.conserve()
+        assert report["overruns"] == 0, "an iteration took longer than planned"
+    engine.scheduler.conserve({"policy": "conserve"})
+    history.drain()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_requests_that_share_blocks_are_served_though_plans_miscount_them(make: Make, seed: int) -> None:
+    """The preempted give back fewer blocks than they have; what is admitted together needs fewer tokens."""
+    engine = make("conserve", blocks=64, max_num_seqs=24, max_num_batched_tokens=512)
+    history = live_history(engine, seed, steps=900, shared=0.7)
+    for plan, scheduled, beyond in history.deviations:
+        less = {name for name, tokens in plan.tokens.items() if scheduled.get(name) != tokens}
+        assert beyond or less <= set(plan.admitted)
+    assert len(history.deviations) <= history.planned // 10
+    assert history.stalls <= history.planned // 50
+    history.drain()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_policies_change_in_mid_flight_and_nobody_is_lost(make: Make, seed: int) -> None:
+    from conserve.engine.policy.policies import POLICIES
+
+    engine = make("conserve", blocks=96, max_num_seqs=16, max_num_batched_tokens=256)
+    history = History(engine, seed)
+    for n in range(1000):
+        if n % 50 == 0:
+            policy = history.dice.choice(sorted(POLICIES))
+            slo = history.dice.choice([{}, {"tbt_ms": 40.0}, {"ttft_ms": 300.0, "tbt_ms": 100.0}])
+            engine.scheduler.conserve({"policy": policy, "slo": slo})
+        while history.dice.random() < 0.12:
+            history.arrive()
+        if history.live and history.dice.random() < 0.01:
+            history.abort()
+        history.step()
+    engine.scheduler.conserve({"policy": "conserve", "slo": {}})
+    history.drain()
+
+
+def twins(make: Make, policy: str, seed: int, *, offline: bool, steps: int, **flags: Any) -> Iterator[Any]:
+    """The same random history on our scheduler and on vLLM's own, step by step."""
+    both = [History(make(kind, **flags), seed, offline=offline) for kind in (policy, None)]
+    for n in range(steps):
+        for history in both:
+            while history.dice.random() < (0.05, 0.4)[n // 100 % 2]:
+                history.arrive()
+            if history.live and history.dice.random() < 0.01:
+                history.abort()
+        yield [(history, history.step()) for history in both]
+    for history in both:
+        history.drain()
+
+
+@pytest.mark.parametrize(
+    ("policy", "offline"),
+    [("priority", True), ("priority", False), ("conserve", False), ("online-only", False)],
+)
+def test_the_schedule_is_vllms_own_where_there_is_nothing_to_decide(
+    make: Make, policy: str, offline: bool
+) -> None:
+    flags = {"blocks": 64, "max_num_seqs": 12, "max_num_batched_tokens": 256}
+    for (ours, output), (stock, expected) in twins(make, policy, 5, offline=offline, steps=800, **flags):
+        assert list(output.num_scheduled_tokens.items()) == list(expected.num_scheduled_tokens.items())
+        assert output.preempted_req_ids == expected.preempted_req_ids
+        assert names(ours.engine.scheduler.running) == names(stock.engine.scheduler.running)
+        assert names(ours.engine.scheduler.waiting) == names(stock.engine.scheduler.waiting)
+
+
+def names(requests: Any) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+@pytest.mark.parametrize("policy", ["conserve", "online-only", "paced"])
+@pytest.mark.parametrize(("blocks", "ahead"), [(64, 1), (64, 3), (4096, 1)])
+def test_an_engine_that_schedules_ahead_does_the_same(
+    make: Make, policy: str, blocks: int, ahead: int
+) -> None:
+    engine = make(policy, blocks=blocks, asynchronous=True, max_num_seqs=24, max_num_batched_tokens=512)
+    assert type(engine.scheduler).__name__ == "Asynchronous"
+    history = live_history(engine, seed=1, steps=600, ahead=ahead, shared=0.0)
+    for plan, _, beyond in history.deviations:
+        assert beyond
+        assert all(name.startswith("on") for name in plan.tokens) or policy == "paced"
+    assert history.stalls == 0
+    engine.scheduler.conserve({"policy": "conserve"})
+    history.drain(ahead=ahead)
+
+
+def test_online_only_holds_offline_requests_out_and_they_keep_their_blocks(make: Make) -> None:
+    engine = make("conserve")
+    held = [engine.add(100, 50, offline=True) for _ in range(3)]
+    for _ in range(5):
+        engine.step()
+    blocks = [len(ids) for ids in map(engine.scheduler.kv_cache_manager.get_block_ids, names(held))]
+    before = [request.num_computed_tokens for request in held]
+    engine.scheduler.conserve({"policy": "online-only"})
+    online = engine.add(200, 10)
+    while not online.is_finished():
+        assert set(engine.step().num_scheduled_tokens) == {online.request_id}
+    for _ in range(3):
+        assert not engine.step().num_scheduled_tokens
+    assert [request.num_computed_tokens for request in held] == before
+    assert [len(ids) for ids in map(engine.scheduler.kv_cache_manager.get_block_ids, names(held))] == blocks
+    engine.scheduler.conserve({"policy": "conserve"})
+    assert set(engine.step().num_scheduled_tokens) == set(names(held))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_last_token_under_way_does_not_let_offline_requests_in(make: Make, asynchronous: bool) -> None:
+    """vLLM skips a request whose last token is being computed; then a plan for it alone computes nothing."""
+    engine = make("online-only", asynchronous=asynchronous)
+    history = History(engine, 0)
+    offline = [engine.add(500, 50, offline=True) for _ in range(3)]
+    for _ in range(5):
+        online = engine.add(20, 3)
+        history.live[online.request_id] = online
+        while history.live:
+            history.step(ahead=int(asynchronous))
+    assert all(request.num_computed_tokens == 0 for request in offline)
+
+
+def test_online_only_frees_shared_memory_without_letting_offline_requests_run(make: Make) -> None:
+    """One victim seems to be enough, but most of its blocks are those of the others."""
+    engine = make("conserve", blocks=42)
+    prefix = list(range(BLOCK * 20))
+    offline = [engine.add([*prefix, *range(n, n + BLOCK * 3)], 50, offline=True) for n in range(4)]
+    for _ in range(3):
+        engine.step()
+    assert len(engine.scheduler.running) == 4
+    engine.scheduler.conserve({"policy": "online-only"})
+    online = engine.add(BLOCK * 10, 5)
+    while not online.is_finished():
+        assert set(engine.step().num_scheduled_tokens) <= {online.request_id}
+    assert sum(request.num_preemptions for request in offline) in (2, 3)
+
+
+def test_a_prompt_with_one_token_left_is_as_long_as_a_speculative_decode_step(make: Make) -> None:
+    """vLLM pads it, and stops for good if it gets less."""
+    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    engine = make("conserve", speculative_config=ngrams)
+    prompt = list(range(4 * BLOCK + 1))
+    engine.add(prompt, 20)
+    engine.step()
+    cached = [engine.add(prompt, 20), engine.add(prompt, 20, offline=True)]
+    engine.add(700, 20, offline=True)
+    output = engine.step()
+    assert [output.num_scheduled_tokens[name] for name in names(cached)] == [4, 4]
+    while engine.scheduler.requests:
+        engine.step()
+
+
+def test_online_requests_take_slots_from_offline_ones(make: Make) -> None:
+    engine = make("conserve", max_num_seqs=4)
+    offline = [engine.add(20, 100, offline=True) for _ in range(4)]
+    engine.step()
+    online = [engine.add(20, 10) for _ in range(3)]
+    output = engine.step()
+    assert set(names(online)) < set(output.num_scheduled_tokens)
+    assert sum(request.num_preemptions for request in offline) == 3
+    assert offline[0].num_preemptions == 0
+
+
+def test_online_requests_take_memory_from_offline_ones(make: Make) -> None:
+    engine = make("conserve", blocks=33)
+    offline = [engine.add(120, 100, offline=True) for _ in range(3)]
+    for _ in range(4):
+        engine.step()
+    assert len(engine.scheduler.running) == 3
+    online = engine.add(300, 10)
+    assert engine.step().num_scheduled_tokens[online.request_id] == 300
+    preempted = [bool(request.num_preemptions) for request in offline]
+    assert preempted == sorted(preempted)
+    assert not preempted[0]
+
+
+def test_five_hundred_online_requests_at_once_leave_no_time_for_offline_ones(make: Make) -> None:
+    engine = make("conserve", max_num_seqs=256)
+    history = History(engine, 3, shared=0.0)
+    for _ in range(20):
+        engine.add(100, 200, offline=True)
+    for _ in range(5):
+        engine.step()
+    history.offline = False
+    for _ in range(500):
+        history.arrive()
+    while any(request.num_output_tokens == 0 for request in history.live.values()):
+        output = history.step()
+        waiting = any(request.request_id in history.live for request in engine.scheduler.waiting)
+        if waiting:
+            assert not [name for name in output.num_scheduled_tokens if name.startswith("off")]
+    history.drain()
+
+
+def test_ten_thousand_waiting_offline_requests_are_not_looked_through(make: Make) -> None:
+    engine = make("conserve")
+    offline = [engine.add(100, 4, offline=True) for _ in range(10_000)]
+    looked: list[str] = []
+    found = engine.scheduler.kv_cache_manager.get_computed_blocks
+
+    def counting(request: Any) -> Any:
+        looked.append(request.request_id)
+        return found(request)
+
+    engine.scheduler.kv_cache_manager.get_computed_blocks = counting
+    for policy in ("conserve", "paced"):
+        engine.scheduler.conserve({"policy": policy})
+        for _ in range(10):
+            looked.clear()
+            output = engine.step()
+            assert output.num_scheduled_tokens
+            assert len(looked) <= 2 * len(output.num_scheduled_tokens) + 2
+    online = engine.add(50, 4)
+    assert online.request_id in engine.step().num_scheduled_tokens
+    engine.abort(offline)
+    assert len(engine.scheduler.waiting) == 0
+
+
+def test_several_prompts_share_an_iteration_in_chunks(make: Make) -> None:
+    engine = make("conserve")
+    online = engine.add(30, 50)
+    engine.step()
+    offline = [engine.add(300, 2, offline=True) for _ in range(3)]
+    shared = 0
+    while not all(request.is_finished() for request in offline):
+        output = engine.step()
+        assert output.num_scheduled_tokens[online.request_id] == 1
+        prompts = [
+            request for request in offline if output.num_scheduled_tokens.get(request.request_id, 0) > 1
+        ]
+        shared += len(prompts) > 1
+    assert shared
+
+
+def test_prompts_with_logprobs_are_cut_shorter(make: Make) -> None:
+    chunks = []
+    for params in ({}, {"prompt_logprobs": 1}):
+        engine = make("conserve")
+        engine.add(30, 50)
+        engine.step()
+        request = engine.add(2000, 2, offline=True, **params)
+        chunks.append(engine.step().num_scheduled_tokens[request.request_id])
+    plain, with_logprobs = chunks
+    assert 0 < with_logprobs < plain / 2
+
+
+def test_requests_that_wait_for_a_grammar_are_not_planned(make: Make) -> None:
+    from vllm.v1.request import RequestStatus
+
+    engine = make("conserve")
+    blocked = [engine.add(50, 2), engine.add(50, 2, offline=True)]
+    for request in blocked:
+        request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    others = [engine.add(50, 2), engine.add(50, 2, offline=True)]
+    assert set(engine.step().num_scheduled_tokens) == set(names(others))
+    for request in blocked:
+        request.status = RequestStatus.WAITING
+    assert set(engine.step().num_scheduled_tokens) == set(names([*blocked, *others]))
+
+
+def test_a_large_request_is_served_whatever_the_watermark(make: Make) -> None:
+    """It needs all memory, of which vLLM wants to keep a part free while somebody runs."""
+    for policy in ("conserve", "paced"):
+        engine = make(policy, blocks=41, watermark=0.2)
+        history = History(engine, 0)
+        for offline in (True, False, True):
+            request = engine.add(BLOCK * 39, BLOCK, offline=offline)
+            history.live[request.request_id], history.wanted[request.request_id] = request, BLOCK
+            history.step()
+            history.step()
+        history.drain()
+
+
+def test_promises_are_kept_under_a_mixed_load(make: Make) -> None:
+    engine = make("conserve", max_num_seqs=64)
+    history = History(engine, 11, shared=0.0, logprobs=0.0)
+    for _ in range(600):
+        engine.add(400, 60, offline=True)
+    for n in range(1000):
+        if n % 8 == 0:
+            engine.add(200, 20)
+        history.step()
+    report = engine.scheduler.conserve()
+    assert report["overruns"] == 0
+    assert report["online"]["attainment"] == 1.0
+    assert report["online"]["tbt_ms"]["p99"] <= 100
+    assert report["online"]["tbt_ms"]["p50"] > 50, "time is left that offline tokens could have used"
+    assert report["offline"]["tokens"] > 10_000

@@ -1,0 +1,240 @@
+"""`conserve serve` on the real engine over HTTP: live clients, rows, a killed engine, an orderly end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # the openai client's
+]
+
+PORT = 8741
+URL = f"http://127.0.0.1:{PORT}"
+KEY = "sesame"
+MODEL = "smollm2-demo"
+FLAGS = (
+    *("--max-model-len", "2048", "--max-num-batched-tokens", "512"),
+    *("--kv-cache-memory-bytes", str(512 << 20)),
+    *("--dtype", "float32"),  # in bf16 greedy text varies with the shape of the batch
+)
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+class Service:
+    """A `conserve serve` in a home of its own."""
+
+    def __init__(self, home: Path, models: Path) -> None:
+        self.home = home
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("CONSERVE_")},
+            "CONSERVE_HOME": str(home),
+            "CONSERVE_MODELS": str(models),
+            "CONSERVE_API_KEY": KEY,
+        }
+        self.said = home.parent / "said.txt"
+        words = ("serve", MODEL, "--ttft-slo", "5s", "--tbt-slo", "500ms", "--port", str(PORT), *FLAGS)
+        with self.said.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "conserve", *words], env=self.environment, stdout=out, stderr=out
+            )
+
+    def conserve(self, *words: str) -> str:
+        """What another command over the same store prints."""
+        done = subprocess.run(
+            [sys.executable, "-m", "conserve", *words],
+            env=self.environment, capture_output=True, text=True, check=True, timeout=120,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    def until(self, condition: Callable[[], object], within_s: float = 240) -> None:
+        """Wait for it."""
+        give_up_at = time.monotonic() + within_s
+        while not condition():
+            assert self.process.poll() is None, self.said.read_text()
+            assert time.monotonic() < give_up_at, self.said.read_text()
+            time.sleep(0.2)
+
+    def says(self, words: str) -> bool:
+        return words in self.said.read_text()
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.conserve("status", job_id, "--json"))
+        return found
+
+    def report(self) -> dict[str, Any]:
+        answer = httpx.get(f"{URL}/v1/conserve", headers={"Authorization": f"Bearer {KEY}"}, trust_env=False)
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found
+
+    def engine_core(self) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if "EngineCore" in " ".join(child.cmdline()))
+
+
+@pytest.fixture(scope="module")
+def service(demo_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    started = Service(tmp_path_factory.mktemp("serve") / "home", demo_cache)
+    try:
+        started.until(lambda: started.says(f"serving {MODEL}"))
+        yield started
+    finally:
+        started.process.kill()
+        started.process.wait()
+
+
+@pytest.fixture
+def client() -> Iterator[openai.OpenAI]:
+    made = openai.OpenAI(
+        base_url=f"{URL}/v1", api_key=KEY, max_retries=0, http_client=httpx.Client(trust_env=False)
+    )
+    yield made
+    made.close()
+
+
+def rows_file(folder: Path, count: int, **params: Any) -> Path:
+    path = folder / "rows.jsonl"
+    with path.open("w") as file:
+        for number in range(count):
+            body = {"messages": [{"role": "user", "content": f"Count from {number} to {number + 5}."}]}
+            body |= {"temperature": 0, "max_tokens": 24, **params}
+            line = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+    return path
+
+
+def test_a_live_client_sees_plain_vllm(service: Service, client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=24)
+    assert "Paris" in (whole.choices[0].message.content or "")
+    stream = client.chat.completions.create(
+        model=MODEL, messages=FRANCE, temperature=0, max_tokens=24, stream=True
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
+    report = service.report()
+    assert report["online"]["requests"] >= 2
+    assert report["online"]["ttft_ms"]["p99"] > 0
+
+
+def test_without_the_key_nothing_is_answered(service: Service) -> None:
+    for path in ("/v1/models", "/v1/conserve"):
+        assert httpx.get(f"{URL}{path}", trust_env=False).status_code == 401
+
+
+def test_policy_and_slo_stay_what_they_are_unless_control_was_allowed(service: Service) -> None:
+    answer = httpx.post(
+        f"{URL}/v1/conserve",
+        json={"policy": "priority"},
+        headers={"Authorization": f"Bearer {KEY}"},
+        trust_env=False,
+    )
+    assert answer.status_code == 403
+    assert service.report()["policy"] == "conserve"
+
+
+def test_the_flex_tier_and_a_high_priority_are_offline(service: Service, client: openai.OpenAI) -> None:
+    before = service.report()
+    client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=8, service_tier="flex")
+    between = service.report()
+    assert between["offline"]["tokens"] > before["offline"]["tokens"]
+    client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=8, extra_body={"priority": 1000})
+    after = service.report()
+    assert after["offline"]["tokens"] > between["offline"]["tokens"]
+    assert after["online"]["requests"] == before["online"]["requests"]
+
+
+def test_submitted_rows_run_beside_live_requests(
+    service: Service, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    job_id = service.conserve("submit", str(rows_file(tmp_path, 40)))
+    for _ in range(6):
+        answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=24)
+        assert "Paris" in (answer.choices[0].message.content or "")
+    shown = service.conserve("status")
+    assert "online   TTFT" in shown
+    assert "offline  " in shown
+    service.until(lambda: service.job(job_id)["state"] == "completed")
+    results = [json.loads(line) for line in service.conserve("results", job_id).splitlines()]
+    assert [row["custom_id"] for row in results] == [str(number) for number in range(40)]
+    assert all(row["text"] for row in results)
+
+
+def test_saved_tokens_come_back_as_the_beginning_of_the_answer(
+    service: Service, client: openai.OpenAI
+) -> None:
+    asked = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 40}
+    whole = client.chat.completions.create(**asked, extra_body={"return_token_ids": True, "ignore_eos": True})
+    ids = whole.choices[0].token_ids  # type: ignore[attr-defined]
+    assert len(ids) == 40
+    extra = {"return_token_ids": True, "ignore_eos": True, "vllm_xargs": {"conserve_resume": ids[:15]}}
+    resumed = client.chat.completions.create(**asked, extra_body=extra)
+    assert resumed.choices[0].token_ids == ids  # type: ignore[attr-defined]
+    assert resumed.choices[0].message.content == whole.choices[0].message.content
+    assert resumed.usage is not None
+    assert resumed.usage.completion_tokens == 40
+    stream = client.chat.completions.create(**asked, extra_body=extra, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
+
+
+def test_a_request_that_is_too_long_disturbs_nobody(service: Service, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="context length"):
+        client.completions.create(model=MODEL, prompt="word " * 3000, max_tokens=8)
+    answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=24)
+    assert "Paris" in (answer.choices[0].message.content or "")
+
+
+def ask_until_refused(client: openai.OpenAI) -> None:
+    """One request may still slip in before the death is noticed."""
+    while True:
+        client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=200, timeout=30)
+
+
+def test_a_killed_engine_comes_back_and_no_row_is_lost_or_doubled(
+    service: Service, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    job_id = service.conserve("submit", str(rows_file(tmp_path, 8, max_tokens=300, ignore_eos=True)))
+    service.until(lambda: service.job(job_id)["running"])
+    service.engine_core().kill()
+    begun = time.monotonic()
+    with pytest.raises((openai.APIStatusError, openai.APIConnectionError)):
+        ask_until_refused(client)
+    assert time.monotonic() - begun < 30
+    service.until(lambda: service.says("serving again"))
+    answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=24)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    service.until(lambda: service.job(job_id)["state"] == "completed")
+    results = [json.loads(line) for line in service.conserve("results", job_id).splitlines()]
+    assert [row["custom_id"] for row in results] == [str(number) for number in range(8)]
+    assert [row["completion_tokens"] for row in results] == [300] * 8
+
+
+def test_sigterm_finishes_live_requests_and_saves_progress(
+    service: Service, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    job_id = service.conserve("submit", str(rows_file(tmp_path, 200, max_tokens=200, ignore_eos=True)))
+    service.until(lambda: service.job(job_id)["running"])
+    stream = client.chat.completions.create(
+        model=MODEL, messages=FRANCE, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = iter(stream)
+    next(chunks)
+    service.process.send_signal(signal.SIGTERM)
+    assert [chunk for chunk in chunks if chunk.choices][-1].choices[0].finish_reason == "length"
+    assert service.process.wait(90) == 0
+    job = service.job(job_id)
+    assert job["state"] == "queued"
+    assert job["running"] == 0
+    assert job["waiting"] + job["succeeded"] == 200

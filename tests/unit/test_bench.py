@@ -1,0 +1,587 @@
+"""The comparison's client side: traces, the load generator, statistics, reports."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+import xml.dom.minidom
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from conserve.bench import raw, report, svg, traces
+from conserve.bench.answers import Answer, Status
+from conserve.bench.load import Plan, Target, play, play_apart, prompt_ids, request_body
+from conserve.bench.measure import Block, Limits, attainment, compare, lateness
+from conserve.bench.traces import Arrival, Trace
+from conserve.errors import ConserveError, InputError
+from tests.conftest import WriteInput
+
+AZURE_CODE = "azure_code_2023_10min_bursty.parquet"
+
+# Traces
+
+
+def test_a_bundled_trace_is_found_by_name_unless_a_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert traces.find_trace(AZURE_CODE) == traces.find_trace(AZURE_CODE.removesuffix(".parquet"))
+    assert traces.find_trace(AZURE_CODE).parent == traces.BUNDLED
+    (tmp_path / AZURE_CODE).touch()
+    assert traces.find_trace(AZURE_CODE) == Path(AZURE_CODE)
+    with pytest.raises(InputError, match="azure_conv_2023_10min"):
+        traces.find_trace("nothing.parquet")
+
+
+def test_the_bursty_trace_is_as_its_readme_says() -> None:
+    trace = traces.read(traces.find_trace(AZURE_CODE))
+    per_minute = np.bincount([int(arrival.at_s // 60) for arrival in trace], minlength=10)
+    assert per_minute.tolist() == [0, 531, 187, 130, 15, 42, 38, 476, 421, 63]
+    assert 556 < trace.duration_s < 600
+
+
+GOOD: dict[str, list[Any]] = {"arrival_s": [0.0, 1.0], "input_tokens": [1, 2], "output_tokens": [3, 4]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"arrival_s": [0.0, 1.0]}, "lacks input_tokens, output_tokens"),
+        ({name: [] for name in GOOD}, "no request|cannot be read"),
+        ({**GOOD, "arrival_s": [0.0, -1.0]}, "negative times"),
+        ({**GOOD, "arrival_s": [0.0, float("nan")]}, "missing or negative"),
+        ({**GOOD, "arrival_s": [0.0, None]}, "missing or negative"),
+        ({**GOOD, "arrival_s": ["soon", "later"]}, "cannot be read"),
+        ({**GOOD, "input_tokens": [0, 1]}, "input_tokens below 1"),
+        ({**GOOD, "output_tokens": [1, None]}, "output_tokens below 1"),
+    ],
+)
+def test_a_bad_trace_is_refused_in_one_sentence(
+    write_input: WriteInput, columns: dict[str, list[Any]], says: str
+) -> None:
+    with pytest.raises(InputError, match=says) as error:
+        traces.read(write_input(**columns))
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no trace"):
+        traces.read(tmp_path / "missing.parquet")
+    (tmp_path / "text.parquet").write_text("not Parquet")
+    with pytest.raises(InputError, match="cannot be read"):
+        traces.read(tmp_path / "text.parquet")
+
+
+def test_times_on_ticks_are_spread_until_the_next_tick(write_input: WriteInput) -> None:
+    ticks = [3.0 * (n // 5) for n in range(50)]
+    lengths = list(range(1, 51))
+    path = write_input(arrival_s=ticks, input_tokens=lengths, output_tokens=lengths)
+    trace = traces.read(path, seed=1)
+    assert [arrival.input_tokens for arrival in trace] == lengths
+    assert [arrival.at_s // 3 * 3 for arrival in trace] == ticks
+    assert len({arrival.at_s for arrival in trace}) == 50
+    assert traces.read(path, seed=1) == trace != traces.read(path, seed=2)
+
+
+def test_gamma_arrivals_have_the_rate_and_the_burstiness() -> None:
+    for cv in (0.0, 1.0, 4.0):
+        trace = traces.gamma(20, cv, 2000, 10, 5, seed=3)
+        gaps_s = np.diff([arrival.at_s for arrival in trace])
+        assert trace.rate == pytest.approx(20, rel=0.1)
+        assert np.std(gaps_s) / np.mean(gaps_s) == pytest.approx(cv, abs=0.05 + cv / 8)
+    assert traces.gamma(20, 2, 50, 10, 5, seed=3) == traces.gamma(20, 2, 50, 10, 5, seed=3)
+
+
+def test_nothing_arrives_in_the_off_phases() -> None:
+    trace = traces.on_off(20, 10, 30, 400, 10, 5, seed=0)
+    assert all(arrival.at_s % 40 < 10 for arrival in trace)
+    assert len(trace) == pytest.approx(20 * 100, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: traces.gamma(0, 1, 10, 1, 1, 0),
+        lambda: traces.gamma(1, -1, 10, 1, 1, 0),
+        lambda: traces.gamma(1, float("nan"), 10, 1, 1, 0),
+        lambda: traces.gamma(1, 1, 10, 0, 1, 0),
+        lambda: traces.gamma(0.001, 0, 1, 1, 1, 0),
+        lambda: traces.on_off(1, 0, 10, 10, 1, 1, 0),
+        lambda: traces.on_off(1, 10, -1, 10, 1, 1, 0),
+        lambda: even(3).scaled(0),
+        lambda: even(3).at_rate(float("inf")),
+        lambda: even(3).cut(100, 1),
+        lambda: even(3).cut(-1, 2),
+        lambda: even(3).shortened(input_factor=-1),
+        lambda: even(3).shortened(max_input=0),
+    ],
+)
+def test_senseless_numbers_are_refused(wrong: Callable[[], Trace]) -> None:
+    with pytest.raises(InputError):
+        wrong()
+
+
+# The load generator
+
+Handler = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def even(number: int, *, gap_s: float = 0.02, tokens: int = 3) -> Trace:
+    arrivals = tuple(Arrival(n * gap_s, 5, tokens) for n in range(number))
+    return Trace(name="even", duration_s=number * gap_s, arrivals=arrivals)
+
+
+def event(**content: Any) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def token(**more: Any) -> bytes:
+    return event(choices=[{"text": " a", **more}])
+
+
+async def send(writer: asyncio.StreamWriter, *pieces: bytes) -> None:
+    for piece in pieces:
+        writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        await writer.drain()
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    """A server that answers every request as the handler does, on a port of its own."""
+    under_way: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
+        length = re.search(rb"Content-Length: (\d+)", head)
+        assert length
+        await handler(json.loads(await reader.readexactly(int(length[1]))), writer)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task
+        under_way.add(task)
+        try:
+            await serve(reader, writer)
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.transport.abort()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+
+def load(handler: Handler, trace: Trace, *, late_s: float = 0.0, timeout_s: float = 30.0) -> list[Answer]:
+    async def go() -> list[Answer]:
+        async with serving(handler) as base_url:
+            target = Target(base_url=base_url, model="m", timeout_s=timeout_s)
+            start_at = time.monotonic() - late_s if late_s else None
+            answers = await play(trace, target, seed=0, start_at=start_at)
+        await asyncio.sleep(0)
+        return answers
+
+    return asyncio.run(go())
+
+
+async def three_tokens(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM)
+    for _ in range(3):
+        await asyncio.sleep(0.05)
+        await send(writer, token())
+    await send(writer, DONE, b"")
+
+
+def test_tokens_are_timed_from_when_the_request_was_due() -> None:
+    answers = load(three_tokens, even(5))
+    assert [answer.index for answer in answers] == [0, 1, 2, 3, 4]
+    for answer in answers:
+        assert (answer.status, answer.tokens) == (Status.OK, 3)
+        assert answer.due_s <= answer.sent_s < answer.token_at_s[0] < answer.token_at_s[-1] <= answer.ended_s
+        assert answer.ttft_ms is not None
+        assert 45 < answer.ttft_ms < 2000
+        assert answer.ttft_ms == pytest.approx((answer.token_at_s[0] - answer.due_s) * 1e3)
+        assert all(20 < gap_ms < 2000 for gap_ms in answer.tbt_ms)
+
+
+def test_a_server_that_never_answers_holds_up_no_later_request() -> None:
+    came: list[float] = []
+
+    async def never(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        came.append(time.monotonic())
+        await asyncio.Event().wait()
+
+    answers = load(never, even(40), timeout_s=2.0)
+    assert [answer.status for answer in answers] == [Status.TIMEOUT] * 40
+    assert len(came) == 40
+    assert came[-1] - came[0] < 2.0  # all were sent before the first was given up
+    assert all(answer.due_s <= answer.sent_s < answer.due_s + 1 for answer in answers)
+    assert all(answer.ended_s - answer.sent_s > 1.9 for answer in answers)
+
+
+def test_a_late_generator_says_so_and_its_lateness_counts() -> None:
+    answers = load(three_tokens, even(3), late_s=5.0)
+    assert all(answer.late_ms > 4000 for answer in answers)
+    assert all(answer.ttft_ms is not None and answer.ttft_ms > answer.late_ms for answer in answers)
+    assert lateness(answers).share == 1.0
+    assert lateness(answers).max_ms > 4900
+
+
+def test_tokens_are_counted_as_the_server_says_and_lines_may_come_in_pieces() -> None:
+    async def packed(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM)
+        usage = event(choices=[{"text": "abc"}], usage={"completion_tokens": 3})
+        await send(writer, b": a comment\n\n", token(token_ids=[7, 8]), usage[:20], usage[20:])
+        closing = event(choices=[{"text": "", "finish_reason": "length"}], usage={"completion_tokens": 3})
+        await send(writer, closing + event(choices=[], usage={"completion_tokens": 3}) + DONE, b"")
+
+    (answer,) = load(packed, even(1))
+    assert (answer.status, answer.tokens) == (Status.OK, 3)
+    assert answer.token_at_s[0] == answer.token_at_s[1] <= answer.token_at_s[2]
+
+
+async def refuse(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 9\r\n\r\nslow down")
+    await writer.drain()
+
+
+async def drop(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    return
+
+
+async def break_off(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM)
+    await send(writer, token())
+    await asyncio.sleep(0.1)
+
+
+async def end_early(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM)
+    await send(writer, token(), b"")
+
+
+async def say_nothing(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM)
+    await send(writer, DONE, b"")
+
+
+async def fail_halfway(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM)
+    await send(writer, token(), event(error={"message": "out of memory"}), DONE, b"")
+
+
+async def babble(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM)
+    await send(writer, b"data: {nonsense\n\n", b"")
+
+
+async def greet(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(b"hello\r\n\r\n")
+    await writer.drain()
+
+
+@pytest.mark.parametrize(
+    ("handler", "status", "tokens", "detail"),
+    [
+        (refuse, Status.REFUSED, 0, "503 slow down"),
+        (drop, Status.BROKEN, 0, ""),
+        (break_off, Status.BROKEN, 1, ""),
+        (end_early, Status.BROKEN, 1, "broke off"),
+        (say_nothing, Status.BROKEN, 0, "no token"),
+        (fail_halfway, Status.REFUSED, 1, "out of memory"),
+        (babble, Status.BROKEN, 0, "DecodeError"),
+        (greet, Status.BROKEN, 0, ""),
+    ],
+)
+def test_a_failed_request_is_recorded_with_what_came(
+    handler: Handler, status: Status, tokens: int, detail: str
+) -> None:
+    for answer in load(handler, even(3)):
+        assert (answer.status, answer.tokens) == (status, tokens)
+        assert detail in answer.detail
+        assert answer.ended_s >= answer.sent_s
+
+
+def test_a_server_that_is_not_there_fails_every_request() -> None:
+    async def go() -> list[Answer]:
+        async with serving(drop) as base_url:
+            pass
+        return await play(even(3), Target(base_url=base_url, model="m"), seed=0)
+
+    assert [answer.status for answer in asyncio.run(go())] == [Status.BROKEN] * 3
+
+
+@pytest.mark.parametrize("base_url", ["", "127.0.0.1:8000", "ftp://host", "http://", "http://host:port"])
+def test_a_bad_url_is_refused(base_url: str) -> None:
+    with pytest.raises(InputError, match="URL"):
+        asyncio.run(play(even(1), Target(base_url=base_url, model="m"), seed=0))
+
+
+def test_a_request_asks_for_exactly_its_tokens() -> None:
+    target = Target(base_url="http://host", model="m", extra={"priority": 5})
+    body = json.loads(request_body(Arrival(0.0, 50, 7), 3, target, seed=1))
+    assert (body["max_tokens"], body["ignore_eos"], body["stream"], body["priority"]) == (7, True, True, 5)
+    assert body["prompt"] == prompt_ids(Arrival(9.9, 50, 1), 3, target.vocab_range, seed=1)
+    assert len(body["prompt"]) == 50
+    assert all(100 <= token_id < 20_000 for token_id in body["prompt"])
+    prompts = [prompt_ids(Arrival(0.0, 16, 1), n, (0, 20_000), seed) for n in range(20) for seed in (1, 2)]
+    assert len({tuple(prompt[:4]) for prompt in prompts}) == 40
+
+
+def test_a_plan_is_played_in_a_process_of_its_own() -> None:
+    async def go() -> list[Answer]:
+        async with serving(three_tokens) as base_url:
+            target = Target(base_url=base_url, model="m", extra={"priority": 0})
+            plan = Plan(trace=even(4), target=target, seed=0, cores=(0,))
+            return await play_apart(plan)
+
+    answers = asyncio.run(go())
+    assert [(answer.status, answer.tokens) for answer in answers] == [(Status.OK, 3)] * 4
+    assert [answer.due_s for answer in answers] == [arrival.at_s for arrival in even(4)]
+
+
+def test_a_process_that_fails_says_why() -> None:
+    plan = Plan(trace=even(1), target=Target(base_url="nowhere", model="m"), seed=0)
+    with pytest.raises(ConserveError, match="nowhere is no server's URL"):
+        asyncio.run(play_apart(plan))
+
+
+def test_the_load_generator_needs_no_engine() -> None:
+    code = "import sys, conserve.bench.load, conserve.bench.report; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"vllm", "torch", "transformers", "typer", "rich", "duckdb"} & set(done.stdout.split())
+
+
+# Statistics
+
+
+def answer(
+    ttft_ms: float, tbt_ms: float = 10.0, *, due_s: float = 0.0, status: Status = Status.OK, tokens: int = 4
+) -> Answer:
+    times = due_s + ttft_ms / 1e3 + tbt_ms / 1e3 * np.arange(tokens)
+    return Answer(
+        index=0,
+        due_s=due_s,
+        sent_s=due_s,
+        ended_s=due_s + 1,
+        input_tokens=9,
+        token_at_s=tuple(times.tolist()),
+        status=status,
+    )
+
+
+def failed(due_s: float = 0.0) -> Answer:
+    return answer(0, due_s=due_s, status=Status.REFUSED, tokens=0)
+
+
+def block(
+    policy: str, answers: list[Answer], *, started_s: float = 0.0, offline_tokens: int = 0, **more: Any
+) -> Block:
+    counts = {"iterations": 0, "planned": 0, "overruns": 0, **more}
+    return Block(
+        policy=policy,
+        started_s=started_s,
+        duration_s=10.0,
+        answers=tuple(answers),
+        offline_tokens=offline_tokens,
+        **counts,
+    )
+
+
+def four_policies(blocks_each: int = 1) -> list[Block]:
+    """TTFT 1 to 100 ms alone, 2, 50 and 10 times that with offline work."""
+    slower = {"conserve": 2, "online-only": 1, "non-preemptive": 50, "priority": 10}
+    offline = {"conserve": 800, "online-only": 0, "non-preemptive": 1000, "priority": 900}
+    return [
+        block(
+            policy,
+            [answer(float(factor * ms), 10.0 * factor, due_s=ms / 11) for ms in range(1, 101)],
+            started_s=10.0 * (4 * n + place),
+            offline_tokens=offline[policy],
+            planned=100,
+            overruns=1,
+        )
+        for n in range(blocks_each)
+        for place, (policy, factor) in enumerate(slower.items())
+    ]
+
+
+def test_policies_are_compared_with_their_references() -> None:
+    found = compare(four_policies()).document()
+    conserve = found["policies"]["conserve"]
+    assert conserve["ttft_ms"] == pytest.approx({"p50": 100, "p90": 180, "p99": 198, "max": 200})
+    assert conserve["tbt_ms"] == pytest.approx({"p50": 20, "p90": 20, "p99": 20, "max": 20})
+    assert conserve["offline_tokens_per_s"] == 80
+    assert conserve["online_tokens_per_s"] == 40
+    assert (conserve["requests"], conserve["failed"]) == (100, 0)
+    assert conserve["overruns"] == {"count": 1, "share": 0.01}
+    assert conserve["late"] == {"share": 0.0, "max_ms": 0.0}
+    assert list(conserve["attainment"]) == ["1.0", "1.25", "1.5", "2.0"]
+    assert conserve["attainment"]["1.0"] == pytest.approx({"ttft": 0.49, "tbt": 0, "attainment": 0})
+    assert found["ratios"]["conserve"] == pytest.approx(
+        {
+            "ttft_p99_to_online_only": 2,
+            "tbt_p99_to_online_only": 2,
+            "offline_tokens_to_non_preemptive": 0.8,
+            "ttft_p99_priority_over_this": 5,
+        }
+    )
+    assert set(found["harm"]) == {"conserve", "non-preemptive", "priority"}
+    json.dumps(found)
+
+
+def test_a_missing_reference_leaves_ratios_open() -> None:
+    comparison = compare(four_policies()[:1])
+    found = comparison.document()
+    assert set(found["ratios"]["conserve"].values()) == {None}
+    assert (found["reference"], found["harm"]) == (None, {})
+    assert report.attainment_rows(comparison).rows == []
+    given = compare(four_policies()[:1], reference=Limits(151, 20.5)).document()
+    assert given["policies"]["conserve"]["attainment"]["1.0"] == {
+        "ttft": 0.75,
+        "tbt": 1.0,
+        "attainment": 0.75,
+    }
+
+
+def test_a_failed_request_is_a_miss_and_counted() -> None:
+    answers = [answer(10), answer(10), answer(10), failed()]
+    assert attainment(answers, Limits(100, 100), 1.0) == (0.75, 0.9, 0.75)
+    assert attainment([failed()], Limits(100, 100), 2.0) == (0.0, 0.0, 0.0)
+    assert attainment([], Limits(100, 100), 2.0) == (None, None, None)
+    outcome = compare([block("conserve", answers)]).policies["conserve"]
+    assert (outcome.requests, outcome.failed, outcome.failures) == (4, 1, {"http_error": 1})
+
+
+def test_a_policy_without_an_answer_is_still_reported() -> None:
+    comparison = compare([block("online-only", [failed()]), block("conserve", [])])
+    found = comparison.document()
+    assert found["policies"]["online-only"]["ttft_ms"] is None
+    assert found["harm"]["conserve"]["ttft_p99"] is None
+    assert len(report.table_rows(comparison).rows) == 2
+    assert "nothing to compare" in report.receipts(comparison)[0]
+
+
+def test_harm_says_what_was_resampled_and_whether_it_is_certain() -> None:
+    few, many = compare(four_policies(3)), compare(four_policies(4))
+    assert few.harm["conserve"].resampled == "requests"
+    assert many.harm["conserve"].resampled == "blocks"
+    change = few.harm["conserve"].ttft_p99
+    assert change is not None
+    assert change.difference_ms == pytest.approx(99)
+    assert 80 < change.difference_ci_ms.low <= 99 <= change.difference_ci_ms.high < 120
+    assert compare(four_policies(3), seed=0).document() == few.document()
+    blocks = [block("online-only", [answer(ms)]) for ms in (10, 20, 30, 40)]
+    blocks += [block("conserve", [answer(ms)]) for ms in (10, 20, 30, 40)]
+    same = compare(blocks).harm["conserve"].ttft_p99
+    assert same is not None
+    assert same.difference_ms == 0
+    assert same.difference_ci_ms.low < 0 < same.difference_ci_ms.high
+
+
+def test_spread_keeps_the_blocks_apart() -> None:
+    blocks = [block("conserve", [answer(ms)], offline_tokens=int(ms)) for ms in (10.0, 40.0, 20.0)]
+    spread = compare(blocks).document()["policies"]["conserve"]["spread"]
+    assert spread["ttft_p99_ms"] == pytest.approx({"min": 10, "median": 20, "max": 40})
+    assert spread["offline_tokens_per_s"] == pytest.approx({"min": 1, "median": 2, "max": 4})
+
+
+def test_raw_numbers_survive_the_disk(tmp_path: Path) -> None:
+    blocks = [*four_policies(), block("conserve", [failed()], started_s=50.0)]
+    raw.write_blocks(blocks, tmp_path / "raw.parquet")
+    table = pq.read_table(tmp_path / "raw.parquet")
+    assert table.num_rows == 401
+    assert table["policy"].to_pylist()[100] == "online-only"
+    assert table["block"].to_pylist()[-1] == 4
+    assert table["ttft_ms"].to_pylist()[-1] is None
+    raw.write_answers(blocks[0].answers, tmp_path / "answers.parquet")
+    for read, written in zip(raw.read_answers(tmp_path / "answers.parquet"), blocks[0].answers, strict=True):
+        assert read.token_at_s == pytest.approx(written.token_at_s, abs=1e-9)
+        assert (read.due_s, read.status, read.ttft_ms) == pytest.approx(
+            (written.due_s, written.status, written.ttft_ms)
+        )
+
+
+# Reports
+
+
+def drawings(page: str) -> list[str]:
+    found = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    for drawing in found:
+        xml.dom.minidom.parseString(drawing)
+    return found
+
+
+def test_the_page_holds_everything_it_shows() -> None:
+    blocks = four_policies(2)
+    sampled = block("conserve", [failed(1.0)], started_s=80.0, offline_tokens=9)
+    blocks.append(sampled)
+    page = report.page(
+        compare(blocks), blocks, slo=Limits(1500, 100), facts={"command": "conserve bench <x>"}
+    )
+    assert len(drawings(page)) == 4
+    assert not re.findall(r"(?:src|href|url)\s*[=(]", page)
+    assert set(re.findall(r"https?://[^\s\"']+", page)) == {"http://www.w3.org/2000/svg"}
+    for words in ("Online requests per second", "TTFT of each request (ms), limit 1,500 ms", "time (s)"):
+        assert words in page
+    assert page.count('class="cross p0"') == 1
+    assert page.count('class="slo"') == 2
+    assert "conserve bench &lt;x&gt;" in page
+    assert "prefers-color-scheme: dark" in page
+
+
+@pytest.mark.parametrize("answers", [[], [failed()], [answer(5, tokens=1)], [answer(0.0)], [answer(1e7)]])
+@pytest.mark.parametrize("series", [(), ((0.0, 5),), ((0.0, 0), (0.1, 5)), ((0.0, 0), (5.0, 10), (10.0, 20))])
+def test_a_page_of_very_little_can_be_drawn(
+    answers: list[Answer], series: tuple[tuple[float, int], ...]
+) -> None:
+    blocks = [block("my <policy>", answers, offline_series=series)]
+    page = report.page(compare(blocks), blocks)
+    assert "nan" not in "".join(drawings(page))
+    assert "<policy>" not in page
+
+
+def test_table_rows_fill_their_header() -> None:
+    table = report.table_rows(compare(four_policies()))
+    assert {len(row) for row in table.rows} == {len(table.header)}
+    assert [row[0] for row in table.rows] == ["conserve", "online-only", "non-preemptive", "priority"]
+    assert table.rows[1][-1] == "1.00%"
+
+
+def test_receipts_and_warnings_are_plain_sentences() -> None:
+    late = Answer(
+        index=0, due_s=0.0, sent_s=0.02, ended_s=1.0, input_tokens=1, token_at_s=(0.5,), status=Status.OK
+    )
+    comparison = compare([*four_policies(), block("priority", [failed(), late])])
+    assert report.receipts(comparison)[0].startswith(
+        "With offline work under conserve, online P99 TTFT went from 99 to 198 ms (+99 ms ["
+    )
+    assert report.warnings(comparison) == [
+        "priority: 1 of 102 requests failed (1 http_error).",
+        "The load generator itself sent requests over 5 ms late (priority 0.98%), 20 ms at most; "
+        "their TTFT includes that.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0"), (1234.5, "1,234"), (99.96, "100"), (3.14159, "3.14"), (0.05, "0.05"), (-7.25, "-7.25")],
+)
+def test_figures_have_three_digits(value: float, shown: str) -> None:
+    assert svg.figure(value) == shown

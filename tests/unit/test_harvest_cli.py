@@ -1,0 +1,143 @@
+"""`conserve harvest` as a user meets it: what it says, when it ends, what it exits with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from conserve.config import load
+from conserve.store.readings import read_jobs
+from tests.acceptance.scripted_server import ScriptedServer
+from tests.conftest import WriteInput
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as running:
+        yield running
+
+
+def conserve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "conserve", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        check=False,
+        timeout=60,
+    )
+
+
+def submit(path: Path) -> str:
+    done = conserve("submit", str(path), "--prompt", "{{ q }}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def start(*arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "conserve", "harvest", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def states() -> list[str]:
+    return [reading.state.value for reading in read_jobs(load(), now=time.time())]
+
+
+def test_until_empty_ends_with_the_queue(server: ScriptedServer, write_input: WriteInput) -> None:
+    job_id = submit(write_input(q=["a", "b"]))
+    done = conserve("harvest", "--endpoint", server.url, "--until-empty", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["jobs"] == {job_id: "completed"}
+    assert f"{server.url} co-serves served: at most 16 rows at once" in done.stderr
+    assert f"{job_id}: completed, 2 of 2 rows done" in done.stderr
+    again = conserve("harvest", "--endpoint", server.url, "--until-empty")
+    assert (again.returncode, "nothing to run" in again.stderr) == (0, True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_follows_takes_later_jobs_and_a_signal_is_its_normal_end(
+    server: ScriptedServer, write_input: WriteInput, number: signal.Signals
+) -> None:
+    first = submit(write_input(q=["a"]))
+    running = start("--endpoint", server.url, "--window", "1")
+    until(lambda: states() == ["completed"])
+    second = submit(write_input("later.parquet", q=["b", "c"]))
+    until(lambda: states() == ["completed", "completed"])
+    running.send_signal(number)
+    _, stderr = running.communicate(timeout=30)
+    assert running.returncode == 0, stderr
+    assert "Traceback" not in stderr
+    for job_id in (first, second):
+        assert f"{job_id}: completed" in stderr
+    assert server.most_in_flight == 1
+
+
+def test_a_stop_saves_progress(server: ScriptedServer, write_input: WriteInput) -> None:
+    server.script.tokens, server.script.token_s = 300, 0.01
+    submit(write_input(q=["a", "b"]))
+    running = start("--endpoint", server.url)
+    until(lambda: server.in_flight == 2)
+    time.sleep(0.5)
+    running.send_signal(signal.SIGTERM)
+    _, stderr = running.communicate(timeout=30)
+    assert running.returncode == 0
+    assert "saving progress" in stderr
+    server.script.token_s = 0.0
+    assert conserve("harvest", "--endpoint", server.url, "--until-empty").returncode == 0
+    assert len(server.continued) == 2
+
+
+def test_a_server_that_is_not_there_is_waited_for_or_named(write_input: WriteInput) -> None:
+    submit(write_input(q=["a"]))
+    url = "http://127.0.0.1:9"
+    done = conserve("harvest", "--endpoint", url, "--until-empty")
+    assert done.returncode == 1
+    assert "no OpenAI-compatible server answers" in done.stderr
+    running = start("--endpoint", url)
+    time.sleep(3)
+    assert running.poll() is None
+    running.send_signal(signal.SIGTERM)
+    _, stderr = running.communicate(timeout=30)
+    assert running.returncode == 0
+    assert "harvesting waits" in stderr
+
+
+def test_without_a_server_the_next_command_is_named() -> None:
+    done = conserve("harvest")
+    assert done.returncode == 2
+    assert "conserve harvest --endpoint http" in done.stderr
+
+
+def test_a_job_that_is_not_there_is_a_usage_error(server: ScriptedServer) -> None:
+    assert conserve("harvest", "nowhere", "--endpoint", server.url).returncode == 2
+
+
+def test_the_variable_names_the_server_too(server: ScriptedServer, write_input: WriteInput) -> None:
+    server.script.coserves = False
+    submit(write_input(q=["a"]))
+    done = conserve("harvest", "--until-empty", CONSERVE_ENDPOINT=server.url)
+    assert done.returncode == 0
+    assert "without ConServe's scheduler" in done.stderr
+
+
+def test_run_speaks_to_a_server_that_coserves_too(server: ScriptedServer, write_input: WriteInput) -> None:
+    submit(write_input(q=["a"]))
+    assert conserve("run", "--endpoint", server.url).returncode == 0
+    assert server.requests[0].body["priority"] == 1000

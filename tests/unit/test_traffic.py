@@ -1,0 +1,169 @@
+"""What the engine core remembers of live traffic: the last minute, and nothing of those who are gone."""
+
+from fractions import Fraction
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conserve.engine.policy.view import Slo
+from conserve.engine.runtime.traffic import RECENT_PROMPTS, WINDOW_S, Traffic, at_rank, quantiles, share
+
+SLO = Slo(ttft_ms=1000.0, tbt_ms=100.0)
+
+
+def answer(
+    traffic: Traffic, request: str, *, at: float, ttft_s: float = 0.5, gaps_s: tuple[float, ...] = ()
+) -> None:
+    """A request that arrives, gets its tokens and leaves."""
+    traffic.arrived(request, 10, at=at)
+    at += ttft_s
+    traffic.tokens([request], at=at)
+    for gap_s in gaps_s:
+        at += gap_s
+        traffic.tokens([request], at=at)
+    traffic.finished(request)
+
+
+def test_nothing_has_happened_yet() -> None:
+    nothing = {"p50": None, "p99": None}
+    assert Traffic().report(SLO, now=5.0) == {
+        "online": {"requests": 0, "ttft_ms": nothing, "tbt_ms": nothing, "attainment": 1.0},
+        "offline": {"tokens": 0, "tokens_per_s": 0.0},
+    }
+
+
+def test_the_first_token_counts_for_ttft_and_the_others_for_tbt() -> None:
+    traffic = Traffic()
+    answer(traffic, "a", at=10.0, ttft_s=0.25, gaps_s=(0.05, 0.05, 0.2))
+    online = traffic.report(SLO, now=11.0)["online"]
+    assert online["requests"] == 1
+    assert online["ttft_ms"]["p50"] == pytest.approx(250)
+    assert online["tbt_ms"] == pytest.approx({"p50": 50, "p99": 200})
+
+
+def test_tokens_of_several_requests_are_told_apart() -> None:
+    traffic = Traffic()
+    for request, at in (("a", 0.0), ("b", 0.1)):
+        traffic.arrived(request, 10, at=at)
+    traffic.tokens(["a"], at=1.0)
+    traffic.tokens(["a", "b", "offline"], at=1.5)
+    traffic.tokens(["a", "b", "offline"], at=1.6)
+    online = traffic.report(SLO, now=2.0)["online"]
+    assert online["requests"] == 2
+    assert online["ttft_ms"] == pytest.approx({"p50": 1000, "p99": 1400})
+    assert online["tbt_ms"] == pytest.approx({"p50": 100, "p99": 500})
+
+
+def test_an_attainment_is_that_of_the_promise_that_is_kept_less_often() -> None:
+    traffic = Traffic()
+    answer(traffic, "a", at=0.0, ttft_s=2.0, gaps_s=(0.01, 0.01))
+    answer(traffic, "b", at=0.0, ttft_s=0.5, gaps_s=(0.01, 0.2))
+    assert traffic.report(SLO, now=3.0)["online"]["attainment"] == 0.5
+    assert traffic.report(Slo(tbt_ms=100.0), now=3.0)["online"]["attainment"] == 0.75
+    assert traffic.report(Slo(), now=3.0)["online"]["attainment"] == 1.0
+
+
+def test_a_report_covers_the_last_minute() -> None:
+    traffic = Traffic()
+    answer(traffic, "early", at=0.0, ttft_s=9.0, gaps_s=(5.0,))
+    answer(traffic, "late", at=WINDOW_S, ttft_s=0.5, gaps_s=(0.05,))
+    online = traffic.report(SLO, now=WINDOW_S + 20.0)["online"]
+    assert online["ttft_ms"]["p99"] == pytest.approx(500)
+    assert online["tbt_ms"]["p99"] == pytest.approx(50)
+    assert online["requests"] == 2, "counts are since the start"
+
+
+def test_offline_tokens_are_counted_for_good_and_their_rate_by_the_minute() -> None:
+    traffic = Traffic()
+    traffic.offline(500, at=0.0)
+    traffic.offline(500, at=10.0)
+    assert traffic.report(SLO, now=10.0)["offline"] == {"tokens": 1000, "tokens_per_s": 100.0}
+    assert traffic.report(SLO, now=65.0)["offline"] == {"tokens": 1000, "tokens_per_s": 500 / WINDOW_S}
+    traffic.offline(600, at=200.0)
+    after_a_pause = traffic.report(SLO, now=201.0)["offline"]
+    assert after_a_pause == {"tokens": 1600, "tokens_per_s": 600 / WINDOW_S}
+
+
+def test_a_burst_at_the_start_is_not_a_rate_per_millisecond() -> None:
+    traffic = Traffic()
+    traffic.offline(500, at=7.0)
+    assert traffic.report(SLO, now=7.001)["offline"]["tokens_per_s"] == 500
+
+
+def test_a_typical_prompt_is_the_median_of_recent_ones() -> None:
+    traffic = Traffic()
+    assert traffic.typical_prompt(now=0.0) == 0
+    for n, tokens in enumerate([10, 20, 3000]):
+        traffic.arrived(str(n), tokens, at=0.0)
+    assert traffic.typical_prompt(now=1.0) == 20
+    for n in range(RECENT_PROMPTS):
+        traffic.arrived(f"long-{n}", 3000, at=0.0)
+    assert traffic.typical_prompt(now=WINDOW_S - 1) == 3000
+    assert traffic.typical_prompt(now=WINDOW_S) == 0  # nobody came for a minute
+
+
+def test_slots_are_expected_to_be_wanted_as_in_the_last_minute() -> None:
+    traffic = Traffic()
+    for n in range(5):
+        traffic.arrived(str(n), 10, at=0.0)
+    assert traffic.expected(now=0.0) == 0
+    for n in range(4):
+        traffic.finished(str(n))
+    assert traffic.expected(now=1.0) == 4
+    traffic.arrived("later", 10, at=30.0)
+    assert traffic.expected(now=30.0) == 3
+    assert traffic.expected(now=WINDOW_S + 1) == 0  # of the peak that counts now, both are here
+
+
+def test_a_request_is_answered_from_its_first_token_until_it_is_over() -> None:
+    traffic = Traffic()
+    traffic.arrived("a", 10, at=0.0)
+    assert not traffic.answered("a")
+    traffic.tokens(["a"], at=1.0)
+    assert traffic.answered("a")
+    traffic.finished("a")
+    assert not traffic.answered("a")
+    traffic.tokens(["a"], at=2.0)
+    assert not traffic.answered("a"), "a token that comes late brought it back"
+
+
+def test_those_who_hang_up_leave_nothing_behind() -> None:
+    traffic = Traffic()
+    for n in range(100):
+        traffic.arrived(str(n), 10, at=n)
+        if n % 2:
+            traffic.tokens([str(n)], at=n + 0.5)
+        traffic.finished(str(n))
+    assert not traffic._arrived_at
+    assert not traffic._last_token_at
+    assert traffic.report(SLO, now=100.0)["online"]["requests"] == 50, "those without a token do not count"
+
+
+def test_a_week_without_a_report_does_not_fill_the_memory() -> None:
+    traffic = Traffic()
+    for n in range(5000):
+        answer(traffic, str(n), at=float(n), gaps_s=(0.05,))
+        traffic.offline(10, at=float(n))
+    for window in (traffic._ttft_ms, traffic._tbt_ms, traffic._offline_tokens):
+        assert len(window) <= WINDOW_S + 1
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=400), st.sampled_from([(0.5, 2), (0.99, 100)]))
+def test_a_quantile_is_the_smallest_value_that_so_many_do_not_exceed(
+    values: list[float], rank: tuple[float, int]
+) -> None:
+    q, parts = rank
+    exact = Fraction(parts - 1, parts)
+    found = at_rank(sorted(values), q)
+    assert found is not None
+    assert Fraction(sum(value <= found for value in values), len(values)) >= exact
+    assert Fraction(sum(value < found for value in values), len(values)) < exact
+
+
+def test_quantiles_and_shares_of_nothing() -> None:
+    assert quantiles([]) == {"p50": None, "p99": None}
+    assert share([], 1.0) == 1.0
+    assert share([1.0, 2.0], 1.0) == 0.5
+    assert share([1.0, 2.0], inf) == 1.0

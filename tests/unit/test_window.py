@@ -1,0 +1,91 @@
+"""How many rows a server bears: additive increase, multiplicative decrease, and what counts as pressure."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conserve.endpoints.window import Latencies, Metrics, MetricsPressure, Window
+
+LOOKS = st.lists(st.booleans(), max_size=200)
+PAGE = """\
+# HELP vllm:num_requests_waiting Number of requests waiting.
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 1.0
+vllm:num_requests_waiting_by_reason{reason="capacity"} 7.0
+vllm:time_to_first_token_seconds_count{engine="0"} 10.0
+vllm:time_to_first_token_seconds_sum{engine="0"} 2.5e+00
+"""
+
+
+@given(looks=LOOKS, low=st.integers(1, 8), more=st.integers(0, 100))
+def test_a_window_never_leaves_its_bounds(looks: list[bool], low: int, more: int) -> None:
+    window = Window(low=low, high=low + more)
+    for pressed in looks:
+        assert low <= window.observe(pressed) <= low + more
+
+
+@given(looks=LOOKS, high=st.integers(1, 100))
+def test_calm_adds_one_and_pressure_halves(looks: list[bool], high: int) -> None:
+    window = Window(high=high)
+    for pressed in looks:
+        before = window.size
+        after = window.observe(pressed)
+        assert after == (max(1, before // 2) if pressed else min(high, before + 1))
+
+
+@given(looks=LOOKS)
+def test_a_calm_server_gets_the_whole_window_again(looks: list[bool]) -> None:
+    window = Window(high=32)
+    for pressed in looks:
+        window.observe(pressed)
+    for _ in range(31):
+        window.observe(False)
+    assert window.size == 32
+
+
+def test_two_harvesters_on_one_server_end_with_equal_windows() -> None:
+    first, second = Window(high=1000), Window(high=1000)
+    first.size, second.size = 90, 2
+    for _ in range(1000):
+        pressed = first.size + second.size > 100
+        first.observe(pressed)
+        second.observe(pressed)
+    assert abs(first.size - second.size) <= 2
+
+
+def test_a_page_of_metrics_is_summed_over_engines() -> None:
+    metrics = Metrics.read(PAGE)
+    assert metrics == Metrics(waiting=3.0, first_tokens=10.0, first_token_s=2.5)
+    assert Metrics.read("process_cpu_seconds_total 1.0\n") is None
+
+
+def test_requests_that_wait_are_pressure() -> None:
+    pressure = MetricsPressure()
+    assert not pressure.observe(Metrics(0, 0, 0))
+    assert pressure.observe(Metrics(1, 0, 0))
+    assert not pressure.observe(Metrics(0, 0, 0))
+
+
+def test_a_first_token_that_takes_longer_than_in_calm_is_pressure() -> None:
+    pressure = MetricsPressure()
+    count, seconds = 0.0, 0.0
+    for _ in range(10):
+        count, seconds = count + 10, seconds + 10 * 0.2
+        assert not pressure.observe(Metrics(0, count, seconds))
+    looks = []
+    for _ in range(5):
+        count, seconds = count + 10, seconds + 10 * 0.4
+        looks.append(pressure.observe(Metrics(0, count, seconds)))
+    assert looks == [False, False, True, True, True]
+    assert not pressure.observe(Metrics(0, count, seconds)), "nobody got a first token: nothing is known"
+
+
+@given(latencies=st.lists(st.floats(0.1, 0.149), max_size=50))
+def test_small_changes_are_no_pressure(latencies: list[float]) -> None:
+    judged = Latencies()
+    assert not any(judged.observe(latency) for latency in latencies)
+
+
+def test_one_slow_answer_is_no_pressure() -> None:
+    judged = Latencies()
+    looks = [judged.observe(latency) for latency in [0.1] * 10 + [5.0] + [0.1] * 10]
+    assert not any(looks)
