@@ -16,7 +16,7 @@ class Preset:
     other_cores: tuple[int, ...] = ()  # of everything else
     rounds: int = 5
     block_s: float = 120.0
-    share: float = 1.0  # of the trace's arrivals
+    rate: float | None = None  # requests per second that a trace is thinned to
     input_factor: float = 1.0
     output_factor: float = 1.0
     longest: int = 1 << 20  # tokens of a prompt with its answer
@@ -28,7 +28,8 @@ class Preset:
     def arrivals(self, trace: Trace, seed: int) -> Trace:
         """The trace as one block plays it: all of it in `block_s`, thinned and shortened."""
         whole = trace.scaled(trace.duration_s / self.block_s)
-        return whole.thinned(self.share, seed).shortened(
+        thinned = whole if self.rate is None else whole.thinned(min(1.0, self.rate / whole.rate), seed)
+        return thinned.shortened(
             self.input_factor,
             self.output_factor,
             max_input=max(1, self.longest - self.longest_output),
@@ -50,7 +51,7 @@ CPU = Preset(
     other_cores=(1,),
     rounds=3,
     block_s=25.0,
-    share=0.016,
+    rate=1.3,
     input_factor=0.125,
     output_factor=0.75,
     longest=1024,

@@ -570,3 +570,19 @@ def test_offline_work_is_always_finished_and_little_of_it_done_twice(data: st.Da
         engine.step()
         assert engine.computed <= 3 * work, f"{engine.preemptions} preemptions"
     assert all(work.done == work.output for work in works)
+
+
+@pytest.mark.parametrize("spare", [{"reserved_slots": 3}, {"reserved_blocks": 30}])
+def test_what_is_reserved_for_online_requests_is_not_given_to_further_offline_ones(
+    spare: dict[str, int],
+) -> None:
+    waiting = [Candidate(f"offline-{number}", 10, 0) for number in range(10)]
+    model = ConServeModel.of(0, 0, 0, 0, 0, 0, 0, 1.0)
+    view = View(
+        offline=[Candidate("running", 10, 0)], waiting_offline=waiting, model=model, slo=Slo(),
+        max_tokens=2048, free_slots=8, free_blocks=50, block_tokens=2, **spare,
+    )  # fmt: skip
+    plan = Conserve().plan(view)
+    assert len(plan.admitted) == {"reserved_slots": 5, "reserved_blocks": 3}[next(iter(spare))]
+    alone = Conserve().plan(replace(view, offline=[], reserved_blocks=50))
+    assert alone.admitted[0] == "offline-0"  # one may always run

@@ -30,6 +30,7 @@ class Composer:
         self.tokens_left = view.max_tokens
         self.free_slots = view.free_slots
         self.reserved_slots = view.reserved_slots
+        self.reserved_blocks = view.reserved_blocks
         self.free_blocks = view.free_blocks
         self.watermark_blocks = view.watermark_blocks
 

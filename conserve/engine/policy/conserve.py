@@ -9,7 +9,6 @@ from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import View
 from conserve.profiles.batch import Batch, Slice
 
-SLACK_SHARE = 0.5  # of an arrival's TTFT slack that it may spend waiting for the iteration under way
 LARGEST_LOSS = 0.1  # of throughput, to iterations being shorter than they could be
 
 
@@ -42,4 +41,4 @@ def arrival_limit_ms(view: View) -> float:
     prompt = Batch.of([Slice(view.prompt_tokens, 0)] if view.prompt_tokens else [])
     slack_ms = view.slo.ttft_ms - view.model.predict(prompt)
     smallest_ms = view.model.predict(Batch.of([Slice(1, 0, True)]))  # a fit may have no constant at all
-    return max(0.0, min(SLACK_SHARE * slack_ms, smallest_ms / LARGEST_LOSS))
+    return max(0.0, min(slack_ms, smallest_ms / LARGEST_LOSS))

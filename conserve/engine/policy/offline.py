@@ -29,7 +29,7 @@ def serve_offline(
         composer.add(request, tokens)
         if tokens < request.tokens:
             return
-    _admit(composer, waiting, limit_ms)
+    _admit(composer, waiting, limit_ms, first=not running)
 
 
 def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms: float) -> None:
@@ -48,9 +48,12 @@ def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms:
             growing.pop()
 
 
-def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float) -> None:
+def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *, first: bool) -> None:
     for request in waiting:
-        spare_blocks = max(composer.watermark_blocks, len(composer.tokens) // GROWTH)
+        # One offline request may always run, or a large one might wait for as long as there is traffic.
+        reserved_blocks = 0 if first and not composer.admitted else composer.reserved_blocks
+        growth = len(composer.tokens) // GROWTH
+        spare_blocks = max(composer.watermark_blocks, growth, reserved_blocks)
         if (
             composer.free_slots <= composer.reserved_slots
             or composer.blocks_for(request, request.tokens) + spare_blocks > composer.free_blocks

@@ -51,5 +51,6 @@ class View:
         0  # of them, for online requests to come: preempting for each costs its victim's work
     )
     free_blocks: int
+    reserved_blocks: int = 0  # of them, for the same
     watermark_blocks: int = 0  # of the free ones: vLLM admits nobody into them while somebody runs
     block_tokens: int

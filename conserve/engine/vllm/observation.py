@@ -21,6 +21,8 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
     blocks_of = kind.req_to_blocks
     decode_tokens = 1 + scheduler.num_spec_tokens
     now = time.time()
+    moment = time.monotonic()
+    expected, typical = traffic.expected(now=moment), traffic.typical_prompt(now=moment)
     online: list[Candidate] = []
     offline: list[Candidate] = []
     for request in scheduler.running:
@@ -46,12 +48,15 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
         waiting_offline=waiting(scheduler, scheduler.waiting.offline, iterations, traffic, now),
         model=iterations.model,
         slo=slo,
-        prompt_tokens=traffic.typical_prompt(now=time.monotonic()),
+        prompt_tokens=typical,
         max_tokens=scheduler.max_num_scheduled_tokens,
         free_slots=scheduler.max_num_running_reqs - len(scheduler.running),
-        reserved_slots=min(traffic.expected(now=time.monotonic()), scheduler.max_num_running_reqs // 2),
+        reserved_slots=min(expected, scheduler.max_num_running_reqs // 2),
         free_blocks=manager.block_pool.get_num_free_blocks(),
         watermark_blocks=manager.watermark_blocks if scheduler.running else 0,
+        reserved_blocks=min(
+            expected * -(-typical // kind.block_size), manager.block_pool.num_gpu_blocks // 2
+        ),
         block_tokens=kind.block_size,
     )
 
