@@ -160,6 +160,11 @@ class BareEngine:
     def start(self) -> SchedulerOutput:
         """Schedule an iteration, which `finish` ends; with asynchronous scheduling another may start."""
         output: SchedulerOutput = self.scheduler.schedule()
+        self.execute(output)
+        return output
+
+    def execute(self, output: SchedulerOutput) -> None:
+        """Note what the iteration takes and brings, as of now: the next one may be scheduled before it ends."""
         requests = self.scheduler.requests
         slices = []
         for name, tokens in output.num_scheduled_tokens.items():
@@ -169,14 +174,18 @@ class BareEngine:
             MODEL.predict(Batch.of(slices)) if slices else 0.0,
             [[] if requests[name].is_prefill_chunk else [7] for name in output.num_scheduled_tokens],
         )
-        return output
 
     def finish(self, output: SchedulerOutput) -> Mapping[int, EngineCoreOutputs]:
         """Take in what an executor would have brought."""
+        outputs: Mapping[int, EngineCoreOutputs] = self.scheduler.update_from_output(output, self.result(output))
+        return outputs
+
+    def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """What an executor would have brought."""
         names = list(output.num_scheduled_tokens)
         ms, sampled = self._under_way.pop(id(output))
         self.clock.now += max(ms, 0.1) / 1e3
-        result = ModelRunnerOutput(
+        return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=sampled,
@@ -184,8 +193,6 @@ class BareEngine:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-        outputs: Mapping[int, EngineCoreOutputs] = self.scheduler.update_from_output(output, result)
-        return outputs
 
     def abort(self, requests: Iterable[Request]) -> None:
         """As when clients hang up."""

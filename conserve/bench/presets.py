@@ -22,6 +22,7 @@ class Preset:
     longest: int = 1 << 20  # tokens of a prompt with its answer
     longest_output: int = 1 << 16
     offline_factor: float = 1.0
+    offline_longest: int = 1 << 15
     offline_rows: int = 20_000
     offline_window: int | None = None
 
@@ -57,6 +58,7 @@ CPU = Preset(
     longest=1024,
     longest_output=48,
     offline_factor=0.125,
+    offline_longest=1024,
     offline_rows=4000,
     offline_window=48,
 )

@@ -239,9 +239,12 @@ def enqueue_rows(settings: Settings, preset: "Preset", seed: int) -> None:
     from conserve.store.store import Store
 
     settings.home.mkdir(parents=True, exist_ok=True)
-    longest = min(preset.longest, 1 << 15)
     lines = rows(
-        preset.offline_rows, factor=preset.offline_factor, most=longest, vocab_range=VOCABULARY, seed=seed
+        preset.offline_rows,
+        factor=preset.offline_factor,
+        most=preset.offline_longest,
+        vocab_range=VOCABULARY,
+        seed=seed,
     )
     path = write(settings.home / "offline.jsonl", lines)
     store = Store.open(settings)

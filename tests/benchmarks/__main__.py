@@ -5,7 +5,10 @@ import sys
 
 from tests.benchmarks.report import Report, environment
 
-ALL = ("startup", "submit", "bookkeeping", "real_engine", "latency_model", "run_batch")
+ALL = (
+    *("startup", "submit", "bookkeeping", "scheduling"),
+    *("real_engine", "latency_model", "serving", "run_batch"),
+)
 
 
 def main(names: list[str]) -> int:
