@@ -177,7 +177,9 @@ class BareEngine:
 
     def finish(self, output: SchedulerOutput) -> Mapping[int, EngineCoreOutputs]:
         """Take in what an executor would have brought."""
-        outputs: Mapping[int, EngineCoreOutputs] = self.scheduler.update_from_output(output, self.result(output))
+        outputs: Mapping[int, EngineCoreOutputs] = self.scheduler.update_from_output(
+            output, self.result(output)
+        )
         return outputs
 
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from conserve.engine.policy.view import Slo
 from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
 from conserve.engine.vllm.environment import engine_log, prepare_environment
 from conserve.engine.vllm.flags import parse_flags
@@ -73,12 +74,12 @@ def test_the_engine_on_a_profile_keeps_its_iterations_under_the_time(home: Path)
     prepare_environment(offline=True)
     config = parse_flags(path, FLAGS).create_engine_config()
     key = key_of(config)
-    Pacing(folder=home / "profiles", command=COMMAND, tbt_ms=TBT_MS).install(config)
+    Pacing(folder=home / "profiles", command=COMMAND, slo=Slo(tbt_ms=TBT_MS)).install(config)
     core = asyncio.run(build_core(config, engine_log().fileno()))
     rig = EngineRig(DEMO_MODEL, key, core)
     scheduler: Any = core.scheduler
     try:
-        assert type(scheduler).__name__ == "PacedScheduler"
+        assert type(scheduler).__name__ == "Synchronous"
         for n in range(6):
             rig._add(1500 + n, 0, max_tokens=20)
         times, tokens, schedule = [], [], scheduler.schedule
@@ -93,9 +94,9 @@ def test_the_engine_on_a_profile_keeps_its_iterations_under_the_time(home: Path)
             begun = time.perf_counter()
             core.step()
             times.append((time.perf_counter() - begun) * 1e3)
-        fresh = scheduler._model.can_schedule(Batch(), Slice(2048, 0), TBT_MS)
+        fresh = scheduler._iterations.model.can_schedule(Batch(), Slice(2048, 0), TBT_MS)
         assert 16 < fresh < 1000
-        learned = scheduler._model.correction
+        learned = scheduler._iterations.model.correction
     finally:
         rig.close()
     assert max(tokens) < 1000, "the prompts were not cut"

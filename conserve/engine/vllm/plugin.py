@@ -45,17 +45,31 @@ def register() -> None:
     if engine is None or engine.version.split(".")[:2] != SUPPORTED_VERSION.split("."):
         log.warning("ConServe drives vLLM %s and leaves this one alone", SUPPORTED_VERSION)
         return
-    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core import EngineCore
-
-    if hasattr(EngineCore, "conserve"):
-        return
+    process = multiprocessing.current_process()
     if os.environ.get(SERVED) and multiprocessing.parent_process() is not None:
         follow_parent(signal.SIGKILL)  # vLLM's engine core waits for ever for a front end that was killed
+    if "Worker" in process.name:
+        return
+    hook_engine_core()
+    if not process.name.startswith("EngineCore"):
+        hook_server()
+
+
+def hook_engine_core() -> None:
+    """Let the API server ask the scheduler."""
+    from vllm.v1.engine.core import EngineCore
+
     EngineCore.conserve = ask_scheduler
-    GenerateBaseServing._get_priority = staticmethod(flex_is_offline(GenerateBaseServing._get_priority))
-    AsyncLLM.generate = resuming(AsyncLLM.generate)
+
+
+def hook_server() -> None:
+    """Tell offline requests of the flex tier, and rows that bring saved tokens."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if not hasattr(AsyncLLM.generate, "__wrapped__"):
+        GenerateBaseServing._get_priority = staticmethod(flex_is_offline(GenerateBaseServing._get_priority))
+        AsyncLLM.generate = resuming(AsyncLLM.generate)
 
 
 def ask_scheduler(core: Any, change: dict[str, Any] | None = None) -> dict[str, Any] | None:
