@@ -49,6 +49,15 @@ class Deployment:
             wanted["slo"] = {"ttft_ms": slo.ttft_ms, "tbt_ms": slo.tbt_ms}
         return Counters.of(await self._ask("POST", json=wanted))
 
+    async def regime(self) -> dict[str, Any]:
+        """Policy and SLO as they are."""
+        said = await self._ask("GET")
+        return {"policy": said["policy"], "slo": said["slo"]}
+
+    async def restore(self, regime: dict[str, Any]) -> None:
+        """Policy and SLO as they were."""
+        await self._ask("POST", json=regime)
+
     async def counters(self) -> Counters:
         """The counters as they stand."""
         return Counters.of(await self._ask("GET"))
@@ -85,5 +94,6 @@ class Deployment:
         if answer.status_code == httpx.codes.OK:
             said: dict[str, Any] = answer.json()
             return said
-        hint = "start the server with: conserve serve MODEL --allow-control"
-        raise EndpointUnusable(f"{answer.url} answered {answer.status_code}: {answer.text[:200]}; {hint}")
+        hint = "; start the server with: conserve serve MODEL --allow-control"
+        why = f"{answer.url} answered {answer.status_code}: {answer.text[:200]}"
+        raise EndpointUnusable(why + (hint if answer.status_code in (403, 404) else ""))

@@ -1,6 +1,7 @@
 """`conserve bench`: what do live clients notice, and what does the queue get, under each policy?"""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from conserve.cli.context import Context, engine_flags
 from conserve.cli.serve import harvester_command, milliseconds, server_command
 from conserve.config import Settings
 from conserve.engine.policy.policies import SERVING
-from conserve.errors import SettingsError
+from conserve.errors import EndpointUnusable, SettingsError
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design, Source
@@ -97,9 +98,8 @@ def bench(
     design = make_design(chosen, which(policies), limits(ttft_slo, tbt_slo), slo_scale, seed)
     if endpoint is None:
         flags = [*chosen.engine_flags, *engine_flags(settings, words[1:])]
-        blocks = asyncio.run(
-            on_own_server(replace(settings, home=folder / "store"), flags, chosen, source, design)
-        )
+        own = replace(settings, home=folder.absolute() / "store", store=None)  # never the user's queue
+        blocks = asyncio.run(on_own_server(own, settings.profiles_folder, flags, chosen, source, design))
     else:
         blocks = asyncio.run(on_server(endpoint, settings, source, design))
     report(blocks, design, folder, as_json=as_json)
@@ -138,6 +138,8 @@ def make_design(
     from conserve.bench.compare import Design
     from conserve.bench.measure import ONLINE_ONLY
 
+    if slo_scale <= 0:
+        raise SettingsError(f"--slo-scale {slo_scale:g} is no SLO; give a number above 0")
     if slo is None and ONLINE_ONLY not in policies:
         raise SettingsError(
             f"without {ONLINE_ONLY} there is no SLO; add it to --policies, or give --ttft-slo and --tbt-slo"
@@ -167,6 +169,10 @@ def make_source(
 
     if sum(given is not None for given in (trace, gamma, on_off)) != 1:
         raise SettingsError("say what arrives: one of --trace FILE, --gamma RATE,CV,IN,OUT and --on-off ...")
+    if trace is None and (rate is not None or speed is not None):
+        raise SettingsError("--rate and --speed stretch a trace; other arrivals say their rate themselves")
+    if speed is not None and speed <= 0:
+        raise SettingsError(f"--speed {speed:g} plays nothing; give a number above 0")
     if rate is not None and speed is not None:
         raise SettingsError("--rate and --speed both stretch time; give one of them")
     if gamma is not None:
@@ -209,23 +215,32 @@ async def on_server(endpoint: str, settings: Settings, source: "Source", design:
     from conserve.bench.deployment import Deployment
     from conserve.bench.load import Target
 
+    endpoint = endpoint.rstrip("/").removesuffix("/v1")
     deployment = Deployment(endpoint, api_key=settings.api_key)
+    before = await deployment.regime()
     target = Target(
         base_url=endpoint, model=await deployment.model(), api_key=settings.api_key, vocab_range=VOCABULARY
     )
     try:
         return await alternate(deployment, target, source, design, say=output.say)
     finally:
+        with contextlib.suppress(EndpointUnusable):
+            await deployment.restore(before)
         await deployment.close()
 
 
 async def on_own_server(
-    settings: Settings, flags: list[str], preset: "Preset", source: "Source", design: "Design"
+    settings: Settings,
+    profiles: Path,
+    flags: list[str],
+    preset: "Preset",
+    source: "Source",
+    design: "Design",
 ) -> list["Block"]:
     """Start a server and a harvester with offline rows of its own, and compare on it."""
     url = f"http://127.0.0.1:{PORT}"
     enqueue_rows(settings, preset, design.seed)
-    async with serving(settings, flags, preset, url) as service:
+    async with serving(settings, profiles, flags, preset, url) as service:
         pin(service, preset)
         return await on_server(url, settings, source, design)
 
@@ -256,7 +271,7 @@ def enqueue_rows(settings: Settings, preset: "Preset", seed: int) -> None:
 
 @asynccontextmanager
 async def serving(
-    settings: Settings, flags: list[str], preset: "Preset", url: str
+    settings: Settings, profiles: Path, flags: list[str], preset: "Preset", url: str
 ) -> AsyncIterator["Service"]:
     """The service while it runs; Ctrl-C stops it in order."""
     from conserve.engine.service import Service
@@ -264,10 +279,10 @@ async def serving(
     section = {
         "policy": "online-only",
         "profile": None,
-        "profiles": str(settings.profiles_folder),
+        "profiles": str(profiles),
         "control": True,
     }
-    server = server_command(settings, section, [*flags, "--port", str(PORT)], PORT)
+    server = server_command(settings, section, [*flags, "--host", "127.0.0.1", "--port", str(PORT)], PORT)
     server = replace(server, environment={**server.environment, **preset.environment})
     window = ["--window", str(preset.offline_window)] if preset.offline_window else []
     harvester = harvester_command(settings, url, *window)

@@ -13,7 +13,7 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, engine_flags
-from conserve.config import Settings
+from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.policies import SERVING
 from conserve.errors import SettingsError
 from conserve.store.services import announce
@@ -86,15 +86,59 @@ def serve(
         "profiles": str(settings.profiles_folder),
         "control": allow_control,
     }
-    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    require_free(host, port)
+    refuse_ours(words[1:])
     flags = [*engine_flags(settings, words[1:]), "--host", host, "--port", str(port)]
     service = Service(
         server_command(settings, section, flags, port),
         harvester_command(settings, url) if harvest else None,
         url=url,
         say=output.say,
+        drain_s=drain_s(words[1:]),
     )
     raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
+
+
+def drain_s(flags: list[str]) -> float:
+    """How long the server may take to end: what vLLM is told, and some seconds more."""
+    limit = 30.0
+    for flag, value in zip(flags, [*flags[1:], ""], strict=True):
+        name, _, joined = flag.partition("=")
+        text = joined or value
+        if name == "--shutdown-timeout" and text.isdigit():
+            limit = float(text)
+    return limit + 15.0
+
+
+def require_free(host: str, port: int) -> None:
+    """Raise where somebody else listens: their answers would pass for ours."""
+    import socket
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise SettingsError(f"cannot listen at {host}:{port} ({error}); give another --port") from error
+
+
+def refuse_ours(flags: list[str]) -> None:
+    """Raise for flags of vLLM that `conserve serve` decides, or that it cannot watch over."""
+    ours = ("--scheduler-cls", "--scheduling-policy", "--additional-config")
+    others = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
+    for flag in flags:
+        name = flag.split("=")[0]
+        if name in ours:
+            raise SettingsError(
+                f"{name} is set by conserve serve; leave it out, or start vllm serve yourself"
+            )
+        if name in others:
+            raise SettingsError(
+                f"conserve serve cannot run with {name}; start vllm serve with ConServe's plug-in"
+            )
 
 
 def milliseconds(flag: str, text: str | None) -> float | None:
@@ -129,9 +173,10 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "Command":
     """`conserve harvest` on this store."""
     from conserve.engine.service import Command, python
 
-    environment = {"CONSERVE_API_KEY": settings.api_key} if settings.api_key else {}
-    if settings.store is not None:
-        environment["CONSERVE_STORE"] = settings.store
+    # Its model is what the server serves, and its store is ours, whatever its surroundings say.
+    environment = {"CONSERVE_MODEL": DEMO_MODEL, "CONSERVE_STORE": settings.store_url}
+    if settings.api_key:
+        environment["CONSERVE_API_KEY"] = settings.api_key
     words = ("--home", str(settings.home), "harvest", "--endpoint", url, *more)
     return Command(name="harvester", words=python("conserve", *words), environment=environment)
 

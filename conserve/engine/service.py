@@ -20,7 +20,7 @@ READY_S = 0.5  # between two looks whether the server answers
 LONGEST_BACKOFF_S = 60.0
 STEADY_S = 60.0  # a child that ran so long starts anew without waiting
 HARVESTER_S = 20.0  # to save progress
-DRAIN_S = 45.0  # for the server to finish what is under way: more than the 30 s that vLLM waits
+DRAIN_S = 45.0  # for the server to finish what is under way: more than vLLM's own limit (--shutdown-timeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class Child:
     def __init__(self, command: Command) -> None:
         self.command = command
         self.process: asyncio.subprocess.Process | None = None
+        self.log_begins = 0  # where this start's output begins in the log
         self._backoff_s = 0.0
         self._started = 0.0
 
@@ -50,6 +51,7 @@ class Child:
             if self.command.log is not None:
                 self.command.log.parent.mkdir(parents=True, exist_ok=True)
                 output = files.enter_context(self.command.log.open("ab"))
+                self.log_begins = output.tell()
             self.process = await asyncio.create_subprocess_exec(
                 *self.command.words,
                 env={**os.environ, **self.command.environment},
@@ -93,8 +95,15 @@ class Service:
     """A server and, if wanted, a harvester; `run` returns once both are stopped."""
 
     def __init__(
-        self, server: Command, harvester: Command | None, *, url: str, say: Callable[[str], None]
+        self,
+        server: Command,
+        harvester: Command | None,
+        *,
+        url: str,
+        say: Callable[[str], None],
+        drain_s: float = DRAIN_S,
     ) -> None:
+        self._drain_s = drain_s
         self._server = Child(server)
         self._harvester = Child(harvester) if harvester is not None else None
         self._url = url
@@ -118,7 +127,7 @@ class Service:
             # Offline first: its progress is saved while live requests are still served.
             if self._harvester is not None:
                 await self._harvester.stop(HARVESTER_S)
-            await self._server.stop(DRAIN_S)
+            await self._server.stop(self._drain_s)
 
     def process_ids(self) -> list[int]:
         """Of the server and the harvester, as far as they run."""
@@ -154,14 +163,14 @@ class Service:
                     await asyncio.wait({ending}, timeout=READY_S)
         finally:
             ending.cancel()
-        raise ServiceFailed(why_ended(self._server.command, ending.result()))
+        raise ServiceFailed(why_ended(self._server, ending.result()))
 
     async def _keep_server(self) -> None:
         while True:
             code = await self._server.ended()
             self._server.kill()  # what its processes left behind
             pause_s = self._server.pause_s()
-            self._say(f"{why_ended(self._server.command, code)}; starting it again")
+            self._say(f"{why_ended(self._server, code)}; starting it again")
             await asyncio.sleep(pause_s)
             await self._server.start()
             try:
@@ -179,16 +188,18 @@ class Service:
             await child.start()
 
 
-def why_ended(command: Command, code: int) -> str:
+def why_ended(child: Child, code: int) -> str:
     """One sentence on a child that ended, from the end of its log."""
-    tail = ""
+    tail, command = "", child.command
     if command.log is not None and command.log.exists():
         with command.log.open("rb") as file:
-            file.seek(max(0, command.log.stat().st_size - 65_536))
+            file.seek(max(child.log_begins, command.log.stat().st_size - 65_536))
             tail = file.read().decode(errors="replace")
     ours = re.findall(r"^conserve: (.+)$", tail, re.MULTILINE)
     if ours:
         return str(ours[-1])
+    if usage := re.findall(r"^vllm serve: error: (.+)$", tail, re.MULTILINE):
+        return f"vLLM does not take these flags: {usage[-1]}"
     errors = re.findall(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$", tail, re.MULTILINE)
     causes = [error for error in errors if "initialization failed" not in error and "EngineDead" not in error]
     why = f": {causes[-1][:300]}" if causes else ""

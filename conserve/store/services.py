@@ -32,7 +32,9 @@ def announce(settings: Settings, url: str) -> Iterator[None]:
     path = settings.home / FOLDER / f"{here.pid}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     record = Running(url=url, pid=here.pid, process_started_at=here.create_time(), started_at=time.time())
-    path.write_bytes(msgspec.json.encode(record))
+    whole = path.with_suffix(".tmp")
+    whole.write_bytes(msgspec.json.encode(record))
+    whole.rename(path)
     try:
         yield
     finally:

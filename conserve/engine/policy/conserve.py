@@ -34,11 +34,13 @@ def arrival_limit_ms(view: View) -> float:
     It cannot be interrupted, so an arrival waits for its end, and spends TTFT slack: what the SLO leaves
     beyond the time of a typical prompt. Arrivals come in bursts, in which the slack is wanted for queueing,
     so the limit is no longer than throughput asks for: the smallest iteration, which is mostly the constant
-    part of all, is a tenth of it.
+    part of all, is a tenth of it. Where nobody came for a minute, that alone is the limit.
     """
     if view.slo.ttft_ms == inf:
         return inf
     prompt = Batch.of([Slice(view.prompt_tokens, 0)] if view.prompt_tokens else [])
     slack_ms = view.slo.ttft_ms - view.model.predict(prompt)
     smallest_ms = view.model.predict(Batch.of([Slice(1, 0, True)]))  # a fit may have no constant at all
-    return max(0.0, min(slack_ms, smallest_ms / LARGEST_LOSS))
+    enough_ms = smallest_ms / LARGEST_LOSS
+    nobody = not view.online and not view.prompt_tokens
+    return enough_ms if nobody else max(0.0, min(slack_ms, enough_ms))

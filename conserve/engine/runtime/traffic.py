@@ -1,5 +1,6 @@
 """What live clients got of late, as the engine core sees it, and the offline tokens beside them."""
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
@@ -127,8 +128,11 @@ def forget(window: deque[Moment], *, now: float) -> None:
 
 
 def values(moments: deque[Moment]) -> list[float]:
-    """Sorted."""
-    return sorted(moment.value for moment in moments for _ in range(moment.times))
+    """Sorted, each as often as it was measured; fast, since it runs between two iterations."""
+    ordered: list[float] = []
+    for moment in sorted(moments, key=lambda moment: moment.value):
+        ordered += [moment.value] * moment.times
+    return ordered
 
 
 def quantiles(ordered: list[float]) -> dict[str, float | None]:
@@ -143,4 +147,4 @@ def at_rank(ordered: list[float], q: float) -> float | None:
 
 def share(ordered: list[float], limit: float) -> float:
     """How many of the values stay within the limit; all of none."""
-    return sum(value <= limit for value in ordered) / len(ordered) if ordered else 1.0
+    return bisect_right(ordered, limit) / len(ordered) if ordered else 1.0

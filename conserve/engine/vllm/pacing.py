@@ -125,6 +125,10 @@ def written(section: Mapping[str, Any], command: str = "conserve profile --serve
         raise SettingsError(
             f"additional_config.conserve has {', '.join(sorted(unknown))}; it takes {', '.join(WRITTEN)}"
         )
+    for name in ("ttft_slo_ms", "tbt_slo_ms"):
+        ms = section.get(name)
+        if ms is not None and (isinstance(ms, bool) or not isinstance(ms, int | float) or ms <= 0):
+            raise SettingsError(f"additional_config.conserve.{name} takes milliseconds above 0, not {ms!r}")
     policy = section.get("policy", "conserve")
     if policy not in POLICIES:
         raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")

@@ -66,6 +66,8 @@ def settle_profile(args: Namespace, section: dict[str, Any], command: str) -> No
     try:
         written(section, command).install(config)
     except ProfileMissing as missing:
+        if section.get("profile") is not None:
+            raise
         print(f"{missing}; until then it is learned at the start", file=sys.stderr, flush=True)
         written({**section, "profile": AUTO}, command).install(config)
     args.additional_config = config.additional_config
