@@ -115,7 +115,7 @@ async def served_models(client: httpx.AsyncClient) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoServing:
-    """What is needed of the answer to ``GET /conserve`` (docs/design.md)."""
+    """What is needed of the answer to ``GET /v1/conserve`` (docs/design.md)."""
 
     identity: str
     max_num_seqs: int
@@ -127,16 +127,7 @@ async def coserving(client: httpx.AsyncClient) -> CoServing | None:
 
     A server or a proxy in trouble is not taken for one without: its rows would start over.
     """
-    try:
-        answer = await client.get("/v1/conserve", timeout=LOOK_S)
-    except httpx.HTTPError as error:
-        raise EndpointUnusable(
-            f"{base_url_of(client)} does not answer: {str(error) or type(error).__name__}"
-        ) from error
-    if answer.status_code in (502, 503, 504):
-        raise EndpointUnusable(
-            f"{base_url_of(client)}/conserve answered {answer.status_code}; wait and try again"
-        )
+    answer = await look(client, "/v1/conserve")
     try:
         return msgspec.json.decode(answer.content, type=CoServing) if answer.status_code == 200 else None
     except msgspec.DecodeError:
@@ -160,9 +151,7 @@ async def takes_priority(client: httpx.AsyncClient, model: str) -> bool:
     except httpx.ReadTimeout:
         return True  # it waits behind live requests; a rejection comes at once
     except httpx.HTTPError as error:
-        raise EndpointUnusable(
-            f"{base_url_of(client)} does not answer: {str(error) or type(error).__name__}"
-        ) from error
+        raise silent(client, error) from error
     if answer.status_code == 200 or answer.status_code in REJECTED:
         return answer.status_code == 200
     raise EndpointUnusable(
@@ -172,16 +161,25 @@ async def takes_priority(client: httpx.AsyncClient, model: str) -> bool:
 
 async def healthy(client: httpx.AsyncClient) -> None:
     """Raise `EndpointUnusable` if vLLM does not answer, or says that its engine is dead."""
+    await look(client, "/health")
+
+
+async def look(client: httpx.AsyncClient, path: str) -> httpx.Response:
+    """The answer of a route that needs no work; raises `EndpointUnusable` if none or one of trouble comes."""
     try:
-        answer = await client.get("/health", timeout=LOOK_S)
+        answer = await client.get(path, timeout=LOOK_S)
     except httpx.HTTPError as error:
-        raise EndpointUnusable(
-            f"{base_url_of(client)} does not answer: {str(error) or type(error).__name__}"
-        ) from error
+        raise silent(client, error) from error
     if answer.status_code in (502, 503, 504):
         raise EndpointUnusable(
-            f"{base_url_of(client)}/health answered {answer.status_code}; wait and try again"
+            f"{base_url_of(client)}{path} answered {answer.status_code}; wait and try again"
         )
+    return answer
+
+
+def silent(client: httpx.AsyncClient, error: httpx.HTTPError) -> EndpointUnusable:
+    """The error for a server that cannot be reached."""
+    return EndpointUnusable(f"{base_url_of(client)} does not answer: {str(error) or type(error).__name__}")
 
 
 def base_url_of(client: httpx.AsyncClient) -> str:

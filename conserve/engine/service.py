@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from conserve.engine.runtime.parent import follow_parent
+from conserve.engine.vllm.environment import last_error
 from conserve.errors import ServiceFailed
 
 READY_S = 0.5  # between two looks whether the server answers
@@ -200,9 +201,8 @@ def why_ended(child: Child, code: int) -> str:
         return str(ours[-1])
     if usage := re.findall(r"^vllm serve: error: (.+)$", tail, re.MULTILINE):
         return f"vLLM does not take these flags: {usage[-1]}"
-    errors = re.findall(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$", tail, re.MULTILINE)
-    causes = [error for error in errors if "initialization failed" not in error and "EngineDead" not in error]
-    why = f": {causes[-1][:300]}" if causes else ""
+    cause = last_error(tail)
+    why = f": {cause[:300]}" if cause else ""
     killed = f" by signal {-code}" if code < 0 else ""
     where = f"; its log is {command.log}" if command.log else ""
     return f"the {command.name} ended{killed or f' with code {code}'}{why}{where}"

@@ -70,9 +70,14 @@ class EngineLog:
         """The last exception since the mark: vLLM's front end learns only that its processes failed."""
         size = os.fstat(self.fileno()).st_size
         tail = os.pread(self.fileno(), 65_536, max(self._mark, size - 65_536)).decode(errors="replace")
-        errors = re.findall(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$", tail, re.MULTILINE)
-        causes = [error for error in errors if not any(word in error for word in CONSEQUENCES)]
-        return str(causes[-1]) if causes else None
+        return last_error(tail)
+
+
+def last_error(log: str) -> str | None:
+    """The last exception in a log that is not just the consequence of another."""
+    errors = re.findall(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$", log, re.MULTILINE)
+    causes = [error for error in errors if not any(word in error for word in CONSEQUENCES)]
+    return str(causes[-1]) if causes else None
 
 
 @functools.cache

@@ -23,8 +23,8 @@ SURCHARGE_SHARE = 0.2  # of the newest iteration in what is known
 class Scheduled(NamedTuple):
     """An iteration under way."""
 
-    batch: Batch
     started: float  # monotonic seconds
+    batch: Batch | None = None  # None where nothing is learned from it
     limit_ms: float | None = None  # that it was planned to stay within
     surcharged: int = 0  # tokens that take longer than the model knows
 
@@ -40,6 +40,7 @@ class Iterations:
         self._surcharge_ms: float | None = None
         self._under_way: dict[int, Scheduled] = {}  # by id() of vLLM's SchedulerOutput
         self._ended = 0.0
+        self._busy_s = 0.0  # spent in iterations
         self._save_at = time.monotonic() + SAVE_S
 
     @property
@@ -52,19 +53,28 @@ class Iterations:
         return self._surcharge_ms or 0.0
 
     def begin(
-        self, output: SchedulerOutput, batch: Batch, started: float, plan: Plan | None, surcharged: int
+        self,
+        output: SchedulerOutput,
+        started: float,
+        *,
+        batch: Batch | None = None,
+        plan: Plan | None = None,
+        surcharged: int = 0,
     ) -> None:
-        """An iteration starts."""
+        """An iteration starts; without a `batch` only its time is counted."""
         limit_ms = plan.limit_ms if plan is not None else None
-        self._under_way[id(output)] = Scheduled(batch, started, limit_ms, surcharged)
+        self._under_way[id(output)] = Scheduled(started, batch, limit_ms, surcharged)
 
     def end(self, output: SchedulerOutput, ended: float) -> None:
         """It is over: learn from the time it took."""
-        scheduled = self._under_way.pop(id(output), None)
-        begun, self._ended = self._ended, ended
-        if scheduled is not None and scheduled.batch.tokens:
-            # Where batches overlap (asynchronous scheduling), one begins in earnest when the last has ended.
-            self._learn(scheduled, (ended - max(scheduled.started, begun)) * 1e3)
+        scheduled = self._under_way.pop(id(output))
+        # Where batches overlap (asynchronous scheduling), one begins in earnest when the last has ended.
+        took_s = ended - max(scheduled.started, self._ended)
+        self._ended = ended
+        if output.total_num_scheduled_tokens:
+            self._busy_s += took_s
+            if scheduled.batch is not None:
+                self._learn(scheduled, scheduled.batch, took_s * 1e3)
         if self._correction_file is not None and ended >= self._save_at:
             self.save()
 
@@ -85,18 +95,23 @@ class Iterations:
 
     def report(self) -> dict[str, Any]:
         """Counts since the start, for JSON."""
-        return {"iterations": self.counted, "planned": self.planned, "overruns": self.overruns}
+        return {
+            "iterations": self.counted,
+            "planned": self.planned,
+            "overruns": self.overruns,
+            "busy_s": self._busy_s,
+        }
 
-    def _learn(self, scheduled: Scheduled, ms: float) -> None:
+    def _learn(self, scheduled: Scheduled, batch: Batch, ms: float) -> None:
         self.counted += 1
         if scheduled.limit_ms is not None:
             self.planned += 1
             self.overruns += ms > scheduled.limit_ms
         if self.model is None:
             if self.warm_up is not None:
-                self.warm_up.add(scheduled.batch, ms)
+                self.warm_up.add(batch, ms)
         elif scheduled.surcharged:
-            beyond_ms = max(0.0, ms - self.model.predict(scheduled.batch)) / scheduled.surcharged
+            beyond_ms = max(0.0, ms - self.model.predict(batch)) / scheduled.surcharged
             self._surcharge_ms = self.surcharge_ms + SURCHARGE_SHARE * (beyond_ms - self.surcharge_ms)
         else:
-            self.model.observe(scheduled.batch, ms)
+            self.model.observe(batch, ms)

@@ -59,9 +59,6 @@ class CoServing:
         self._caps: Mapping[str, int] | None = None  # the plan's tokens, while it is applied
         self._stalled = False
         self._unplanned = 0
-        self._begun: dict[int, float] = {}  # iterations under way, by id() of vLLM's SchedulerOutput
-        self._busy_s = 0.0  # spent in iterations
-        self._ended = 0.0
         self._computed: dict[str, int] = {}  # tokens that preempted offline requests had computed
         self._follow(installed.policy)
 
@@ -83,7 +80,6 @@ class CoServing:
             "alone": self._alone(),
             **self._traffic.report(self._slo, now=time.monotonic()),
             **self._iterations.report(),
-            "busy_s": self._busy_s,
         }
 
     # Requests come and go.
@@ -131,14 +127,16 @@ class CoServing:
             self._unplanned += 1
         else:
             output = self._apply(plan, started, *args, **kwargs)
-        self._begun[id(output)] = started
-        if plan is not None or self._offline or self._learns_anyway():
+        if plan is None and not self._offline and not self._learns_anyway():
+            self._iterations.begin(output, started)
+        else:
             batch = (
                 plan.batch
                 if plan is not None and output.num_scheduled_tokens == plan.tokens
                 else self._batch(output)
             )
-            self._iterations.begin(output, batch, started, plan, self._surcharged(output))
+            surcharged = self._surcharged(output)
+            self._iterations.begin(output, started, batch=batch, plan=plan, surcharged=surcharged)
             self._count_offline(output, started)
         return output
 
@@ -232,10 +230,6 @@ class CoServing:
         updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         ended = time.monotonic()
         self._iterations.end(scheduler_output, ended)
-        begun = self._begun.pop(id(scheduler_output), ended)
-        if scheduler_output.total_num_scheduled_tokens:
-            self._busy_s += ended - max(begun, self._ended)
-        self._ended = ended
         for outputs in updated.values():
             answered = (answer.request_id for answer in outputs.outputs if answer.new_token_ids)
             self._traffic.tokens(answered, at=ended)
