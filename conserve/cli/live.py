@@ -7,7 +7,7 @@ from typing import Any
 
 from conserve.cli import output
 from conserve.config import Settings
-from conserve.store.services import Running, running
+from conserve.jobs.services import Running, running
 
 ANSWER_S = 2.0
 

@@ -16,7 +16,7 @@ from conserve.cli.context import Context, engine_flags
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.policies import SERVING
 from conserve.errors import SettingsError
-from conserve.store.services import announce
+from conserve.jobs.services import announce
 
 if TYPE_CHECKING:
     from conserve.engine.service import Command, Service
