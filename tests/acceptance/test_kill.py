@@ -30,7 +30,7 @@ def test_many_short_rows_survive_kills_in_commit_and_compaction(tmp_path: Path) 
 
 def test_a_killed_harvest_leaves_its_tokens_to_the_next(tmp_path: Path) -> None:
     with ScriptedServer(Script(tokens=150, token_s=0.01, max_num_seqs=16)) as server:
-        prompts = [f"question {n}" for n in range(96)]
+        prompts = [f"question {n}" for n in range(320)]  # half a minute's work, more than three kills allow
         harness = Harness(tmp_path / "home", prompts, script="tokens=150", server=server.url, seed=3)
         harness.submit()
         harness.storm(3, longest_s=3.0)
