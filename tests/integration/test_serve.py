@@ -205,7 +205,7 @@ def ask_until_refused(client: openai.OpenAI) -> None:
 def test_a_killed_engine_comes_back_and_no_row_is_lost_or_doubled(
     service: Service, client: openai.OpenAI, tmp_path: Path
 ) -> None:
-    job_id = service.conserve("submit", str(rows_file(tmp_path, 8, max_tokens=300, ignore_eos=True)))
+    job_id = service.conserve("submit", str(rows_file(tmp_path, 8, max_tokens=150, ignore_eos=True)))
     service.until(lambda: service.job(job_id)["running"])
     service.engine_core().kill()
     begun = time.monotonic()
@@ -218,7 +218,7 @@ def test_a_killed_engine_comes_back_and_no_row_is_lost_or_doubled(
     service.until(lambda: service.job(job_id)["state"] == "completed")
     results = [json.loads(line) for line in service.conserve("results", job_id).splitlines()]
     assert [row["custom_id"] for row in results] == [str(number) for number in range(8)]
-    assert [row["completion_tokens"] for row in results] == [300] * 8
+    assert [row["completion_tokens"] for row in results] == [150] * 8
 
 
 def test_sigterm_finishes_live_requests_and_saves_progress(

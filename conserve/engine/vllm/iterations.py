@@ -65,15 +65,15 @@ class Iterations:
         limit_ms = plan.limit_ms if plan is not None else None
         self._under_way[id(output)] = Scheduled(started, batch, limit_ms, surcharged)
 
-    def end(self, output: SchedulerOutput, ended: float) -> None:
-        """It is over: learn from the time it took."""
+    def end(self, output: SchedulerOutput, ended: float, *, whole: bool = True) -> None:
+        """It is over: learn from the time it took, if it was all computed."""
         scheduled = self._under_way.pop(id(output))
         # Where batches overlap (asynchronous scheduling), one begins in earnest when the last has ended.
         took_s = ended - max(scheduled.started, self._ended)
         self._ended = ended
         if output.total_num_scheduled_tokens:
             self._busy_s += took_s
-            if scheduled.batch is not None:
+            if whole and scheduled.batch is not None:
                 self._learn(scheduled, scheduled.batch, took_s * 1e3)
         if self._correction_file is not None and ended >= self._save_at:
             self.save()

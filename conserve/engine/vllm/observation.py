@@ -36,6 +36,8 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
         if tokens <= decode_tokens and context >= request.num_prompt_tokens:
             lane.append(Candidate(name, tokens, context, True, blocks))
         else:
+            if lane is offline and (cap := scheduler.preemptions.cap(name)) is not None:
+                tokens = min(tokens, cap)
             age_ms = (now - request.arrival_time) * 1e3
             extra_ms = iterations.surcharge_ms if surcharged(request) else 0.0
             lane.append(

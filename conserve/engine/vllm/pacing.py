@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from conserve.config import default_home
 from conserve.engine.policy.policies import POLICIES
+from conserve.engine.policy.preemption import OFF, PREEMPTIONS
 from conserve.engine.policy.view import Slo
 from conserve.engine.vllm.profile_key import key_of
 from conserve.errors import SettingsError
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 AUTO = "auto"  # no profile: learn from the warm-up
 SECTION = "conserve"  # our part of vLLM's additional_config
 SCHEDULER = "conserve.engine.vllm.scheduler.CoServingScheduler"
+WORKER = "conserve.engine.vllm.worker.Worker"
+VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
+PREEMPTION = "prompt"  # where nothing else is asked for
 WRITTEN = (
     "policy",
     "ttft_slo_ms",
@@ -30,6 +34,8 @@ WRITTEN = (
     "profile",
     "profiles",
     "control",
+    "preemption",
+    "safepoint_every",
 )  # what a user may put into the section
 
 
@@ -44,6 +50,8 @@ class Pacing:
     profile: str | None = None
     keep_correction: bool = True  # begin with what was learned before
     control: bool = False  # whether policy and SLO may be changed over HTTP
+    preemption: str = OFF
+    safepoint_every: int | None = None  # layers; None for as many as the reaction time allows
 
     def install(self, config: VllmConfig) -> None:
         """Have the engine that starts with this configuration run on it; raises `ProfileError`."""
@@ -51,11 +59,15 @@ class Pacing:
         if self.slo.tbt_ms < inf and not scheduler.enable_chunked_prefill:
             raise SettingsError("a TBT limit cuts prompts into chunks; leave out --no-enable-chunked-prefill")
         scheduler.scheduler_cls = SCHEDULER
+        if self.preemption != OFF and config.parallel_config.worker_cls in VLLMS_WORKERS:
+            config.parallel_config.worker_cls = WORKER
         section = {
             "policy": self.policy,
             "ttft_slo_ms": finite(self.slo.ttft_ms),
             "tbt_slo_ms": finite(self.slo.tbt_ms),
             "control": self.control,
+            "preemption": self.preemption,
+            "safepoint_every": self.safepoint_every,
             **self.source(config),
         }
         config.additional_config = {**config.additional_config, SECTION: section}
@@ -88,6 +100,8 @@ class Installed:
     slo: Slo
     model: CorrectedModel | None  # None until the warm-up was seen
     correction_file: Path | None = None
+    preemption: str = OFF
+    safepoint_every: int | None = None
 
     @classmethod
     def read(cls, config: VllmConfig) -> Self:
@@ -97,15 +111,24 @@ class Installed:
             section |= written(section).source(config)
         policy = section.get("policy", "conserve")
         slo = slo_of({"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")})
+        preemption = section.get("preemption", OFF if policy == "paced" else PREEMPTION)
+        every = section.get("safepoint_every")
         if section["model"] is None:
-            return cls(policy=policy, slo=slo, model=None)
+            return cls(policy=policy, slo=slo, model=None, preemption=preemption, safepoint_every=every)
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
         earlier = Correction.load(file, of=section["of"]) if section["keep_correction"] else None
         correction = earlier or Correction(of=section["of"])
         residuals = map(Residual._make, section["residuals"])
         corrected = CorrectedModel(model, residuals, correction=correction)
-        return cls(policy=policy, slo=slo, model=corrected, correction_file=file)
+        return cls(
+            policy=policy,
+            slo=slo,
+            model=corrected,
+            correction_file=file,
+            preemption=preemption,
+            safepoint_every=every,
+        )
 
 
 def finite(ms: float) -> float | None:
@@ -132,6 +155,14 @@ def written(section: Mapping[str, Any], command: str = "conserve profile --serve
     policy = section.get("policy", "conserve")
     if policy not in POLICIES:
         raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")
+    preemption = section.get("preemption", PREEMPTION)
+    if preemption not in (*PREEMPTIONS, OFF):
+        raise SettingsError(
+            f"there is no preemption {preemption!r}; there are {', '.join(PREEMPTIONS)}, {OFF}"
+        )
+    every = section.get("safepoint_every")
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise SettingsError(f"additional_config.conserve.safepoint_every takes layers from 1, not {every!r}")
     return Pacing(
         folder=Path(section.get("profiles") or default_home() / "profiles"),
         command=command,
@@ -139,4 +170,6 @@ def written(section: Mapping[str, Any], command: str = "conserve profile --serve
         slo=slo_of({"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")}),
         profile=section.get("profile"),
         control=bool(section.get("control")),
+        preemption=preemption,
+        safepoint_every=every,
     )

@@ -56,10 +56,12 @@ def register() -> None:
 
 
 def hook_engine_core() -> None:
-    """Let the API server ask the scheduler."""
+    """Let the API server ask the scheduler, and the scheduler know who comes while the model runs."""
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.conserve = ask_scheduler
+    if not hasattr(EngineCore.preprocess_add_request, "__wrapped__"):
+        EngineCore.preprocess_add_request = announcing(EngineCore.preprocess_add_request)
 
 
 def hook_server() -> None:
@@ -76,6 +78,20 @@ def ask_scheduler(core: Any, change: dict[str, Any] | None = None) -> dict[str, 
     """`CoServing.conserve` through vLLM's utility calls; None where another scheduler runs."""
     asked = getattr(core.scheduler, "conserve", None)
     return asked(change) if asked is not None else None
+
+
+def announcing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell our scheduler of each request the moment it reaches the engine core, in its I/O thread."""
+
+    @functools.wraps(preprocess)
+    def wrapped(core: Any, request: Any) -> Any:
+        prepared = preprocess(core, request)
+        arriving = getattr(getattr(core, "scheduler", None), "arriving", None)
+        if arriving is not None:
+            arriving(prepared[0])
+        return prepared
+
+    return wrapped
 
 
 def flex_is_offline(priority_of: Callable[..., int]) -> Callable[..., int]:

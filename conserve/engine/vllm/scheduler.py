@@ -26,21 +26,26 @@ from conserve.engine.vllm.iterations import Iterations
 from conserve.engine.vllm.lanes import Lanes, is_online
 from conserve.engine.vllm.observation import observe, surcharged
 from conserve.engine.vllm.pacing import Installed, finite, slo_of
+from conserve.engine.vllm.preemptions import Preemptions
+from conserve.engine.vllm.stamp import outcome_of
 from conserve.engine.vllm.warm_up import is_warm_up
 from conserve.profiles.batch import Batch, Slice
 
 SHORT_PROMPT = 128  # tokens
+TTFT_ARGUMENT = "conserve_ttft_ms"  # in a request's vllm_xargs
 LEARN_EVERY = 8  # iterations without a plan: the model follows the machine, and nobody waits for it
 
 
 class CoServing:
     """Mixed into vLLM's schedulers, of which it uses what `compat.INTERNALS` lists."""
 
+    kv_cache_manager: Any
     running: list[Request]
     waiting: Any
     requests: dict[str, Request]
     policy: SchedulingPolicy
     kv_holding_waiting: Any
+    _inflight_prefills: set[Request]
     max_num_scheduled_tokens: int
     num_spec_tokens: int
     num_prefill_lookahead: int
@@ -60,6 +65,12 @@ class CoServing:
         self._stalled = False
         self._unplanned = 0
         self._computed: dict[str, int] = {}  # tokens that preempted offline requests had computed
+        self.preemptions = Preemptions(
+            vllm_config, policy=installed.preemption, every=installed.safepoint_every
+        )
+        self._caching_waits = False  # for blocks to be computed: iterations that may be preempted
+        self._uncached: set[int] = set()  # id()s of their SchedulerOutputs
+        self._let_caching_wait()
         self._follow(installed.policy)
 
     def _follow(self, name: str) -> None:
@@ -67,10 +78,21 @@ class CoServing:
         self._policy = POLICIES[name]()
         self.policy = SchedulingPolicy.FCFS if self._policy.spares_offline else SchedulingPolicy.PRIORITY
 
+    def _let_caching_wait(self) -> None:
+        """vLLM registers KV blocks for reuse before they are computed; a preempted row never computes them."""
+        allocate = self.kv_cache_manager.allocate_slots
+
+        def allocate_slots(*args: Any, delay_cache_blocks: bool = False, **kwargs: Any) -> Any:
+            return allocate(*args, delay_cache_blocks=delay_cache_blocks or self._caching_waits, **kwargs)
+
+        self.kv_cache_manager.allocate_slots = allocate_slots
+
     def conserve(self, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What `GET /conserve` answers, after a change of policy or SLO if one is given."""
+        """What `GET /conserve` answers, after a change of policy, preemption or SLO if one is given."""
         if change and "policy" in change:
             self._follow(change["policy"])
+        if change and "preemption" in change:
+            self.preemptions.follow(change["preemption"])
         if change and "slo" in change:
             self._slo = slo_of(change["slo"])
         self._end_warm_up()
@@ -80,6 +102,7 @@ class CoServing:
             "alone": self._alone(),
             **self._traffic.report(self._slo, now=time.monotonic()),
             **self._iterations.report(),
+            "preemption": self.preemptions.report(),
         }
 
     # Requests come and go.
@@ -87,6 +110,7 @@ class CoServing:
     def add_request(self, request: Request) -> None:
         """Take a request in, as vLLM does, and note on which side it is."""
         super().add_request(request)  # type: ignore[misc]
+        self.preemptions.arrived(request.request_id)
         if surcharged(request):
             self._with_logprobs.add(request.request_id)
         if is_warm_up(request.request_id):
@@ -97,7 +121,14 @@ class CoServing:
         else:
             self._offline.add(request.request_id)
 
+    def arriving(self, request: Request) -> None:
+        """Called in vLLM's I/O thread, while the model runs, for a request that `add_request` will bring."""
+        if is_online(request) and not is_warm_up(request.request_id):
+            arrived = time.monotonic() - (time.time() - request.arrival_time)
+            self.preemptions.arriving(request, ttft_promise(request), arrived=arrived)
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self.preemptions.forget(request.request_id)
         self._offline.discard(request.request_id)
         self._computed.pop(request.request_id, None)
         self._with_logprobs.discard(request.request_id)
@@ -138,7 +169,25 @@ class CoServing:
             surcharged = self._surcharged(output)
             self._iterations.begin(output, started, batch=batch, plan=plan, surcharged=surcharged)
             self._count_offline(output, started)
+            if plan is not None and self._caching_waits:
+                self._uncached.add(id(output))
+                if output.total_num_scheduled_tokens:
+                    self._stamp(output, started, batch)
+        self._caching_waits = False
         return output
+
+    def _stamp(self, output: SchedulerOutput, started: float, batch: Batch) -> None:
+        assert self._iterations.model is not None
+        tokens = output.num_scheduled_tokens
+        self.preemptions.begin(
+            output,
+            started=started,
+            batch=batch,
+            offline=[(name, self._slice(name, n)) for name, n in tokens.items() if name in self._offline],
+            model=self._iterations.model,
+            slo=self._slo,
+            offline_tokens=self._traffic.offline_tokens,
+        )
 
     def _learns_anyway(self) -> bool:
         return self._iterations.model is None or self._unplanned % LEARN_EVERY == 0
@@ -183,6 +232,7 @@ class CoServing:
         lanes.take(admitted)
         self.waiting = FCFSRequestQueue(admitted)
         self._caps = plan.tokens
+        self._caching_waits = self.preemptions.on and not self._offline.isdisjoint(plan.tokens)
         self._reserve_prefill_lookahead = (
             self._cap_before_lookahead
         )  # only now: it is called for every request
@@ -227,9 +277,10 @@ class CoServing:
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         """Take the results in as vLLM does, and learn from the time they took."""
+        left = self._settle(scheduler_output, output)
         updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         ended = time.monotonic()
-        self._iterations.end(scheduler_output, ended)
+        self._iterations.end(scheduler_output, ended, whole=not left)
         for outputs in updated.values():
             answered = (answer.request_id for answer in outputs.outputs if answer.new_token_ids)
             self._traffic.tokens(answered, at=ended)
@@ -238,8 +289,36 @@ class CoServing:
         self._leaving.clear()
         return updated
 
+    def _settle(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> frozenset[str]:
+        """After an iteration with safepoints: rewind who has left it, and let the others' blocks be reused.
+
+        Before vLLM takes the output in, which may free the requests. Counters of those who left go back to where
+        they were; their blocks stay with them, and were never registered.
+        """
+        if id(scheduled) not in self._uncached:
+            return frozenset()
+        self._uncached.discard(id(scheduled))
+        left = self.preemptions.end(outcome_of(output), scheduled.num_scheduled_tokens)
+        for name, tokens in scheduled.num_scheduled_tokens.items():
+            request = self.requests.get(name)
+            if request is None or request.status != RequestStatus.RUNNING:
+                continue  # aborted meanwhile
+            if name not in left:
+                self.kv_cache_manager.cache_blocks(
+                    request, min(request.num_computed_tokens, request.num_tokens)
+                )
+                continue
+            if name in self._offline:
+                self._traffic.offline(-self._new_tokens(request, tokens), at=time.monotonic())
+            request.num_computed_tokens -= tokens
+            request.is_prefill_chunk = request.num_computed_tokens + 1 < request.num_tokens
+            if request.is_prefill_chunk:
+                self._inflight_prefills.add(request)
+        return left
+
     def shutdown(self) -> None:
         """Save what was learned."""
+        self.preemptions.close()
         self._iterations.save()
         super().shutdown()  # type: ignore[misc]
 
@@ -247,28 +326,44 @@ class CoServing:
         """What this iteration computes; the requests' counters have moved on by it already."""
         batch = Batch()
         for name, tokens in output.num_scheduled_tokens.items():
-            request = self.requests[name]
-            context = request.num_computed_tokens - tokens
-            decode = context >= request.num_prompt_tokens and tokens <= 1 + self.num_spec_tokens
-            batch.add(tokens, context, decode)
+            batch.add(*self._slice(name, tokens))
         return batch
 
+    def _slice(self, name: str, tokens: int) -> Slice:
+        """The request's part in an iteration that was scheduled just now."""
+        request = self.requests[name]
+        context = request.num_computed_tokens - tokens
+        decode = context >= request.num_prompt_tokens and tokens <= 1 + self.num_spec_tokens
+        return Slice(tokens, context, decode)
+
     def _count_offline(self, output: SchedulerOutput, now: float) -> None:
-        """Count tokens of offline requests, but not those that are computed again after a preemption."""
+        """Count tokens of offline requests."""
         ours, scheduled = self._offline, output.num_scheduled_tokens
         if not ours:
             return
         tokens = sum(n for name, n in scheduled.items() if name in ours)
         for name in self._computed.keys() & scheduled.keys():
-            begun = self.requests[name].num_computed_tokens - scheduled[name]
-            tokens -= max(0, min(scheduled[name], self._computed[name] - begun))
+            tokens -= scheduled[name] - self._new_tokens(self.requests[name], scheduled[name])
         if tokens:
             self._traffic.offline(tokens, at=now)
+
+    def _new_tokens(self, request: Request, tokens: int) -> int:
+        """How many of the tokens scheduled just now are not computed again after it had lost its memory."""
+        begun = request.num_computed_tokens - tokens
+        again: int = self._computed.get(request.request_id, 0) - begun
+        return tokens - max(0, min(tokens, again))
 
     def _surcharged(self, output: SchedulerOutput) -> int:
         """Tokens of prompts whose logprobs are wanted."""
         tokens = output.num_scheduled_tokens
         return sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
+
+
+def ttft_promise(request: Request) -> float | None:
+    """The request's own TTFT promise in ms (`vllm_xargs: {"conserve_ttft_ms": ...}`), if it brings one."""
+    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+    promise = (extra or {}).get(TTFT_ARGUMENT)
+    return float(promise) if isinstance(promise, int | float) and promise > 0 else None
 
 
 def _is_running(request: Request) -> bool:

@@ -72,6 +72,7 @@ def settle_profile(args: Namespace, section: dict[str, Any], command: str) -> No
         written({**section, "profile": AUTO}, command).install(config)
     args.additional_config = config.additional_config
     args.scheduler_cls = config.scheduler_config.scheduler_cls
+    args.worker_cls = config.parallel_config.worker_cls
 
 
 def allow_plugin() -> None:

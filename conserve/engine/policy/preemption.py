@@ -1,0 +1,136 @@
+"""Who leaves the iteration that runs while an online request arrives: pure decisions, as for plans."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Protocol
+
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.model import LatencyModel
+
+PATIENCE = 0.02  # of the TTFT promise: what an arrival may wait for anything without a reason
+WASTE = 0.015  # of all offline tokens: what may be thrown away where no promise is at stake
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderWay:
+    """The iteration that runs."""
+
+    batch: Batch  # everybody in it
+    rows: Sequence[Slice]  # offline rows that may leave it, the first to leave first
+    separable: bool  # rows can leave while others go on; otherwise all leave, online rows too
+    elapsed_ms: float
+
+    @property
+    def pure(self) -> bool:
+        """Whether nobody but these rows is in it."""
+        return len(self.rows) == self.batch.requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """Those who have come since it began."""
+
+    prompts: Sequence[Slice]  # of online requests, none of them computed yet
+    slack_ms: float  # until the first token of one of them is late
+    ttft_ms: float  # the promise
+    spare_tokens: float  # offline tokens that may be thrown away for comfort's sake
+
+
+class Preemption(Protocol):
+    """Decides for arrivals."""
+
+    def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
+        """How many of `under_way.rows` are to leave, mostly none."""
+
+
+class AllOffline:
+    """Conserve-2026 Algorithm 2: all offline rows leave if an arrival would miss its TTFT."""
+
+    def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
+        """All or nobody."""
+        if remaining_ms(under_way, model) + prompts_ms(arrivals, model) <= arrivals.slack_ms:
+            return 0
+        return all_if_sooner(under_way, arrivals, model)
+
+
+class JustEnough:
+    """Conserve-2024 Algorithm 2: row after row leaves until the arrival's TTFT can be kept."""
+
+    def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
+        """As many as it takes; where rows cannot leave on their own, all or nobody."""
+        if not under_way.separable:
+            return AllOffline().leaving(under_way, arrivals, model)
+        batch = replace(under_way.batch)
+        for rows in range(len(under_way.rows) + 1):
+            together = replace(batch)
+            for prompt in arrivals.prompts:
+                together.add(*prompt)
+            left_ms = remaining_ms(under_way, model, batch)
+            if left_ms + model.predict(together) <= arrivals.slack_ms or rows == len(under_way.rows):
+                return rows
+            batch.remove(*under_way.rows[rows])
+        return 0
+
+
+class Prompt:
+    """An arrival waits for nothing that it can be spared, as long as little is thrown away for it.
+
+    Where its TTFT is at stake, all offline rows leave, as in `AllOffline`. Otherwise they leave if the arrival
+    would wait for more than `PATIENCE` of the promise, within the budget of tokens that may be thrown away.
+    """
+
+    def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
+        """All or nobody."""
+        left_ms = remaining_ms(under_way, model)
+        late = left_ms + prompts_ms(arrivals, model) > arrivals.slack_ms
+        if not late and (
+            left_ms <= PATIENCE * arrivals.ttft_ms or thrown_away(under_way, model) > arrivals.spare_tokens
+        ):
+            return 0
+        return all_if_sooner(under_way, arrivals, model)
+
+
+PREEMPTIONS: dict[str, Callable[[], Preemption]] = {
+    "prompt": Prompt,
+    "all-offline": AllOffline,
+    "just-enough": JustEnough,
+}
+OFF = "off"
+
+
+def remaining_ms(under_way: UnderWay, model: LatencyModel, batch: Batch | None = None) -> float:
+    """What is left of the iteration if only `batch` goes on with it."""
+    whole_ms = model.predict(under_way.batch)
+    share_left = max(0.0, 1 - under_way.elapsed_ms / whole_ms) if whole_ms > 0 else 0.0
+    return share_left * (whole_ms if batch is None else model.predict(batch))
+
+
+def prompts_ms(arrivals: Arrivals, model: LatencyModel) -> float:
+    """How long the prompts of those who wait take."""
+    return model.predict(Batch.of(arrivals.prompts))
+
+
+def thrown_away(under_way: UnderWay, model: LatencyModel) -> float:
+    """Tokens' worth of computing that is lost if all rows leave now."""
+    whole_ms = model.predict(under_way.batch)
+    done = min(1.0, under_way.elapsed_ms / whole_ms) if whole_ms > 0 else 1.0
+    return done * sum(row.tokens for row in under_way.rows)
+
+
+def all_if_sooner(under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
+    """All rows, unless online rows would have to leave with them and get their tokens later for it."""
+    if not under_way.separable and not under_way.pure:
+        again = replace(under_way.batch)
+        for row in under_way.rows:
+            again.remove(*row)
+        for prompt in arrivals.prompts:
+            again.add(*prompt)
+        if model.predict(again) >= remaining_ms(under_way, model):
+            return 0
+    return len(under_way.rows)
+
+
+def spare_tokens(offline_tokens: float, wasted_tokens: float) -> float:
+    """How many more tokens may be thrown away for comfort's sake."""
+    return WASTE * offline_tokens - wasted_tokens if offline_tokens < inf else inf

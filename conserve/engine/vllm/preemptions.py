@@ -1,0 +1,268 @@
+"""The scheduler's side of layer-wise preemption: the arrival monitor, and what a preemption leaves behind.
+
+While the model runs, vLLM's I/O thread brings requests in. For an online one, what is left of the iteration is
+estimated there and then, and the flag is raised if its offline rows are to leave. Source: conserve-2026
+Algorithm 2, conserve-2024 Algorithm 2.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from vllm.v1.request import Request
+
+from conserve.engine.policy.preemption import OFF, PREEMPTIONS, Arrivals, UnderWay, spare_tokens
+from conserve.engine.policy.view import Slo
+from conserve.engine.runtime.safepoint import EVERYBODY, PreemptionFlag
+from conserve.engine.runtime.traffic import quantiles
+from conserve.engine.vllm.pacing import WORKER
+from conserve.engine.vllm.stamp import Outcome, Stamp, put
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.model import LatencyModel
+
+SHRINK_AFTER = 2  # preemptions in a row, after each of which a row's next chunk is half of the last
+SHELTER_AFTER = 4  # preemptions in a row, after which a row stays whoever arrives
+REACTION_SHARE = 0.005  # of the TTFT promise between two safepoints
+LARGEST_STEP = 8  # layers between two safepoints
+FORGET_S = 10.0  # after which an arrival that never reached the scheduler is no longer expected
+REMEMBERED = 1000  # reactions
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """An iteration with offline rows, while it runs."""
+
+    iteration: int
+    started: float  # monotonic seconds
+    batch: Batch
+    names: Sequence[str]  # of the rows that may leave
+    rows: Sequence[Slice]
+    asked: int = 0  # of them, to leave
+    raised_at: float = 0.0  # monotonic seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """An online request that has reached the engine and not yet the scheduler."""
+
+    prompt: Slice
+    arrived: float  # monotonic seconds
+    ttft_ms: float
+
+
+class Preemptions:
+    """Stamps iterations, raises the flag, counts.
+
+    `arriving` is called in vLLM's I/O thread, everything else in its main one.
+    """
+
+    def __init__(self, config: Any, *, policy: str, every: int | None = None) -> None:
+        self.why_not = why_not(config) if policy != OFF else "it is switched off"
+        self.name = OFF if self.why_not else policy
+        self.policy = PREEMPTIONS[policy]() if policy != OFF else None
+        self.layers = config.model_config.get_num_layers(config.parallel_config)
+        self.separable = False  # until a worker says so
+        self.preemptions = self.abandoned = self.rows_left = self.layers_run = self.tokens_redone = 0
+        self.tokens_wasted = 0.0
+        self._every = every
+        self._flag = PreemptionFlag.create() if self.why_not is None else None
+        self._lock = threading.Lock()
+        self._iterations = 0
+        self._running: Running | None = None
+        self._expected: dict[str, Expected] = {}
+        self._in_a_row: dict[str, int] = {}  # preemptions of a row since it last computed anything
+        self._caps: dict[str, int] = {}  # tokens of the next chunk of those with several
+        self._reactions_ms: deque[float] = deque(maxlen=REMEMBERED)
+        self._model: LatencyModel | None = None
+        self._slo = Slo()
+        self._offline_tokens = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether iterations are preempted at all."""
+        return self.name != OFF
+
+    def follow(self, name: str) -> None:
+        """Use another policy from now on, where there can be one."""
+        if self._flag is not None:
+            self.name = name
+            self.policy = PREEMPTIONS[name]() if name != OFF else None
+
+    def cap(self, request: str) -> int | None:
+        """The most tokens that the next chunk of a row should have that was preempted again and again."""
+        return self._caps.get(request)
+
+    # In the main thread.
+
+    def begin(
+        self,
+        output: Any,
+        *,
+        started: float,
+        batch: Batch,
+        offline: Iterable[tuple[str, Slice]],
+        model: LatencyModel,
+        slo: Slo,
+        offline_tokens: int,
+    ) -> None:
+        """An iteration starts: stamp it, and look once more who came while it was composed."""
+        assert self._flag is not None
+        rows = list(offline)
+        sheltered = [name for name, _ in rows if self._in_a_row.get(name, 0) >= SHELTER_AFTER]
+        if sheltered and not self.separable:
+            return
+        rows = [row for row in rows if row[0] not in sheltered]
+        if not rows:
+            return
+        # Prompts leave before decode steps, which take less time; those who came last before others.
+        rows.reverse()
+        rows.sort(key=lambda row: -row[1].tokens)
+        self._iterations += 1
+        self._model, self._slo, self._offline_tokens = model, slo, offline_tokens
+        put(
+            output,
+            Stamp(
+                iteration=self._iterations,
+                flag=self._flag.name,
+                rows=[name for name, _ in rows],
+                every=self._every or self._step(model.predict(batch), slo),
+            ),
+        )
+        self._running = Running(
+            iteration=self._iterations,
+            started=started,
+            batch=batch,
+            names=[name for name, _ in rows],
+            rows=[row for _, row in rows],
+        )
+        if self._expected:
+            self._consider()
+
+    def arrived(self, request: str) -> None:
+        """The scheduler has it: the next plan will know."""
+        self._expected.pop(request, None)
+
+    def end(self, outcome: Outcome | None, tokens: Mapping[str, int]) -> frozenset[str]:
+        """The iteration is over; returns those who computed nothing."""
+        with self._lock:
+            running, self._running = self._running, None
+        if outcome is None or running is None:
+            return frozenset()
+        self.separable = outcome.separable
+        self.layers = outcome.layers
+        for name in running.names:
+            if name not in outcome.left:
+                self._in_a_row.pop(name, None)
+                self._caps.pop(name, None)
+        if not outcome.left:
+            return outcome.left
+        redone = sum(tokens.get(name, 0) for name in outcome.left)
+        self.preemptions += 1
+        self.abandoned += len(outcome.left) == len(tokens)
+        self.rows_left += len(outcome.left)
+        self.layers_run += outcome.layers_run
+        self.tokens_redone += redone
+        self.tokens_wasted += redone * outcome.layers_run / max(1, outcome.layers)
+        self._reactions_ms.append((time.monotonic() - running.raised_at) * 1e3)
+        for name in outcome.left:
+            times = self._in_a_row[name] = self._in_a_row.get(name, 0) + 1
+            if times >= SHRINK_AFTER:
+                self._caps[name] = max(1, tokens.get(name, 1) // 2)
+        return outcome.left
+
+    def forget(self, request: str) -> None:
+        """The request is gone."""
+        self._expected.pop(request, None)
+        self._in_a_row.pop(request, None)
+        self._caps.pop(request, None)
+
+    def close(self) -> None:
+        """Remove the flag."""
+        if self._flag is not None:
+            self._flag.close()
+            self._flag, self.name = None, OFF
+
+    def report(self) -> dict[str, Any]:
+        """Counts since the start, for JSON."""
+        return {
+            "policy": self.name,
+            "why_off": self.why_not,
+            "preemptions": self.preemptions,
+            "abandoned": self.abandoned,
+            "rows": self.rows_left,
+            "layers_run": self.layers_run,
+            "tokens_redone": self.tokens_redone,
+            "tokens_wasted": self.tokens_wasted,
+            "reaction_ms": quantiles(sorted(self._reactions_ms)),
+        }
+
+    # In the I/O thread.
+
+    def arriving(self, request: Request, ttft_ms: float | None, *, arrived: float) -> None:
+        """An online request has come."""
+        if self.policy is None:
+            return
+        tokens = max(1, request.num_prompt_tokens)
+        promise = self._slo.ttft_ms if ttft_ms is None else ttft_ms
+        self._expected[request.request_id] = Expected(Slice(tokens, 0), arrived, promise)
+        if self._running is not None:
+            self._consider()
+
+    # In either.
+
+    def _consider(self) -> None:
+        with self._lock:
+            running, policy, model = self._running, self.policy, self._model
+            now = time.monotonic()
+            waiting = [one for one in list(self._expected.values()) if one.arrived > now - FORGET_S]
+            if running is None or policy is None or model is None or not waiting or self._flag is None:
+                return
+            rows = policy.leaving(
+                UnderWay(
+                    batch=running.batch,
+                    rows=running.rows,
+                    separable=self.separable,
+                    elapsed_ms=(now - running.started) * 1e3,
+                ),
+                Arrivals(
+                    prompts=[one.prompt for one in waiting],
+                    slack_ms=min(one.ttft_ms - (now - one.arrived) * 1e3 for one in waiting),
+                    ttft_ms=min(one.ttft_ms for one in waiting),
+                    spare_tokens=spare_tokens(self._offline_tokens, self.tokens_wasted),
+                ),
+                model,
+            )
+            if rows > running.asked:
+                running.asked, running.raised_at = rows, now
+                alone = rows == running.batch.requests or not self.separable
+                self._flag.raise_for(running.iteration, EVERYBODY if alone else rows)
+
+    def _step(self, iteration_ms: float, slo: Slo) -> int:
+        """Layers between two safepoints: the most that pass within the reaction time wanted."""
+        if slo.ttft_ms == inf:
+            return LARGEST_STEP
+        layer_ms = iteration_ms / max(1, self.layers)
+        return max(1, min(LARGEST_STEP, int(REACTION_SHARE * slo.ttft_ms / layer_ms))) if layer_ms > 0 else 1
+
+
+def why_not(config: Any) -> str | None:
+    """Why iterations of this engine cannot be preempted; None if they can."""
+    parallel, model = config.parallel_config, config.model_config
+    reasons = {
+        "the worker is not ConServe's (--worker-cls)": parallel.worker_cls != WORKER,
+        "iterations are scheduled ahead (--async-scheduling)": config.scheduler_config.async_scheduling,
+        "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
+        "data parallel engines wait for each other": parallel.data_parallel_size > 1,
+        "tokens are speculated": config.speculative_config is not None,
+        "a KV connector takes part": config.kv_transfer_config is not None,
+        "its state is not only KV blocks": model.is_hybrid or model.is_attention_free,
+        "it has an encoder": model.is_encoder_decoder,
+        "it does not generate": model.runner_type != "generate",
+    }
+    return next((reason for reason, true in reasons.items() if true), None)

@@ -1,0 +1,46 @@
+"""What the scheduler and the workers tell each other about an iteration that can be preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NAME = "conserve"  # of the attribute on vLLM's SchedulerOutput and ModelRunnerOutput; both are pickled whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """On a `SchedulerOutput`: safepoints are on for this iteration."""
+
+    iteration: int
+    flag: str  # name of the shared memory
+    rows: Sequence[str]  # offline requests that may leave, the first to leave first
+    every: int  # layers between two safepoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """On the `ModelRunnerOutput`: what became of it."""
+
+    left: frozenset[str] = (
+        frozenset()
+    )  # requests that computed nothing: their tokens are to be scheduled again
+    layers_run: int = 0  # by them, before they left
+    layers: int = 0  # of the model
+    separable: bool = False  # rows can leave while others go on
+
+
+def stamp_of(output: Any) -> Stamp | None:
+    """The stamp of vLLM's `SchedulerOutput`, if it has one."""
+    return getattr(output, NAME, None)
+
+
+def outcome_of(output: Any) -> Outcome | None:
+    """The outcome on vLLM's `ModelRunnerOutput`, if there is one."""
+    return getattr(output, NAME, None)
+
+
+def put(output: Any, note: Stamp | Outcome) -> None:
+    """Attach it to vLLM's object."""
+    setattr(output, NAME, note)

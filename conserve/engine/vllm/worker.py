@@ -1,0 +1,165 @@
+"""vLLM's worker, whose iterations can be preempted (conserve-2026 section 4.3, conserve-2024 section 4.3)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.platforms import current_platform
+from vllm.v1.outputs import ModelRunnerOutput
+
+from conserve.engine.runtime.safepoint import PreemptionFlag
+from conserve.engine.vllm.rows import LeavingRows, groups_of
+from conserve.engine.vllm.safepoints import (
+    Abandoned,
+    Safepoints,
+    between_layers,
+    decoder_layers,
+    in_attention,
+)
+from conserve.engine.vllm.stamp import Outcome, Stamp, put, stamp_of
+
+if TYPE_CHECKING or not current_platform.is_cpu():
+    from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+else:
+    from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
+
+log = logging.getLogger("vllm.conserve")
+
+
+class TensorParallelOrders:
+    """Implements `safepoints.Orders`: the first rank reads the flag, the others hear it from that one."""
+
+    def __init__(self) -> None:
+        self._group = get_tp_group()
+        self._alone = self._group.world_size == 1
+        self._word = torch.zeros(1, dtype=torch.int64)
+        self._flag: PreemptionFlag | None = None
+        self._lost: str | None = None  # a flag that cannot be read: its engine core is on another machine
+
+    def rows_to_leave(self, stamp: Stamp) -> int:
+        """The same answer on every rank, since every rank asks at the same safepoints."""
+        if self._alone:
+            return self._read(stamp)
+        if self._group.rank_in_group == 0:
+            self._word[0] = self._read(stamp)
+        torch.distributed.broadcast(self._word, self._group.ranks[0], group=self._group.cpu_group)
+        return int(self._word)
+
+    def _read(self, stamp: Stamp) -> int:
+        if self._flag is None or self._flag.name != stamp.flag:
+            if stamp.flag == self._lost:
+                return 0
+            try:
+                self._flag = PreemptionFlag.attach(stamp.flag)
+            except OSError as error:
+                self._lost = stamp.flag
+                log.warning("iterations are not preempted here: their flag cannot be read (%s)", error)
+                return 0
+        return self._flag.rows_to_leave(stamp.iteration)
+
+
+class Worker(VllmWorker):  # type: ignore[misc]
+    """What `--worker-cls` names. Without stamped iterations it does what vLLM's own does."""
+
+    _safepoints: Safepoints | None = None
+    _rows: LeavingRows | None = None
+    _abandoned: ModelRunnerOutput | None = None
+    _outcome: Outcome | None = None
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's own; then the model gets its safepoints."""
+        times = super().compile_or_warm_up_model()
+        self._install()
+        return times
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """As vLLM's own; returns None where the iteration was abandoned, and `sample_tokens` says so."""
+        stamp = stamp_of(scheduler_output)
+        self._outcome = None
+        if stamp is None or self._safepoints is None:
+            return super().execute_model(scheduler_output)
+        safepoints = self._safepoints
+        if self._rows is not None:
+            self._rows.begin(stamp, scheduler_output.total_num_scheduled_tokens)
+        safepoints.arm(stamp)
+        left: frozenset[str] = frozenset()
+        try:
+            return super().execute_model(scheduler_output)
+        except Abandoned:
+            left = frozenset(scheduler_output.num_scheduled_tokens)
+            self._abandoned = nothing_sampled(list(left))
+            return None
+        finally:
+            safepoints.disarm()
+            if self._rows is not None and not left:
+                left = self._rows.names
+            self._outcome = Outcome(
+                left=left,
+                layers_run=safepoints.left_before,
+                layers=safepoints.layers,
+                separable=self._rows is not None,
+            )
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As vLLM's own, with a note of who has left."""
+        output, self._abandoned = self._abandoned, None
+        if output is None:
+            leaving = self._rows is not None and self._rows.names
+            with self._rows.discarded() if leaving else contextlib.nullcontext():  # type: ignore[union-attr]
+                output = super().sample_tokens(grammar_output)
+        if self._outcome is not None and isinstance(output, ModelRunnerOutput):
+            put(output, self._outcome)
+        return output
+
+    def _install(self) -> None:
+        runner = self.model_runner
+        config = self.vllm_config
+        count = config.model_config.get_num_layers(config.parallel_config)
+        layers = decoder_layers(runner.get_model(), count) if config.model_config.enforce_eager else None
+        orders = TensorParallelOrders()
+        if layers is None:
+            safepoints = Safepoints(orders, count, None)
+            found = in_attention(config.compilation_config.static_forward_context, safepoints)
+            safepoints.layers = found
+            why = (
+                "they are compiled" if not config.model_config.enforce_eager else "the model's are not found"
+            )
+            log.info(
+                "%d safepoints in attention calls; none between layers (%s), so no rows leave", found, why
+            )
+            self._safepoints = safepoints if found else None
+            return
+        self._rows = LeavingRows(runner, len(layers)) if rows_can_leave(self) else None
+        self._safepoints = Safepoints(orders, len(layers), self._rows)
+        between_layers(layers, self._safepoints, self._rows.on_those_left if self._rows else lambda f, _: f)
+        log.info(
+            "%d safepoints between layers, where %s",
+            len(layers),
+            "rows can leave" if self._rows else "no rows leave",
+        )
+
+
+def rows_can_leave(worker: Any) -> bool:
+    """Whether a batch of this model can be cut down between layers."""
+    config, runner = worker.vllm_config, worker.model_runner
+    builders = [builder for group in groups_of(runner) for builder in group.metadata_builders]
+    return not (
+        getattr(worker, "use_v2_model_runner", False)  # keeps its batch on the device
+        or config.lora_config is not None  # maps tokens to adapters
+        or config.model_config.is_multimodal_model  # some add to hidden states between layers
+        or config.parallel_config.use_ubatching
+        or (len(builders) > 1 and any(builder.supports_update_block_table for builder in builders))
+    )
+
+
+def nothing_sampled(requests: list[str]) -> ModelRunnerOutput:
+    """The output of an iteration that computed nothing."""
+    return ModelRunnerOutput(
+        req_ids=requests,
+        req_id_to_index={name: index for index, name in enumerate(requests)},
+        sampled_token_ids=[[] for _ in requests],
+    )
