@@ -1,6 +1,6 @@
 """ConServe's policy: online requests first, offline tokens in whatever time that leaves."""
 
-from math import inf
+from math import inf, sqrt
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.offline import serve_offline
@@ -10,6 +10,7 @@ from conserve.engine.policy.view import View
 from conserve.profiles.batch import Batch, Slice
 
 LARGEST_LOSS = 0.1  # of throughput, to iterations being shorter than they could be
+LEAST_ARRIVALS_PER_S = 1 / 60  # where none were seen for a minute
 
 
 class Conserve:
@@ -29,18 +30,34 @@ class Conserve:
 
 
 def arrival_limit_ms(view: View) -> float:
-    """How long an iteration with offline tokens may last for the sake of who arrives while it runs.
-
-    It cannot be interrupted, so an arrival waits for its end, and spends TTFT slack: what the SLO leaves
-    beyond the time of a typical prompt. Arrivals come in bursts, in which the slack is wanted for queueing,
-    so the limit is no longer than throughput asks for: the smallest iteration, which is mostly the constant
-    part of all, is a tenth of it. Where nobody came for a minute, that alone is the limit.
-    """
+    """How long an iteration with offline tokens may last for the sake of who arrives while it runs."""
     if view.slo.ttft_ms == inf:
         return inf
+    smallest_ms = view.model.predict(Batch.of([Slice(1, 0, True)]))  # a fit may have no constant at all
+    return cheapest_ms(view, smallest_ms) if view.preemptible else bearable_ms(view, smallest_ms)
+
+
+def cheapest_ms(view: View, smallest_ms: float) -> float:
+    """For iterations that can be preempted: the length that costs the least throughput.
+
+    A shorter one loses more to the constant part that every iteration has, a longer one loses more when an
+    arrival ends it half-way: Young's optimum sqrt(2 * constant * time between arrivals) ("A first order
+    approximation to the optimum checkpoint interval", 1974). No arrival waits for it to end.
+    """
+    between_ms = 1e3 / max(view.arrivals_per_s, LEAST_ARRIVALS_PER_S)
+    return sqrt(2 * smallest_ms * between_ms)
+
+
+def bearable_ms(view: View, smallest_ms: float) -> float:
+    """For iterations that an arrival waits out: what its TTFT can bear.
+
+    The wait spends TTFT slack: what the SLO leaves beyond the time of a typical prompt. Arrivals come in bursts,
+    in which the slack is wanted for queueing, so the limit is no longer than throughput asks for: the smallest
+    iteration, which is mostly the constant part of all, is a tenth of it. Where nobody came for a minute, that
+    alone is the limit.
+    """
     prompt = Batch.of([Slice(view.prompt_tokens, 0)] if view.prompt_tokens else [])
     slack_ms = view.slo.ttft_ms - view.model.predict(prompt)
-    smallest_ms = view.model.predict(Batch.of([Slice(1, 0, True)]))  # a fit may have no constant at all
     enough_ms = smallest_ms / LARGEST_LOSS
     nobody = not view.online and not view.prompt_tokens
     return enough_ms if nobody else max(0.0, min(slack_ms, enough_ms))

@@ -91,10 +91,19 @@ class Prompt:
         return all_if_sooner(under_way, arrivals, model)
 
 
+class Never:
+    """For comparison: iterations are composed as if they could be preempted, and never are."""
+
+    def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
+        """Nobody."""
+        return 0
+
+
 PREEMPTIONS: dict[str, Callable[[], Preemption]] = {
     "prompt": Prompt,
     "all-offline": AllOffline,
     "just-enough": JustEnough,
+    "never": Never,
 }
 OFF = "off"
 

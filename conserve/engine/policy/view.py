@@ -45,6 +45,8 @@ class View:
     model: LatencyModel
     slo: Slo
     prompt_tokens: int = 0  # of a typical online request of late
+    arrivals_per_s: float = 0.0  # of online requests of late
+    preemptible: bool = False  # offline rows can leave the iteration for those who arrive while it runs
     max_tokens: int  # of one iteration
     free_slots: int  # sequences that could be added to those running
     reserved_slots: int = (

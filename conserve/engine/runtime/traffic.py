@@ -31,6 +31,7 @@ class Traffic:
         self._arrived_at: dict[str, float] = {}  # online requests without a token yet
         self._last_token_at: dict[str, float] = {}
         self._peaks: deque[Moment] = deque()  # of online requests at once, each higher than all after it
+        self._arrivals: deque[Moment] = deque()
         self._prompts: deque[int] = deque(maxlen=RECENT_PROMPTS)
         self._typical_prompt = 0
         self._prompt_at = 0.0
@@ -40,6 +41,11 @@ class Traffic:
     def typical_prompt(self, *, now: float) -> int:
         """Median tokens of recent online prompts; 0 if the last minute brought none."""
         return self._typical_prompt if now < self._prompt_at + WINDOW_S else 0
+
+    def arrivals_per_s(self, *, now: float) -> float:
+        """Online requests a second in the last minute."""
+        forget(self._arrivals, now=now)
+        return len(self._arrivals) / WINDOW_S
 
     @property
     def online_now(self) -> int:
@@ -58,6 +64,7 @@ class Traffic:
         while self._peaks and self._peaks[-1].value <= self.online_now:
             self._peaks.pop()  # the first of them is the most there were at once
         self._peaks.append(Moment(at, self.online_now))
+        remember(self._arrivals, Moment(at, 1.0))
         self._prompts.append(prompt_tokens)
         self._typical_prompt = int(median(self._prompts))
         self._prompt_at = at

@@ -67,6 +67,24 @@ INTERNALS = {
     "KVCacheManager.get_computed_blocks": "how much of a waiting prompt is cached",
     "KVCacheManager.{coordinator.single_type_managers,block_pool,watermark_blocks}": "blocks held and free",
     "VllmConfig.additional_config": "carries the profile to the engine core's process",
+    # layer-wise preemption
+    "parallel_config.worker_cls": "names our worker",
+    "vllm.v1.worker.{gpu_worker.Worker,cpu_worker.CPUWorker}": "subclassed: execute_model, sample_tokens, "
+    "compile_or_warm_up_model; model_runner, vllm_config",
+    "vllm.v1.outputs.ModelRunnerOutput": "what an abandoned iteration brings; attributes on it and on "
+    "SchedulerOutput survive pickling",
+    "AttentionLayer.impl.forward": "wrapped: safepoints where there are none between layers",
+    "a decoder layer's forward": "wrapped: token-major tensors in, token-major tensors out",
+    "GPUModelRunner.{attn_groups,input_batch,query_start_loc,discard_request_mask,num_prompt_logprobs}": "read, and "
+    "cut down, while rows leave",
+    "AttentionGroup.build_metadata": "wrapped, and called again for the rows that stay",
+    "vllm.v1.attention.backend.CommonAttentionMetadata": "cut down; its fields are listed in rows.of_requests",
+    "vllm.forward_context.get_forward_context": "its attn_metadata and slot_mapping are swapped",
+    "vllm.distributed.get_tp_group": "ranks, cpu_group: all ranks decide alike",
+    "vllm.v1.engine.core.EngineCore.preprocess_add_request": "wrapped: tells who arrives, in the I/O thread",
+    "KVCacheManager.allocate_slots(delay_cache_blocks)": "wrapped: blocks are registered when they are computed",
+    "KVCacheManager.cache_blocks": "registers them",
+    "Scheduler._inflight_prefills, Request.{is_prefill_chunk,num_in_flight_tokens}": "put back for who left",
     # co-serving: the server
     "vllm.entrypoints.launchers.{cli_args.make_arg_parser,api_server.entry.run_server}": "vLLM's OpenAI server",
     "vllm.{general,endpoint}_plugins": "the entry points through which vLLM loads us",

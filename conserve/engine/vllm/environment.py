@@ -17,7 +17,7 @@ CONSEQUENCES = ("initialization failed", "EngineDeadError")  # what one process 
 def prepare_environment(*, offline: bool, served: bool = False) -> None:
     """Choose quiet, private defaults where the user chose none; `offline` where the model is a folder."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if os.environ.get(LOG_VARIABLE) else "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if served or os.environ.get(LOG_VARIABLE) else "ERROR")
     os.environ.setdefault(
         "VLLM_LOGGING_STREAM", "ext://sys.stderr"
     )  # vLLM's own choice is stdout, our data's
