@@ -75,8 +75,8 @@ INTERNALS = {
     "SchedulerOutput survive pickling",
     "AttentionLayer.impl.forward": "wrapped: safepoints where there are none between layers",
     "a decoder layer's forward": "wrapped: token-major tensors in, token-major tensors out",
-    "GPUModelRunner.{attn_groups,input_batch,query_start_loc,discard_request_mask,num_prompt_logprobs}": "read, and "
-    "cut down, while rows leave",
+    "GPUModelRunner.{attn_groups,input_batch,query_start_loc,discard_request_mask,num_prompt_logprobs}": "read "
+    "and cut down while rows leave",
     "AttentionGroup.build_metadata": "wrapped, and called again for the rows that stay",
     "vllm.v1.attention.backend.CommonAttentionMetadata": "cut down; its fields are listed in rows.of_requests",
     "vllm.forward_context.get_forward_context": "its attn_metadata and slot_mapping are swapped",
