@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from conserve.bench.answers import tbts_ms, ttfts_ms
-from conserve.bench.deployment import Counters, Deployment
+from conserve.bench.deployment import OFF, Counters, Deployment
 from conserve.bench.load import Plan, Target, play_apart
 from conserve.bench.measure import ONLINE_ONLY, Block, Limits, by_policy, online_only_p99s, percentiles
 from conserve.bench.traces import Trace
@@ -25,6 +25,7 @@ class Design:
     slo: Limits | None = None
     slo_scale: float = 1.0  # of online-only's P99s, where no SLO is given
     seed: int = 0
+    preemption: str = OFF  # of policies that do not name theirs (`conserve/just-enough`)
     load_cores: tuple[int, ...] = ()  # that the load generator is pinned to
 
 
@@ -44,7 +45,7 @@ async def alternate(
         trace = source(number)
         for policy in order(design.policies, number):
             slo = design.slo or limits(blocks, design.slo_scale)
-            await deployment.follow(policy, slo)
+            await deployment.follow(policy, slo, preemption=design.preemption)
             await asyncio.sleep(design.settle_s)
             # Each block has prompts of its own, or the prefix cache would answer for the policies that come later.
             seed = design.seed * 10_000 + len(blocks)
@@ -93,12 +94,8 @@ async def one_block(
         started_s=time.time() - (loop.time() - start_at),
         duration_s=ended - began,
         answers=tuple(answers),
-        offline_tokens=last.offline_tokens - first.offline_tokens,
-        iterations=last.iterations - first.iterations,
-        planned=last.planned - first.planned,
-        overruns=last.overruns - first.overruns,
-        busy_s=last.busy_s - first.busy_s,
         offline_series=tuple((at, c.offline_tokens - first.offline_tokens) for at, c in seen),
+        **last.since(first),
     )
 
 
@@ -109,9 +106,10 @@ def sentence(block: Block, number: int, rounds: int) -> str:
         f"P99 TTFT {ttft_ms.p99:,.0f} ms, TBT {tbt_ms.p99:,.0f} ms" if ttft_ms and tbt_ms else "no answers"
     )
     offline, busy = block.offline_tokens / block.duration_s, block.busy_s / block.duration_s
+    preempted = f", {block.preemptions:,} preemptions" if block.preemptions else ""
     return (
         f"round {number + 1}/{rounds} {block.policy}: {len(block.answers)} requests, {latency}, "
-        f"{offline:,.0f} offline tokens/s, engine busy {busy:.0%}"
+        f"{offline:,.0f} offline tokens/s, engine busy {busy:.0%}{preempted}"
     )
 
 

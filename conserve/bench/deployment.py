@@ -1,7 +1,7 @@
 """A co-serving server under test: its policy is switched, its counters are read."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import httpx
@@ -10,6 +10,7 @@ from conserve.bench.measure import Limits
 from conserve.errors import EndpointUnusable
 
 PATH = "/v1/conserve"
+OFF = "off"  # the preemption of servers that know of none
 LOOK_S = 1.0  # between two readings of the counters
 
 
@@ -22,40 +23,79 @@ class Counters:
     planned: int
     overruns: int
     busy_s: float
+    preemptions: int = 0
+    tokens_redone: int = 0
+    tokens_wasted: float = 0.0
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> Self:
         """From what `GET /v1/conserve` answers."""
+        preemption = said.get("preemption", {})
         return cls(
             offline_tokens=said["offline"]["tokens"],
             iterations=said["iterations"],
             planned=said["planned"],
             overruns=said["overruns"],
             busy_s=said["busy_s"],
+            preemptions=preemption.get("preemptions", 0),
+            tokens_redone=preemption.get("tokens_redone", 0),
+            tokens_wasted=preemption.get("tokens_wasted", 0.0),
         )
+
+    def since(self, first: Self) -> dict[str, Any]:
+        """What was counted after `first`, by name."""
+        return {of.name: getattr(self, of.name) - getattr(first, of.name) for of in fields(self)}
 
 
 class Deployment:
     """One server that was started with `--allow-control`."""
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False)
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=60.0, trust_env=False, transport=transport
+        )
+        self._preempts: bool | None = None  # whether the server knows of preemption; not asked yet
 
-    async def follow(self, policy: str, slo: Limits | None = None) -> Counters:
-        """Have the scheduler follow this policy from now on, with this SLO or the one it has."""
+    async def follow(self, name: str, slo: Limits | None = None, *, preemption: str = OFF) -> Counters:
+        """Have the scheduler follow this policy from now on, with this SLO or the one it has.
+
+        A policy is preempted as it says itself (`conserve/just-enough`), otherwise by `preemption`; raises
+        `EndpointUnusable` if the server cannot do what it says.
+        """
+        policy, _, own = name.partition("/")
         wanted: dict[str, Any] = {"policy": policy}
         if slo is not None:
             wanted["slo"] = {"ttft_ms": slo.ttft_ms, "tbt_ms": slo.tbt_ms}
-        return Counters.of(await self._ask("POST", json=wanted))
+        if self._preempts is None:
+            await self.regime()
+        if self._preempts:
+            wanted["preemption"] = own or preemption
+        said = await self._ask("POST", json=wanted)
+        section = said.get("preemption", {"policy": OFF, "why_off": "it is too old"})
+        if own and section["policy"] != own:
+            raise EndpointUnusable(
+                f"{self._client.base_url} cannot run {name}: its preemption is {section['policy']} "
+                f"({section['why_off']})"
+            )
+        return Counters.of(said)
 
     async def regime(self) -> dict[str, Any]:
-        """Policy and SLO as they are."""
+        """Policy, preemption and SLO as they are."""
         said = await self._ask("GET")
-        return {"policy": said["policy"], "slo": said["slo"]}
+        self._preempts = "preemption" in said
+        found = {"policy": said["policy"], "slo": said["slo"]}
+        return {**found, "preemption": said["preemption"]["policy"]} if self._preempts else found
+
+    async def why_not_preempted(self) -> str | None:
+        """Why iterations of this server are never preempted; None if they can be."""
+        section = (await self._ask("GET")).get("preemption", {"why_off": "the server is too old"})
+        return str(section["why_off"]) if section["why_off"] else None
 
     async def restore(self, regime: dict[str, Any]) -> None:
-        """Policy and SLO as they were."""
+        """All three as they were."""
         await self._ask("POST", json=regime)
 
     async def counters(self) -> Counters:

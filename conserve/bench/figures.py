@@ -1,20 +1,22 @@
 """The drawings of a comparison, after ConServe 2026, Figure 7."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from conserve.bench import svg
 from conserve.bench.answers import Answer, Floats, Status, ttfts_ms
-from conserve.bench.measure import ORDER, Block, Limits
+from conserve.bench.measure import ORDER, Block, Limits, by_policy
 from conserve.bench.svg import Scale
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000.0, 70.0, 16.0, 28.0, 44.0
 GAP = 40.0  # between panels, holds the lower one's heading
 BINS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600)
 MOST_BINS = 600
+SPARE = 6  # colours of the page beyond those of the policies
+LETTER = 7.5  # pixels, about
 
 
 class Stage(NamedTuple):
@@ -24,6 +26,11 @@ class Stage(NamedTuple):
     x: Scale
     bin_s: float
     slo: Limits | None
+    colours: Mapping[str, str]
+
+    def colour(self, block: Block) -> str:
+        """Of its policy."""
+        return self.colours[block.policy]
 
     def shift_s(self, block: Block) -> float:
         """When the block began, on the timeline."""
@@ -45,9 +52,20 @@ class Series(NamedTuple):
     values: Floats
 
 
-def colour(policy: str) -> str:
-    """The class that gives a policy its colour, on the page as in the drawings."""
-    return f"p{ORDER.index(policy)}" if policy in ORDER else "p4"
+def colours(policies: Iterable[str]) -> dict[str, str]:
+    """The classes that give policies their colours, on the page as in the drawings.
+
+    The first variant of a policy has the policy's own colour where the plain one is not shown.
+    """
+    found: dict[str, str] = {}
+    others = 0
+    for name in policies:
+        policy = name.partition("/")[0]
+        number = ORDER.index(policy) if policy in ORDER else None
+        if number is None or f"p{number}" in found.values():
+            number, others = len(ORDER) + others % SPARE, others + 1
+        found[name] = f"p{number}"
+    return found
 
 
 def timeline(blocks: Sequence[Block], slo: Limits | None) -> str:
@@ -56,7 +74,7 @@ def timeline(blocks: Sequence[Block], slo: Limits | None) -> str:
     end_s = max(block.started_s + block.duration_s for block in blocks) - blocks[0].started_s
     x = Scale(low=0.0, high=end_s, start=LEFT, end=WIDTH - RIGHT)
     bin_s = next((b for b in BINS_S if end_s / b <= MOST_BINS), BINS_S[-1])
-    stage, bottom = Stage(blocks, x, bin_s, slo), TOP
+    stage, bottom = Stage(blocks, x, bin_s, slo, colours(by_policy(blocks))), TOP
     panels: list[Panel] = []
     for draw, height in ((_requests, 80), (_ttfts, 180), (_tbts, 130), (_offline, 130)):
         top, bottom = bottom + GAP, bottom + GAP + height
@@ -68,26 +86,28 @@ def timeline(blocks: Sequence[Block], slo: Limits | None) -> str:
 def ratio_bars(heading: str, values: Mapping[str, float | None]) -> str:
     """A bar per policy and a line at 1."""
     known = [value for value in values.values() if value is not None]
-    x = Scale(low=0.0, high=max([*known, 1.0]), start=112, end=272)
+    label = max([104.0, *(LETTER * len(policy) for policy in values)])
+    x = Scale(low=0.0, high=max([*known, 1.0]), start=label + 8, end=label + 168)
+    shown = colours(values)
     bottom = 28.0 + 26 * len(values)
     drawn = [svg.text(heading, 0, 14, "heading"), svg.line([(x(1), 24), (x(1), bottom)], "one")]
     for number, (policy, value) in enumerate(values.items()):
         y, width = 28.0 + 26 * number, x(value or 0) - x.start
         place = {"x": x.start, "y": y, "width": width, "height": 18.0}
         drawn += [
-            svg.text(policy, 104, y + 14, "label", "end"),
-            svg.element("rect", **place, class_=f"bar {colour(policy)}"),
+            svg.text(policy, label, y + 14, "label", "end"),
+            svg.element("rect", **place, class_=f"bar {shown[policy]}"),
             svg.text(
                 "not measured" if value is None else f"{value:.2f}", x.start + width + 6, y + 14, "value"
             ),
         ]
-    return svg.picture("".join(drawn), 330, bottom + 4, heading)
+    return svg.picture("".join(drawn), label + 226, bottom + 4, heading)
 
 
 def _requests(stage: Stage, top: float, bottom: float) -> Panel:
     series = [(block, _arrivals(block, stage)) for block in stage.blocks]
     y = svg.linear([float(v) for _, s in series for v in s.values], start=bottom, end=top)
-    drawn = [svg.line(_steps(s, stage, y), f"series {colour(block.policy)}") for block, s in series]
+    drawn = [svg.line(_steps(s, stage, y), f"series {stage.colour(block)}") for block, s in series]
     return Panel("Online requests per second", y, "".join(drawn))
 
 
@@ -167,7 +187,7 @@ def _steps(series: Series, stage: Stage, y: Scale) -> list[tuple[float, float]]:
 def _lines(series: Sequence[tuple[Block, Series]], stage: Stage, y: Scale) -> str:
     """A line per block."""
     return "".join(
-        svg.line([(stage.x(t), y(v)) for t, v in zip(*s, strict=True)], f"series {colour(block.policy)}")
+        svg.line([(stage.x(t), y(v)) for t, v in zip(*s, strict=True)], f"series {stage.colour(block)}")
         for block, s in series
     )
 
@@ -181,7 +201,7 @@ def _dots(block: Block, stage: Stage, y: Scale) -> str:
         across, down = stage.x(at_s), y.end + 4 if failed else y(answer.ttft_ms or 0)
         told = f"{block.policy}, {at_s:.1f} s: {_told(answer)}"
         draw = svg.cross if failed else svg.dot
-        drawn[round(across), round(down)] = draw(across, down, colour(block.policy), told)
+        drawn[round(across), round(down)] = draw(across, down, stage.colour(block), told)
     return "".join(drawn.values())
 
 
@@ -231,7 +251,9 @@ def _shades(stage: Stage, bottom: float) -> str:
         told = svg.title(f"{block.policy}, from {start_s:.0f} s for {block.duration_s:.0f} s")
         for kind, top, height in (("strip", TOP - 16, 18), ("shade", TOP + 4, bottom - TOP - 4)):
             place = {"x": left, "y": top, "width": width, "height": height}
-            drawn.append(svg.element("rect", told, **place, class_=f"{kind} {colour(block.policy)}"))
-        if width > 7.5 * len(block.policy):
-            drawn.append(svg.text(block.policy, left + width / 2, TOP - 3, "on-strip", "middle"))
+            drawn.append(svg.element("rect", told, **place, class_=f"{kind} {stage.colour(block)}"))
+        names = (block.policy, block.policy.rpartition("/")[2])
+        fitting = next((name for name in names if width > LETTER * len(name)), None)
+        if fitting is not None:
+            drawn.append(svg.text(fitting, left + width / 2, TOP - 3, "on-strip", "middle"))
     return "".join(drawn)

@@ -13,7 +13,8 @@ from conserve.bench.answers import Answer, Floats, Status, tbts_ms, ttfts_ms
 from conserve.bench.harm import Harm, harm
 
 ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY = "online-only", "non-preemptive", "priority"
-ORDER = ("conserve", ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY)
+CONSERVE = "conserve"
+ORDER = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY)
 SCALES = (1.0, 1.25, 1.5, 2.0)
 LATE_MS = 5.0  # a request sent later than this was held up by the generator
 
@@ -24,7 +25,8 @@ class Block:
 
     `started_s` is on the clock that the blocks share, `answers` and `offline_series`
     (seconds, offline tokens so far) count from there. `iterations` were the engine's, of which `planned` had
-    a time limit and `overruns` exceeded it.
+    a time limit and `overruns` exceeded it; offline rows left `preemptions` of them, with `tokens_redone`
+    tokens, and `tokens_wasted` tokens' worth of computing was thrown away.
     """
 
     policy: str
@@ -36,6 +38,9 @@ class Block:
     planned: int
     overruns: int
     busy_s: float = 0.0  # that the engine spent in iterations
+    preemptions: int = 0
+    tokens_redone: int = 0
+    tokens_wasted: float = 0.0
     offline_series: tuple[tuple[float, int], ...] = ()
 
 
@@ -87,6 +92,16 @@ class Overruns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted:
+    """Iterations that offline rows left, and what that cost; the share is of the offline tokens."""
+
+    count: int
+    tokens_redone: int
+    tokens_wasted: float
+    wasted_share: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ratios:
     """One policy against the others; none where the other was not measured."""
 
@@ -112,6 +127,7 @@ class Outcome:
     attainment: Mapping[str, Attainment]
     engine_busy: float  # share of the time
     overruns: Overruns
+    preempted: Preempted
     late: Lateness
     spread: Mapping[str, Spread | None]
 
@@ -158,9 +174,14 @@ def compare(blocks: Sequence[Block], *, reference: Limits | None = None, seed: i
 
 def by_policy(blocks: Sequence[Block]) -> dict[str, list[Block]]:
     """The blocks of each policy, the policies in the order in which they are shown."""
-    found = {block.policy for block in blocks}
-    names = [*(name for name in ORDER if name in found), *sorted(found - set(ORDER))]
+    names = sorted({block.policy for block in blocks}, key=rank)
     return {name: [block for block in blocks if block.policy == name] for name in names}
+
+
+def rank(name: str) -> tuple[int, str]:
+    """Where a policy is shown: variants of one (`conserve/off`) after it, unknown ones at the end."""
+    policy = name.partition("/")[0]
+    return (ORDER.index(policy) if policy in ORDER else len(ORDER), name)
 
 
 def outcome(blocks: Sequence[Block], reference: Limits | None) -> Outcome:
@@ -181,6 +202,7 @@ def outcome(blocks: Sequence[Block], reference: Limits | None) -> Outcome:
         attainment=attainments(answers, reference),
         engine_busy=sum(block.busy_s for block in blocks) / duration_s,
         overruns=overruns(blocks),
+        preempted=preempted(blocks),
         late=lateness(answers),
         spread=spreads(blocks),
     )
@@ -226,6 +248,17 @@ def overruns(blocks: Sequence[Block]) -> Overruns:
     """Iterations that exceeded their limit."""
     count, planned = sum(block.overruns for block in blocks), sum(block.planned for block in blocks)
     return Overruns(count=count, share=count / planned if planned else None)
+
+
+def preempted(blocks: Sequence[Block]) -> Preempted:
+    """What preemption within iterations did."""
+    wasted, offline = sum(block.tokens_wasted for block in blocks), sum(b.offline_tokens for b in blocks)
+    return Preempted(
+        count=sum(block.preemptions for block in blocks),
+        tokens_redone=sum(block.tokens_redone for block in blocks),
+        tokens_wasted=wasted,
+        wasted_share=wasted / offline if offline > 0 else None,
+    )
 
 
 def spreads(blocks: Sequence[Block]) -> dict[str, Spread | None]:

@@ -1,4 +1,4 @@
-"""Raw numbers on disk: a Parquet row per request."""
+"""Raw numbers on disk: a Parquet row per request, and one per block."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +25,23 @@ SCHEMA = pa.schema(
         ("token_at_ms", pa.list_(pa.float64())),  # milliseconds since the load began, like due_s
         ("status", pa.string()),
         ("detail", pa.string()),
+    ]
+)
+
+BLOCKS = pa.schema(
+    [
+        ("block", pa.int32()),
+        ("policy", pa.string()),
+        ("started_s", pa.float64()),
+        ("duration_s", pa.float64()),
+        ("offline_tokens", pa.int64()),
+        ("iterations", pa.int64()),
+        ("planned", pa.int64()),
+        ("overruns", pa.int64()),
+        ("busy_s", pa.float64()),
+        ("preemptions", pa.int64()),
+        ("tokens_redone", pa.int64()),
+        ("tokens_wasted", pa.float64()),
     ]
 )
 
@@ -55,6 +72,15 @@ def write_blocks(blocks: Sequence[Block], path: Path) -> None:
     """The requests of all blocks, which are numbered in their order; raises OSError."""
     tables = [table(block.answers, policy=block.policy, block=n) for n, block in enumerate(blocks)]
     pq.write_table(pa.concat_tables([SCHEMA.empty_table(), *tables]), path, compression="zstd")
+
+
+def write_counts(blocks: Sequence[Block], path: Path) -> None:
+    """What the engine counted in each block, in their order; raises OSError."""
+    rows = [
+        {"block": n, **{name: getattr(block, name) for name in BLOCKS.names[1:]}}
+        for n, block in enumerate(blocks)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema=BLOCKS), path, compression="zstd")
 
 
 def write_answers(answers: Sequence[Answer], path: Path) -> None:

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
-from conserve.bench.figures import colour, ratio_bars, timeline
+from conserve.bench.figures import SPARE, colours, ratio_bars, timeline
 from conserve.bench.harm import Change, Harm, Interval
-from conserve.bench.measure import LATE_MS, SCALES, Block, Comparison, Limits, Outcome
+from conserve.bench.measure import LATE_MS, ORDER, SCALES, Block, Comparison, Limits, Outcome
 from conserve.bench.svg import figure
 
 HEADER = (
-    *("policy", "requests", "failed", "TTFT P50", "TTFT P99", "TBT P50", "TBT P99", "offline/s"),
-    *("TTFT ratio", "TBT ratio", "offline ratio", "overruns"),
+    *("policy", "requests", "failed", "TTFT P50", "TTFT P99", "TTFT max", "TBT P50", "TBT P99", "offline/s"),
+    *("TTFT ratio", "TBT ratio", "offline ratio", "preemptions", "wasted", "overruns"),
 )
 NOTHING = "-"
 
@@ -26,7 +26,8 @@ class Table(NamedTuple):
 def table_rows(comparison: Comparison) -> Table:
     """A row per policy: latencies in ms, tokens per second, and ratios.
 
-    The ratios are those of the P99s to online-only's and of the tokens to non-preemptive's.
+    The ratios are those of the P99s to online-only's and of the tokens to non-preemptive's; wasted is the share
+    of offline tokens that was computed for rows that then left the iteration.
     """
     rows = []
     for name, outcome in comparison.policies.items():
@@ -41,7 +42,9 @@ def table_rows(comparison: Comparison) -> Table:
                 _cell(ratios.ttft_p99_to_online_only),
                 _cell(ratios.tbt_p99_to_online_only),
                 _cell(ratios.offline_tokens_to_non_preemptive),
-                NOTHING if outcome.overruns.share is None else f"{outcome.overruns.share:.2%}",
+                f"{outcome.preempted.count:,}",
+                _fine_share(outcome.preempted.wasted_share),
+                _fine_share(outcome.overruns.share),
             ]
         )
     return Table([*HEADER], rows)
@@ -110,7 +113,8 @@ def page(
         reference=comparison.reference,
         slo=slo,
         facts=facts or {},
-        colour=colour,
+        colours=colours(comparison.policies),
+        shades=len(ORDER) + SPARE,
         figure=figure,
     )
 
@@ -128,10 +132,10 @@ def _ratio_drawings(comparison: Comparison) -> list[str]:
 
 
 def _latencies(outcome: Outcome) -> list[str]:
+    ttft, tbt = outcome.ttft_ms, outcome.tbt_ms
     return [
-        NOTHING if latencies is None else figure(value)
-        for latencies in (outcome.ttft_ms, outcome.tbt_ms)
-        for value in ((latencies.p50, latencies.p99) if latencies else (0.0, 0.0))
+        *((figure(ttft.p50), figure(ttft.p99), figure(ttft.max)) if ttft else (NOTHING,) * 3),
+        *((figure(tbt.p50), figure(tbt.p99)) if tbt else (NOTHING,) * 2),
     ]
 
 
@@ -141,6 +145,10 @@ def _cell(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1%}"
+
+
+def _fine_share(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2%}"
 
 
 def _receipt(name: str, harm: Harm) -> str:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from conserve.cli.context import Context, engine_flags
 from conserve.cli.serve import harvester_command, milliseconds, server_command
 from conserve.config import Settings
 from conserve.engine.policy.policies import SERVING
+from conserve.engine.policy.preemption import OFF, PREEMPTIONS
 from conserve.errors import EndpointUnusable, SettingsError
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
 EXAMPLE = """
 conserve bench --trace azure_code_2023_10min_bursty.parquet --policies all --preset cpu
 conserve bench --trace azure_conv_2023_10min --policies conserve,online-only --rate 4
+conserve bench --gamma 1,1,512,64 --policies online-only,conserve,conserve/all-offline,conserve/off
 conserve bench --gamma 2,0.5,4096,256 --endpoint http://localhost:8000
 """
-PORT = 8790
+CONSERVE = SERVING[0]  # the policy whose iterations can be preempted
 VOCABULARY = (100, 20_000)  # token ids that prompts are made of
 
 
@@ -52,7 +54,16 @@ def bench(
     on_off: Annotated[
         str | None, typer.Option(metavar="RATE,ON_S,OFF_S,IN,OUT", help="Arrivals that come and go instead.")
     ] = None,
-    policies: Annotated[str, typer.Option(help=f"all, or some of {', '.join(SERVING)}.")] = "all",
+    policies: Annotated[
+        str,
+        typer.Option(
+            help=f"all, or some of {', '.join(SERVING)}; {CONSERVE}/NAME names its preemption: "
+            f"{', '.join((*PREEMPTIONS, OFF))}."
+        ),
+    ] = "all",
+    preemption: Annotated[
+        bool, typer.Option(help="Let offline rows leave an iteration when a live request arrives.")
+    ] = True,
     preset: Annotated[str, typer.Option(help="cpu (two cores, under ten minutes) or full.")] = "full",
     rate: Annotated[
         float | None, typer.Option(help="Requests per second, by stretching the trace's time.")
@@ -95,7 +106,8 @@ def bench(
     context: Context = ctx.obj
     settings = context.settings(model=words[0] if words else None)
     source = make_source(chosen, trace, gamma, on_off, rate, speed, seed)
-    design = make_design(chosen, which(policies), limits(ttft_slo, tbt_slo), slo_scale, seed)
+    names = which(policies, preemption=preemption)
+    design = make_design(chosen, names, limits(ttft_slo, tbt_slo), slo_scale, seed)
     if endpoint is None:
         flags = [*chosen.engine_flags, *engine_flags(settings, words[1:])]
         own = replace(settings, home=folder.absolute() / "store", store=None)  # never the user's queue
@@ -112,13 +124,22 @@ def resized(preset: "Preset", rounds: int | None, block_s: float | None) -> "Pre
     return replace(preset, **changes)  # type: ignore[arg-type]
 
 
-def which(names: str) -> list[str]:
-    """The policies to compare."""
+def which(names: str, *, preemption: bool = True) -> list[str]:
+    """The policies to compare; without preemption `conserve` is `conserve/off`."""
     chosen = list(SERVING) if names == "all" else [name.strip() for name in names.split(",")]
     for name in chosen:
-        if name not in SERVING:
+        policy, slash, variant = name.partition("/")
+        if policy not in SERVING:
             raise SettingsError(f"there is no policy {name!r}; give all, or some of {', '.join(SERVING)}")
-    return chosen
+        if slash and (policy != CONSERVE or variant not in (*PREEMPTIONS, OFF)):
+            variants = ", ".join(f"{CONSERVE}/{known}" for known in (*PREEMPTIONS, OFF))
+            raise SettingsError(f"there is no {name!r}; there are {variants}")
+    return [f"{CONSERVE}/{OFF}" if name == CONSERVE and not preemption else name for name in chosen]
+
+
+def preempts(policies: Sequence[str]) -> bool:
+    """Whether the engine needs what preemption takes: another worker, and no scheduling ahead."""
+    return any(name.partition("/")[0] == CONSERVE and name != f"{CONSERVE}/{OFF}" for name in policies)
 
 
 def limits(ttft_slo: str | None, tbt_slo: str | None) -> "Limits | None":
@@ -137,6 +158,7 @@ def make_design(
     """What is compared, and how long."""
     from conserve.bench.compare import Design
     from conserve.bench.measure import ONLINE_ONLY
+    from conserve.engine.vllm.pacing import PREEMPTION
 
     if slo_scale <= 0:
         raise SettingsError(f"--slo-scale {slo_scale:g} is no SLO; give a number above 0")
@@ -151,6 +173,7 @@ def make_design(
         slo=slo,
         slo_scale=slo_scale,
         seed=seed,
+        preemption=PREEMPTION,
         load_cores=preset.other_cores,
     )
 
@@ -218,6 +241,8 @@ async def on_server(endpoint: str, settings: Settings, source: "Source", design:
     endpoint = endpoint.rstrip("/").removesuffix("/v1")
     deployment = Deployment(endpoint, api_key=settings.api_key)
     before = await deployment.regime()
+    if CONSERVE in design.policies and (why := await deployment.why_not_preempted()):
+        output.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")
     target = Target(
         base_url=endpoint, model=await deployment.model(), api_key=settings.api_key, vocab_range=VOCABULARY
     )
@@ -238,11 +263,23 @@ async def on_own_server(
     design: "Design",
 ) -> list["Block"]:
     """Start a server and a harvester with offline rows of its own, and compare on it."""
-    url = f"http://127.0.0.1:{PORT}"
+    port = free_port()
     enqueue_rows(settings, preset, design.seed)
-    async with serving(settings, profiles, flags, preset, url) as service:
+    preemption = {} if preempts(design.policies) else {"preemption": OFF}
+    section = {"policy": "online-only", "profile": None, "profiles": str(profiles), "control": True}
+    async with serving(settings, {**section, **preemption}, flags, preset, port) as service:
         pin(service, preset)
-        return await on_server(url, settings, source, design)
+        return await on_server(f"http://127.0.0.1:{port}", settings, source, design)
+
+
+def free_port() -> int:
+    """One that nobody has: two comparisons on one machine must not change each other's policy."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number: int = probe.getsockname()[1]
+        return number
 
 
 def enqueue_rows(settings: Settings, preset: "Preset", seed: int) -> None:
@@ -271,18 +308,13 @@ def enqueue_rows(settings: Settings, preset: "Preset", seed: int) -> None:
 
 @asynccontextmanager
 async def serving(
-    settings: Settings, profiles: Path, flags: list[str], preset: "Preset", url: str
+    settings: Settings, section: dict[str, Any], flags: list[str], preset: "Preset", port: int
 ) -> AsyncIterator["Service"]:
     """The service while it runs; Ctrl-C stops it in order."""
     from conserve.engine.service import Service
 
-    section = {
-        "policy": "online-only",
-        "profile": None,
-        "profiles": str(profiles),
-        "control": True,
-    }
-    server = server_command(settings, section, [*flags, "--host", "127.0.0.1", "--port", str(PORT)], PORT)
+    url = f"http://127.0.0.1:{port}"
+    server = server_command(settings, section, [*flags, "--host", "127.0.0.1", "--port", str(port)], port)
     server = replace(server, environment={**server.environment, **preset.environment})
     window = ["--window", str(preset.offline_window)] if preset.offline_window else []
     harvester = harvester_command(settings, url, *window)
@@ -327,6 +359,7 @@ def report(blocks: Sequence["Block"], design: "Design", folder: Path, *, as_json
     comparison = compare(placed, seed=design.seed)
     document = {**comparison.document(), "design": facts(design)}
     raw.write_blocks(placed, folder / "answers.parquet")
+    raw.write_counts(placed, folder / "blocks.parquet")
     (folder / "comparison.json").write_text(json.dumps(document, indent=2))
     page = reports.page(comparison, placed, slo=comparison.reference, facts=facts(design))
     (folder / "page.html").write_text(page)
@@ -362,6 +395,7 @@ def facts(design: "Design") -> dict[str, str]:
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "version": __version__,
         "policies": ", ".join(design.policies),
+        **({"preemption": design.preemption} if CONSERVE in design.policies else {}),
         "blocks": f"{design.rounds} of {design.block_s:g} s",
         "seed": str(design.seed),
         "SLO": "given" if design.slo else f"{design.slo_scale:g} x online-only's P99s",

@@ -38,7 +38,7 @@ def unanswered(error: Exception) -> str:
 
 
 def lines(servers: list[dict[str, Any]]) -> list[str]:
-    """Both sides of each server, a line each."""
+    """Both sides of each server and what passes between them, a line each."""
     shown: list[str] = []
     for server in servers:
         if "error" in server:
@@ -50,8 +50,25 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             f"  online   TTFT {pair(online['ttft_ms'], slo['ttft_ms'])}, "
             f"TBT {pair(online['tbt_ms'], slo['tbt_ms'])}, {attained(online['attainment'])}",
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
+            *preempted(server.get("preemption"), offline["tokens"]),
         ]
     return [*shown, ""] if shown else []
+
+
+def preempted(said: dict[str, Any] | None, offline_tokens: float) -> list[str]:
+    """What became of iterations that were under way when live requests arrived; a line, or none."""
+    if said is None:
+        return []
+    if said["policy"] == "off":
+        return [f"  no preemption: {said['why_off']}" if said["why_off"] else "  no preemption"]
+    redone, p99_ms = said["tokens_redone"], said["reaction_ms"]["p99"]
+    parts = [output.count(said["preemptions"], "preemption")]
+    if redone:
+        share = f" ({redone / offline_tokens:.1%} of offline tokens)" if offline_tokens else ""
+        parts.append(output.count(redone, "token") + " redone" + share)
+    if p99_ms is not None:
+        parts.append(f"reaction P99 {p99_ms:,.0f} ms")
+    return [f"  since the start {', '.join(parts)}"]
 
 
 def pair(latency: dict[str, float | None], slo_ms: float | None) -> str:

@@ -15,6 +15,7 @@ from conserve.cli import exits, output
 from conserve.cli.context import Context, engine_flags
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.policies import SERVING
+from conserve.engine.policy.preemption import OFF
 from conserve.errors import SettingsError
 from conserve.jobs.services import announce
 
@@ -48,6 +49,9 @@ def serve(
     policy: Annotated[
         str, typer.Option(help=f"How the two share the engine: {', '.join(SERVING)}.")
     ] = SERVING[0],
+    preemption: Annotated[
+        bool, typer.Option(help="Let offline rows leave an iteration when a live request arrives.")
+    ] = True,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -62,7 +66,9 @@ def serve(
     harvest: Annotated[bool, typer.Option(help="Drain the job queue of this store.")] = True,
     allow_control: Annotated[
         bool,
-        typer.Option("--allow-control", help="Let clients change policy and SLO over HTTP (conserve bench)."),
+        typer.Option(
+            "--allow-control", help="Let clients change policy, preemption and SLO (conserve bench)."
+        ),
     ] = False,
 ) -> None:
     """Serve a model like vllm serve, and run queued rows whenever live requests leave time.
@@ -86,6 +92,8 @@ def serve(
         "profiles": str(settings.profiles_folder),
         "control": allow_control,
     }
+    if not preemption or not (policy == SERVING[0] or allow_control):  # others never preempt
+        section["preemption"] = OFF
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
     require_free(host, port)
@@ -127,10 +135,10 @@ def require_free(host: str, port: int) -> None:
 
 def refuse_ours(flags: list[str]) -> None:
     """Raise for flags of vLLM that `conserve serve` decides, or that it cannot watch over."""
-    ours = ("--scheduler-cls", "--scheduling-policy", "--additional-config")
+    ours = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
     others = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
     for flag in flags:
-        name = flag.split("=")[0]
+        name = flag.split("=")[0].replace("_", "-")
         if name in ours:
             raise SettingsError(
                 f"{name} is set by conserve serve; leave it out, or start vllm serve yourself"
@@ -199,7 +207,7 @@ async def supervise(service: "Service", settings: Settings, section: dict[str, A
 
     async def on_ready() -> None:
         output.say(f"serving {settings.model} at {url} after {output.duration(time.monotonic() - begun)}")
-        for warning in await too_tight(settings, section, url):
+        for warning in await warnings(settings, section, url):
             output.say(warning)
 
     with announce(settings, url):
@@ -207,16 +215,29 @@ async def supervise(service: "Service", settings: Settings, section: dict[str, A
     return exits.DONE
 
 
-async def too_tight(settings: Settings, section: dict[str, Any], url: str) -> list[str]:
-    """What to say of an SLO that the model cannot keep even alone."""
+async def warnings(settings: Settings, section: dict[str, Any], url: str) -> list[str]:
+    """What to say once the server serves: of an SLO that cannot be kept, of preemption that cannot be."""
     import httpx
 
     headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     try:
         async with httpx.AsyncClient(timeout=10.0, trust_env=False, headers=headers) as client:
-            alone = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()["alone"]
+            said = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()
+            return [*too_tight(said["alone"], section), *not_preempted(said["preemption"], section)]
     except (httpx.HTTPError, KeyError, ValueError):
         return ["the server does not say how it does; is another plug-in in its way?"]
+
+
+def not_preempted(preemption: dict[str, Any], section: dict[str, Any]) -> list[str]:
+    """What to say of iterations that rows cannot leave although they were to."""
+    why = preemption["why_off"]
+    if not why or section.get("preemption") == OFF:
+        return []
+    return [f"live requests wait for the iteration under way, which rows cannot leave: {why}"]
+
+
+def too_tight(alone: dict[str, Any] | None, section: dict[str, Any]) -> list[str]:
+    """What to say of an SLO that the model cannot keep even alone."""
     if not alone:
         return []
     found = []

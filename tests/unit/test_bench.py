@@ -12,16 +12,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from conserve.bench import raw, report, svg, traces
 from conserve.bench.answers import Answer, Status
+from conserve.bench.compare import Design
+from conserve.bench.deployment import Counters, Deployment
+from conserve.bench.figures import colours
 from conserve.bench.load import Plan, Target, play, play_apart, prompt_ids, request_body
 from conserve.bench.measure import Block, Limits, attainment, compare, lateness
 from conserve.bench.traces import Arrival, Trace
-from conserve.errors import ConserveError, InputError
+from conserve.cli.bench import facts, preempts, which
+from conserve.engine.policy.preemption import OFF, PREEMPTIONS
+from conserve.errors import ConserveError, EndpointUnusable, InputError, SettingsError
 from tests.conftest import WriteInput
 
 AZURE_CODE = "azure_code_2023_10min_bursty.parquet"
@@ -516,6 +522,179 @@ def test_raw_numbers_survive_the_disk(tmp_path: Path) -> None:
         assert (read.due_s, read.status, read.ttft_ms) == pytest.approx(
             (written.due_s, written.status, written.ttft_ms)
         )
+
+
+def test_counts_of_blocks_survive_the_disk(tmp_path: Path) -> None:
+    blocks = [*four_policies(), block("conserve/off", [], preemptions=2, tokens_redone=30, tokens_wasted=7.5)]
+    raw.write_counts(blocks, tmp_path / "blocks.parquet")
+    rows = pq.read_table(tmp_path / "blocks.parquet").to_pylist()
+    assert [row["block"] for row in rows] == [0, 1, 2, 3, 4]
+    last = {"policy": "conserve/off", "preemptions": 2, "tokens_redone": 30, "tokens_wasted": 7.5}
+    assert rows[-1].items() >= last.items()
+    assert (rows[0]["offline_tokens"], rows[0]["preemptions"]) == (800, 0)
+
+
+def test_what_preemption_cost_is_pooled_and_shown_next_to_the_worst_case() -> None:
+    blocks = four_policies()
+    more = {"preemptions": 3, "tokens_redone": 30, "tokens_wasted": 2.0, "offline_tokens": 200}
+    blocks += [block("conserve", [answer(250.0)], **more), block("conserve", [answer(1.0)], **more)]
+    comparison = compare(blocks)
+    found = comparison.document()["policies"]["conserve"]["preempted"]
+    assert found == {"count": 6, "tokens_redone": 60, "tokens_wasted": 4.0, "wasted_share": 4 / 1200}
+    table = report.table_rows(comparison)
+    shown = dict(zip(table.header, table.rows[0], strict=True))
+    assert (shown["TTFT max"], shown["preemptions"], shown["wasted"]) == ("250", "6", "0.33%")
+    assert dict(zip(table.header, table.rows[1], strict=True))["wasted"] == "-"  # nothing offline
+
+
+# Variants of conserve
+
+
+VARIANTS = [f"conserve/{name}" for name in (*PREEMPTIONS, OFF)]
+
+
+def test_policies_are_named_with_their_preemption() -> None:
+    assert which("all") == ["conserve", "online-only", "non-preemptive", "priority"]
+    assert which(" online-only, " + ",".join(VARIANTS)) == ["online-only", *VARIANTS]
+    assert which("online-only,conserve,conserve/prompt", preemption=False) == [
+        "online-only",
+        "conserve/off",
+        "conserve/prompt",
+    ]
+    for wrong in ("conserve/", "conserve/now", "priority/off", "fair"):
+        with pytest.raises(SettingsError, match="there is no"):
+            which(wrong)
+
+
+def test_the_engine_is_prepared_for_preemption_where_a_policy_needs_it() -> None:
+    assert preempts(["online-only", "conserve"])
+    assert preempts(["conserve/off", "conserve/never"])
+    assert not preempts(["online-only", "priority", "conserve/off"])
+
+
+def test_facts_say_what_plain_conserve_was() -> None:
+    design = Design(policies=["conserve", "conserve/off"], rounds=1, block_s=1.0, preemption="prompt")
+    assert facts(design)["preemption"] == "prompt"
+    assert facts(design)["policies"] == "conserve, conserve/off"
+
+
+def test_variants_stand_after_their_policy_in_colours_of_their_own() -> None:
+    blocks = [block(name, []) for name in ("zz", *VARIANTS, "priority", "conserve", "online-only")]
+    names = list(compare(blocks).policies)
+    assert names == ["conserve", *sorted(VARIANTS), "online-only", "priority", "zz"]
+    shown = colours(names)
+    assert len(set(shown.values())) == len(names)
+    assert (shown["conserve"], shown["online-only"], shown["priority"]) == ("p0", "p1", "p3")
+    assert colours(["conserve/off", "conserve/prompt"]) == {"conserve/off": "p0", "conserve/prompt": "p4"}
+    page = report.page(compare(blocks), blocks)
+    assert len(drawings(page)) == 4
+    for name, colour in shown.items():
+        assert f'<span class="key {colour}"></span>{name}<' in page
+        assert f"svg .{colour} {{" in page
+
+
+REPORT: dict[str, Any] = {
+    "policy": "conserve",
+    "slo": {"ttft_ms": 9.0, "tbt_ms": None},
+    "offline": {"tokens": 7},
+    "iterations": 5,
+    "planned": 4,
+    "overruns": 1,
+    "busy_s": 0.5,
+}
+SECTION: dict[str, Any] = {
+    "policy": "all-offline",
+    "why_off": None,
+    "preemptions": 3,
+    "tokens_redone": 40,
+    "tokens_wasted": 1.5,
+}
+
+
+class CoServer:
+    """Answers `/v1/conserve` and keeps what it was sent."""
+
+    def __init__(self, preemption: dict[str, Any] | None, *, why_off: str | None = None) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self._report = dict(REPORT) if preemption is None else {**REPORT, "preemption": dict(preemption)}
+        self._why_off = why_off
+        if why_off:
+            self._report["preemption"] |= {"policy": "off", "why_off": why_off}
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            self.sent.append(json.loads(request.content))
+            if "preemption" in self.sent[-1] and not self._why_off:
+                self._report["preemption"]["policy"] = self.sent[-1]["preemption"]
+        return httpx.Response(200, json=self._report)
+
+
+def deployed(server: CoServer) -> Deployment:
+    return Deployment("http://host", transport=httpx.MockTransport(server))
+
+
+def test_every_block_says_policy_and_preemption_and_the_end_restores_them() -> None:
+    server = CoServer(SECTION)
+
+    async def go() -> None:
+        deployment = deployed(server)
+        before = await deployment.regime()
+        for name in ("conserve/just-enough", "online-only", "conserve", "conserve/off"):
+            await deployment.follow(name, Limits(5.0, 6.0), preemption="prompt")
+        await deployment.restore(before)
+        await deployment.close()
+
+    asyncio.run(go())
+    assert [(sent["policy"], sent["preemption"]) for sent in server.sent] == [
+        ("conserve", "just-enough"),
+        ("online-only", "prompt"),
+        ("conserve", "prompt"),
+        ("conserve", "off"),
+        ("conserve", "all-offline"),
+    ]
+    assert server.sent[0]["slo"] == {"ttft_ms": 5.0, "tbt_ms": 6.0}
+    assert server.sent[-1]["slo"] == REPORT["slo"]
+
+
+def test_a_server_that_knows_no_preemption_is_not_asked_for_it() -> None:
+    server = CoServer(None)
+
+    async def go() -> None:
+        deployment = deployed(server)
+        counters = await deployment.follow("conserve", preemption="prompt")
+        assert (counters.preemptions, counters.tokens_redone, counters.tokens_wasted) == (0, 0, 0)
+        await deployment.follow("conserve/off", preemption="prompt")
+        with pytest.raises(EndpointUnusable, match="cannot run conserve/never"):
+            await deployment.follow("conserve/never")
+        assert await deployment.why_not_preempted() == "the server is too old"
+        await deployment.restore(await deployment.regime())
+        await deployment.close()
+
+    asyncio.run(go())
+    assert all("preemption" not in sent for sent in server.sent)
+
+
+def test_a_variant_that_the_engine_cannot_run_is_refused_and_says_why() -> None:
+    async def go() -> None:
+        deployment = deployed(CoServer(SECTION, why_off="the pipeline is parallel"))
+        await deployment.follow("conserve", preemption="prompt")
+        await deployment.follow("conserve/off", preemption="prompt")
+        assert await deployment.why_not_preempted() == "the pipeline is parallel"
+        with pytest.raises(EndpointUnusable, match=r"preemption is off \(the pipeline is parallel\)"):
+            await deployment.follow("conserve/all-offline")
+        await deployment.close()
+
+    asyncio.run(go())
+
+
+def test_a_block_counts_what_its_time_added() -> None:
+    first = Counters.of({**REPORT, "preemption": SECTION})
+    last = Counters.of({**REPORT, "busy_s": 2.0, "preemption": {**SECTION, "preemptions": 10}})
+    added = last.since(first)
+    assert added["preemptions"] == 7
+    assert added["busy_s"] == 1.5
+    assert added["tokens_redone"] == added["offline_tokens"] == 0
+    assert Block(policy="conserve", started_s=0.0, duration_s=1.0, answers=(), **added).preemptions == 7
 
 
 # Reports

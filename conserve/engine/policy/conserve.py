@@ -10,6 +10,7 @@ from conserve.engine.policy.view import View
 from conserve.profiles.batch import Batch, Slice
 
 LARGEST_LOSS = 0.1  # of throughput, to iterations being shorter than they could be
+LEAST_LOSS = 0.02  # the same, where only the time of a layer speaks for short ones
 LEAST_ARRIVALS_PER_S = 1 / 60  # where none were seen for a minute
 
 
@@ -34,11 +35,13 @@ def arrival_limit_ms(view: View) -> float:
     if view.slo.ttft_ms == inf:
         return inf
     smallest_ms = view.model.predict(Batch.of([Slice(1, 0, True)]))  # a fit may have no constant at all
+    if view.resumable:  # nobody waits for it, and nothing is lost by ending it
+        return smallest_ms / LEAST_LOSS
     return cheapest_ms(view, smallest_ms) if view.preemptible else bearable_ms(view, smallest_ms)
 
 
 def cheapest_ms(view: View, smallest_ms: float) -> float:
-    """For iterations that can be preempted: the length that costs the least throughput.
+    """For iterations that begin anew once they were preempted: the length that costs the least throughput.
 
     A shorter one loses more to the constant part that every iteration has, a longer one loses more when an
     arrival ends it half-way: Young's optimum sqrt(2 * constant * time between arrivals) ("A first order

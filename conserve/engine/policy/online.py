@@ -5,6 +5,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from conserve.engine.policy.composer import Composer
+from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import Candidate, Slo, View
 
 
@@ -40,6 +41,8 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
             return OnlineShare(False, limit_ms, victims)
         if not request.answered:
             first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
+    if view.preemptible and first_tokens_ms < inf:  # who waits for a first token waits for nothing else
+        first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + PATIENCE * view.slo.ttft_ms)
     return OnlineShare(composer.free_blocks >= 0, min(limit_ms, first_tokens_ms), victims)
 
 

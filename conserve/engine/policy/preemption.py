@@ -18,7 +18,7 @@ class UnderWay:
 
     batch: Batch  # everybody in it
     rows: Sequence[Slice]  # offline rows that may leave it, the first to leave first
-    separable: bool  # rows can leave while others go on; otherwise all leave, online rows too
+    separable: bool  # rows leave alone and go on later where they left; else all leave, and begin anew
     elapsed_ms: float
 
     @property
@@ -122,6 +122,8 @@ def prompts_ms(arrivals: Arrivals, model: LatencyModel) -> float:
 
 def thrown_away(under_way: UnderWay, model: LatencyModel) -> float:
     """Tokens' worth of computing that is lost if all rows leave now."""
+    if under_way.separable:
+        return 0.0
     whole_ms = model.predict(under_way.batch)
     done = min(1.0, under_way.elapsed_ms / whole_ms) if whole_ms > 0 else 1.0
     return done * sum(row.tokens for row in under_way.rows)

@@ -47,6 +47,7 @@ class View:
     prompt_tokens: int = 0  # of a typical online request of late
     arrivals_per_s: float = 0.0  # of online requests of late
     preemptible: bool = False  # offline rows can leave the iteration for those who arrive while it runs
+    resumable: bool = False  # and go on later where they left
     max_tokens: int  # of one iteration
     free_slots: int  # sequences that could be added to those running
     reserved_slots: int = (

@@ -90,6 +90,7 @@ INTERNALS = {
     "vllm.{general,endpoint}_plugins": "the entry points through which vLLM loads us",
     "vllm.v1.engine.core.EngineCore.conserve": "added: a utility call that asks our scheduler",
     "AsyncLLM.engine_core.call_utility_async": "makes that call from the API server",
+    "vllm.v1.metrics.prometheus.get_prometheus_registry": "/metrics is vLLM's and our metrics, one after the other",
     "GenerateBaseServing._get_priority": "wrapped: the flex tier is offline",
     "AsyncLLM.generate": "wrapped: requests that bring saved tokens",
     "AsyncLLM.input_processor.generation_config_fields": "the model's own stop tokens, to read saved tokens",

@@ -38,6 +38,12 @@ def parse_flags(model: str, flags: Sequence[str]) -> AsyncEngineArgs:
         _refuse(str(error))
 
 
+def synchronous(flags: Sequence[str]) -> list[str]:
+    """A server's default beside these flags: an iteration that is scheduled ahead cannot be preempted."""
+    named = {flag.split("=")[0].replace("_", "-") for flag in flags}
+    return [] if named & {"--async-scheduling", "--no-async-scheduling"} else ["--no-async-scheduling"]
+
+
 def _refuse(message: str) -> NoReturn:
     sentence = message.strip().splitlines()[0] if message.strip() else "it cannot be read"
     raise SettingsError(f"vLLM does not take these engine flags: {sentence}")

@@ -53,6 +53,7 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
         prompt_tokens=typical,
         arrivals_per_s=traffic.arrivals_per_s(now=moment),
         preemptible=scheduler.preemptions.on,
+        resumable=scheduler.preemptions.on and scheduler.preemptions.separable,
         max_tokens=scheduler.max_num_scheduled_tokens,
         free_slots=scheduler.max_num_running_reqs - len(scheduler.running),
         reserved_slots=min(expected, scheduler.max_num_running_reqs // 2),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import conserve
 from conserve.engine.policy.policies import SERVING
+from conserve.engine.policy.preemption import OFF, PREEMPTIONS
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.parent import follow_parent
 from conserve.engine.vllm.compat import SUPPORTED_VERSION, installed_engine
@@ -144,7 +145,7 @@ async def resumed(
 
 
 class Surface:
-    """The route of docs/design.md: how the scheduler does, and another policy while it runs."""
+    """The routes of docs/design.md: how the scheduler does, also at /metrics, and another policy meanwhile."""
 
     name = "conserve"
     required_tasks = ("generate",)
@@ -153,6 +154,9 @@ class Surface:
         """Add the routes."""
         app.add_route(PATH, show, methods=["GET"])
         app.add_route(PATH, change, methods=["POST"])
+        from conserve.engine.vllm.metrics import Metrics
+
+        Metrics(scheduler_says).attach(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Before the server takes requests: see what generates the tokens, and learn its times if need be."""
@@ -186,20 +190,23 @@ async def show(request: Request) -> Response:
 
 
 async def change(request: Request) -> Response:
-    """Another policy or SLO from now on; only where the engine was started to allow it (`conserve bench`)."""
+    """Another policy, preemption or SLO; only where the engine was started to allow it (`conserve bench`)."""
     config = request.app.state.engine_client.vllm_config
     if not config.additional_config.get(SECTION, {}).get("control"):
         return reply({"error": {"message": "this engine keeps its policy and its SLO"}}, 403)
     try:
         wanted = json.loads(await request.body())
         policy, slo = wanted.get("policy", SERVING[0]), wanted.get("slo", {})
-        known = policy in SERVING and set(wanted) <= {"policy", "slo"} and set(slo) <= {"ttft_ms", "tbt_ms"}
+        preemption = wanted.get("preemption", OFF)
+        known = set(wanted) <= {"policy", "preemption", "slo"} and set(slo) <= {"ttft_ms", "tbt_ms"}
+        known = known and policy in SERVING and preemption in (*PREEMPTIONS, OFF)
         positive = all(value is None or value > 0 for value in slo.values())
     except (ValueError, TypeError, AttributeError):
         known = positive = False
     if not known or not positive:
-        example = '{"policy": "online-only", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
-        return reply({"error": {"message": f"send e.g. {example}; policies are {', '.join(SERVING)}"}}, 400)
+        example = '{"policy": "conserve", "preemption": "off", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
+        names = f"policies are {', '.join(SERVING)}; preemptions are {', '.join((*PREEMPTIONS, OFF))}"
+        return reply({"error": {"message": f"send e.g. {example}; {names}"}}, 400)
     return await answer(request, wanted)
 
 

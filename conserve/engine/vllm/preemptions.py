@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.request import Request
 
@@ -26,8 +26,8 @@ from conserve.engine.vllm.stamp import Outcome, Stamp, put
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
-SHRINK_AFTER = 2  # preemptions in a row, after each of which a row's next chunk is half of the last
-SHELTER_AFTER = 4  # preemptions in a row, after which a row stays whoever arrives
+SHRINK_AFTER = 4  # preemptions in a row, after each of which a row's next chunk is half of the last
+SHELTER_AFTER = 8  # preemptions in a row, after which a row stays whoever arrives
 REACTION_SHARE = 0.005  # of the TTFT promise between two safepoints
 LARGEST_STEP = 8  # layers between two safepoints
 FORGET_S = 10.0  # after which an arrival that never reached the scheduler is no longer expected
@@ -45,6 +45,13 @@ class Running:
     rows: Sequence[Slice]
     asked: int = 0  # of them, to leave
     raised_at: float = 0.0  # monotonic seconds
+
+
+class Kept(NamedTuple):
+    """What a row that has left need not compute again."""
+
+    tokens: int
+    share: float  # of the layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,8 @@ class Preemptions:
         self._running: Running | None = None
         self._expected: dict[str, Expected] = {}
         self._in_a_row: dict[str, int] = {}  # preemptions of a row since it last computed anything
-        self._caps: dict[str, int] = {}  # tokens of the next chunk of those with several
+        self._caps: dict[str, int] = {}  # tokens of the next chunk of rows that have left
+        self._kept: dict[str, Kept] = {}  # rows that go on where they left
         self._reactions_ms: deque[float] = deque(maxlen=REMEMBERED)
         self._model: LatencyModel | None = None
         self._slo = Slo()
@@ -95,7 +103,7 @@ class Preemptions:
             self.policy = PREEMPTIONS[name]() if name != OFF else None
 
     def cap(self, request: str) -> int | None:
-        """The most tokens that the next chunk of a row should have that was preempted again and again."""
+        """The most tokens that the next chunk of a row should have, if it has left an iteration."""
         return self._caps.get(request)
 
     # In the main thread.
@@ -153,34 +161,54 @@ class Preemptions:
         with self._lock:
             running, self._running = self._running, None
         if outcome is None or running is None:
+            for name in tokens:  # an iteration without safepoints
+                self._caps.pop(name, None)
+                self._kept.pop(name, None)
             return frozenset()
         self.separable = outcome.separable
         self.layers = outcome.layers
-        for name in running.names:
-            if name not in outcome.left:
-                self._in_a_row.pop(name, None)
-                self._caps.pop(name, None)
+        for name in tokens.keys() - outcome.left:
+            self._in_a_row.pop(name, None)
+            self._caps.pop(name, None)
+            self._kept.pop(name, None)
         if not outcome.left:
             return outcome.left
-        redone = sum(tokens.get(name, 0) for name in outcome.left)
         self.preemptions += 1
         self.abandoned += len(outcome.left) == len(tokens)
         self.rows_left += len(outcome.left)
         self.layers_run += outcome.layers_run
-        self.tokens_redone += redone
-        self.tokens_wasted += redone * outcome.layers_run / max(1, outcome.layers)
         self._reactions_ms.append((time.monotonic() - running.raised_at) * 1e3)
+        share = outcome.layers_run / max(1, outcome.layers)
         for name in outcome.left:
             times = self._in_a_row[name] = self._in_a_row.get(name, 0) + 1
-            if times >= SHRINK_AFTER:
-                self._caps[name] = max(1, tokens.get(name, 1) // 2)
+            chunk = tokens[name]
+            following = max(1, chunk // 2) if times >= SHRINK_AFTER else chunk
+            if name in outcome.kept:
+                self._kept[name], self._caps[name] = Kept(following, share), following
+                self._count_redone(chunk - following, share)
+            else:
+                self._count_redone(chunk, share)
+                if times >= SHRINK_AFTER:
+                    self._caps[name] = following
         return outcome.left
+
+    def _count_redone(self, tokens: int, share: float) -> None:
+        if share:  # who left before the first layer had computed nothing
+            self.tokens_redone += tokens
+            self.tokens_wasted += tokens * share
+
+    def lost_memory(self, request: str) -> None:
+        """The row's KV blocks are gone, and what it would have gone on from with them."""
+        if (kept := self._kept.pop(request, None)) is not None:
+            self._count_redone(*kept)
+            self._caps.pop(request, None)
 
     def forget(self, request: str) -> None:
         """The request is gone."""
         self._expected.pop(request, None)
         self._in_a_row.pop(request, None)
         self._caps.pop(request, None)
+        self._kept.pop(request, None)
 
     def close(self) -> None:
         """Remove the flag."""

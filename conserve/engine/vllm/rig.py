@@ -25,7 +25,7 @@ from conserve.engine.vllm.environment import (
     quiet_warnings,
     why_not_started,
 )
-from conserve.engine.vllm.flags import parse_flags
+from conserve.engine.vllm.flags import parse_flags, synchronous
 from conserve.engine.vllm.launch import on_thread, output_to
 from conserve.engine.vllm.profile_key import key_of, limits_of
 from conserve.errors import ConserveError, EndpointUnusable, ProfilingFailed
@@ -62,7 +62,8 @@ class EngineRig:
         path = resolve_model(model, cache_dir)
         prepare_environment(offline=Path(path).exists(), served=served)
         quiet_warnings()
-        arguments = parse_flags(path, [*engine_flags, "--worker-extension-cls", PROBE])
+        defaults = synchronous(engine_flags) if served else []
+        arguments = parse_flags(path, [*defaults, *engine_flags, "--worker-extension-cls", PROBE])
         log = engine_log()
         log.capture_loggers()
         log.mark()

@@ -1,79 +1,106 @@
-"""Rows that leave a forward pass in the middle of it, while the others go on (eager mode).
+"""Rows that leave a forward pass between two layers, and join a later one where they left (eager mode).
 
-Before a layer, everything that has one entry a token is cut down to the tokens that stay: the hidden states that
-go from layer to layer, the positions that every layer gets anew, and the attention metadata that the layers share.
+A layer takes hidden states of some tokens and returns them for the next. So which tokens are in the pass may
+change from layer to layer: everything with one entry a token is cut down when rows leave and filled up when rows
+join, and the attention metadata that the layers share is built anew for those who are in. What a row takes along
+is its input to the layer that it did not run; the keys and values of the layers before lie in its KV blocks.
 After the last layer the hidden states get their full size back, so that vLLM's sampler finds its rows where they
-were; what it samples for those that left is thrown away.
+were.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 
-from conserve.engine.vllm.stamp import Stamp
+from conserve.engine.runtime.safepoint import EVERYBODY
+from conserve.engine.vllm.safepoints import Abandoned, Safepoints
+
+Key = int | str  # of a layer's argument: its place or its name
 
 
-class LeavingRows:
-    """Implements `safepoints.Rows` on vLLM's model runner (V1)."""
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """What a row needs to go on where it left."""
 
-    def __init__(self, runner: Any, layers: int) -> None:
-        self.left = 0
-        self.names: frozenset[str] = frozenset()  # of those that left
+    layer: int  # that it runs next
+    start: int  # tokens of the request computed before
+    tokens: int  # of the chunk
+    inputs: Mapping[Key, torch.Tensor]  # (tokens, ...) each: hidden states, residual
+
+
+class Rows:
+    """The rows of vLLM's model runner (V1), while the decoder layers run."""
+
+    def __init__(self, runner: Any, safepoints: Safepoints) -> None:
+        self.left: frozenset[str] = frozenset()  # who left this iteration
+        self.joined = 0  # rows that began in the middle
+        self.busy = False  # the next pass is watched
         self._runner = runner
-        self._last = layers - 1
-        self._stamp: Stamp | None = None
-        self._tokens = 0  # of the whole batch
-        self._kept: torch.Tensor | None = None  # indices of the tokens that stay, (kept tokens,)
-        self._cuts: dict[int, torch.Tensor] = {}  # number of tokens in a tensor -> which of them stay
-        self._metadata: dict[int, Any] = {}  # by id() of the attention group: what its metadata was made from
+        self._safepoints = safepoints
+        self._suspended: dict[str, Suspended] = {}
+        self._joining: dict[int, list[str]] = {}  # layer -> who goes on there
+        self._absent: set[str] = set()  # who has left, or is yet to join
+        self._in: torch.Tensor | None = None  # tokens in the pass, (tokens in,), ascending; None for all
+        self._total = 0  # tokens of the iteration
+        self._outputs = 0  # that a layer returns as a tuple; 0 for a tensor
+        self._metadata: dict[int, Any] = {}  # by id() of the attention group: what its metadata is made from
         for group in groups_of(runner):
             self._remember(group)
 
-    def begin(self, stamp: Stamp, tokens: int) -> None:
-        """An iteration with so many tokens begins, with everybody in it."""
-        self.left, self.names, self._kept = 0, frozenset(), None
-        self._stamp, self._tokens = stamp, tokens
+    def begin(self, output: Any, *, watched: bool) -> None:
+        """An iteration begins; who finished or lost its memory will not go on."""
+        if self._suspended:
+            gone = [*output.finished_req_ids, *output.scheduled_cached_reqs.resumed_req_ids]
+            for name in [*gone, *(new.req_id for new in output.scheduled_new_reqs)]:
+                self._suspended.pop(name, None)
+        self.left, self.joined = frozenset(), 0
+        self._joining, self._absent, self._in = {}, set(), None
+        self._total = output.total_num_scheduled_tokens
+        self.busy = watched or not self._suspended.keys().isdisjoint(output.num_scheduled_tokens)
 
-    def leave(self, rows: int) -> bool:
-        """Cut the batch down; False if nobody would be left."""
-        assert self._stamp is not None
-        runner = self._runner
-        names = frozenset(self._stamp.rows[:rows])
-        requests: list[str] = runner.input_batch.req_ids
-        kept = [index for index, name in enumerate(requests) if name not in names]
-        if not kept:
-            return False
-        starts = runner.query_start_loc.np
-        tokens = torch.from_numpy(np.concatenate([np.arange(starts[i], starts[i + 1]) for i in kept]))
-        self._rebuild_metadata(torch.tensor(kept), tokens)
-        before, self._kept = self._kept, tokens.to(runner.device)
-        self._cuts = {self._tokens: self._kept}
-        if before is not None:  # others have left before these
-            self._cuts[len(before)] = torch.searchsorted(before, self._kept)
-        for index, name in enumerate(requests):
-            if name in names:
-                runner.discard_request_mask.np[index] = True
-        self.left, self.names = rows, names
-        return True
+    @property
+    def suspended(self) -> frozenset[str]:
+        """Who can go on where it left."""
+        return frozenset(self._suspended)
 
-    def on_those_left(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-        """The layer's forward on the tokens that stay."""
+    def end(self, scheduled: Iterable[str]) -> None:
+        """The pass is over: who ran all layers starts the next chunk from the first."""
+        self.busy = False
+        for name in scheduled:
+            if name not in self.left:
+                self._suspended.pop(name, None)
 
-        def cut(*args: Any, **kw: Any) -> Any:
-            if self._kept is None:
-                return forward(*args, **kw)
-            out = forward(*map(self._cut, args), **{name: self._cut(value) for name, value in kw.items()})
-            if index != self._last:
-                return out
-            return tuple(map(self._whole, out)) if isinstance(out, tuple) else self._whole(out)
-
-        return cut
+    def run(
+        self, index: int, last: bool, forward: Callable[..., Any], args: Sequence[Any], kw: dict[str, Any]
+    ) -> Any:
+        """A decoder layer, on those who are in by then."""
+        inputs: dict[Key, Any] = dict(enumerate(args))
+        inputs.update(kw)
+        if index == 0:
+            self._settle_joining(inputs)
+        if index in self._joining:
+            self._join(self._joining.pop(index), inputs)
+        rows = self._safepoints.rows_to_leave(index)
+        if rows:
+            self._leave(rows, index, inputs)
+        if self._in is not None and not len(self._in):  # all of them join later
+            passing = next(value for value in inputs.values() if is_hidden(value))
+            return (passing,) * self._outputs if self._outputs else passing
+        for key, value in inputs.items():
+            if self._in is not None and is_index(value) and value.shape[-1] == self._total:
+                inputs[key] = value[..., self._in]  # positions, which each layer gets whole
+        out = forward(*(inputs[place] for place in range(len(args))), **{name: inputs[name] for name in kw})
+        self._outputs = len(out) if isinstance(out, tuple) else 0
+        if not last or self._in is None:
+            return out
+        return tuple(map(self._whole, out)) if isinstance(out, tuple) else self._whole(out)
 
     @contextlib.contextmanager
     def discarded(self) -> Iterator[None]:
@@ -81,7 +108,7 @@ class LeavingRows:
         runner = self._runner
         batch = runner.input_batch
         logprobs, generators = {}, {}
-        for name in self.names:
+        for name in self.left:
             if name in runner.num_prompt_logprobs:
                 logprobs[name] = runner.num_prompt_logprobs.pop(name)
             index = batch.req_id_to_index.get(name)
@@ -93,18 +120,137 @@ class LeavingRows:
             runner.num_prompt_logprobs.update(logprobs)
             batch.generators.update(generators)
 
+    # Who is in.
+
+    def _settle_joining(self, inputs: dict[Key, Any]) -> None:
+        """Before the first layer: who of the batch goes on in the middle."""
+        batch = self._runner.input_batch
+        for index, name in enumerate(batch.req_ids):
+            one = self._suspended.get(name)
+            if one is None:
+                continue
+            tokens = len(self._tokens_of(index))
+            if one.start == batch.num_computed_tokens_cpu[index] and tokens <= one.tokens:
+                self._joining.setdefault(one.layer, []).append(name)
+                self._absent.add(name)
+                self.joined += 1
+            else:
+                del self._suspended[name]
+        if self._absent:
+            self._change(inputs)
+
+    def _join(self, names: Sequence[str], inputs: dict[Key, Any]) -> None:
+        before = self._in
+        self._absent.difference_update(names)
+        assert before is not None
+        batch = self._runner.input_batch
+        coming = sorted((batch.req_id_to_index[name], self._suspended[name]) for name in names)
+        tokens = [self._tokens_of(index) for index, _ in coming]
+        self._change(
+            inputs,
+            coming=(
+                torch.from_numpy(np.concatenate(tokens)).to(before.device),
+                [
+                    {key: value[: len(own)] for key, value in one.inputs.items()}
+                    for (_, one), own in zip(coming, tokens, strict=True)
+                ],
+            ),
+        )
+
+    def _leave(self, rows: int, index: int, inputs: dict[Key, Any]) -> None:
+        """Take the first of the stamp's rows out, and keep what they have; raises `Abandoned` if nobody stays."""
+        stamp = self._safepoints.stamp
+        assert stamp is not None
+        batch = self._runner.input_batch
+        everybody = rows == EVERYBODY
+        leaving = (
+            set(batch.req_ids)
+            if everybody
+            else {name for name in stamp.rows[:rows] if name in batch.req_id_to_index}
+        )
+        leaving -= self.left
+        if not leaving:
+            return
+        for name in leaving - self._absent if index else ():
+            own = torch.from_numpy(self._tokens_of(batch.req_id_to_index[name]))
+            place = own if self._in is None else torch.searchsorted(self._in, own.to(self._in.device))
+            inputs_of = {key: value[place] for key, value in inputs.items() if self._is_per_token(value)}
+            start = int(batch.num_computed_tokens_cpu[batch.req_id_to_index[name]])
+            self._suspended[name] = Suspended(index, start, len(own), inputs_of)
+        self.left |= leaving
+        self._absent |= leaving
+        for names in self._joining.values():
+            names[:] = [name for name in names if name not in leaving]
+        self._joining = {layer: names for layer, names in self._joining.items() if names}
+        if len(self.left) == batch.num_reqs:
+            raise Abandoned
+        for name in leaving:
+            self._runner.discard_request_mask.np[batch.req_id_to_index[name]] = True
+        self._change(inputs)
+
+    def _change(
+        self, inputs: dict[Key, Any], coming: tuple[torch.Tensor, list[dict[Key, torch.Tensor]]] | None = None
+    ) -> None:
+        """Other rows are in from here on: change the layer's inputs, and what all layers share."""
+        batch = self._runner.input_batch
+        requests = [index for index, name in enumerate(batch.req_ids) if name not in self._absent]
+        device = self._runner.device
+        tokens = (
+            np.concatenate([self._tokens_of(index) for index in requests])
+            if requests
+            else np.empty(0, np.int64)
+        )
+        on_host = torch.from_numpy(tokens)
+        now = on_host.to(device)
+        before = self._in
+        if coming is None:
+            stay = now if before is None else torch.searchsorted(before, now)
+            for key, value in inputs.items():
+                if self._is_per_token(value):
+                    inputs[key] = value[stay]
+        else:
+            assert before is not None
+            own, saved = coming
+            for key in saved[0]:
+                first = saved[0][key]
+                merged = first.new_empty((len(now), *first.shape[1:]))
+                if len(before):
+                    merged[torch.searchsorted(now, before)] = inputs[key]
+                merged[torch.searchsorted(now, own)] = torch.cat([one[key] for one in saved])
+                inputs[key] = merged
+        self._in = now
+        if requests:
+            self._share(torch.tensor(requests), on_host)
+
+    def _is_per_token(self, value: Any) -> bool:
+        entries = self._total if self._in is None else len(self._in)
+        return is_hidden(value) and value.shape[0] == entries
+
+    def _tokens_of(self, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        starts = self._runner.query_start_loc.np
+        return np.arange(starts[index], starts[index + 1], dtype=np.int64)
+
+    def _whole(self, value: Any) -> Any:
+        if not is_hidden(value):
+            return value
+        whole = value.new_zeros((self._total, *value.shape[1:]))
+        whole[self._in] = value
+        return whole
+
+    # The attention metadata.
+
     def _remember(self, group: Any) -> None:
         build = group.build_metadata
 
         def remembering(common: Any, *args: Any, **kw: Any) -> Any:
-            if self._stamp is not None:
+            if self.busy:
                 self._metadata[id(group)] = common
             return build(common, *args, **kw)
 
         group.build_metadata = remembering
         group.conserve_build = build
 
-    def _rebuild_metadata(self, requests: torch.Tensor, tokens: torch.Tensor) -> None:
+    def _share(self, requests: torch.Tensor, tokens: torch.Tensor) -> None:
         context = get_forward_context()
         metadata, slots = dict(context.attn_metadata), dict(context.slot_mapping)
         for group in groups_of(self._runner):
@@ -114,23 +260,15 @@ class LeavingRows:
                 metadata[name], slots[name] = built, common.slot_mapping
         context.attn_metadata, context.slot_mapping = metadata, slots
 
-    def _cut(self, value: Any) -> Any:
-        """A tensor with an entry for each token, cut down to those that stay; anything else as it is."""
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        if value.is_floating_point():
-            stay = self._cuts.get(value.shape[0])
-            return value if stay is None else value[stay]
-        stay = self._cuts.get(value.shape[-1])  # positions
-        return value if stay is None else value[..., stay]
 
-    def _whole(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        assert self._kept is not None
-        whole = value.new_zeros((self._tokens, *value.shape[1:]))
-        whole[self._kept] = value
-        return whole
+def is_hidden(value: Any) -> bool:
+    """A tensor of floating-point numbers, as hidden states are."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.is_floating_point()
+
+
+def is_index(value: Any) -> bool:
+    """A tensor of whole numbers, as positions are."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and not value.is_floating_point()
 
 
 def groups_of(runner: Any) -> Iterator[Any]:

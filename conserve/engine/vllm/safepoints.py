@@ -2,19 +2,23 @@
 
 Between layers works where the model runs as written (eager mode); there, rows can leave while the others go on.
 A compiled model runs in pieces that share one number of tokens; but attention is called from between the pieces,
-in every mode, and so can look at the flag.
+and so can look at the flag. Where a whole pass is one CUDA graph (`CUDAGraphMode.FULL`, decode steps only), no
+Python runs within it: no safepoints, and nothing to do about it, since no iteration is shorter.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from conserve.engine.runtime.safepoint import EVERYBODY
+from conserve.engine.runtime.launches import Launches
 from conserve.engine.vllm.stamp import Stamp
+
+if TYPE_CHECKING:
+    from conserve.engine.vllm.rows import Rows
 
 
 class Abandoned(BaseException):
@@ -28,48 +32,48 @@ class Orders(Protocol):
         """How many of the stamp's rows, or `EVERYBODY`."""
 
 
-class Rows(Protocol):
-    """Takes rows out of the forward pass that is under way."""
-
-    @property
-    def left(self) -> int:
-        """How many of the stamp's rows have left."""
-
-    def leave(self, rows: int) -> bool:
-        """Let the first so many leave before the layer that comes next; False if nobody would be left."""
-
-
 class Safepoints:
     """Looks at the orders before every N-th layer of an iteration that has a stamp."""
 
-    def __init__(self, orders: Orders, layers: int, rows: Rows | None) -> None:
+    def __init__(self, orders: Orders, layers: int, launches: Launches | None = None) -> None:
         self.layers = layers
-        self.rows = rows
         self.left_before = 0  # the layer before which somebody left first
         self.stamp: Stamp | None = None
         self._orders = orders
+        self._launches = launches  # None where the host itself computes
+        self._asked = 0  # rows that were told to leave
 
     def arm(self, stamp: Stamp) -> None:
         """An iteration begins."""
         self.stamp = stamp
-        self.left_before = 0
+        self.left_before = self._asked = 0
+        if self._launches is not None:
+            self._launches.begin()
 
     def disarm(self) -> None:
         """It is over; the next one has no safepoints until they are armed."""
         self.stamp = None
 
-    def before(self, layer: int) -> None:
-        """The safepoint: raises `Abandoned`, or takes rows out."""
+    def rows_to_leave(self, layer: int) -> int:
+        """The safepoint before this layer: how many of the stamp's rows are to leave now, if that is news."""
         stamp = self.stamp
         if stamp is None or layer % stamp.every:
-            return
-        wanted = self._orders.rows_to_leave(stamp)
-        rows = self.rows
-        if not wanted or (rows is not None and wanted <= rows.left):
-            return
-        if rows is None or not rows.left:
+            return 0
+        if self._launches is not None:
+            self._launches.keep_up()
+        rows = self._orders.rows_to_leave(stamp)
+        if rows <= self._asked:
+            return 0
+        if self._launches is not None:
+            self._launches.finish()
+        if not self._asked:
             self.left_before = layer
-        if wanted == EVERYBODY or rows is None or not rows.leave(wanted):
+        self._asked = rows
+        return rows
+
+    def abandon_if_asked(self, layer: int) -> None:
+        """The same where rows cannot leave on their own: raises `Abandoned`."""
+        if self.rows_to_leave(layer):
             raise Abandoned
 
 
@@ -86,20 +90,18 @@ def decoder_layers(model: nn.Module, count: int) -> Sequence[nn.Module] | None:
     return list(found[0]) if found and inside.issuperset(found) else None
 
 
-def between_layers(
-    layers: Sequence[nn.Module], safepoints: Safepoints, wrap: Callable[..., Callable[..., Any]]
-) -> None:
-    """Put a safepoint before each layer; `wrap(forward, index)` makes the layer run on the rows that are left."""
+def between_layers(layers: Sequence[nn.Module], safepoints: Safepoints, rows: Rows | None) -> None:
+    """Put a safepoint before each layer, and have it run on the rows that are in."""
+    last = len(layers) - 1
     for index, layer in enumerate(layers):
-        forward = wrap(layer.forward, index)
+        forward = layer.forward
 
-        @functools.wraps(layer.forward)
-        def guarded(
-            *args: Any, _plain: Any = layer.forward, _forward: Any = forward, _i: int = index, **kw: Any
-        ) -> Any:
-            if safepoints.stamp is None:
-                return _plain(*args, **kw)
-            safepoints.before(_i)
+        @functools.wraps(forward)
+        def guarded(*args: Any, _forward: Any = forward, _index: int = index, **kw: Any) -> Any:
+            if rows is not None and rows.busy:
+                return rows.run(_index, _index == last, _forward, args, kw)
+            if safepoints.stamp is not None:
+                safepoints.abandon_if_asked(_index)
             return _forward(*args, **kw)
 
         layer.forward = guarded
@@ -114,7 +116,7 @@ def in_attention(context: Mapping[str, Any], safepoints: Safepoints) -> int:
         @functools.wraps(attend)
         def guarded(*args: Any, _attend: Any = attend, _i: int = index, **kw: Any) -> Any:
             if safepoints.stamp is not None:
-                safepoints.before(_i)
+                safepoints.abandon_if_asked(_i)
             return _attend(*args, **kw)
 
         layer.impl.forward = guarded

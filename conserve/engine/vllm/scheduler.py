@@ -145,6 +145,7 @@ class CoServing:
         if request.request_id in self._offline:
             before = self._computed.get(request.request_id, 0)
             self._computed[request.request_id] = max(before, request.num_computed_tokens)
+        self.preemptions.lost_memory(request.request_id)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     # An iteration.
@@ -277,10 +278,10 @@ class CoServing:
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         """Take the results in as vLLM does, and learn from the time they took."""
-        left = self._settle(scheduler_output, output)
+        whole = self._settle(scheduler_output, output)
         updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         ended = time.monotonic()
-        self._iterations.end(scheduler_output, ended, whole=not left)
+        self._iterations.end(scheduler_output, ended, whole=whole)
         for outputs in updated.values():
             answered = (answer.request_id for answer in outputs.outputs if answer.new_token_ids)
             self._traffic.tokens(answered, at=ended)
@@ -289,16 +290,17 @@ class CoServing:
         self._leaving.clear()
         return updated
 
-    def _settle(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> frozenset[str]:
+    def _settle(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> bool:
         """After an iteration with safepoints: rewind who has left it, and let the others' blocks be reused.
 
         Before vLLM takes the output in, which may free the requests. Counters of those who left go back to where
-        they were; their blocks stay with them, and were never registered.
+        they were; their blocks stay with them, and were never registered. Returns whether all was computed.
         """
+        outcome = outcome_of(output)
         if id(scheduled) not in self._uncached:
-            return frozenset()
+            return outcome is None or not outcome.joined
         self._uncached.discard(id(scheduled))
-        left = self.preemptions.end(outcome_of(output), scheduled.num_scheduled_tokens)
+        left = self.preemptions.end(outcome, scheduled.num_scheduled_tokens)
         for name, tokens in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(name)
             if request is None or request.status != RequestStatus.RUNNING:
@@ -314,7 +316,7 @@ class CoServing:
             request.is_prefill_chunk = request.num_computed_tokens + 1 < request.num_tokens
             if request.is_prefill_chunk:
                 self._inflight_prefills.add(request)
-        return left
+        return outcome is None or not (left or outcome.joined)
 
     def shutdown(self) -> None:
         """Save what was learned."""

@@ -15,14 +15,18 @@ from argparse import Namespace
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from conserve.engine.policy.preemption import OFF
 from conserve.engine.vllm.compat import require_engine
 from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
 from conserve.engine.vllm.environment import gist, prepare_environment, quiet_warnings
-from conserve.engine.vllm.flags import cpu_defaults
-from conserve.engine.vllm.pacing import AUTO, SECTION, written
+from conserve.engine.vllm.flags import cpu_defaults, synchronous
+from conserve.engine.vllm.pacing import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
 from conserve.errors import ConserveError, ProfileMissing
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 DRAIN_S = 30  # that requests under way have after SIGTERM
 
@@ -37,6 +41,7 @@ def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, mode
     defaults = ["--served-model-name", model, "--shutdown-timeout", str(DRAIN_S)]
     defaults += ["--enable-prefix-caching", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
     defaults += cpu_defaults(path) if current_platform.is_cpu() else []
+    defaults += synchronous(flags) if section.get("preemption") != OFF else []
     defaults = without(defaults, flags)
     ours = ["--scheduling-policy", "priority", "--additional-config", json.dumps({SECTION: section})]
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
@@ -58,11 +63,28 @@ def without(defaults: Sequence[str], flags: Sequence[str]) -> list[str]:
     return kept
 
 
-def settle_profile(args: Namespace, section: dict[str, Any], command: str) -> None:
-    """Put the engine's latency profile into its configuration; without one, it learns at the start."""
+def engine_config(args: Namespace, flags: Sequence[str], section: dict[str, Any]) -> VllmConfig:
+    """The engine's configuration; gives scheduling ahead back where its iterations are not preempted anyway."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    from conserve.engine.vllm.preemptions import why_not
+
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    if section.get("preemption") == OFF or not synchronous(flags):
+        return config
+    if config.parallel_config.worker_cls in VLLMS_WORKERS:
+        config.parallel_config.worker_cls = WORKER
+    if why_not(config) is None:
+        return config
+    args.async_scheduling = None  # vLLM's own choice
+    return AsyncEngineArgs.from_cli_args(args).create_engine_config()
+
+
+def settle_profile(args: Namespace, flags: Sequence[str], section: dict[str, Any], command: str) -> None:
+    """Put the engine's latency profile into its configuration; without one, it learns at the start."""
+    config = engine_config(args, flags, section)
+    if config.scheduler_config.async_scheduling and synchronous(flags):
+        command += " --async-scheduling"
     try:
         written(section, command).install(config)
     except ProfileMissing as missing:
@@ -97,7 +119,7 @@ def main(words: Sequence[str]) -> int:
         quiet_warnings()
         allow_plugin()
         args = arguments(model, flags, section, models_folder=Path(models_folder))
-        settle_profile(args, section, f"conserve profile --served {shlex.join([model, *flags])}")
+        settle_profile(args, flags, section, f"conserve profile --served {shlex.join([model, *flags])}")
     except ConserveError as error:
         print(f"conserve: {error}", file=sys.stderr)
         return error.exit_code

@@ -26,7 +26,9 @@ class Outcome:
     left: frozenset[str] = (
         frozenset()
     )  # requests that computed nothing: their tokens are to be scheduled again
-    layers_run: int = 0  # by them, before they left
+    kept: frozenset[str] = frozenset()  # those of them that go on at the layer where they left
+    joined: int = 0  # rows that did: the iteration took less time than its tokens tell
+    layers_run: int = 0  # by who left, before they left
     layers: int = 0  # of the model
     separable: bool = False  # rows can leave while others go on
 

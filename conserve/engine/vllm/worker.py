@@ -11,8 +11,9 @@ from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 
+from conserve.engine.runtime.launches import Launches
 from conserve.engine.runtime.safepoint import PreemptionFlag
-from conserve.engine.vllm.rows import LeavingRows, groups_of
+from conserve.engine.vllm.rows import Rows, groups_of
 from conserve.engine.vllm.safepoints import (
     Abandoned,
     Safepoints,
@@ -66,7 +67,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     """What `--worker-cls` names. Without stamped iterations it does what vLLM's own does."""
 
     _safepoints: Safepoints | None = None
-    _rows: LeavingRows | None = None
+    _rows: Rows | None = None
     _abandoned: ModelRunnerOutput | None = None
     _outcome: Outcome | None = None
 
@@ -78,37 +79,41 @@ class Worker(VllmWorker):  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """As vLLM's own; returns None where the iteration was abandoned, and `sample_tokens` says so."""
-        stamp = stamp_of(scheduler_output)
+        stamp, safepoints, rows = stamp_of(scheduler_output), self._safepoints, self._rows
         self._outcome = None
-        if stamp is None or self._safepoints is None:
+        if rows is not None:
+            rows.begin(scheduler_output, watched=stamp is not None)
+        if safepoints is None or (stamp is None and (rows is None or not rows.busy)):
             return super().execute_model(scheduler_output)
-        safepoints = self._safepoints
-        if self._rows is not None:
-            self._rows.begin(stamp, scheduler_output.total_num_scheduled_tokens)
-        safepoints.arm(stamp)
-        left: frozenset[str] = frozenset()
+        if stamp is not None:
+            safepoints.arm(stamp)
+        scheduled = scheduler_output.num_scheduled_tokens
+        abandoned = False
         try:
             return super().execute_model(scheduler_output)
         except Abandoned:
-            left = frozenset(scheduler_output.num_scheduled_tokens)
-            self._abandoned = nothing_sampled(list(left))
+            abandoned = True
+            self._abandoned = nothing_sampled(list(scheduled))
             return None
         finally:
             safepoints.disarm()
-            if self._rows is not None and not left:
-                left = self._rows.names
+            left = frozenset(scheduled) if abandoned else rows.left if rows is not None else frozenset()
+            if rows is not None:
+                rows.end(scheduled)
             self._outcome = Outcome(
                 left=left,
-                layers_run=safepoints.left_before,
+                kept=left & rows.suspended if rows is not None else frozenset(),
+                joined=rows.joined if rows is not None else 0,
+                layers_run=safepoints.left_before if left else 0,
                 layers=safepoints.layers,
-                separable=self._rows is not None,
+                separable=rows is not None,
             )
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As vLLM's own, with a note of who has left."""
         output, self._abandoned = self._abandoned, None
         if output is None:
-            leaving = self._rows is not None and self._rows.names
+            leaving = self._rows is not None and self._rows.left
             with self._rows.discarded() if leaving else contextlib.nullcontext():  # type: ignore[union-attr]
                 output = super().sample_tokens(grammar_output)
         if self._outcome is not None and isinstance(output, ModelRunnerOutput):
@@ -118,29 +123,26 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def _install(self) -> None:
         runner = self.model_runner
         config = self.vllm_config
+        eager = config.model_config.enforce_eager
         count = config.model_config.get_num_layers(config.parallel_config)
-        layers = decoder_layers(runner.get_model(), count) if config.model_config.enforce_eager else None
+        layers = decoder_layers(runner.get_model(), count) if eager else None
         orders = TensorParallelOrders()
+        launches = Launches(torch.cuda.Event) if self.device.type == "cuda" else None
         if layers is None:
-            safepoints = Safepoints(orders, count, None)
+            safepoints = Safepoints(orders, count, launches)
             found = in_attention(config.compilation_config.static_forward_context, safepoints)
             safepoints.layers = found
-            why = (
-                "they are compiled" if not config.model_config.enforce_eager else "the model's are not found"
-            )
-            log.info(
-                "%d safepoints in attention calls; none between layers (%s), so no rows leave", found, why
-            )
             self._safepoints = safepoints if found else None
+            why = "the model's are not found" if eager else "they are compiled"
+            log.info(
+                "%d safepoints in attention calls, none between layers (%s): rows cannot leave", found, why
+            )
             return
-        self._rows = LeavingRows(runner, len(layers)) if rows_can_leave(self) else None
-        self._safepoints = Safepoints(orders, len(layers), self._rows)
-        between_layers(layers, self._safepoints, self._rows.on_those_left if self._rows else lambda f, _: f)
-        log.info(
-            "%d safepoints between layers, where %s",
-            len(layers),
-            "rows can leave" if self._rows else "no rows leave",
-        )
+        self._safepoints = Safepoints(orders, len(layers), launches)
+        self._rows = Rows(runner, self._safepoints) if rows_can_leave(self) else None
+        between_layers(layers, self._safepoints, self._rows)
+        how = "rows can leave" if self._rows is not None else "rows cannot leave"
+        log.info("%d safepoints between layers, where %s", len(layers), how)
 
 
 def rows_can_leave(worker: Any) -> bool:

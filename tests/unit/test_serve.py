@@ -1,0 +1,91 @@
+"""What `conserve serve` and `conserve status` say of preemption, and what they start the server with."""
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from conserve.cli import live
+from conserve.cli import serve as serving
+from conserve.cli.app import app
+from conserve.engine.policy.policies import SERVING
+from conserve.engine.vllm.flags import synchronous
+from conserve.errors import SettingsError
+
+WHY = "the pipeline is parallel"
+
+
+@pytest.mark.parametrize("flag", ["--worker-cls", "--worker_cls=mine.Worker", "--scheduler-cls=x"])
+def test_what_conserve_serve_decides_is_refused(flag: str) -> None:
+    with pytest.raises(SettingsError, match="leave it out, or start vllm serve yourself"):
+        serving.refuse_ours(["--tensor-parallel-size", "2", flag])
+    serving.refuse_ours(["--tensor-parallel-size", "2", "--async-scheduling"])
+
+
+def section_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
+    """What the server would be started with."""
+    found: list[dict[str, Any]] = []
+
+    def catch(settings: Any, section: dict[str, Any], *rest: Any) -> Any:
+        found.append(json.loads(json.dumps(section)))
+        raise SettingsError("caught")
+
+    monkeypatch.setattr(serving, "server_command", catch)
+    monkeypatch.setattr(serving, "require_free", lambda host, port: None)
+    CliRunner().invoke(app, ["serve", "smollm2-demo", *words])
+    return found[0]
+
+
+def test_preemption_is_the_engines_default_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "preemption" not in section_of(monkeypatch)
+    assert section_of(monkeypatch, "--no-preemption")["preemption"] == "off"
+    assert section_of(monkeypatch, "--no-preemption", "--allow-control")["preemption"] == "off"
+
+
+@pytest.mark.parametrize("policy", SERVING[1:])
+def test_policies_that_never_preempt_leave_vllms_worker_alone(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    assert section_of(monkeypatch, "--policy", policy)["preemption"] == "off"
+    assert "preemption" not in section_of(monkeypatch, "--policy", policy, "--allow-control")
+
+
+def test_preemption_that_cannot_be_is_said_in_a_sentence_unless_it_was_not_wanted() -> None:
+    (sentence,) = serving.not_preempted({"why_off": WHY}, {})
+    assert sentence == f"live requests wait for the iteration under way, which rows cannot leave: {WHY}"
+    assert serving.not_preempted({"why_off": None}, {}) == []
+    assert serving.not_preempted({"why_off": "it is switched off"}, {"preemption": "off"}) == []
+
+
+def test_a_server_schedules_ahead_only_where_the_user_says_so() -> None:
+    assert synchronous(["--tensor-parallel-size", "2"]) == ["--no-async-scheduling"]
+    for said in ("--async-scheduling", "--no-async-scheduling", "--async_scheduling"):
+        assert synchronous(["--seed", "1", said]) == []
+
+
+def server(preemption: dict[str, Any] | None, *, offline_tokens: int = 85_000) -> dict[str, Any]:
+    quiet: dict[str, Any] = {"p50": None, "p99": None}
+    said = {
+        "url": "http://127.0.0.1:8000",
+        "policy": "conserve",
+        "slo": {"ttft_ms": 1500.0, "tbt_ms": None},
+        "online": {"ttft_ms": quiet, "tbt_ms": quiet, "attainment": 1.0},
+        "offline": {"tokens": offline_tokens, "tokens_per_s": 824.0},
+    }
+    return said if preemption is None else {**said, "preemption": preemption}
+
+
+def test_status_says_what_preemption_did() -> None:
+    counted: dict[str, Any] = {
+        "policy": "prompt", "why_off": None, "preemptions": 12, "tokens_redone": 340,
+        "reaction_ms": {"p50": 3.0, "p99": 14.2},
+    }  # fmt: skip
+    assert live.lines([server(counted)])[3] == (
+        "  since the start 12 preemptions, 340 tokens redone (0.4% of offline tokens), reaction P99 14 ms"
+    )
+    none = {**counted, "preemptions": 0, "tokens_redone": 0, "reaction_ms": {"p50": None, "p99": None}}
+    assert live.lines([server(none, offline_tokens=0)])[3] == "  since the start 0 preemptions"
+    assert live.lines([server({"policy": "off", "why_off": WHY})])[3] == f"  no preemption: {WHY}"
+    assert live.lines([server({"policy": "off", "why_off": None})])[3] == "  no preemption"
+    assert len(live.lines([server(None)])) == 4  # a server that knows none: nothing, and the blank line

@@ -1,0 +1,230 @@
+"""What the plug-in adds to vLLM's API server, on an app without an engine behind it."""
+
+import asyncio
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+from fastapi import FastAPI, Response
+from prometheus_client.parser import text_string_to_metric_families
+
+from conserve.engine.policy.preemption import OFF, PREEMPTIONS
+from conserve.engine.vllm import plugin
+from conserve.engine.vllm.metrics import COUNTS, Metrics
+from conserve.engine.vllm.plugin import Surface
+
+SAID: dict[str, Any] = {
+    "policy": "conserve",
+    "online": {"requests": 12, "attainment": 0.75},
+    "offline": {"tokens": 3456, "tokens_per_s": 7.0},
+    "iterations": 100,
+    "planned": 90,
+    "overruns": 1,
+    "busy_s": 2.5,
+    "preemption": {
+        "policy": "prompt",
+        "why_off": None,
+        "preemptions": 4,
+        "abandoned": 3,
+        "rows": 9,
+        "layers_run": 40,
+        "tokens_redone": 512,
+        "tokens_wasted": 128.5,
+        "reaction_ms": {"p50": 5.0, "p99": 14.0},
+    },
+}
+
+
+class EngineClient:
+    """Answers the scheduler's utility call as `reply` says; keeps what it was asked."""
+
+    def __init__(self, reply: Callable[[], Any] = lambda: SAID, *, control: bool = True) -> None:
+        self.asked: list[Any] = []
+        self._reply = reply
+        self.engine_core = self
+        self.vllm_config = Namespace(
+            additional_config={"conserve": {"control": control}}, scheduler_config=Namespace(max_num_seqs=8)
+        )
+
+    async def call_utility_async(self, method: str, change: Any) -> Any:
+        assert method == "conserve"
+        self.asked.append(change)
+        said = self._reply()
+        return await said if asyncio.iscoroutine(said) else said
+
+
+def app_for(client: EngineClient, *, wait_s: float = 0.05) -> FastAPI:
+    """VLLM's /metrics with our routes over it, put together as vLLM does."""
+    from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
+
+    app = FastAPI()
+    app.state.engine_client = client
+
+    @app.get("/metrics")
+    def theirs() -> Response:
+        raise AssertionError("vLLM's own route answers")
+
+    class Quick(Surface):
+        def attach_router(self, app: FastAPI) -> None:
+            super().attach_router(app)
+            app.router.routes.pop()
+            Metrics(plugin.scheduler_says, wait_s=wait_s).attach(app)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.plugins.load_endpoint_plugins", lambda tasks: [Quick()])
+        attach_endpoint_plugins(app, ("generate",))
+    return app
+
+
+async def get(app: FastAPI, path: str) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        return await client.get(path)
+
+
+async def post(app: FastAPI, content: Any) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        body = content if isinstance(content, str) else json.dumps(content)
+        return await client.post(plugin.PATH, content=body)
+
+
+def ours(answer: httpx.Response) -> dict[str, float]:
+    """Our samples of an exposition, those with labels by their quantile."""
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        "/".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+        if sample.name.startswith("conserve_")
+    }
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+
+def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
+    client = EngineClient()
+    answer = asyncio.run(get(app_for(client), "/metrics"))
+    found = ours(answer)
+    assert found == {
+        "conserve_online_requests_total": 12,
+        "conserve_offline_tokens_total": 3456,
+        "conserve_iterations_total": 100,
+        "conserve_planned_iterations_total": 90,
+        "conserve_overruns_total": 1,
+        "conserve_busy_seconds_total": 2.5,
+        "conserve_preemptions_total": 4,
+        "conserve_abandoned_iterations_total": 3,
+        "conserve_preempted_rows_total": 9,
+        "conserve_preempted_layers_total": 40,
+        "conserve_tokens_redone_total": 512,
+        "conserve_tokens_wasted_total": 128.5,
+        "conserve_slo_attainment": 0.75,
+        "conserve_preemption_reaction_seconds/0.5": 0.005,
+        "conserve_preemption_reaction_seconds/0.99": 0.014,
+    }
+    assert len(COUNTS) == 12
+    assert "# TYPE conserve_preemptions_total counter" in answer.text
+    assert "# TYPE python_info gauge" in answer.text  # from the registry that vLLM shows
+    assert client.asked == [None]
+
+
+def test_metrics_leave_out_what_a_report_lacks() -> None:
+    said = {"iterations": 5, "preemption": {"preemptions": 0, "reaction_ms": {"p50": None, "p99": None}}}
+    found = ours(asyncio.run(get(app_for(EngineClient(lambda: said)), "/metrics")))
+    assert found == {"conserve_iterations_total": 5, "conserve_preemptions_total": 0}
+
+
+def test_beside_another_scheduler_metrics_are_vllms() -> None:
+    answer = asyncio.run(get(app_for(EngineClient(lambda: None)), "/metrics"))
+    assert ours(answer) == {}
+    assert "python_info" in answer.text
+
+
+def test_a_scheduler_that_does_not_answer_in_time_is_asked_once_and_shown_as_it_was() -> None:
+    async def go() -> None:
+        slow = asyncio.Event()
+        slow.set()
+
+        async def reply() -> Any:
+            await slow.wait()
+            return {"iterations": len(client.asked)}
+
+        client = EngineClient(reply)
+        app = app_for(client)
+        assert ours(await get(app, "/metrics")) == {"conserve_iterations_total": 1}
+        slow.clear()
+        for answer in await asyncio.gather(*(get(app, "/metrics") for _ in range(3))):
+            assert ours(answer) == {"conserve_iterations_total": 1}
+        assert len(client.asked) == 2
+        slow.set()
+        await asyncio.sleep(0)
+        assert ours(await get(app, "/metrics")) == {"conserve_iterations_total": 2}
+        assert ours(await get(app, "/metrics")) == {"conserve_iterations_total": 3}
+
+    asyncio.run(go())
+
+
+def test_a_dead_engine_does_not_take_the_metrics_with_it() -> None:
+    def die() -> Any:
+        raise RuntimeError("the engine core is dead")
+
+    replies = iter([lambda: SAID, die, die])
+    app = app_for(EngineClient(lambda: next(replies)()))
+
+    async def go() -> None:
+        for _ in range(3):
+            assert ours(await get(app, "/metrics"))["conserve_preemptions_total"] == 4
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("name", [*PREEMPTIONS, OFF])
+def test_preemption_is_changed_over_http(name: str) -> None:
+    client = EngineClient()
+    answer = asyncio.run(post(app_for(client), {"policy": "conserve", "preemption": name}))
+    assert answer.status_code == 200
+    assert answer.json()["preemption"]["preemptions"] == 4
+    assert client.asked == [{"policy": "conserve", "preemption": name}]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"preemption": "sometimes"},
+        {"preemption": None},
+        {"preemption": ["off"]},
+        {"preemption": {}},
+        {"preempt": "off"},
+        {"policy": "fair"},
+        {"slo": {"ttft_ms": 0}},
+        {"slo": {"ttft_ms": "soon"}},
+        {"slo": None},
+        [],
+        "not JSON",
+    ],
+)
+def test_a_wrong_change_is_refused_with_an_example_and_the_names(wrong: Any) -> None:
+    client = EngineClient()
+    answer = asyncio.run(post(app_for(client), wrong))
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    for words in ('"preemption": "off"', *PREEMPTIONS, OFF):
+        assert words in message
+    assert client.asked == []
+
+
+def test_without_control_nothing_is_changed() -> None:
+    client = EngineClient(control=False)
+    assert asyncio.run(post(app_for(client), {"preemption": "off"})).status_code == 403
+    assert client.asked == []
