@@ -7,8 +7,8 @@ from pathlib import Path
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def build_tiny_llama(folder: Path, *, tokenizer_from: Path) -> Path:
-    """Two layers of width 64 over the tokenizer of `tokenizer_from`, the same at every call."""
+def build_tiny_llama(folder: Path, *, tokenizer_from: Path, layers: int = 2) -> Path:
+    """Layers of width 64 over the tokenizer of `tokenizer_from`, the same at every call."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,7 +17,7 @@ def build_tiny_llama(folder: Path, *, tokenizer_from: Path) -> Path:
         vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
