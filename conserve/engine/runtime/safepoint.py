@@ -1,8 +1,11 @@
 """Safepoints: where a worker in the middle of an iteration looks whether somebody is to leave it."""
 
+import contextlib
 import struct
+import sys
 import time
 import weakref
+from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from types import TracebackType
 from typing import Self
@@ -35,7 +38,7 @@ class PreemptionFlag:
     @classmethod
     def attach(cls, name: str) -> Self:
         """The flag that another process has made; raises `OSError`."""
-        return cls(SharedMemory(name), owned=False)
+        return cls(untracked(name), owned=False)
 
     def raise_for(self, iteration: int, rows: int = EVERYBODY) -> None:
         """Ask for the first so many of this iteration's offline rows to leave it. Iterations count from 1."""
@@ -59,12 +62,25 @@ class PreemptionFlag:
         self.close()
 
 
+def untracked(name: str) -> SharedMemory:
+    """Somebody else's memory, which Python's tracker would remove when this process ends."""
+    if sys.version_info >= (3, 13):
+        return SharedMemory(name, track=False)
+    register = resource_tracker.register
+    resource_tracker.register = lambda name, rtype: None
+    try:
+        return SharedMemory(name)
+    finally:
+        resource_tracker.register = register
+
+
 def let_go(word: memoryview, memory: SharedMemory, *, owned: bool) -> None:
     """Close the memory; in this order, or it cannot be."""
     word.release()
     memory.close()
     if owned:
-        memory.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            memory.unlink()
 
 
 def check_us(checks: int = 100_000) -> float:

@@ -41,8 +41,7 @@ class Running:
     iteration: int
     started: float  # monotonic seconds
     batch: Batch
-    names: Sequence[str]  # of the rows that may leave
-    rows: Sequence[Slice]
+    rows: Sequence[tuple[Request, int]]  # that may leave, and their tokens
     asked: int = 0  # of them, to leave
     raised_at: float = 0.0  # monotonic seconds
 
@@ -104,7 +103,7 @@ class Preemptions:
 
     def cap(self, request: str) -> int | None:
         """The most tokens that the next chunk of a row should have, if it has left an iteration."""
-        return self._caps.get(request)
+        return self._caps.get(request) if self.on else None
 
     # In the main thread.
 
@@ -114,7 +113,7 @@ class Preemptions:
         *,
         started: float,
         batch: Batch,
-        offline: Iterable[tuple[str, Slice]],
+        offline: Iterable[tuple[Request, int]],
         model: LatencyModel,
         slo: Slo,
         offline_tokens: int,
@@ -122,15 +121,16 @@ class Preemptions:
         """An iteration starts: stamp it, and look once more who came while it was composed."""
         assert self._flag is not None
         rows = list(offline)
-        sheltered = [name for name, _ in rows if self._in_a_row.get(name, 0) >= SHELTER_AFTER]
-        if sheltered and not self.separable:
-            return
-        rows = [row for row in rows if row[0] not in sheltered]
+        if max(self._in_a_row.values(), default=0) >= SHELTER_AFTER:
+            sheltered = [row for row in rows if self._in_a_row.get(row[0].request_id, 0) >= SHELTER_AFTER]
+            if sheltered and not self.separable:
+                return
+            rows = [row for row in rows if row not in sheltered]
         if not rows:
             return
         # Prompts leave before decode steps, which take less time; those who came last before others.
         rows.reverse()
-        rows.sort(key=lambda row: -row[1].tokens)
+        rows.sort(key=lambda row: -row[1])
         self._iterations += 1
         self._model, self._slo, self._offline_tokens = model, slo, offline_tokens
         put(
@@ -138,7 +138,7 @@ class Preemptions:
             Stamp(
                 iteration=self._iterations,
                 flag=self._flag.name,
-                rows=[name for name, _ in rows],
+                rows=[request.request_id for request, _ in rows],
                 every=self._every or self._step(model.predict(batch), slo),
             ),
         )
@@ -146,8 +146,7 @@ class Preemptions:
             iteration=self._iterations,
             started=started,
             batch=batch,
-            names=[name for name, _ in rows],
-            rows=[row for _, row in rows],
+            rows=rows,
         )
         if self._expected:
             self._consider()
@@ -161,16 +160,11 @@ class Preemptions:
         with self._lock:
             running, self._running = self._running, None
         if outcome is None or running is None:
-            for name in tokens:  # an iteration without safepoints
-                self._caps.pop(name, None)
-                self._kept.pop(name, None)
+            self._progressed(tokens)  # an iteration without safepoints
             return frozenset()
         self.separable = outcome.separable
         self.layers = outcome.layers
-        for name in tokens.keys() - outcome.left:
-            self._in_a_row.pop(name, None)
-            self._caps.pop(name, None)
-            self._kept.pop(name, None)
+        self._progressed(tokens.keys() - outcome.left)
         if not outcome.left:
             return outcome.left
         self.preemptions += 1
@@ -191,6 +185,13 @@ class Preemptions:
                 if times >= SHRINK_AFTER:
                     self._caps[name] = following
         return outcome.left
+
+    def _progressed(self, requests: Iterable[str]) -> None:
+        if self._in_a_row or self._caps or self._kept:
+            for name in requests:
+                self._in_a_row.pop(name, None)
+                self._caps.pop(name, None)
+                self._kept.pop(name, None)
 
     def _count_redone(self, tokens: int, share: float) -> None:
         if share:  # who left before the first layer had computed nothing
@@ -248,13 +249,16 @@ class Preemptions:
         with self._lock:
             running, policy, model = self._running, self.policy, self._model
             now = time.monotonic()
-            waiting = [one for one in list(self._expected.values()) if one.arrived > now - FORGET_S]
+            for name, one in list(self._expected.items()):
+                if one.arrived < now - FORGET_S:
+                    self._expected.pop(name, None)
+            waiting = list(self._expected.values())
             if running is None or policy is None or model is None or not waiting or self._flag is None:
                 return
             rows = policy.leaving(
                 UnderWay(
                     batch=running.batch,
-                    rows=running.rows,
+                    rows=[slice_of(request, tokens) for request, tokens in running.rows],
                     separable=self.separable,
                     elapsed_ms=(now - running.started) * 1e3,
                 ),
@@ -277,6 +281,12 @@ class Preemptions:
             return LARGEST_STEP
         layer_ms = iteration_ms / max(1, self.layers)
         return max(1, min(LARGEST_STEP, int(REACTION_SHARE * slo.ttft_ms / layer_ms))) if layer_ms > 0 else 1
+
+
+def slice_of(request: Request, tokens: int) -> Slice:
+    """The request's part in an iteration that was scheduled, and is not over."""
+    context = max(0, request.num_computed_tokens - tokens)
+    return Slice(tokens, context, tokens == 1 and context >= request.num_prompt_tokens)
 
 
 def why_not(config: Any) -> str | None:

@@ -81,13 +81,19 @@ class Rows:
         self, index: int, last: bool, forward: Callable[..., Any], args: Sequence[Any], kw: dict[str, Any]
     ) -> Any:
         """A decoder layer, on those who are in by then."""
+        rows = self._safepoints.rows_to_leave(index)
+        if (
+            self._in is None and not rows and not (index == 0 and self._suspended)
+        ):  # everybody is in, and stays
+            out = forward(*args, **kw)
+            self._outputs = len(out) if isinstance(out, tuple) else 0
+            return out
         inputs: dict[Key, Any] = dict(enumerate(args))
         inputs.update(kw)
         if index == 0:
             self._settle_joining(inputs)
         if index in self._joining:
             self._join(self._joining.pop(index), inputs)
-        rows = self._safepoints.rows_to_leave(index)
         if rows:
             self._leave(rows, index, inputs)
         if self._in is not None and not len(self._in):  # all of them join later
@@ -104,21 +110,20 @@ class Rows:
 
     @contextlib.contextmanager
     def discarded(self) -> Iterator[None]:
-        """While vLLM samples: those that left must draw no random number and complete no prompt's logprobs."""
+        """While vLLM samples: whose token is thrown away draws no random number and ends no prompt logprobs.
+
+        For chunks of prompts, too: vLLM would rewind their generators, which on a CPU is an error.
+        """
         runner = self._runner
-        batch = runner.input_batch
-        logprobs, generators = {}, {}
-        for name in self.left:
-            if name in runner.num_prompt_logprobs:
-                logprobs[name] = runner.num_prompt_logprobs.pop(name)
-            index = batch.req_id_to_index.get(name)
-            if index in batch.generators:
-                generators[index] = batch.generators.pop(index)
+        batch, discarded = runner.input_batch, runner.discard_request_mask.np
+        wanted = runner.num_prompt_logprobs
+        logprobs = {name: wanted.pop(name) for name in self.left if name in wanted}
+        unused = {index: batch.generators.pop(index) for index in list(batch.generators) if discarded[index]}
         try:
             yield
         finally:
-            runner.num_prompt_logprobs.update(logprobs)
-            batch.generators.update(generators)
+            wanted.update(logprobs)
+            batch.generators.update(unused)
 
     # Who is in.
 

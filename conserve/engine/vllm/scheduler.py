@@ -46,6 +46,7 @@ class CoServing:
     policy: SchedulingPolicy
     kv_holding_waiting: Any
     _inflight_prefills: set[Request]
+    block_size: int
     max_num_scheduled_tokens: int
     num_spec_tokens: int
     num_prefill_lookahead: int
@@ -184,7 +185,7 @@ class CoServing:
             output,
             started=started,
             batch=batch,
-            offline=[(name, self._slice(name, n)) for name, n in tokens.items() if name in self._offline],
+            offline=[(self.requests[name], n) for name, n in tokens.items() if name in self._offline],
             model=self._iterations.model,
             slo=self._slo,
             offline_tokens=self._traffic.offline_tokens,
@@ -304,8 +305,11 @@ class CoServing:
         for name, tokens in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(name)
             if request is None or request.status != RequestStatus.RUNNING:
-                continue  # aborted meanwhile
+                self.preemptions.forget(name)  # aborted meanwhile
+                continue
             if name not in left:
+                if tokens == 1 and request.num_computed_tokens % self.block_size:
+                    continue  # a decode step that fills no block
                 self.kv_cache_manager.cache_blocks(
                     request, min(request.num_computed_tokens, request.num_tokens)
                 )

@@ -37,7 +37,6 @@ class TensorParallelOrders:
     def __init__(self) -> None:
         self._group = get_tp_group()
         self._alone = self._group.world_size == 1
-        self._word = torch.zeros(1, dtype=torch.int64)
         self._flag: PreemptionFlag | None = None
         self._lost: str | None = None  # a flag that cannot be read: its engine core is on another machine
 
@@ -45,10 +44,9 @@ class TensorParallelOrders:
         """The same answer on every rank, since every rank asks at the same safepoints."""
         if self._alone:
             return self._read(stamp)
-        if self._group.rank_in_group == 0:
-            self._word[0] = self._read(stamp)
-        torch.distributed.broadcast(self._word, self._group.ranks[0], group=self._group.cpu_group)
-        return int(self._word)
+        # vLLM's queue in shared memory: 7 us for two ranks on two cores, where gloo's broadcast takes 100 to 300.
+        rows = self._read(stamp) if self._group.rank_in_group == 0 else None
+        return int(self._group.broadcast_object(rows))
 
     def _read(self, stamp: Stamp) -> int:
         if self._flag is None or self._flag.name != stamp.flag:
@@ -113,8 +111,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         """As vLLM's own, with a note of who has left."""
         output, self._abandoned = self._abandoned, None
         if output is None:
-            leaving = self._rows is not None and self._rows.left
-            with self._rows.discarded() if leaving else contextlib.nullcontext():  # type: ignore[union-attr]
+            with self._rows.discarded() if self._rows is not None else contextlib.nullcontext():
                 output = super().sample_tokens(grammar_output)
         if self._outcome is not None and isinstance(output, ModelRunnerOutput):
             put(output, self._outcome)

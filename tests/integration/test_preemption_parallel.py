@@ -1,0 +1,177 @@
+"""Tensor-parallel ranks, a process each, leave iterations alike, and every answer is what it would have been."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_llama import build_tiny_llama
+
+# As in test_embedded_engine.py.
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+LAYERS = 6
+ENOUGH = 40  # preemptions
+WITHIN_S = 60.0
+SETTINGS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would bind each rank to a NUMA node of its own; there is one
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class Ranks:
+    """An engine core in this process with a worker process for each rank, and what every rank did."""
+
+    def __init__(self, model: Path) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from conserve.engine.vllm.pacing import SCHEDULER, SECTION, WORKER
+        from tests.bare_scheduler import known_model
+
+        section = {**known_model(), "policy": "conserve", "safepoint_every": 1}
+        self.llm = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(model),
+                tensor_parallel_size=2,
+                max_model_len=1024,
+                max_num_batched_tokens=512,
+                max_num_seqs=16,
+                block_size=32,
+                kv_cache_memory_bytes=32 << 20,
+                enable_prefix_caching=True,
+                enforce_eager=True,
+                dtype="float32",
+                scheduling_policy="priority",
+                scheduler_cls=SCHEDULER,
+                worker_cls=WORKER,
+                additional_config={SECTION: section},
+            )
+        )
+        self.core = self.llm.engine_core.engine_core
+        self.preemptions = self.core.scheduler.preemptions
+        self.outcomes: list[Any] = []  # of iterations that somebody left
+
+    def step(self, answers: dict[str, Sequence[int]]) -> None:
+        """One iteration; the ranks agree on what became of it."""
+        for output in self.llm.step():
+            if output.finished:
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+        first, second = self.each(lambda wrapper: wrapper.worker._outcome)
+        assert first == second
+        if first is not None and first.left:
+            self.outcomes.append(first)
+
+    def each(self, work: Any) -> list[Any]:
+        """What it returns on each rank."""
+        results: list[Any] = self.core.model_executor.collective_rpc(work)
+        return results
+
+    def answers(self, asked: Sequence[Any]) -> dict[str, Sequence[int]]:
+        """All at once, with nothing cached."""
+        from conserve.engine.policy.view import OFFLINE_PRIORITY
+
+        assert self.llm.reset_prefix_cache()
+        answers: dict[str, Sequence[int]] = {}
+        for ask in asked:
+            question = {"prompt_token_ids": list(ask.prompt)}
+            priority = OFFLINE_PRIORITY if ask.offline else 0
+            self.llm.add_request(ask.name, question, ask.params.clone(), priority=priority)
+        while self.llm.has_unfinished_requests():
+            self.step(answers)
+        return answers
+
+    @contextmanager
+    def disturbed(self, seed: int) -> Iterator[None]:
+        """Raise the real flag in another thread, at random moments, for random numbers of rows."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._disturb, args=(random.Random(seed), stop))
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def _disturb(self, dice: random.Random, stop: threading.Event) -> None:
+        from conserve.engine.runtime.safepoint import EVERYBODY
+
+        while not stop.wait(dice.uniform(0.0, 0.03)):
+            running = self.preemptions._running
+            if running is None:
+                continue
+            some = dice.choice([len(running.rows), dice.randint(1, len(running.rows)), EVERYBODY])
+            running.asked, running.raised_at = some, time.monotonic()
+            self.preemptions._flag.raise_for(running.iteration, some)
+
+    def close(self) -> None:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.core.shutdown()
+        del self.llm, self.core, self.preemptions
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def ranks(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    from tests.preempted_engine import ENVIRONMENT
+
+    model = build_tiny_llama(tmp_path_factory.mktemp("tp"), tokenizer_from=demo_model, layers=LAYERS)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ENVIRONMENT, **SETTINGS}.items():
+            patch.setenv(name, value)
+        ranks = Ranks(model)
+        yield ranks
+        ranks.close()
+
+
+def rows(seed: int) -> list[Any]:
+    """Two online requests, and offline ones with several chunks of prompt."""
+    from tests.preempted_engine import Ask, greedy, prompt
+
+    online = [Ask(f"on{n}", prompt(20 + n, seed + n), greedy(16), offline=False) for n in range(2)]
+    offline = [Ask(f"off{n}", prompt(60 + 150 * n, seed + 10 + n), greedy(6 + n)) for n in range(6)]
+    return [*online, *offline]
+
+
+def test_the_first_rank_reads_the_flag_for_both(ranks: Ranks) -> None:
+    def orders(wrapper: Any) -> tuple[int, bool]:
+        found = wrapper.worker._safepoints._orders
+        return found._group.rank_in_group, found._alone
+
+    assert ranks.each(orders) == [(0, False), (1, False)]
+
+
+def test_both_ranks_leave_alike_and_answers_stay_what_they_were(ranks: Ranks) -> None:
+    asked = rows(1)
+    wanted: Mapping[str, Sequence[int]] = {}
+    for ask in asked:
+        wanted |= ranks.answers([ask])
+    assert len({tuple(answer) for answer in wanted.values()}) == len(asked)
+    assert not ranks.outcomes
+    end = time.monotonic() + WITHIN_S
+    seed = 0
+    with ranks.disturbed(seed=1):
+        while len(ranks.outcomes) < ENOUGH and time.monotonic() < end:
+            seed += 1
+            assert ranks.answers(asked) == wanted
+    assert len(ranks.outcomes) >= ENOUGH
+    assert len({outcome.layers_run for outcome in ranks.outcomes}) > LAYERS // 2, "at any layer"
+    everybody = ranks.preemptions.abandoned
+    assert 0 < everybody < len(ranks.outcomes), "all at once, and some while others went on"
+    assert ranks.answers(asked) == wanted

@@ -1,0 +1,372 @@
+"""vLLM's engine in this process, with our scheduler and worker, whose iterations a test can preempt at will."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.runtime.safepoint import EVERYBODY
+from conserve.engine.vllm.pacing import SCHEDULER, SECTION, WORKER
+from conserve.engine.vllm.stamp import Stamp, outcome_of
+from tests.bare_scheduler import known_model
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+BLOCK = 32  # tokens, the least on a CPU
+CHUNK = 256  # tokens of an iteration
+FIRST, LAST = 100, 40_000  # of the tokens that prompts are made of
+NOISE = 5.0  # in KV blocks that nobody has computed
+ALL = -1  # offline rows
+Decide = Callable[
+    [Stamp, int], int
+]  # of an iteration's stamp and a layer: how many rows are to leave by then
+Order = tuple[int, int]  # before which layer, and how many rows in all
+
+
+class Scripted:
+    """Implements `safepoints.Orders`: what the test says, at exactly the layer that it says."""
+
+    def __init__(self) -> None:
+        self.decide: Decide | None = None
+        self.layer = 0  # as of now; counts the questions, so every layer must ask
+        self.iterations = 0  # that were asked about
+        self._iteration = 0
+
+    def rows_to_leave(self, stamp: Stamp) -> int:
+        if stamp.iteration != self._iteration:
+            self._iteration, self.layer = stamp.iteration, -1
+            self.iterations += 1
+        self.layer += 1
+        return self.decide(stamp, self.layer) if self.decide is not None else 0
+
+    def follow(self, decide: Decide | None) -> None:
+        """From the next iteration on, which is the first again."""
+        self.decide, self.iterations = decide, 0
+
+    def script(self, orders: Mapping[int, Sequence[Order]]) -> Decide:
+        """Orders by iteration, counted from 1 and only where somebody may leave."""
+        return lambda stamp, layer: by_now(orders.get(self.iterations, ()), stamp, layer)
+
+
+def by_now(orders: Sequence[Order], stamp: Stamp, layer: int) -> int:
+    """How many are to have left: orders stay, as the flag does."""
+    numbers = [rows for before, rows in orders if before <= layer]
+    return max((len(stamp.rows) if rows == ALL else rows for rows in numbers), default=0)
+
+
+class Dice:
+    """Decides at random: mostly somebody leaves, now and then more of them later, or everybody."""
+
+    def __init__(self, seed: int, layers: int, *, often: float = 0.8, everybody: float = 0.05) -> None:
+        self._dice, self._layers, self._often, self._everybody = random.Random(seed), layers, often, everybody
+        self._orders: list[Order] = []
+
+    def __call__(self, stamp: Stamp, layer: int) -> int:
+        if not layer:
+            self._orders = list(self._throw(len(stamp.rows)))
+        return by_now(self._orders, stamp, layer)
+
+    def _throw(self, rows: int) -> Iterator[Order]:
+        dice = self._dice
+        while dice.random() < self._often:
+            some = dice.choice([rows, dice.randint(1, rows)])
+            yield dice.randrange(self._layers), EVERYBODY if dice.random() < self._everybody else some
+
+
+class Ask(NamedTuple):
+    """A request that a test makes."""
+
+    name: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    offline: bool = True
+
+
+class Chunk(NamedTuple):
+    """A request's part in an iteration."""
+
+    tokens: int
+    left: bool
+
+
+class Answer(NamedTuple):
+    """What came of it."""
+
+    tokens: tuple[int, ...]
+    text: str
+    reason: str | None
+    logprobs: Sequence[Mapping[int, float]]  # of each token
+    prompt_logprobs: Sequence[Mapping[int, float]]  # of each token but the first
+
+
+class PreemptedEngine:
+    """An engine and the orders that its worker gets."""
+
+    def __init__(self, model: Path, *, section: Mapping[str, Any] | None = None, **flags: Any) -> None:
+        chosen = {
+            "max_model_len": 1024,
+            "max_num_batched_tokens": CHUNK,
+            "max_num_seqs": 16,
+            "block_size": BLOCK,
+            "kv_cache_memory_bytes": 16 << 20,
+            "enable_prefix_caching": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            # Or a random model writes nothing but whitespace.
+            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        }
+        ours = {**known_model(), "policy": "conserve", "safepoint_every": 1, **(section or {})}
+        self.llm = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(model),
+                scheduling_policy="priority",
+                scheduler_cls=SCHEDULER,
+                worker_cls=WORKER,
+                additional_config={SECTION: ours},
+                **{**chosen, **flags},
+            )
+        )
+        self.core = self.llm.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.preemptions = self.scheduler.preemptions
+        self.worker = self.core.model_executor.driver_worker.worker
+        self.real_orders = self.worker._safepoints._orders
+        self.orders = self.worker._safepoints._orders = Scripted()
+        self.answers: dict[str, Answer] = {}
+        self.steps = 0
+        self.lost = 0  # times that a request lost its memory
+        self.chunks: dict[str, list[Chunk]] = {}  # of the requests that a test puts here
+        self._watch()
+
+    @property
+    def layers(self) -> int:
+        """Safepoints in an iteration."""
+        return int(self.worker._safepoints.layers)
+
+    def add(self, *asked: Ask) -> None:
+        """Let requests arrive."""
+        for ask in asked:
+            self.llm.add_request(
+                ask.name,
+                {"prompt_token_ids": list(ask.prompt)},
+                ask.params.clone(),
+                priority=OFFLINE_PRIORITY if ask.offline else 0,
+            )
+
+    def prepared(self, ask: Ask) -> tuple[Any, Any]:
+        """A request as far as vLLM's I/O thread brings it; to be called in another thread."""
+        request = self.llm.input_processor.process_inputs(
+            ask.name,
+            {"prompt_token_ids": list(ask.prompt)},
+            ask.params.clone(),
+            ("generate",),
+            priority=OFFLINE_PRIORITY if ask.offline else 0,
+        )
+        self.llm.input_processor.assign_request_id(request)
+        return request, self.core.preprocess_add_request(request)[0]
+
+    def add_prepared(self, request: tuple[Any, Any]) -> None:
+        """What the main thread does with it."""
+        brought, prepared = request
+        self.llm.output_processor.add_request(brought, None, None, 0)
+        self.core.add_request(prepared)
+
+    def _watch(self) -> None:
+        update, preempt = self.scheduler.update_from_output, self.scheduler._preempt_request
+
+        def preempting(*args: Any, **rest: Any) -> None:
+            self.lost += 1
+            preempt(*args, **rest)
+
+        def watched(output: Any, result: Any) -> Any:
+            outcome = outcome_of(result)
+            left = outcome.left if outcome is not None else frozenset()
+            for long, tokens in output.num_scheduled_tokens.items():
+                name = long.rpartition("-")[0]
+                if name in self.chunks:
+                    self.chunks[name].append(Chunk(tokens, long in left))
+            return update(output, result)
+
+        self.scheduler.update_from_output = watched
+        self.scheduler._preempt_request = preempting
+
+    @contextmanager
+    def counting_tokens(self) -> Iterator[list[int]]:
+        """Tokens that go through each layer meanwhile."""
+        layers = self.worker.model_runner.get_model().model.layers
+        computed = [0] * len(layers)
+
+        def count(index: int, hidden: torch.Tensor) -> None:
+            computed[index] += len(hidden)
+
+        hooks = [
+            layer.mlp.register_forward_pre_hook(lambda _, args, index=index: count(index, args[0]))
+            for index, layer in enumerate(layers)
+        ]
+        yield computed
+        for hook in hooks:
+            hook.remove()
+
+    def step(self) -> None:
+        """One iteration."""
+        self.steps += 1
+        for output in self.llm.step():
+            if output.finished:
+                (one,) = output.outputs
+                self.answers[output.request_id] = Answer(
+                    tuple(one.token_ids),
+                    one.text,
+                    one.finish_reason,
+                    [values(position) for position in one.logprobs or ()],
+                    [values(position) for position in (output.prompt_logprobs or ())[1:]],
+                )
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to step for, be it that the worker forgets those who are gone."""
+        return bool(self.llm.has_unfinished_requests() or self.scheduler.has_requests())
+
+    def drain(self, within_s: float = 60.0) -> dict[str, Answer]:
+        """Until everybody is done; returns the answers, and forgets them."""
+        end = time.monotonic() + within_s  # not steps, which cost nothing while a grammar is compiled
+        while self.busy and time.monotonic() < end:
+            self.step()
+        assert not self.busy
+        answers, self.answers = self.answers, {}
+        return answers
+
+    def undisturbed(self, asked: Sequence[Ask]) -> dict[str, Answer]:
+        """Each on its own, with nothing cached."""
+        self.orders.follow(None)
+        answers: dict[str, Answer] = {}
+        for ask in asked:
+            self.forget()
+            self.add(ask)
+            answers |= self.drain()
+        self.forget()
+        return answers
+
+    def together(self, asked: Sequence[Ask]) -> dict[str, Answer]:
+        """All at once, the online ones an iteration ahead."""
+        self.add(*(ask for ask in asked if not ask.offline))
+        if self.busy:
+            self.step()
+        self.add(*(ask for ask in asked if ask.offline))
+        return self.drain()
+
+    def preempted(self, asked: Sequence[Ask], decide: Decide) -> dict[str, Answer]:
+        """All at once, with these orders; nothing is left of them."""
+        self.orders.follow(decide)
+        answers = self.together(asked)
+        self.orders.follow(None)
+        self.assert_nothing_is_left()
+        self.forget()
+        return answers
+
+    def scripted(self, asked: Sequence[Ask], orders: Mapping[int, Sequence[Order]]) -> dict[str, Answer]:
+        """The same with orders by iteration."""
+        return self.preempted(asked, self.orders.script(orders))
+
+    def forget(self) -> None:
+        """Empty the prefix cache; and nothing that is read before it is written is right by chance."""
+        for layer in self.worker.model_runner.kv_caches:
+            layer.fill_(NOISE)
+        if self.scheduler.kv_cache_manager.enable_caching:
+            assert self.llm.reset_prefix_cache()
+
+    def internal(self, name: str) -> str:
+        """vLLM's own name of a request."""
+        return next(str(long) for long in self.scheduler.requests if long.rpartition("-")[0] == name)
+
+    def abort(self, name: str) -> None:
+        """As a client's abort that the engine core finds when the iteration under way has been computed."""
+        inside = self.internal(name)
+        self.llm.output_processor.abort_requests([inside], internal=True)
+        self.core.aborts_queue.put_nowait([inside])
+
+    def lose_memory(self, dice: random.Random) -> None:
+        """Some offline request loses its KV blocks, as to a plan that wants them for others."""
+        scheduler = self.scheduler
+        rows = [request for request in scheduler.running if request.priority]
+        if rows:
+            victim = dice.choice(rows)
+            scheduler.running.remove(victim)
+            scheduler._preempt_request(victim, time.monotonic())
+
+    def assert_nothing_is_left(self) -> None:
+        """Everybody is gone, and all memory is free."""
+        scheduler, preemptions, runner = self.scheduler, self.preemptions, self.worker.model_runner
+        for waiting in (scheduler.requests, scheduler.running, scheduler.waiting):
+            assert not waiting
+        notes = {
+            "scheduler": [scheduler._offline, scheduler._uncached, scheduler._inflight_prefills],
+            "preemptions": [part for part in vars(preemptions).values() if isinstance(part, dict)],
+            "runner": [runner.requests, runner.input_batch.req_id_to_index, runner.num_prompt_logprobs],
+            "rows": [self.worker._rows._suspended] if self.worker._rows is not None else [],
+        }
+        left = {name: [dict.fromkeys(part) for part in parts if part] for name, parts in notes.items()}
+        for part in (part for parts in notes.values() for part in parts):
+            part.clear()  # one test fails for what it left, and not all that follow
+        assert not any(left.values()), left
+        assert preemptions._running is None
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
+
+    def close(self) -> None:
+        """End the engine, so that another can start in this process."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.core.shutdown()
+        for name in list(vars(self)):
+            delattr(self, name)
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+@contextmanager
+def started(model: Path, **flags: Any) -> Iterator[PreemptedEngine]:
+    """An engine that leaves nothing behind in this process."""
+    environment, set_num_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
+    set_num_threads(1)  # so small a model is slower on several, much slower where others compute too
+    os.environ.update(ENVIRONMENT)
+    engine = PreemptedEngine(model, **flags)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads = set_num_threads  # the worker puts its own there
+        set_num_threads(threads)
+
+
+def values(position: Any) -> dict[int, float]:
+    """Logprobs by token."""
+    return {token: one.logprob for token, one in position.items()}
+
+
+def prompt(tokens: int, seed: int, prefix: Sequence[int] = ()) -> list[int]:
+    """Random tokens after a prefix."""
+    dice = random.Random(seed)
+    return [*prefix, *(dice.randrange(FIRST, LAST) for _ in range(tokens))]
+
+
+def greedy(tokens: int, **params: Any) -> SamplingParams:
+    """So many tokens, always the likeliest."""
+    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, **params)

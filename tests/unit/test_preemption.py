@@ -1,0 +1,347 @@
+"""Layer-wise preemption without an engine: who leaves, the flag that says so, and the places that look at it."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+
+from conserve.engine.policy.preemption import (
+    PATIENCE,
+    PREEMPTIONS,
+    WASTE,
+    AllOffline,
+    Arrivals,
+    JustEnough,
+    Never,
+    Prompt,
+    UnderWay,
+    spare_tokens,
+)
+from conserve.engine.runtime.safepoint import EVERYBODY, PreemptionFlag, check_us
+from conserve.profiles.batch import Batch, Slice
+
+# torch's own while it is imported.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+
+class MsPerToken:
+    """A latency model that can be computed in one's head."""
+
+    def predict(self, batch: Batch) -> float:
+        return 10.0 + batch.tokens if batch.requests else 0.0
+
+    def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:
+        raise NotImplementedError
+
+
+MODEL = MsPerToken()
+
+
+def under_way(
+    rows: Sequence[int], *, online: int = 0, elapsed_ms: float = 0.0, separable: bool = True
+) -> UnderWay:
+    """An iteration with so many tokens of each offline row, and of one online request."""
+    slices = [Slice(tokens, 0) for tokens in rows]
+    batch = Batch.of([*slices, *([Slice(online, 0)] if online else [])])
+    return UnderWay(batch=batch, rows=slices, separable=separable, elapsed_ms=elapsed_ms)
+
+
+def arrivals(prompt: int, slack_ms: float, *, ttft_ms: float = 1000.0, spare: float = inf) -> Arrivals:
+    return Arrivals(prompts=[Slice(prompt, 0)], slack_ms=slack_ms, ttft_ms=ttft_ms, spare_tokens=spare)
+
+
+class TestAllOffline:
+    policy = AllOffline()
+
+    def leaving(self, running: UnderWay, come: Arrivals) -> int:
+        return self.policy.leaving(running, come, MODEL)
+
+    def test_all_leave_exactly_if_the_first_token_would_be_late(self) -> None:
+        running = under_way([100, 50], online=40)  # 200 ms, then 60 ms for the prompt
+        assert self.leaving(running, arrivals(50, 260)) == 0
+        assert self.leaving(running, arrivals(50, 259)) == 2
+
+    def test_what_is_done_already_need_not_be_waited_for(self) -> None:
+        running = under_way([100, 50], online=40, elapsed_ms=100)
+        assert self.leaving(running, arrivals(50, 160)) == 0
+        assert self.leaving(running, arrivals(50, 159)) == 2
+        overdue = replace(running, elapsed_ms=1e6)
+        assert self.leaving(overdue, arrivals(50, 60)) == 0
+
+    def test_an_arrival_that_is_late_anyway_does_not_wait_longer(self) -> None:
+        assert self.leaving(under_way([100]), arrivals(50, -5)) == 1
+
+    def test_online_rows_are_abandoned_too_only_if_all_get_their_tokens_sooner(self) -> None:
+        # To be computed anew: 40 online tokens and 50 of the prompt, in 100 ms.
+        early = under_way([100, 50], online=40, separable=False, elapsed_ms=90)  # 110 ms are left
+        late = replace(early, elapsed_ms=101)  # 99 ms are left
+        assert self.leaving(early, arrivals(50, 0)) == 2
+        assert self.leaving(late, arrivals(50, 0)) == 0
+
+    def test_an_iteration_of_offline_rows_alone_is_abandoned_however_late(self) -> None:
+        running = under_way([100, 50], separable=False, elapsed_ms=150)
+        assert running.pure
+        assert self.leaving(running, arrivals(50, 0)) == 2
+
+
+class TestJustEnough:
+    policy = JustEnough()
+
+    def test_row_after_row_leaves_until_the_promise_can_be_kept(self) -> None:
+        # 200 ms; with k rows gone that much less, and the prompt with those who are left.
+        running = under_way([100, 50, 20], online=20)
+        needed = [(200 - gone) + (200 - gone + 50) for gone in (0, 100, 150, 170)]
+        for rows, ms in enumerate(needed):
+            assert self.policy.leaving(running, arrivals(50, ms), MODEL) == rows
+            assert self.policy.leaving(running, arrivals(50, ms - 1), MODEL) == min(rows + 1, 3)
+
+    def test_all_leave_if_not_even_that_is_enough(self) -> None:
+        assert self.policy.leaving(under_way([100, 50]), arrivals(50, 1), MODEL) == 2
+
+    @pytest.mark.parametrize("slack_ms", [0.0, 100.0, 259.0, 260.0, 1000.0])
+    @pytest.mark.parametrize("elapsed_ms", [0.0, 50.0, 150.0])
+    def test_where_rows_cannot_leave_alone_it_is_all_or_nobody(
+        self, slack_ms: float, elapsed_ms: float
+    ) -> None:
+        running = under_way([100, 50], online=40, elapsed_ms=elapsed_ms, separable=False)
+        come = arrivals(50, slack_ms)
+        assert self.policy.leaving(running, come, MODEL) == AllOffline().leaving(running, come, MODEL)
+
+
+class TestPrompt:
+    policy = Prompt()
+
+    def leaving(self, running: UnderWay, come: Arrivals) -> int:
+        return self.policy.leaving(running, come, MODEL)
+
+    def test_an_arrival_waits_for_little_without_a_reason(self) -> None:
+        running = under_way([90])  # 100 ms
+        assert self.leaving(running, arrivals(50, 1e6, ttft_ms=100 / PATIENCE)) == 0
+        assert self.leaving(running, arrivals(50, 1e6, ttft_ms=99 / PATIENCE)) == 1
+        nearly_done = replace(running, elapsed_ms=99.0)
+        assert self.leaving(nearly_done, arrivals(50, 1e6, ttft_ms=51.0)) == 0
+
+    def test_no_promise_is_no_reason(self) -> None:
+        assert self.leaving(under_way([90]), arrivals(50, inf, ttft_ms=inf)) == 0
+
+    def test_comfort_may_throw_away_a_budget_and_a_promise_more(self) -> None:
+        half = under_way([90], separable=False, elapsed_ms=50)  # 45 tokens' worth
+        assert self.leaving(half, arrivals(50, 1e6, spare=45)) == 1
+        assert self.leaving(half, arrivals(50, 1e6, spare=44)) == 0
+        assert self.leaving(half, arrivals(50, 0, spare=44)) == 1
+
+    def test_the_budget_is_a_share_of_all_tokens(self) -> None:
+        assert spare_tokens(1000, 0) == WASTE * 1000
+        assert spare_tokens(1000, WASTE * 1000 + 5) == pytest.approx(-5)
+        assert spare_tokens(inf, 1e9) == inf
+
+
+def test_policies_go_by_name() -> None:
+    assert set(PREEMPTIONS) == {"prompt", "all-offline", "just-enough", "never"}
+    assert Never().leaving(under_way([100]), arrivals(50, -1), MODEL) == 0
+
+
+class TestFlag:
+    def test_it_speaks_of_one_iteration(self) -> None:
+        with PreemptionFlag.create() as flag:
+            assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 0, 0]
+            flag.raise_for(2, 7)
+            assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 7, 0]
+            flag.raise_for(3)
+            assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 0, EVERYBODY]
+
+    def test_what_is_raised_for_an_iteration_that_has_ended_says_nothing_to_the_next(self) -> None:
+        with PreemptionFlag.create() as flag:
+            for iteration in range(1, 100):
+                assert not flag.rows_to_leave(iteration)
+                flag.raise_for(iteration, iteration)
+                assert flag.rows_to_leave(iteration) == iteration
+
+    def test_numbers_stay_within_their_bits(self) -> None:
+        with PreemptionFlag.create() as flag:
+            flag.raise_for(1, 10**9)
+            assert flag.rows_to_leave(1) == EVERYBODY
+            assert flag.rows_to_leave(2) == 0
+            flag.raise_for(1 << 40, 3)
+            assert flag.rows_to_leave(1 << 40) == 3
+
+    def test_a_process_that_is_no_child_reads_it_and_does_not_take_it_along(self) -> None:
+        read = (
+            "import sys; from conserve.engine.runtime.safepoint import PreemptionFlag\n"
+            "flag = PreemptionFlag.attach(sys.argv[1]); print(flag.rows_to_leave(5), flag.rows_to_leave(6))"
+        )
+        with PreemptionFlag.create() as flag:
+            flag.raise_for(6, 4)
+            command = [sys.executable, "-c", read, flag.name]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+            assert done.stdout.split() == ["0", "4"]
+            with PreemptionFlag.attach(flag.name) as other:
+                assert other.rows_to_leave(6) == 4
+
+    def test_it_is_gone_when_its_owner_is(self) -> None:
+        flag = PreemptionFlag.create()
+        with PreemptionFlag.attach(flag.name) as other:
+            flag.raise_for(1, 2)
+            assert other.rows_to_leave(1) == 2
+        assert flag.rows_to_leave(1) == 2, "who only reads it removes nothing"
+        flag.close()
+        flag.close()
+        with pytest.raises(OSError):
+            PreemptionFlag.attach(flag.name)
+
+    def test_a_look_costs_next_to_nothing(self) -> None:
+        assert 0 < check_us(2000) < 100
+
+
+class FakeOrders:
+    """Says for each layer what the test says."""
+
+    def __init__(self, **rows: int) -> None:
+        self.rows = {int(layer.removeprefix("at_")): count for layer, count in rows.items()}
+        self.asked: list[int] = []
+        self.layer = 0
+
+    def rows_to_leave(self, stamp: Any) -> int:
+        self.asked.append(self.layer)
+        return max((count for layer, count in self.rows.items() if layer <= self.layer), default=0)
+
+
+def passed(orders: FakeOrders, layers: int = 8, every: int = 1) -> tuple[Any, list[int]]:
+    """The safepoints of one iteration, and what each said."""
+    from conserve.engine.vllm.safepoints import Safepoints
+    from conserve.engine.vllm.stamp import Stamp
+
+    safepoints = Safepoints(orders, layers)
+    safepoints.arm(Stamp(iteration=1, flag="", rows=["a", "b", "c"], every=every))
+    said = []
+    for orders.layer in range(layers):
+        said.append(safepoints.rows_to_leave(orders.layer))
+    return safepoints, said
+
+
+class TestSafepoints:
+    def test_orders_are_news_once(self) -> None:
+        safepoints, said = passed(FakeOrders(at_2=1))
+        assert said == [0, 0, 1, 0, 0, 0, 0, 0]
+        assert safepoints.left_before == 2
+
+    def test_and_again_when_there_are_more_of_them(self) -> None:
+        safepoints, said = passed(FakeOrders(at_1=1, at_4=3, at_6=EVERYBODY))
+        assert said == [0, 1, 0, 0, 3, 0, EVERYBODY, 0]
+        assert safepoints.left_before == 1
+
+    def test_only_every_nth_layer_looks(self) -> None:
+        orders = FakeOrders(at_1=2)
+        safepoints, said = passed(orders, every=3)
+        assert orders.asked == [0, 3, 6]
+        assert said == [0, 0, 0, 2, 0, 0, 0, 0]
+        assert safepoints.left_before == 3
+
+    def test_nobody_looks_where_no_iteration_is_under_way(self) -> None:
+        from conserve.engine.vllm.stamp import Stamp
+
+        orders = FakeOrders(at_0=1)
+        safepoints, _ = passed(orders)
+        safepoints.disarm()
+        orders.asked.clear()
+        assert safepoints.rows_to_leave(0) == 0
+        assert not orders.asked
+        safepoints.arm(Stamp(iteration=2, flag="", rows=["a"], every=1))
+        assert safepoints.left_before == 0
+        assert safepoints.rows_to_leave(0) == 1, "the next iteration does not know of the last"
+
+    def test_an_iteration_is_abandoned_past_anything_that_catches_exceptions(self) -> None:
+        from conserve.engine.vllm.safepoints import Abandoned
+
+        orders = FakeOrders(at_5=1)
+        safepoints, _ = passed(orders, layers=5)
+        safepoints.abandon_if_asked(4)
+        orders.layer = 5
+        with pytest.raises(Abandoned):
+            safepoints.abandon_if_asked(5)
+        assert not issubclass(Abandoned, Exception)
+
+    def test_layers_are_guarded_in_their_order(self) -> None:
+        import torch
+        from torch import nn
+
+        from conserve.engine.vllm.safepoints import Abandoned, Safepoints, between_layers
+        from conserve.engine.vllm.stamp import Stamp
+
+        run: list[int] = []
+
+        class Layer(nn.Module):  # type: ignore[misc]
+            def __init__(self, number: int) -> None:
+                super().__init__()
+                self.number = number
+
+            def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+                run.append(self.number)
+                return hidden + 1
+
+        class Counting(FakeOrders):
+            def rows_to_leave(self, stamp: Any) -> int:
+                self.layer = len(run)
+                return super().rows_to_leave(stamp)
+
+        layers = nn.ModuleList(map(Layer, range(4)))
+        safepoints = Safepoints(Counting(at_2=1), 4)
+        between_layers(list(layers), safepoints, None)
+
+        def through() -> float:
+            hidden = torch.zeros(1)
+            for layer in layers:
+                hidden = layer(hidden)
+            return float(hidden)
+
+        assert through() == 4, "without a stamp the model is as it was"
+        run.clear()
+        safepoints.arm(Stamp(iteration=1, flag="", rows=["a"], every=1))
+        with pytest.raises(Abandoned):
+            through()
+        assert run == [0, 1]
+
+
+class TestDecoderLayers:
+    def found(self, *lists: Any, count: int = 3) -> Any:
+        from torch import nn
+
+        from conserve.engine.vllm.safepoints import decoder_layers
+
+        model = nn.Module()
+        for number, layers in enumerate(lists):
+            model.add_module(f"part{number}", layers)
+        return decoder_layers(model, count)
+
+    def layers(self, count: int, attention: str = "self_attn") -> Any:
+        from torch import nn
+
+        return nn.ModuleList(
+            nn.ModuleDict({attention: nn.Identity(), "mlp": nn.Identity()}) for _ in range(count)
+        )
+
+    def test_they_are_the_list_of_that_length_whose_members_attend(self) -> None:
+        layers = self.layers(3)
+        assert self.found(self.layers(2), self.layers(3, "conv"), layers) == list(layers)
+
+    @pytest.mark.parametrize("attention", ["self_attn", "attention", "attn"])
+    def test_attention_has_many_names(self, attention: str) -> None:
+        assert self.found(self.layers(3, attention)) is not None
+
+    def test_none_are_found_where_there_are_none_or_too_many(self) -> None:
+        assert self.found(self.layers(2)) is None
+        assert self.found(self.layers(3, "mixer")) is None
+        assert self.found(self.layers(3), self.layers(3)) is None
+
+    def test_lists_within_the_layers_are_no_rivals(self) -> None:
+        from torch import nn
+
+        layers = self.layers(3)
+        layers[0].add_module(
+            "experts", nn.ModuleList(nn.ModuleDict({"att": nn.Identity()}) for _ in range(3))
+        )
+        assert self.found(layers) == list(layers)
