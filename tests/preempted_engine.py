@@ -42,6 +42,8 @@ Order = tuple[int, int]  # before which layer, and how many rows in all
 class Scripted:
     """Implements `safepoints.Orders`: what the test says, at exactly the layer that it says."""
 
+    heard = True
+
     def __init__(self) -> None:
         self.decide: Decide | None = None
         self.layer = 0  # as of now; counts the questions, so every layer must ask

@@ -46,16 +46,19 @@ class PreemptedScheduler(BareEngine):
         result, stamp, dice = super().result(output), stamp_of(output), self._dice
         if stamp is None or dice.random() < 0.33:
             if stamp is not None:
-                put(result, Outcome(layers=LAYERS, separable=True))
+                put(result, Outcome(layers=LAYERS, safepoints=LAYERS, separable=True))
             return result
         left = frozenset(stamp.rows[: dice.randint(1, len(stamp.rows))])
         if dice.random() < 0.05:
             left = frozenset(output.num_scheduled_tokens)
         for name in left:
             result.sampled_token_ids[result.req_id_to_index[name]] = []
-        kept = frozenset(name for name in sorted(left) if dice.random() < 0.5)
         ran = dice.randrange(LAYERS)
-        put(result, Outcome(left=left, kept=kept, layers_run=ran, layers=LAYERS, separable=True))
+        kept = {name: dice.randrange(ran, LAYERS) for name in sorted(left) if dice.random() < 0.5}
+        outcome = Outcome(
+            left=left, kept=kept, layers_run=ran, layers=LAYERS, safepoints=LAYERS, separable=True
+        )
+        put(result, outcome)
         return result
 
     def finish(self, output: SchedulerOutput) -> Any:

@@ -361,7 +361,7 @@ class TestWithPrefixCaching(Rows):
         engine.forget()
 
     def test_a_row_that_is_always_preempted_takes_smaller_chunks_and_then_shelter(self, engine: Any) -> None:
-        from conserve.engine.vllm.preemptions import SHELTER_AFTER, SHRINK_AFTER
+        from conserve.engine.runtime.leavers import SHELTER_AFTER, SHRINK_AFTER
         from tests.preempted_engine import Ask, greedy, prompt
 
         row = Ask("off", prompt(200, 400), greedy(3))

@@ -200,6 +200,8 @@ class TestFlag:
 class FakeOrders:
     """Says for each layer what the test says."""
 
+    heard = True
+
     def __init__(self, **rows: int) -> None:
         self.rows = {int(layer.removeprefix("at_")): count for layer, count in rows.items()}
         self.asked: list[int] = []

@@ -37,7 +37,8 @@ def arrival_limit_ms(view: View) -> float:
     smallest_ms = view.model.predict(Batch.of([Slice(1, 0, True)]))  # a fit may have no constant at all
     if view.resumable:  # nobody waits for it, and nothing is lost by ending it
         return smallest_ms / LEAST_LOSS
-    return cheapest_ms(view, smallest_ms) if view.preemptible else bearable_ms(view, smallest_ms)
+    limit_ms = bearable_ms(view, smallest_ms)
+    return min(limit_ms, cheapest_ms(view, smallest_ms)) if view.preemptible else limit_ms
 
 
 def cheapest_ms(view: View, smallest_ms: float) -> float:
@@ -45,14 +46,14 @@ def cheapest_ms(view: View, smallest_ms: float) -> float:
 
     A shorter one loses more to the constant part that every iteration has, a longer one loses more when an
     arrival ends it half-way: Young's optimum sqrt(2 * constant * time between arrivals) ("A first order
-    approximation to the optimum checkpoint interval", 1974). No arrival waits for it to end.
+    approximation to the optimum checkpoint interval", 1974).
     """
     between_ms = 1e3 / max(view.arrivals_per_s, LEAST_ARRIVALS_PER_S)
     return sqrt(2 * smallest_ms * between_ms)
 
 
 def bearable_ms(view: View, smallest_ms: float) -> float:
-    """For iterations that an arrival waits out: what its TTFT can bear.
+    """For iterations that an arrival may have to wait out: what its TTFT can bear.
 
     The wait spends TTFT slack: what the SLO leaves beyond the time of a typical prompt. Arrivals come in bursts,
     in which the slack is wanted for queueing, so the limit is no longer than throughput asks for: the smallest

@@ -83,6 +83,8 @@ class Prompt:
     def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
         """All or nobody."""
         left_ms = remaining_ms(under_way, model)
+        if under_way.separable and not left_ms:  # overdue, nobody knows for how long
+            return len(under_way.rows)
         late = left_ms + prompts_ms(arrivals, model) > arrivals.slack_ms
         if not late and (
             left_ms <= PATIENCE * arrivals.ttft_ms or thrown_away(under_way, model) > arrivals.spare_tokens

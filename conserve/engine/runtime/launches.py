@@ -52,5 +52,8 @@ class Launches:
         self._passed += 1
 
     def finish(self) -> None:
-        """Wait until the device has done what was launched up to the safepoint that the host is at."""
-        self._events[(self._passed - 1) % AHEAD].synchronize()
+        """Wait until the device has done all that was launched."""
+        event = self._events[0]
+        event.record()
+        event.synchronize()
+        self._passed = 0

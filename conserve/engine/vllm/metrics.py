@@ -27,7 +27,7 @@ class Count(NamedTuple):
 COUNTS = (
     Count("conserve_online_requests", "Live requests that got a token.", ("online", "requests")),
     Count("conserve_offline_tokens", "Tokens computed for offline requests.", ("offline", "tokens")),
-    Count("conserve_iterations", "Iterations of the engine.", ("iterations",)),
+    Count("conserve_iterations", "Iterations that the latency model learned from.", ("iterations",)),
     Count("conserve_planned_iterations", "Iterations with a time limit.", ("planned",)),
     Count("conserve_overruns", "Iterations that took longer than their limit.", ("overruns",)),
     Count("conserve_busy_seconds", "Seconds spent in iterations.", ("busy_s",)),

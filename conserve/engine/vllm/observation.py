@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Slo, View
 from conserve.engine.runtime.traffic import Traffic
@@ -23,6 +23,9 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
     now = time.time()
     moment = time.monotonic()
     expected, typical = traffic.expected(now=moment), traffic.typical_prompt(now=moment)
+    # Who waits for a grammar arrives once more when it is compiled, and nobody is told.
+    grammar = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    preemptible = scheduler.preemptions.acts and all(r.status != grammar for r in scheduler.waiting.online)
     online: list[Candidate] = []
     offline: list[Candidate] = []
     for request in scheduler.running:
@@ -36,7 +39,7 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
         if tokens <= decode_tokens and context >= request.num_prompt_tokens:
             lane.append(Candidate(name, tokens, context, True, blocks))
         else:
-            if lane is offline and (cap := scheduler.preemptions.cap(name)) is not None:
+            if lane is offline and (cap := scheduler.preemptions.chunk(name)) is not None:
                 tokens = min(tokens, cap)
             age_ms = (now - request.arrival_time) * 1e3
             extra_ms = iterations.surcharge_ms if surcharged(request) else 0.0
@@ -52,8 +55,8 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
         slo=slo,
         prompt_tokens=typical,
         arrivals_per_s=traffic.arrivals_per_s(now=moment),
-        preemptible=scheduler.preemptions.on,
-        resumable=scheduler.preemptions.on and scheduler.preemptions.separable,
+        preemptible=preemptible,
+        resumable=preemptible and scheduler.preemptions.separable,
         max_tokens=scheduler.max_num_scheduled_tokens,
         free_slots=scheduler.max_num_running_reqs - len(scheduler.running),
         reserved_slots=min(expected, scheduler.max_num_running_reqs // 2),

@@ -89,7 +89,10 @@ def announcing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         prepared = preprocess(core, request)
         arriving = getattr(getattr(core, "scheduler", None), "arriving", None)
         if arriving is not None:
-            arriving(prepared[0])
+            try:
+                arriving(prepared[0])
+            except Exception:  # a request must not be refused because nobody made room for it
+                log.exception("an arrival was not looked at")
         return prepared
 
     return wrapped

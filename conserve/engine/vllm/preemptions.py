@@ -7,18 +7,20 @@ Algorithm 2, conserve-2024 Algorithm 2.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.request import Request
 
 from conserve.engine.policy.preemption import OFF, PREEMPTIONS, Arrivals, UnderWay, spare_tokens
 from conserve.engine.policy.view import Slo
+from conserve.engine.runtime.leavers import Leavers, Lost
 from conserve.engine.runtime.safepoint import EVERYBODY, PreemptionFlag
 from conserve.engine.runtime.traffic import quantiles
 from conserve.engine.vllm.pacing import WORKER
@@ -26,8 +28,7 @@ from conserve.engine.vllm.stamp import Outcome, Stamp, put
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
-SHRINK_AFTER = 4  # preemptions in a row, after each of which a row's next chunk is half of the last
-SHELTER_AFTER = 8  # preemptions in a row, after which a row stays whoever arrives
+log = logging.getLogger("vllm.conserve")
 REACTION_SHARE = 0.005  # of the TTFT promise between two safepoints
 LARGEST_STEP = 8  # layers between two safepoints
 FORGET_S = 10.0  # after which an arrival that never reached the scheduler is no longer expected
@@ -44,13 +45,6 @@ class Running:
     rows: Sequence[tuple[Request, int]]  # that may leave, and their tokens
     asked: int = 0  # of them, to leave
     raised_at: float = 0.0  # monotonic seconds
-
-
-class Kept(NamedTuple):
-    """What a row that has left need not compute again."""
-
-    tokens: int
-    share: float  # of the layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +68,7 @@ class Preemptions:
         self.policy = PREEMPTIONS[policy]() if policy != OFF else None
         self.layers = config.model_config.get_num_layers(config.parallel_config)
         self.separable = False  # until a worker says so
+        self._seen = False  # that a worker has safepoints and reads the flag
         self.preemptions = self.abandoned = self.rows_left = self.layers_run = self.tokens_redone = 0
         self.tokens_wasted = 0.0
         self._every = every
@@ -82,9 +77,7 @@ class Preemptions:
         self._iterations = 0
         self._running: Running | None = None
         self._expected: dict[str, Expected] = {}
-        self._in_a_row: dict[str, int] = {}  # preemptions of a row since it last computed anything
-        self._caps: dict[str, int] = {}  # tokens of the next chunk of rows that have left
-        self._kept: dict[str, Kept] = {}  # rows that go on where they left
+        self._leavers = Leavers()
         self._reactions_ms: deque[float] = deque(maxlen=REMEMBERED)
         self._model: LatencyModel | None = None
         self._slo = Slo()
@@ -101,9 +94,14 @@ class Preemptions:
             self.name = name
             self.policy = PREEMPTIONS[name]() if name != OFF else None
 
-    def cap(self, request: str) -> int | None:
+    @property
+    def acts(self) -> bool:
+        """Whether the next iteration can be preempted, as far as is known."""
+        return self.on and self._seen and (self.separable or not self._leavers.any_sheltered())
+
+    def chunk(self, request: str) -> int | None:
         """The most tokens that the next chunk of a row should have, if it has left an iteration."""
-        return self._caps.get(request) if self.on else None
+        return self._leavers.chunk(request) if self.on else None
 
     # In the main thread.
 
@@ -121,11 +119,11 @@ class Preemptions:
         """An iteration starts: stamp it, and look once more who came while it was composed."""
         assert self._flag is not None
         rows = list(offline)
-        if max(self._in_a_row.values(), default=0) >= SHELTER_AFTER:
-            sheltered = [row for row in rows if self._in_a_row.get(row[0].request_id, 0) >= SHELTER_AFTER]
-            if sheltered and not self.separable:
+        if self._leavers and self._leavers.any_sheltered():
+            staying = [row for row in rows if self._leavers.is_sheltered(row[0].request_id)]
+            if staying and not self.separable:
                 return
-            rows = [row for row in rows if row not in sheltered]
+            rows = [row for row in rows if row not in staying]
         if not rows:
             return
         # Prompts leave before decode steps, which take less time; those who came last before others.
@@ -159,69 +157,68 @@ class Preemptions:
         """The iteration is over; returns those who computed nothing."""
         with self._lock:
             running, self._running = self._running, None
+        left = outcome.left if outcome is not None else frozenset()
+        self._leavers.computed(tokens.keys() - left)
         if outcome is None or running is None:
-            self._progressed(tokens)  # an iteration without safepoints
             return frozenset()
-        self.separable = outcome.separable
-        self.layers = outcome.layers
-        self._progressed(tokens.keys() - outcome.left)
-        if not outcome.left:
-            return outcome.left
+        self.separable, self.layers = outcome.separable, max(1, outcome.layers)
+        self._believe(outcome)
+        if not left:
+            return left
         self.preemptions += 1
-        self.abandoned += len(outcome.left) == len(tokens)
-        self.rows_left += len(outcome.left)
+        self.abandoned += len(left) == len(tokens)
+        self.rows_left += len(left)
         self.layers_run += outcome.layers_run
         self._reactions_ms.append((time.monotonic() - running.raised_at) * 1e3)
-        share = outcome.layers_run / max(1, outcome.layers)
-        for name in outcome.left:
-            times = self._in_a_row[name] = self._in_a_row.get(name, 0) + 1
-            chunk = tokens[name]
-            following = max(1, chunk // 2) if times >= SHRINK_AFTER else chunk
-            if name in outcome.kept:
-                self._kept[name], self._caps[name] = Kept(following, share), following
-                self._count_redone(chunk - following, share)
-            else:
-                self._count_redone(chunk, share)
-                if times >= SHRINK_AFTER:
-                    self._caps[name] = following
-        return outcome.left
+        for name in left:
+            layer = outcome.kept.get(name, 0)
+            self._count(
+                self._leavers.left(
+                    name, tokens[name], layer=layer, layers_run=outcome.layers_run, layers=self.layers
+                )
+            )
+        return left
 
-    def _progressed(self, requests: Iterable[str]) -> None:
-        if self._in_a_row or self._caps or self._kept:
-            for name in requests:
-                self._in_a_row.pop(name, None)
-                self._caps.pop(name, None)
-                self._kept.pop(name, None)
-
-    def _count_redone(self, tokens: int, share: float) -> None:
-        if share:  # who left before the first layer had computed nothing
-            self.tokens_redone += tokens
-            self.tokens_wasted += tokens * share
+    def computed(self, requests: Iterable[str]) -> None:
+        """These were in an iteration without safepoints."""
+        self._leavers.computed(requests)
 
     def lost_memory(self, request: str) -> None:
-        """The row's KV blocks are gone, and what it would have gone on from with them."""
-        if (kept := self._kept.pop(request, None)) is not None:
-            self._count_redone(*kept)
-            self._caps.pop(request, None)
+        """The row's KV blocks are gone."""
+        self._count(self._leavers.lost_memory(request, self.layers))
+
+    def _count(self, lost: Lost) -> None:
+        self.tokens_redone += lost.tokens
+        self.tokens_wasted += lost.worth
+
+    def _believe(self, outcome: Outcome) -> None:
+        """A worker has answered: see whether it can be preempted at all."""
+        self._seen = True
+        if not outcome.safepoints or not outcome.heard:
+            self.why_not = (
+                "the model has no safepoints" if outcome.heard else "the worker cannot read the flag"
+            )
+            log.warning("iterations are not preempted: %s", self.why_not)
+            self.close()
 
     def forget(self, request: str) -> None:
         """The request is gone."""
         self._expected.pop(request, None)
-        self._in_a_row.pop(request, None)
-        self._caps.pop(request, None)
-        self._kept.pop(request, None)
+        self._leavers.computed([request])
 
     def close(self) -> None:
         """Remove the flag."""
-        if self._flag is not None:
-            self._flag.close()
-            self._flag, self.name = None, OFF
+        with self._lock:
+            if self._flag is not None:
+                self._flag.close()
+                self._flag, self.name = None, OFF
 
     def report(self) -> dict[str, Any]:
         """Counts since the start, for JSON."""
         return {
             "policy": self.name,
             "why_off": self.why_not,
+            "rows_go_on": self.separable,  # where they left; else iterations are abandoned whole
             "preemptions": self.preemptions,
             "abandoned": self.abandoned,
             "rows": self.rows_left,
@@ -235,7 +232,7 @@ class Preemptions:
 
     def arriving(self, request: Request, ttft_ms: float | None, *, arrived: float) -> None:
         """An online request has come."""
-        if self.policy is None:
+        if self.policy is None or request.use_structured_output:  # whose grammar is not compiled yet
             return
         tokens = max(1, request.num_prompt_tokens)
         promise = self._slo.ttft_ms if ttft_ms is None else ttft_ms
@@ -271,7 +268,7 @@ class Preemptions:
                 model,
             )
             if rows > running.asked:
-                running.asked, running.raised_at = rows, now
+                running.asked, running.raised_at = rows, running.raised_at or now
                 alone = rows == running.batch.requests or not self.separable
                 self._flag.raise_for(running.iteration, EVERYBODY if alone else rows)
 

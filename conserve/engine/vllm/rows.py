@@ -42,6 +42,7 @@ class Rows:
         self.left: frozenset[str] = frozenset()  # who left this iteration
         self.joined = 0  # rows that began in the middle
         self.busy = False  # the next pass is watched
+        self.possible = True  # the layers' inputs are such that rows can leave
         self._runner = runner
         self._safepoints = safepoints
         self._suspended: dict[str, Suspended] = {}
@@ -49,26 +50,31 @@ class Rows:
         self._absent: set[str] = set()  # who has left, or is yet to join
         self._in: torch.Tensor | None = None  # tokens in the pass, (tokens in,), ascending; None for all
         self._total = 0  # tokens of the iteration
-        self._outputs = 0  # that a layer returns as a tuple; 0 for a tensor
+        self._returns: tuple[bool, ...] | None = (
+            None  # which of a layer's outputs are tensors; () for one alone
+        )
         self._metadata: dict[int, Any] = {}  # by id() of the attention group: what its metadata is made from
+        self._build: dict[int, Callable[..., Any]] = {}  # and how
         for group in groups_of(runner):
             self._remember(group)
 
     def begin(self, output: Any, *, watched: bool) -> None:
         """An iteration begins; who finished or lost its memory will not go on."""
         if self._suspended:
-            gone = [*output.finished_req_ids, *output.scheduled_cached_reqs.resumed_req_ids]
+            gone = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
+            gone += [*output.scheduled_cached_reqs.resumed_req_ids]
             for name in [*gone, *(new.req_id for new in output.scheduled_new_reqs)]:
                 self._suspended.pop(name, None)
         self.left, self.joined = frozenset(), 0
         self._joining, self._absent, self._in = {}, set(), None
         self._total = output.total_num_scheduled_tokens
+        watched = watched and self.possible
         self.busy = watched or not self._suspended.keys().isdisjoint(output.num_scheduled_tokens)
 
     @property
-    def suspended(self) -> frozenset[str]:
-        """Who can go on where it left."""
-        return frozenset(self._suspended)
+    def suspended(self) -> dict[str, int]:
+        """Who can go on where it left, and at which layer that is."""
+        return {name: one.layer for name, one in self._suspended.items()}
 
     def end(self, scheduled: Iterable[str]) -> None:
         """The pass is over: who ran all layers starts the next chunk from the first."""
@@ -81,15 +87,16 @@ class Rows:
         self, index: int, last: bool, forward: Callable[..., Any], args: Sequence[Any], kw: dict[str, Any]
     ) -> Any:
         """A decoder layer, on those who are in by then."""
+        if self._returns is None and not self._suits([*args, *kw.values()]):
+            self.possible = self.busy = False
+            self._safepoints.abandon_if_asked(index)
+            return forward(*args, **kw)
         rows = self._safepoints.rows_to_leave(index)
-        if (
-            self._in is None and not rows and not (index == 0 and self._suspended)
-        ):  # everybody is in, and stays
-            out = forward(*args, **kw)
-            self._outputs = len(out) if isinstance(out, tuple) else 0
-            return out
+        if self._in is None and not rows and not (index == 0 and self._suspended):
+            return self._learning(forward(*args, **kw))  # everybody is in, and stays
         inputs: dict[Key, Any] = dict(enumerate(args))
         inputs.update(kw)
+        self._cut_whole(inputs, is_hidden)  # what the model passes to each layer
         if index == 0:
             self._settle_joining(inputs)
         if index in self._joining:
@@ -98,15 +105,32 @@ class Rows:
             self._leave(rows, index, inputs)
         if self._in is not None and not len(self._in):  # all of them join later
             passing = next(value for value in inputs.values() if is_hidden(value))
-            return (passing,) * self._outputs if self._outputs else passing
-        for key, value in inputs.items():
-            if self._in is not None and is_index(value) and value.shape[-1] == self._total:
-                inputs[key] = value[..., self._in]  # positions, which each layer gets whole
+            return tuple(passing if kept else None for kept in self._returns) if self._returns else passing
+        self._cut_whole(inputs, is_index)  # positions
         out = forward(*(inputs[place] for place in range(len(args))), **{name: inputs[name] for name in kw})
-        self._outputs = len(out) if isinstance(out, tuple) else 0
+        self._learning(out)
         if not last or self._in is None:
             return out
         return tuple(map(self._whole, out)) if isinstance(out, tuple) else self._whole(out)
+
+    def _suits(self, inputs: Sequence[Any]) -> bool:
+        """Whether these are inputs that can be cut: tensors themselves, none hidden in something else."""
+        return not any(isinstance(value, list | tuple | dict) for value in inputs)
+
+    def _learning(self, out: Any) -> Any:
+        self._returns = tuple(map(is_hidden, out)) if isinstance(out, tuple) else ()
+        return out
+
+    def _cut_whole(self, inputs: dict[Key, Any], of_kind: Callable[[Any], bool]) -> None:
+        """Cut what has an entry for every token of the iteration down to those who are in."""
+        if self._in is None or len(self._in) == self._total:
+            return
+        for key, value in inputs.items():
+            if of_kind(value):
+                if is_index(value) and value.shape[-1] == self._total:
+                    inputs[key] = value[..., self._in]
+                elif is_hidden(value) and value.shape[0] == self._total:
+                    inputs[key] = value[self._in]
 
     @contextlib.contextmanager
     def discarded(self) -> Iterator[None]:
@@ -225,6 +249,7 @@ class Rows:
                 inputs[key] = merged
         self._in = now
         if requests:
+            self._safepoints.finish_launched()
             self._share(torch.tensor(requests), on_host)
 
     def _is_per_token(self, value: Any) -> bool:
@@ -253,14 +278,14 @@ class Rows:
             return build(common, *args, **kw)
 
         group.build_metadata = remembering
-        group.conserve_build = build
+        self._build[id(group)] = build
 
     def _share(self, requests: torch.Tensor, tokens: torch.Tensor) -> None:
         context = get_forward_context()
         metadata, slots = dict(context.attn_metadata), dict(context.slot_mapping)
         for group in groups_of(self._runner):
             common = of_requests(self._metadata[id(group)], requests, tokens)
-            built = group.conserve_build(common)
+            built = self._build[id(group)](common)
             for name in group.layer_names:
                 metadata[name], slots[name] = built, common.slot_mapping
         context.attn_metadata, context.slot_mapping = metadata, slots

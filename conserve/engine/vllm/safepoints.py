@@ -31,6 +31,10 @@ class Orders(Protocol):
     def rows_to_leave(self, stamp: Stamp) -> int:
         """How many of the stamp's rows, or `EVERYBODY`."""
 
+    @property
+    def heard(self) -> bool:
+        """Whether orders can be heard at all."""
+
 
 class Safepoints:
     """Looks at the orders before every N-th layer of an iteration that has a stamp."""
@@ -64,12 +68,21 @@ class Safepoints:
         rows = self._orders.rows_to_leave(stamp)
         if rows <= self._asked:
             return 0
-        if self._launches is not None:
-            self._launches.finish()
+        self.finish_launched()
         if not self._asked:
             self.left_before = layer
         self._asked = rows
         return rows
+
+    @property
+    def heard(self) -> bool:
+        """Whether orders can be heard at all."""
+        return self._orders.heard
+
+    def finish_launched(self) -> None:
+        """Wait for the device before buffers are written that it may still read."""
+        if self._launches is not None:
+            self._launches.finish()
 
     def abandon_if_asked(self, layer: int) -> None:
         """The same where rows cannot leave on their own: raises `Abandoned`."""
@@ -109,15 +122,21 @@ def between_layers(layers: Sequence[nn.Module], safepoints: Safepoints, rows: Ro
 
 def in_attention(context: Mapping[str, Any], safepoints: Safepoints) -> int:
     """Put a safepoint into each attention layer's call; returns how many there are."""
-    layers = [layer for layer in context.values() if hasattr(getattr(layer, "impl", None), "forward")]
+    layers = [layer for layer in context.values() if calls_of(getattr(layer, "impl", None))]
     for index, layer in enumerate(layers):
-        attend = layer.impl.forward
+        for name in calls_of(layer.impl):
+            attend = getattr(layer.impl, name)
 
-        @functools.wraps(attend)
-        def guarded(*args: Any, _attend: Any = attend, _i: int = index, **kw: Any) -> Any:
-            if safepoints.stamp is not None:
-                safepoints.abandon_if_asked(_i)
-            return _attend(*args, **kw)
+            @functools.wraps(attend)
+            def guarded(*args: Any, _attend: Any = attend, _index: int = index, **kw: Any) -> Any:
+                if safepoints.stamp is not None:
+                    safepoints.abandon_if_asked(_index)
+                return _attend(*args, **kw)
 
-        layer.impl.forward = guarded
+            setattr(layer.impl, name, guarded)
     return len(layers)
+
+
+def calls_of(attention: Any) -> list[str]:
+    """The names under which an attention implementation is called: one, or two with latent attention (MLA)."""
+    return [name for name in ("forward", "forward_mqa", "forward_mha") if hasattr(attention, name)]

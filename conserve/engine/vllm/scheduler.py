@@ -299,6 +299,7 @@ class CoServing:
         """
         outcome = outcome_of(output)
         if id(scheduled) not in self._uncached:
+            self.preemptions.computed(scheduled.num_scheduled_tokens)
             return outcome is None or not outcome.joined
         self._uncached.discard(id(scheduled))
         left = self.preemptions.end(outcome, scheduled.num_scheduled_tokens)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 NAME = "conserve"  # of the attribute on vLLM's SchedulerOutput and ModelRunnerOutput; both are pickled whole
@@ -26,11 +26,15 @@ class Outcome:
     left: frozenset[str] = (
         frozenset()
     )  # requests that computed nothing: their tokens are to be scheduled again
-    kept: frozenset[str] = frozenset()  # those of them that go on at the layer where they left
+    kept: Mapping[str, int] = field(
+        default_factory=dict
+    )  # those that go on where they left -> at which layer
     joined: int = 0  # rows that did: the iteration took less time than its tokens tell
     layers_run: int = 0  # by who left, before they left
     layers: int = 0  # of the model
     separable: bool = False  # rows can leave while others go on
+    safepoints: int = 0  # in the model; none means that nobody can leave
+    heard: bool = True  # the flag could be read
 
 
 def stamp_of(output: Any) -> Stamp | None:

@@ -38,6 +38,7 @@ class TensorParallelOrders:
         self._group = get_tp_group()
         self._alone = self._group.world_size == 1
         self._flag: PreemptionFlag | None = None
+        self.heard = True  # the flag could be read, so far
         self._lost: str | None = None  # a flag that cannot be read: its engine core is on another machine
 
     def rows_to_leave(self, stamp: Stamp) -> int:
@@ -55,14 +56,14 @@ class TensorParallelOrders:
             try:
                 self._flag = PreemptionFlag.attach(stamp.flag)
             except OSError as error:
-                self._lost = stamp.flag
+                self._lost, self.heard = stamp.flag, False
                 log.warning("iterations are not preempted here: their flag cannot be read (%s)", error)
                 return 0
         return self._flag.rows_to_leave(stamp.iteration)
 
 
 class Worker(VllmWorker):  # type: ignore[misc]
-    """What `--worker-cls` names. Without stamped iterations it does what vLLM's own does."""
+    """What `--worker-cls` names. Iterations without a stamp run as vLLM's own."""
 
     _safepoints: Safepoints | None = None
     _rows: Rows | None = None
@@ -81,6 +82,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
         self._outcome = None
         if rows is not None:
             rows.begin(scheduler_output, watched=stamp is not None)
+        if safepoints is None and stamp is not None:
+            self._outcome = Outcome()
         if safepoints is None or (stamp is None and (rows is None or not rows.busy)):
             return super().execute_model(scheduler_output)
         if stamp is not None:
@@ -100,11 +103,13 @@ class Worker(VllmWorker):  # type: ignore[misc]
                 rows.end(scheduled)
             self._outcome = Outcome(
                 left=left,
-                kept=left & rows.suspended if rows is not None else frozenset(),
+                kept={n: at for n, at in rows.suspended.items() if n in left} if rows is not None else {},
                 joined=rows.joined if rows is not None else 0,
                 layers_run=safepoints.left_before if left else 0,
                 layers=safepoints.layers,
-                separable=rows is not None,
+                separable=rows is not None and rows.possible,
+                safepoints=safepoints.layers,
+                heard=safepoints.heard,
             )
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -151,6 +156,9 @@ def rows_can_leave(worker: Any) -> bool:
         or config.lora_config is not None  # maps tokens to adapters
         or config.model_config.is_multimodal_model  # some add to hidden states between layers
         or config.parallel_config.use_ubatching
+        or config.parallel_config.decode_context_parallel_size > 1
+        or config.cache_config.kv_sharing_fast_prefill
+        or getattr(config.model_config, "rswa_window", None)
         or (len(builders) > 1 and any(builder.supports_update_block_table for builder in builders))
     )
 
