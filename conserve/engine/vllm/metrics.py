@@ -99,7 +99,7 @@ class Report(NamedTuple):
             )
         reaction = GaugeMetricFamily(
             "conserve_preemption_reaction_seconds",
-            "From the decision until offline rows had left, of the last thousand preemptions.",
+            "From the decision until the scheduler had control, of the last thousand preemptions.",
             labels=["quantile"],
         )
         for name, quantile in (("p50", "0.5"), ("p99", "0.99")):
