@@ -1,0 +1,144 @@
+"""Rows that left: what they keep, what was lost, and when they may stay."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conserve.engine.runtime.leavers import SHELTER_AFTER, SHRINK_AFTER, Leavers
+
+LAYERS = 30
+
+
+def leave(leavers: Leavers, chunk: int, layer: int) -> Any:
+    return leavers.left("row", chunk, layer=layer, layers_run=layer or 10, layers=LAYERS)
+
+
+def test_a_row_that_goes_on_loses_nothing() -> None:
+    leavers = Leavers()
+    assert [leave(leavers, 2048, layer).tokens for layer in (6, 12, 18, 24, 29)] == [0] * 5
+    assert leavers.chunk("row") == 2048
+    assert not leavers.any_sheltered()
+
+
+def test_a_row_that_begins_anew_loses_what_it_had_computed() -> None:
+    lost = leave(Leavers(), 90, 0)
+    assert (lost.tokens, lost.worth) == (90, 30)
+
+
+def test_a_row_that_gets_no_further_is_cut_down_and_then_sheltered() -> None:
+    leavers = Leavers()
+    chunks = []
+    while not leavers.is_sheltered("row"):
+        leave(leavers, leavers.chunk("row") or 800, 3)
+        chunks.append(leavers.chunk("row"))
+    assert len(chunks) == SHELTER_AFTER
+    assert chunks[: SHRINK_AFTER - 1] == [800] * (SHRINK_AFTER - 1)
+    assert chunks[SHRINK_AFTER - 1 :] == [400, 200, 100, 50, 25][: SHELTER_AFTER - SHRINK_AFTER + 1]
+    leavers.computed(["row"])
+    assert not leavers.any_sheltered()
+    assert leavers.chunk("row") is None
+
+
+def test_memory_that_is_gone_takes_the_layers_along_once() -> None:
+    leavers = Leavers()
+    leave(leavers, 60, 15)
+    assert leavers.lost_memory("row", LAYERS).worth == 30
+    assert leavers.lost_memory("row", LAYERS).worth == 0
+    assert leavers.lost_memory("another", LAYERS).worth == 0
+
+
+class Model:
+    """Layers that are called like some of vLLM's: positions and a scale that each gets whole, and a residual."""
+
+    def __init__(self, rows: Any, layers: int) -> None:
+        self.rows, self.layers = rows, layers
+
+    def __call__(self, positions: Any, hidden: Any, scale: Any) -> Any:
+        residual = None
+        for index in range(self.layers):
+            last = index == self.layers - 1
+            args = (positions, hidden, residual)
+            if self.rows is not None and self.rows.busy:
+                hidden, residual = self.rows.run(index, last, self.layer, args, {"scale": scale})
+            else:
+                hidden, residual = self.layer(*args, scale=scale)
+        return hidden
+
+    @staticmethod
+    def layer(positions: Any, hidden: Any, residual: Any, *, scale: Any) -> Any:
+        return hidden * scale + positions[:, None], None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    from conserve.engine.runtime.safepoint import EVERYBODY
+    from conserve.engine.vllm import rows as module
+    from conserve.engine.vllm.safepoints import Abandoned, Safepoints
+    from conserve.engine.vllm.stamp import Stamp
+
+    class Orders:
+        heard = True
+
+        def __init__(self) -> None:
+            self.at: dict[int, int] = {}
+            self.layer = -1
+
+        def rows_to_leave(self, stamp: Stamp) -> int:
+            self.layer += 1
+            return self.at.get(self.layer, 0)
+
+    monkeypatch.setattr(module.Rows, "_share", lambda *_: None)
+    lengths = {"a": 3, "b": 2, "c": 4}
+    starts = np.cumsum([0, *lengths.values()])
+    names = list(lengths)
+    runner = SimpleNamespace(
+        attn_groups=[],
+        device=torch.device("cpu"),
+        query_start_loc=SimpleNamespace(np=starts),
+        discard_request_mask=SimpleNamespace(np=np.zeros(3, bool)),
+        num_prompt_logprobs={},
+        input_batch=SimpleNamespace(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            num_computed_tokens_cpu=np.zeros(3, int),
+            num_reqs=3,
+            generators={},
+        ),
+    )
+    orders = Orders()
+    safepoints = Safepoints(orders, 4)
+    rows = module.Rows(runner, safepoints)
+    model = Model(rows, 4)
+    positions, hidden, scale = torch.arange(9), torch.randn(9, 5), torch.rand(9, 1)
+    wanted = Model(None, 4)(positions, hidden, scale)
+    output = SimpleNamespace(
+        finished_req_ids=set(),
+        preempted_req_ids=None,
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+        num_scheduled_tokens=lengths,
+        total_num_scheduled_tokens=9,
+    )
+    stamp = Stamp(iteration=1, flag="", rows=["c", "a", "b"], every=1)
+
+    def once(at: dict[int, int]) -> Any:
+        orders.at, orders.layer = at, -1
+        rows.begin(output, watched=True)
+        safepoints.arm(stamp)
+        try:
+            return model(positions, hidden, scale)
+        finally:
+            safepoints.disarm()
+            rows.end(lengths)
+
+    some = once({1: 1, 3: 2})  # c leaves before layer 1, a before layer 3
+    assert rows.left == {"a", "c"}
+    assert torch.equal(some[3:5], wanted[3:5])
+    with pytest.raises(Abandoned):
+        once({2: EVERYBODY})  # everybody, where c has joined and a has not
+    assert rows.suspended == {"a": 3, "b": 2, "c": 2}
+    assert torch.equal(once({}), wanted)  # all go on where they left
+    assert rows.suspended == {}
