@@ -316,7 +316,7 @@ def scheduling(raw: dict[str, Any]) -> list[Figure]:
 
     def with_outcome(output: Any) -> Any:
         brought = result(output)
-        put(brought, Outcome(layers=30, separable=True))
+        put(brought, Outcome(layers=30, safepoints=30, separable=True))
         return brought
 
     made.result = with_outcome  # type: ignore[method-assign]
