@@ -37,9 +37,26 @@ def test_a_row_that_gets_no_further_is_cut_down_and_then_sheltered() -> None:
     assert len(chunks) == SHELTER_AFTER
     assert chunks[: SHRINK_AFTER - 1] == [800] * (SHRINK_AFTER - 1)
     assert chunks[SHRINK_AFTER - 1 :] == [400, 200, 100, 50, 25][: SHELTER_AFTER - SHRINK_AFTER + 1]
-    leavers.computed(["row"])
+    leavers.computed({"row": 25, "another": 7})
     assert not leavers.any_sheltered()
+    assert leavers.chunk("row") == 775, "the rest of what it keeps"
+    leavers.computed({"row": 775})
     assert leavers.chunk("row") is None
+
+
+def test_who_leaves_a_shorter_chunk_further_on_loses_the_rest() -> None:
+    leavers = Leavers()
+    leave(leavers, 200, 6)
+    lost = leave(leavers, 20, 12)
+    assert (lost.tokens, lost.share) == (180, 0.2)
+    assert leavers.chunk("row") == 20
+
+
+def test_who_leaves_before_it_has_joined_keeps_what_it_has() -> None:
+    leavers = Leavers()
+    leave(leavers, 200, 6)
+    assert leave(leavers, 20, 6).tokens == 0
+    assert leavers.chunk("row") == 200
 
 
 def test_memory_that_is_gone_takes_the_layers_along_once() -> None:

@@ -1,6 +1,6 @@
 """Rows that have left an iteration: what they keep, what was lost, and when they have left often enough."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,10 +27,11 @@ NOTHING = Lost(0, 0.0)
 
 @dataclass(slots=True)
 class Leaver:
-    """A row from the time it leaves until it has computed its chunk."""
+    """A row from the time it leaves until it has computed what it left."""
 
-    chunk: int = 0  # tokens that it is to be given next, at most
     layer: int = 0  # at which it goes on; 0 where it begins anew
+    kept: int = 0  # tokens that it goes on with
+    chunk: int = 0  # tokens that it is to be given next, at most
     times: int = 0  # that it left without having got any further
 
 
@@ -47,25 +48,34 @@ class Leavers:
         """It left a chunk of so many tokens, and goes on at `layer`, or begins anew if that is 0."""
         leaver = self._rows.setdefault(row, Leaver())
         leaver.times = 1 if layer > leaver.layer else leaver.times + 1
-        leaver.chunk = max(1, chunk // 2) if leaver.times >= SHRINK_AFTER else chunk
-        leaver.layer = layer
-        if layer:
-            return Lost(chunk - leaver.chunk, layer / layers)
-        return Lost(chunk, layers_run / layers) if layers_run else NOTHING
+        lost = Lost(chunk, layers_run / layers) if layers_run and not layer else NOTHING
+        if layer != leaver.layer:  # else it left before it had joined, and has what it had
+            if leaver.layer and leaver.kept > chunk:
+                lost = Lost(leaver.kept - chunk, leaver.layer / layers)
+            leaver.layer, leaver.kept = layer, chunk if layer else 0
+        leaver.chunk = max(1, chunk // 2) if leaver.times >= SHRINK_AFTER else leaver.kept or chunk
+        return lost
 
-    def computed(self, rows: Iterable[str]) -> None:
-        """These computed their chunks."""
-        if self._rows:
-            for row in rows:
-                self._rows.pop(row, None)
+    def computed(self, rows: Mapping[str, int]) -> None:
+        """These computed so many tokens; who was given only the beginning of what it had goes on with the rest."""
+        for row in self._rows.keys() & rows.keys():
+            leaver = self._rows[row]
+            leaver.kept = leaver.chunk = leaver.kept - rows[row]
+            leaver.times = 0
+            if leaver.kept <= 0:
+                del self._rows[row]
+
+    def forget(self, row: str) -> None:
+        """It is gone."""
+        self._rows.pop(row, None)
 
     def lost_memory(self, row: str, layers: int) -> Lost:
         """Its KV blocks are gone, and what it would have gone on from with them."""
         leaver = self._rows.get(row)
         if leaver is None or not leaver.layer:
             return NOTHING
-        lost = Lost(leaver.chunk, leaver.layer / layers)
-        leaver.layer = 0
+        lost = Lost(leaver.kept, leaver.layer / layers)
+        leaver.layer = leaver.kept = 0
         return lost
 
     def chunk(self, row: str) -> int | None:

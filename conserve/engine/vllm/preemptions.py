@@ -158,7 +158,9 @@ class Preemptions:
         with self._lock:
             running, self._running = self._running, None
         left = outcome.left if outcome is not None else frozenset()
-        self._leavers.computed(tokens.keys() - left)
+        self._leavers.computed(
+            {name: n for name, n in tokens.items() if name not in left} if left else tokens
+        )
         if outcome is None or running is None:
             return frozenset()
         self.separable, self.layers = outcome.separable, max(1, outcome.layers)
@@ -179,9 +181,9 @@ class Preemptions:
             )
         return left
 
-    def computed(self, requests: Iterable[str]) -> None:
+    def computed(self, tokens: Mapping[str, int]) -> None:
         """These were in an iteration without safepoints."""
-        self._leavers.computed(requests)
+        self._leavers.computed(tokens)
 
     def lost_memory(self, request: str) -> None:
         """The row's KV blocks are gone."""
@@ -204,7 +206,7 @@ class Preemptions:
     def forget(self, request: str) -> None:
         """The request is gone."""
         self._expected.pop(request, None)
-        self._leavers.computed([request])
+        self._leavers.forget(request)
 
     def close(self) -> None:
         """Remove the flag."""

@@ -11,7 +11,7 @@ were.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +76,14 @@ class Rows:
         """Who can go on where it left, and at which layer that is."""
         return {name: one.layer for name, one in self._suspended.items()}
 
-    def end(self, scheduled: Iterable[str]) -> None:
-        """The pass is over: who ran all layers starts the next chunk from the first."""
+    def end(self, scheduled: Mapping[str, int]) -> None:
+        """The pass is over: who ran only the beginning of what it had keeps the rest."""
         self.busy = False
-        for name in scheduled:
-            if name not in self.left:
-                self._suspended.pop(name, None)
+        for name in self._suspended.keys() & scheduled.keys() - self.left:
+            one, ran = self._suspended.pop(name), scheduled[name]
+            if ran < one.tokens:
+                rest = {key: value[ran:] for key, value in one.inputs.items()}
+                self._suspended[name] = Suspended(one.layer, one.start + ran, one.tokens - ran, rest)
 
     def run(
         self, index: int, last: bool, forward: Callable[..., Any], args: Sequence[Any], kw: dict[str, Any]
