@@ -23,6 +23,7 @@ class Composer:
         self.batch = Batch()
         self.tokens: dict[str, int] = {}
         self.admitted: list[str] = []
+        self.restored: list[str] = []
         self.preempted: list[str] = []
         self.surcharge_ms = 0.0
         self.limit_ms = inf
@@ -33,6 +34,7 @@ class Composer:
         self.reserved_blocks = view.reserved_blocks
         self.free_blocks = view.free_blocks
         self.watermark_blocks = view.watermark_blocks
+        self.unwritten_blocks = view.unwritten_blocks
 
     def plan(self) -> Plan:
         """The plan so far."""
@@ -40,6 +42,7 @@ class Composer:
             tokens=self.tokens,
             batch=self.batch,
             admitted=self.admitted,
+            restored=self.restored,
             preempted=self.preempted,
             predicted_ms=self.predicted_ms if self.tokens else 0.0,
             limit_ms=None if self._online_requests in (None, self.batch.requests) else self.limit_ms,
@@ -104,6 +107,12 @@ class Composer:
         self.add(candidate, tokens)
         self.free_slots -= 1
         self.admitted.append(candidate.name)
+
+    def restore(self, candidate: Candidate) -> None:
+        """Give a request blocks for its KV to come back into while others compute."""
+        self.free_blocks -= self.blocks_for(candidate, candidate.tokens)
+        self.free_slots -= 1
+        self.restored.append(candidate.name)
 
     def make_room(self, victims: list[Candidate], blocks: int, slots: int = 0) -> bool:
         """Preempt victims, the last first, until so many blocks and slots are free; none if it cannot."""

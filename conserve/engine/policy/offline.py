@@ -1,6 +1,7 @@
 """Phase 2: offline requests, in the harvester's order, until time is spent (conserve-2026 Algorithm 1)."""
 
 from collections.abc import Iterable
+from itertools import chain
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.view import Candidate
@@ -13,10 +14,12 @@ def serve_offline(
 ) -> None:
     """Add decode steps, then prompts under way, then those that wait; the first that is cut short ends it.
 
-    Decode steps come first: they give a token for the least time, and free their memory soonest.
+    Decode steps come first: they give a token for the least time, and free their memory soonest. What only has
+    to come back from host memory takes no time.
     """
     composer.begin_offline(limit_ms)
     _free_blocks_to_grow(composer, running, limit_ms)
+    waiting = _restore(composer, waiting, len(running))
     decodes = [request for request in running if request.decode]
     if composer.add_decodes(decodes, limit_ms) < len(decodes):
         return
@@ -42,10 +45,30 @@ def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms:
         return
     growing = growing[: composer.fitting_decodes(growing, limit_ms)]
     while len(running) > 1 and composer.growth(growing) > composer.free_blocks:
-        victim = running.pop()
+        saved = [index for index, request in enumerate(running) if request.saved]
+        victim = running.pop(saved[-1] if saved else -1)
         composer.preempt(victim)
-        if growing and growing[-1] is victim:
-            growing.pop()
+        if victim in growing:
+            growing.remove(victim)
+
+
+def _restore(composer: Composer, waiting: Iterable[Candidate], running: int) -> Iterable[Candidate]:
+    """Begin to bring back those in front that were preempted, if there is room; returns who waits after them."""
+    rest = iter(waiting)
+    for request in rest:
+        if not request.restorable:
+            return chain((request,), rest)
+        reserved = composer.reserved_blocks if running or composer.restored else 0
+        spare_blocks = max(composer.watermark_blocks, composer.unwritten_blocks, reserved, running // GROWTH)
+        wanted = composer.blocks_for(request, request.tokens) + spare_blocks
+        if (
+            composer.preempted
+            or composer.free_slots <= composer.reserved_slots
+            or wanted > composer.free_blocks
+        ):
+            return ()  # nobody overtakes it: what it needs would never be free
+        composer.restore(request)
+    return ()
 
 
 def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *, first: bool) -> None:

@@ -23,7 +23,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
     Decode steps always run. Where there are some, chunks of prompts stay within `tbt_ms`, unless a prompt
     would miss its TTFT for it: then its chunk is as large as vLLM would have made it (docs/adr/0006).
     """
-    victims = list(view.offline)
+    victims = sorted(view.offline, key=lambda request: request.saved)  # the last goes first
     limit_ms, first_tokens_ms = inf, inf
     for request in view.online:
         if request.decode:
@@ -34,6 +34,11 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
             )  # vLLM preempts among online requests where that is not enough
     prompts = ((request, False) for request in view.online if not request.decode)
     for request, waiting in chain(prompts, ((request, True) for request in view.waiting_online)):
+        if request.restorable:
+            if not _make_place(composer, victims, request):
+                return OnlineShare(False, limit_ms, victims)
+            composer.restore(request)
+            continue
         tokens = chunk(composer, request, limit_ms, view.slo)
         if not tokens or not _place(composer, victims, request, tokens, waiting=waiting):
             return OnlineShare(False, limit_ms, victims)
@@ -68,9 +73,15 @@ def _place(
         composer.make_room(victims, composer.blocks_for(request, tokens))
         composer.add(request, tokens)
         return True
+    if not _make_place(composer, victims, request):
+        return False
+    composer.admit(request, tokens)
+    return True
+
+
+def _make_place(composer: Composer, victims: list[Candidate], request: Candidate) -> bool:
+    """Preempt for a request that waits, until there is room for all of it; False if there cannot be."""
     whole = composer.blocks_for(request, request.tokens)
-    for blocks in (whole + composer.watermark_blocks, whole):
-        if composer.make_room(victims, blocks, slots=1):
-            composer.admit(request, tokens)
-            return True
-    return False
+    return any(
+        composer.make_room(victims, blocks, slots=1) for blocks in (whole + composer.watermark_blocks, whole)
+    )

@@ -15,6 +15,7 @@ class Plan:
     tokens: Mapping[str, int]  # request -> tokens it computes, at least one
     batch: Batch  # the same, as the latency model sees it
     admitted: Sequence[str] = ()  # those of them that were waiting, in order
+    restored: Sequence[str] = ()  # waiting requests whose KV begins to come back; they compute nothing yet
     preempted: Sequence[str] = ()  # running offline requests that give up slot and KV blocks first
     predicted_ms: float = 0.0
     limit_ms: float | None = None  # what offline tokens had to fit into; None if there were none

@@ -21,6 +21,8 @@ class Candidate(NamedTuple):
     age_ms: float = 0.0  # since it arrived
     answered: bool = False  # its first token is out
     surcharge_ms: float = 0.0  # what one of its tokens takes beyond the model (prompt logprobs)
+    saved: bool = False  # it would hardly lose anything with its memory: host memory has its KV
+    restorable: int = 0  # of the tokens, first ones whose KV host memory has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,4 +58,5 @@ class View:
     free_blocks: int
     reserved_blocks: int = 0  # of them, for the same
     watermark_blocks: int = 0  # of the free ones: vLLM admits nobody into them while somebody runs
+    unwritten_blocks: int = 0  # of the free ones: prompts under way will want them, and no restore takes them
     block_tokens: int

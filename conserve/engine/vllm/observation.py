@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from itertools import chain, filterfalse
 from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
@@ -11,6 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Slo, View
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.iterations import Iterations
+from conserve.engine.vllm.lanes import is_online
 
 
 def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) -> View:
@@ -28,6 +30,8 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
     preemptible = scheduler.preemptions.acts and all(r.status != grammar for r in scheduler.waiting.online)
     online: list[Candidate] = []
     offline: list[Candidate] = []
+    holding = list(scheduler.kv_holding_waiting)
+    loading = sum(not _is_ready(scheduler, request) for request in holding)
     for request in scheduler.running:
         context = request.num_computed_tokens
         tokens = request.num_tokens_with_spec + request.num_output_placeholders - context
@@ -36,21 +40,34 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
         name = request.request_id
         blocks = len(blocks_of.get(name, ()))
         lane = online if request.priority < OFFLINE_PRIORITY else offline
+        saved = (
+            lane is offline and scheduler.checkpoints is not None and scheduler.checkpoints.has_all_of(name)
+        )
         if tokens <= decode_tokens and context >= request.num_prompt_tokens:
-            lane.append(Candidate(name, tokens, context, True, blocks))
+            lane.append(Candidate(name, tokens, context, True, blocks, saved=saved))
         else:
             if lane is offline and (cap := scheduler.preemptions.chunk(name)) is not None:
                 tokens = min(tokens, cap)
             age_ms = (now - request.arrival_time) * 1e3
             extra_ms = iterations.surcharge_ms if surcharged(request) else 0.0
             lane.append(
-                Candidate(name, tokens, context, False, blocks, age_ms, traffic.answered(name), extra_ms)
+                Candidate(
+                    name, tokens, context, False, blocks, age_ms, traffic.answered(name), extra_ms, saved
+                )
             )
     return View(
         online=online,
         offline=offline,
-        waiting_online=waiting(scheduler, scheduler.waiting.online, iterations, traffic, now),
-        waiting_offline=waiting(scheduler, scheduler.waiting.offline, iterations, traffic, now),
+        waiting_online=waiting(
+            scheduler, chain(filter(is_online, holding), scheduler.waiting.online), iterations, traffic, now
+        ),
+        waiting_offline=waiting(
+            scheduler,
+            chain(filterfalse(is_online, holding), scheduler.waiting.offline),
+            iterations,
+            traffic,
+            now,
+        ),
         model=iterations.model,
         slo=slo,
         prompt_tokens=typical,
@@ -58,14 +75,25 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
         preemptible=preemptible,
         resumable=preemptible and scheduler.preemptions.separable,
         max_tokens=scheduler.max_num_scheduled_tokens,
-        free_slots=scheduler.max_num_running_reqs - len(scheduler.running),
+        free_slots=scheduler.max_num_running_reqs - len(scheduler.running) - loading,
         reserved_slots=min(expected, scheduler.max_num_running_reqs // 2),
         free_blocks=manager.block_pool.get_num_free_blocks(),
         watermark_blocks=manager.watermark_blocks if scheduler.running else 0,
         reserved_blocks=min(
             expected * -(-typical // kind.block_size), manager.block_pool.num_gpu_blocks // 2
         ),
+        unwritten_blocks=scheduler._inflight_prefill_reserved_blocks()
+        if scheduler.checkpoints is not None
+        else 0,
         block_tokens=kind.block_size,
+    )
+
+
+def _is_ready(scheduler: Any, request: Request) -> bool:
+    """Whether vLLM could start it. Asking is what makes it ready once its grammar or its KV is there."""
+    return bool(
+        not scheduler._is_blocked_waiting_status(request.status)
+        or scheduler._handle_blocked_waiting_request(request)
     )
 
 
@@ -83,17 +111,22 @@ def waiting(
     scheduler: Any, lane: Iterable[Request], iterations: Iterations, traffic: Traffic, now: float
 ) -> Iterator[Candidate]:
     """The waiting requests that vLLM could start, one at a time since there may be thousands."""
+    blocks_of = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
     for request in lane:
-        # Not ready: a grammar that is being compiled, for one. Asking is what makes it ready once it is.
-        if scheduler._is_blocked_waiting_status(
-            request.status
-        ) and not scheduler._handle_blocked_waiting_request(request):
+        if not _is_ready(scheduler, request):
             continue
         if request.num_stale_output_tokens and not request.drop_stale_output:
             continue  # preempted with a token under way, which has to arrive first
-        found, cached, _ = scheduler.kv_cache_manager.get_computed_blocks(request)
-        context = request.num_computed_tokens or cached
-        shared = sum(block.ref_cnt > 0 for block in found.blocks[0]) if cached else 0
+        restorable = 0
+        if context := request.num_computed_tokens:  # its KV was brought to it
+            blocks = len(blocks_of.get(request.request_id, ()))
+        else:
+            found, context, _ = scheduler.kv_cache_manager.get_computed_blocks(request)
+            blocks = sum(block.ref_cnt > 0 for block in found.blocks[0]) if context else 0
+            if scheduler.checkpoints is not None:
+                restorable = scheduler.checkpoints.restorable(request, context)
+        if restorable and scheduler.restores_pause:
+            continue
         tokens = max(1, request.num_tokens - context)
         if tokens == 1:
             tokens += scheduler.num_spec_tokens  # vLLM may make it as long as a decode step
@@ -102,10 +135,11 @@ def waiting(
             tokens,
             context,
             False,
-            shared,
+            blocks,
             (now - request.arrival_time) * 1e3,
             traffic.answered(request.request_id),
             iterations.surcharge_ms if surcharged(request) else 0.0,
+            restorable=restorable,
         )
 
 

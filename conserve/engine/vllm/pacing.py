@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 AUTO = "auto"  # no profile: learn from the warm-up
 SECTION = "conserve"  # our part of vLLM's additional_config
 SCHEDULER = "conserve.engine.vllm.scheduler.CoServingScheduler"
+CONNECTOR = "CheckpointConnector"
+CONNECTOR_MODULE = "conserve.engine.vllm.connector"
 WORKER = "conserve.engine.vllm.worker.Worker"
 VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 PREEMPTION = "prompt"  # where nothing else is asked for

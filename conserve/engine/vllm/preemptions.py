@@ -23,7 +23,7 @@ from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.leavers import Leavers, Lost
 from conserve.engine.runtime.safepoint import EVERYBODY, PreemptionFlag
 from conserve.engine.runtime.traffic import quantiles
-from conserve.engine.vllm.pacing import WORKER
+from conserve.engine.vllm.pacing import CONNECTOR, WORKER
 from conserve.engine.vllm.stamp import Outcome, Stamp, put
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
@@ -288,6 +288,12 @@ def slice_of(request: Request, tokens: int) -> Slice:
     return Slice(tokens, context, tokens == 1 and context >= request.num_prompt_tokens)
 
 
+def connector_of(config: Any) -> str | None:
+    """The name of the engine's KV connector."""
+    transfer = config.kv_transfer_config
+    return None if transfer is None else transfer.kv_connector
+
+
 def why_not(config: Any) -> str | None:
     """Why iterations of this engine cannot be preempted; None if they can."""
     parallel, model = config.parallel_config, config.model_config
@@ -297,7 +303,7 @@ def why_not(config: Any) -> str | None:
         "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
         "data parallel engines wait for each other": parallel.data_parallel_size > 1,
         "tokens are speculated": config.speculative_config is not None,
-        "a KV connector takes part": config.kv_transfer_config is not None,
+        "another KV connector takes part": connector_of(config) not in (None, CONNECTOR),
         "its state is not only KV blocks": model.is_hybrid or model.is_attention_free,
         "it has an encoder": model.is_encoder_decoder,
         "it does not generate": model.runner_type != "generate",

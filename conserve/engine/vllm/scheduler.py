@@ -19,9 +19,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import POLICIES
 from conserve.engine.runtime.traffic import Traffic
+from conserve.engine.vllm.checkpoints import Checkpoints
 from conserve.engine.vllm.iterations import Iterations
 from conserve.engine.vllm.lanes import Lanes, is_online
 from conserve.engine.vllm.observation import observe, surcharged
@@ -33,6 +35,7 @@ from conserve.profiles.batch import Batch, Slice
 
 SHORT_PROMPT = 128  # tokens
 TTFT_ARGUMENT = "conserve_ttft_ms"  # in a request's vllm_xargs
+RESTORES_PAUSE = 8  # iterations
 LEARN_EVERY = 8  # iterations without a plan: the model follows the machine, and nobody waits for it
 
 
@@ -40,6 +43,7 @@ class CoServing:
     """Mixed into vLLM's schedulers, of which it uses what `compat.INTERNALS` lists."""
 
     kv_cache_manager: Any
+    connector: Any
     running: list[Request]
     waiting: Any
     requests: dict[str, Request]
@@ -69,6 +73,9 @@ class CoServing:
         self.preemptions = Preemptions(
             vllm_config, policy=installed.preemption, every=installed.safepoint_every
         )
+        self.checkpoints = checkpoints_of(self.connector)
+        self.restores_pause = 0  # iterations for which none begins, since vLLM had no room for one
+        self._recomputed = 0  # tokens of offline requests, after they had lost their memory
         self._caching_waits = False  # for blocks to be computed: iterations that may be preempted
         self._uncached: set[int] = set()  # id()s of their SchedulerOutputs
         self._let_caching_wait()
@@ -104,6 +111,7 @@ class CoServing:
             **self._traffic.report(self._slo, now=time.monotonic()),
             **self._iterations.report(),
             "preemption": self.preemptions.report(),
+            "checkpoint": self._checkpoint_report(),
         }
 
     # Requests come and go.
@@ -147,6 +155,8 @@ class CoServing:
             before = self._computed.get(request.request_id, 0)
             self._computed[request.request_id] = max(before, request.num_computed_tokens)
         self.preemptions.lost_memory(request.request_id)
+        if self.checkpoints is not None:
+            self.checkpoints.losing(request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     # An iteration.
@@ -155,6 +165,8 @@ class CoServing:
         """Plan the next iteration if there is anything to decide, and have vLLM schedule it."""
         started = time.monotonic()
         plan = self._plan()
+        if self.checkpoints is not None:
+            self.checkpoints.predicted_ms = plan.predicted_ms if plan is not None and plan.tokens else None
         if plan is None:
             output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._unplanned += 1
@@ -229,25 +241,37 @@ class CoServing:
             self.running.remove(victim)
             self._preempt_request(victim, now)
         admitted = [self.requests[name] for name in plan.admitted]
+        restored = [self.requests[name] for name in plan.restored]
         resumed = any(request.status == RequestStatus.PREEMPTED for request in admitted)
-        lanes = self.waiting
-        lanes.take(admitted)
-        self.waiting = FCFSRequestQueue(admitted)
+        lanes, holding = self.waiting, self.kv_holding_waiting
+        held = set(holding)
+        here = [request for request in admitted if request in held]  # their KV has come back to them
+        waiting = [*restored, *(request for request in admitted if request not in held)]
+        holding.remove_requests(here)
+        lanes.take(waiting)
+        self.waiting, self.kv_holding_waiting = FCFSRequestQueue(waiting), FCFSRequestQueue(here)
         self._caps = plan.tokens
         self._caching_waits = self.preemptions.on and not self._offline.isdisjoint(plan.tokens)
         self._reserve_prefill_lookahead = (
             self._cap_before_lookahead
         )  # only now: it is called for every request
-        if not self.kv_holding_waiting:  # KV transfers that have arrived need tokens that no plan knows of
-            self.max_num_scheduled_tokens = min(self._most_tokens, plan.total)
+        self.max_num_scheduled_tokens = min(self._most_tokens, max(plan.total, bool(restored)))
+        if self.checkpoints is not None:
+            self.checkpoints.allowed = plan.restored
         try:
             output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.max_num_scheduled_tokens = self._most_tokens
             self._caps = None
             del self._reserve_prefill_lookahead
+            if self.checkpoints is not None:
+                self.checkpoints.allowed = None
             lanes.prepend_requests(self.waiting)
-            self.waiting = lanes
+            holding.prepend_requests(self.kv_holding_waiting)
+            self.waiting, self.kv_holding_waiting = lanes, holding
+        self.restores_pause = max(0, self.restores_pause - 1)
+        if any(request.status != RequestStatus.WAITING_FOR_REMOTE_KVS for request in restored):
+            self.restores_pause = RESTORES_PAUSE
         if resumed:  # its place is where it was before it was preempted
             self.running.sort()
         # Some requests take all of their tokens or none: then vLLM has the next iteration to itself.
@@ -323,6 +347,11 @@ class CoServing:
                 self._inflight_prefills.add(request)
         return outcome is None or not (left or outcome.joined)
 
+    def _checkpoint_report(self) -> dict[str, Any]:
+        """What was saved and brought back; `why_off` where nothing is."""
+        said = self.checkpoints.report() if self.checkpoints is not None else {"policy": OFF}
+        return {**said, "tokens_recomputed": self._recomputed}
+
     def shutdown(self) -> None:
         """Save what was learned."""
         self.preemptions.close()
@@ -350,7 +379,9 @@ class CoServing:
             return
         tokens = sum(n for name, n in scheduled.items() if name in ours)
         for name in self._computed.keys() & scheduled.keys():
-            tokens -= scheduled[name] - self._new_tokens(self.requests[name], scheduled[name])
+            again = scheduled[name] - self._new_tokens(self.requests[name], scheduled[name])
+            self._recomputed += again
+            tokens -= again
         if tokens:
             self._traffic.offline(tokens, at=now)
 
@@ -364,6 +395,14 @@ class CoServing:
         """Tokens of prompts whose logprobs are wanted."""
         tokens = output.num_scheduled_tokens
         return sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
+
+
+def checkpoints_of(connector: Any) -> Checkpoints | None:
+    """Those of the engine's KV connector, or of one of several."""
+    for one in getattr(connector, "_connectors", (connector,)):
+        if getattr(one, "checkpoints", None) is not None:
+            return one.checkpoints  # type: ignore[no-any-return]
+    return None
 
 
 def ttft_promise(request: Request) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +70,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     _rows: Rows | None = None
     _abandoned: ModelRunnerOutput | None = None
     _outcome: Outcome | None = None
+    _kv_output: Any = None  # of vLLM's KV connector, for the iteration under way
 
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM's own; then the model gets its safepoints."""
@@ -95,6 +97,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         except Abandoned:
             abandoned = True
             self._abandoned = nothing_sampled(list(scheduled))
+            self._abandoned.kv_connector_output = self._transferred(scheduler_output)
             return None
         finally:
             safepoints.disarm()
@@ -122,7 +125,30 @@ class Worker(VllmWorker):  # type: ignore[misc]
             put(output, self._outcome)
         return output
 
+    def _keep_kv_output(self) -> None:
+        """See what KV connectors tell of an iteration even where it is abandoned and vLLM's runner loses it."""
+        runner = self.model_runner
+        if not hasattr(runner, "maybe_get_kv_connector_output"):
+            return
+        asked = runner.maybe_get_kv_connector_output
+
+        @contextlib.contextmanager
+        def asking(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with asked(*args, **kwargs) as output:
+                self._kv_output = output
+                yield output
+
+        runner.maybe_get_kv_connector_output = asking
+
+    def _transferred(self, scheduler_output: Any) -> Any:
+        """What KV connectors tell of the iteration that was just abandoned."""
+        output, self._kv_output = self._kv_output, None
+        if getattr(self, "use_v2_model_runner", False):
+            return self.model_runner.kv_connector.post_forward(scheduler_output.finished_req_ids)
+        return output
+
     def _install(self) -> None:
+        self._keep_kv_output()
         runner = self.model_runner
         config = self.vllm_config
         eager = config.model_config.enforce_eager

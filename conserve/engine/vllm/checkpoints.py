@@ -1,0 +1,471 @@
+"""The scheduler's side of KV checkpoints: what host memory has of which row, and what is copied next.
+
+A row's checkpoint is a list of host blocks, one for each of its full KV blocks from the first on, and one more for
+the last, partly filled block of a row that was preempted. The bytes are copied by the workers (`copies`), between
+iterations' computing; what an iteration has not confirmed is never copied. Source: conserve-2026 section 4.4,
+conserve-2024 section 4.4.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+from vllm.v1.request import Request, RequestStatus
+
+from conserve.engine.policy.checkpointing import OFF, Marked, Pressure, policy_named
+from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.runtime.host_memory import HostMemory
+from conserve.engine.vllm.transfers import Transfers, WorkerReport
+
+SHARE = 0.5  # of an iteration's time that the copies beside it may take
+BLOCK_MS = 0.5  # to copy a block, until something is known
+UNPREDICTED = 32  # blocks that may be copied beside an iteration of unknown length
+SMOOTHING = 0.2  # of what is learned about it
+LAST_MINUTE = 2  # blocks that are copied while their row is preempted already; they are free a moment later
+
+
+class Copy(NamedTuple):
+    """One block on its way."""
+
+    device: int
+    host: int
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What host memory has of one row, or is about to have."""
+
+    request: Request
+    blocks: list[int] = field(default_factory=list)  # host blocks, each held once for this row
+    tail: int | None = None  # host block of the block after those
+    tail_tokens: int = 0  # in it
+    whole: int = 0  # blocks known to have arrived: only ever grows, but for failures
+
+
+@dataclass(slots=True)
+class Restore:
+    """A row on its way back to the device; vLLM waits for it and for nobody else."""
+
+    left: deque[Copy]
+    last_event: int = -1  # the transfer with the last block that was sent for
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the engine started."""
+
+    blocks_saved: int = 0
+    blocks_restored: int = 0
+    tokens_restored: int = 0
+    restores: int = 0
+    blocks_failed: int = 0  # copies that did not succeed
+    blocks_refused: int = 0  # host memory was full
+
+
+class Checkpoints:
+    """Host memory's contents by row, and the transfers under way.
+
+    Called by vLLM through the connector, always between two iterations.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        host_blocks: int,
+        block_tokens: int,
+        hashes_a_block: int = 1,
+        workers: int = 1,
+        block_ms: float | None = None,
+    ) -> None:
+        self.name, self.policy = policy, policy_named(policy)
+        self.memory = HostMemory(host_blocks)
+        self.block_tokens = block_tokens
+        self.block_ms = block_ms or BLOCK_MS
+        self._hashes_a_block = hashes_a_block
+        self.counts = Counts()
+        self.on = True
+        self.predicted_ms: float | None = None  # of the iteration to come; None where nobody predicts
+        self.allowed: Collection[str] | None = None  # rows whose restore may begin; None: any
+        self._device: Any = None  # vLLM's block pool
+        self._block_ids: Callable[[str], Sequence[int]] = lambda name: ()
+        self._workers = workers
+        self._rows: dict[str, Checkpoint] = {}
+        self._running: dict[str, Request] = {}  # with KV blocks, as far as we were told
+        self._restores: dict[str, Restore] = {}
+        self._cancelled: list[str] = []  # restores that nothing is under way for any more
+        self._events = 0
+        self._stores: dict[int, list[Copy]] = {}
+        self._reports: dict[int, int] = {}  # store -> workers that have reported it
+        self._failed_stores: set[int] = set()  # reported so by one of them
+        self._local: dict[str, int] = {}  # tokens that the device had of rows that may be restored
+        self._last_minute: list[Copy] = []
+        self._awaited: dict[int, list[str]] = {}  # load -> rows that are whole with it
+
+    def bind(self, device: Any, block_ids: Callable[[str], Sequence[int]]) -> None:
+        """Give it vLLM's block pool, and a row's block ids by its name."""
+        self._device, self._block_ids = device, block_ids
+
+    # Who is here.
+
+    def admitted(self, request: Request) -> None:
+        """It has KV blocks now."""
+        self._running[request.request_id] = request
+
+    def losing(self, request: Request) -> None:
+        """It is being preempted: save the last of what it has, if that is little."""
+        name = request.request_id
+        if self._running.pop(name, None) is None or not self.on or not saveable(request):
+            return
+        computed = confirmed(request)
+        full, tail_tokens = divmod(computed, self.block_tokens)
+        checkpoint = self._rows.get(name) or Checkpoint(request)
+        have = len(checkpoint.blocks)
+        if full - have + bool(tail_tokens) > LAST_MINUTE or have > full:
+            return
+        self._rows[name] = checkpoint
+        ids = self._block_ids(name)
+        self._last_minute += self._extend(checkpoint, ids, full - have)
+        if tail_tokens and len(checkpoint.blocks) == full:
+            host = self.memory.allocate((name, computed))
+            if host is None:
+                self.counts.blocks_refused += 1
+                return
+            checkpoint.tail, checkpoint.tail_tokens = host, tail_tokens
+            self._last_minute.append(self._begun(Copy(ids[full], host)))
+
+    def has_all_of(self, name: str) -> bool:
+        """Whether a running row would lose nothing with its memory; see `losing`."""
+        request = self._running.get(name)
+        if request is None or name not in self._rows or not self.on:
+            return False
+        return confirmed(request) - self.saved_tokens(name) < LAST_MINUTE * self.block_tokens
+
+    def finished(self, request: Request) -> None:
+        """It is over, one way or another."""
+        name = request.request_id
+        self._running.pop(name, None)
+        self._local.pop(name, None)
+        self._forget(name)
+        restore = self._restores.get(name)
+        if restore is None:
+            return
+        restore.left.clear()  # vLLM keeps its blocks until what is under way has ended
+        if restore.last_event < 0:
+            self._cancelled.append(name)
+        elif name not in self._awaited.get(restore.last_event, ()):
+            self._awaited.setdefault(restore.last_event, []).append(name)
+
+    def _forget(self, name: str) -> None:
+        checkpoint = self._rows.pop(name, None)
+        if checkpoint is not None:
+            self._drop_tail(checkpoint)
+            # The beginning of a row is worth most to others, so its end goes first.
+            self.memory.release(reversed(checkpoint.blocks))
+
+    def _drop_tail(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.tail is not None:
+            self.memory.forget(checkpoint.tail)
+            self.memory.release([checkpoint.tail])
+            checkpoint.tail, checkpoint.tail_tokens = None, 0
+
+    # What there is of a row.
+
+    def saved_tokens(self, name: str) -> int:
+        """How many of the row's first tokens host memory has."""
+        checkpoint = self._rows.get(name)
+        if checkpoint is None:
+            return 0
+        written, blocks = self.memory.is_written, checkpoint.blocks
+        while checkpoint.whole < len(blocks) and written(blocks[checkpoint.whole]):
+            checkpoint.whole += 1
+        tokens = checkpoint.whole * self.block_tokens
+        if checkpoint.whole == len(blocks) and checkpoint.tail is not None and written(checkpoint.tail):
+            tokens += checkpoint.tail_tokens
+        return tokens
+
+    def restorable(self, request: Request, local: int) -> int:
+        """Tokens after the first `local` ones, which the device has, that need not be computed again.
+
+        A row that was never here finds what others left behind, if its KV would be the same.
+        """
+        if not self.on or not saveable(request) or local % self.block_tokens:
+            return 0
+        name = request.request_id
+        if name not in self._rows and is_offline(request):
+            self._adopt(request)
+        tokens = min(self.saved_tokens(name), request.num_tokens - 1) - local
+        return tokens if tokens >= min(self.block_tokens, max(1, self._tail_tokens(name))) else 0
+
+    def _tail_tokens(self, name: str) -> int:
+        checkpoint = self._rows.get(name)
+        return checkpoint.tail_tokens if checkpoint is not None else 0
+
+    def _adopt(self, request: Request) -> None:
+        """Hold what host memory has of the tokens that this row begins with."""
+        found = []
+        each = self._hashes_a_block
+        for key in islice(request.block_hashes, each - 1, None, each):
+            host = self.memory.find(key)
+            if host is None or not self.memory.is_written(host):
+                break
+            found.append(host)
+        if not found:
+            return
+        for host in found:
+            self.memory.hold(host)
+        self._rows[request.request_id] = Checkpoint(request, found)
+
+    # Restores.
+
+    def matched(self, request: Request, local: int) -> int:
+        """The same as `restorable`, asked by vLLM, which then gives the row blocks: none if it is not to begin."""
+        name = request.request_id
+        if self.allowed is not None and name not in self.allowed:
+            return 0
+        self._local[name] = local
+        return self.restorable(request, local)
+
+    def restore(self, request: Request, tokens: int) -> None:
+        """vLLM has given the row blocks: bring back so many tokens after those that the device has."""
+        name = request.request_id
+        checkpoint, local = self._rows[name], self._local.pop(name)
+        first, last = local // self.block_tokens, -(-(local + tokens) // self.block_tokens)
+        sources = checkpoint.blocks[first:last]
+        if len(sources) < last - first:
+            assert checkpoint.tail is not None
+            sources = [*sources, checkpoint.tail]
+        targets = self._block_ids(name)[first:last]
+        self._restores[name] = Restore(deque(map(Copy, targets, sources)))
+        self.counts.restores += 1
+        self.counts.tokens_restored += tokens
+
+    def is_restoring(self, name: str) -> bool:
+        """Whether the row is on its way back."""
+        return name in self._restores
+
+    @property
+    def copying(self) -> bool:
+        """Whether something is being saved, or is about to be."""
+        return bool(self._stores or self._last_minute or self._cancelled)
+
+    def report(self) -> dict[str, Any]:
+        """What was done since the engine started; tokens, blocks, and the time of a block's copy."""
+        return {
+            "policy": self.name if self.on else OFF,
+            **asdict(self.counts),
+            "tokens_saved": self.counts.blocks_saved * self.block_tokens,
+            "restoring": len(self._restores),
+            "host_blocks": self.memory.capacity,
+            "host_used": self.memory.used,
+            "block_ms": self.block_ms,
+        }
+
+    # Transfers: once an iteration.
+
+    def transfers(self) -> Transfers:
+        """What the workers are to copy beside the iteration that was just scheduled."""
+        budget = self._budget()
+        loads, rows = self._next_loads(budget)
+        stores, self._last_minute = self._last_minute, []
+        stores += self._next_stores(max(0, budget - len(loads) - len(stores)))
+        sent = Transfers(cancelled=self._cancelled)
+        self._cancelled = []
+        if loads:
+            self._events += 1
+            sent.load_event, sent.load_rows = self._events, rows
+            sent.load_gpu_blocks = [copy.device for copy in loads]
+            sent.load_cpu_blocks = [copy.host for copy in loads]
+            self.counts.blocks_restored += len(loads)
+        if stores:
+            self._events += 1
+            sent.store_event = self._events
+            self._stores[sent.store_event] = stores
+            sent.store_gpu_blocks = [copy.device for copy in stores]
+            sent.store_cpu_blocks = [copy.host for copy in stores]
+        sent.load_event_to_reqs = {event: list(names) for event, names in self._awaited.items()}
+        return sent
+
+    def _budget(self) -> int:
+        """Blocks that may be copied beside the iteration to come; what is under way counts."""
+        if self.predicted_ms is not None:
+            blocks = max(1, int(SHARE * self.predicted_ms / self.block_ms))
+        elif any(request.status == RequestStatus.RUNNING for request in self._running.values()):
+            blocks = UNPREDICTED
+        else:
+            return self.memory.capacity
+        return blocks - sum(map(len, self._stores.values()))
+
+    def _next_loads(self, budget: int) -> tuple[list[Copy], list[str]]:
+        """Blocks of rows on their way back, the row first whose restore began first; and the rows."""
+        loads: list[Copy] = []
+        rows: list[str] = []
+        event = self._events + 1
+        for name, restore in self._restores.items():
+            if not restore.left:
+                continue
+            if len(loads) >= max(1, budget):
+                break
+            rows.append(name)
+            while restore.left and len(loads) < max(1, budget):
+                loads.append(restore.left.popleft())
+            restore.last_event = event
+            if not restore.left:
+                self._awaited.setdefault(event, []).append(name)
+        return loads, rows
+
+    def _next_stores(self, budget: int) -> list[Copy]:
+        """Blocks that the policy wants to have copied."""
+        pool = self._device
+        if not self.on:
+            return []
+        pressure = Pressure(pool.num_gpu_blocks, pool.get_num_free_blocks(), self.memory.room, budget)
+        if not self.policy.wants_marks(pressure):
+            return []
+        self.policy.checkpoint(list(self._marks()))
+        stores: list[Copy] = []
+        for name, blocks in self.policy.blocks_to_checkpoint(pressure).items():
+            request = self._running.get(name)
+            if request is None or budget <= 0:
+                continue
+            checkpoint = self._rows.get(name)
+            if checkpoint is None:
+                checkpoint = self._rows[name] = Checkpoint(request)
+            copies = self._extend(checkpoint, self._block_ids(name), blocks, most=budget)
+            budget -= len(copies)
+            stores += copies
+        return stores
+
+    def _marks(self) -> Iterator[Marked]:
+        """Rows with blocks to copy, the last admitted first: they would be preempted first."""
+        size, rows = self.block_tokens, self._rows
+        for name, request in reversed(self._running.items()):
+            if request.status != RequestStatus.RUNNING or not saveable(request):
+                continue
+            checkpoint = rows.get(name)
+            blocks = confirmed(request) // size - (len(checkpoint.blocks) if checkpoint is not None else 0)
+            if blocks > 0:
+                yield Marked(name, blocks, not is_offline(request))
+
+    def _extend(
+        self, checkpoint: Checkpoint, ids: Sequence[int], blocks: int, most: int | None = None
+    ) -> list[Copy]:
+        """Add so many of the row's next blocks to its checkpoint; what others have copied is shared."""
+        copies: list[Copy] = []
+        self._drop_tail(checkpoint)
+        first = len(checkpoint.blocks)
+        keys = self._keys(checkpoint.request, first)
+        for device, key in islice(zip(ids[first:], keys, strict=False), blocks):
+            host = self.memory.find(key)
+            if host is not None:
+                self.memory.hold(host)
+            else:
+                if most is not None and len(copies) >= most:
+                    break
+                host = self.memory.allocate(key)
+                if host is None:
+                    self.counts.blocks_refused += 1
+                    break
+                copies.append(self._begun(Copy(device, host)))
+            checkpoint.blocks.append(host)
+        return copies
+
+    def _keys(self, request: Request, first: int) -> Iterator[Hashable]:
+        """What names the contents of a row's blocks: the hash of all tokens up to their end, where vLLM has it."""
+        hashes = request.block_hashes
+        each = self._hashes_a_block
+        for index in count(first):
+            last = (index + 1) * each - 1
+            yield hashes[last] if last < len(hashes) else (request.request_id, index)
+
+    def _begun(self, copy: Copy) -> Copy:
+        """The same, with both blocks kept for the copy, whatever becomes of the row."""
+        self._device.touch([self._device.blocks[copy.device]])
+        self.memory.hold(copy.host)
+        return copy
+
+    # What has arrived.
+
+    def arrived(self, report: WorkerReport | None, restored: Iterable[str], failed: Iterable[str]) -> None:
+        """The workers' report after an iteration."""
+        broken = set(failed)
+        for name in restored:
+            self._restored(name)
+            if name in broken:
+                self._unusable(name)
+        if report is None:
+            return
+        if report.block_ms:
+            self.block_ms += SMOOTHING * (report.block_ms - self.block_ms)
+        self._failed_stores |= report.failed_stores
+        for event, workers in report.completed_store_events.items():
+            self._reports[event] = self._reports.get(event, 0) + workers
+            if self._reports[event] >= self._workers:
+                del self._reports[event]
+                self._stored(event, failed=event in self._failed_stores)
+                self._failed_stores.discard(event)
+
+    def _restored(self, name: str) -> None:
+        restore = self._restores.pop(name, None)
+        if restore is None:
+            return
+        names = self._awaited.get(restore.last_event)
+        if names is not None and name in names:
+            names.remove(name)
+            if not names:
+                del self._awaited[restore.last_event]
+
+    def _unusable(self, name: str) -> None:
+        """The row's checkpoint did not come back; it is computed again, and nobody else shall find it."""
+        checkpoint = self._rows.get(name)
+        if checkpoint is not None:
+            self.counts.blocks_failed += len(checkpoint.blocks)
+            for host in checkpoint.blocks:
+                self.memory.forget(host)
+            self._forget(name)
+
+    def _stored(self, event: int, *, failed: bool) -> None:
+        copies = self._stores.pop(event)
+        self._device.free_blocks([self._device.blocks[copy.device] for copy in copies])
+        if failed:
+            self.counts.blocks_failed += len(copies)
+            self._lost({copy.host for copy in copies})
+        else:
+            self.counts.blocks_saved += len(copies)
+            for copy in copies:
+                self.memory.written(copy.host)
+        self.memory.release(copy.host for copy in copies)
+
+    def _lost(self, hosts: set[int]) -> None:
+        """These blocks were not written: every checkpoint ends before them."""
+        for checkpoint in self._rows.values():
+            if checkpoint.tail in hosts:
+                self._drop_tail(checkpoint)
+            index = next((i for i, host in enumerate(checkpoint.blocks) if host in hosts), None)
+            if index is not None:
+                self._drop_tail(checkpoint)
+                for host in checkpoint.blocks[index:]:
+                    if host in hosts:
+                        self.memory.forget(host)
+                self.memory.release(reversed(checkpoint.blocks[index:]))
+                del checkpoint.blocks[index:]
+                checkpoint.whole = min(checkpoint.whole, index)
+
+
+def confirmed(request: Request) -> int:
+    """Tokens whose KV is computed for certain."""
+    return int(request.num_computed_tokens - request.num_output_placeholders)
+
+
+def is_offline(request: Request) -> bool:
+    """Whether the request made no promise of time."""
+    return bool(request.priority >= OFFLINE_PRIORITY)
+
+
+def saveable(request: Request) -> bool:
+    """Whether the row could go on from a checkpoint; not where logits of its whole prompt are wanted."""
+    return not request.skip_reading_prefix_cache

@@ -1,0 +1,187 @@
+"""The workers' side of KV checkpoints: host memory, and the copies between it and the device.
+
+vLLM's own offloading worker finds the KV cache's regions, pins host memory and copies on CUDA streams. A CPU engine
+has no streams; there a thread copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
+
+from conserve.engine.runtime.copy_thread import CopyThread, Done, Region
+from conserve.engine.vllm.transfers import Transfers, WorkerReport
+
+log = logging.getLogger("vllm.conserve")
+
+
+class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
+    """Does what `Transfers` says and tells what has ended.
+
+    A copy that fails leaves its target useless, and every copy asked for after it is still made.
+    """
+
+    _backend: Any
+    _completed_store_events: dict[int, int]
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, host_bytes: int) -> None:
+        super().__init__(vllm_config, kv_cache_config, host_bytes)
+        self._failed_stores: set[int] = set()  # not reported yet
+        self._rows_of: dict[int, list[str]] = {}  # loads under way
+        self._broken: set[str] = set()  # rows of which a part did not come back
+        self._cancelled: set[str] = set()
+        self._load_targets_free: torch.Event | None = None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Find the regions of the KV cache and set up host memory of the same shape."""
+        cache = next(iter(kv_caches.values()), None)
+        if cache is None or cache.device.type != "cpu":
+            super().register_kv_caches(kv_caches)
+            return
+        cuda, torch.cuda.Stream = torch.cuda.Stream, NoStream
+        try:
+            super().register_kv_caches(kv_caches)
+        finally:
+            torch.cuda.Stream = cuda
+
+    def _init_cpu_mode(
+        self, unique_gpu_caches: dict[str, torch.Tensor], block_bytes: int, device: Any
+    ) -> None:
+        if device.type != "cpu":
+            super()._init_cpu_mode(unique_gpu_caches, block_bytes, device)
+            return
+        # Not zeroed: pages come into being when they are first written.
+        self.cpu_kv_caches = {
+            name: torch.empty((self.num_cpu_blocks, *cache.shape[1:]), dtype=cache.dtype)
+            for name, cache in unique_gpu_caches.items()
+        }
+        self._backend = ByThread(unique_gpu_caches, self.cpu_kv_caches)
+
+    def bind_connector_metadata(self, metadata: Transfers) -> None:
+        """An iteration begins; a CPU engine copies beside it from now on, since its computing is not queued."""
+        super().bind_connector_metadata(metadata)
+        self._cancelled.update(metadata.cancelled)
+        if metadata.load_event >= 0:
+            self._rows_of[metadata.load_event] = metadata.load_rows
+        if isinstance(self._backend, ByThread):
+            super().start_load_kv()
+            if metadata.store_gpu_blocks:
+                self._backend.launch_copy(
+                    metadata.store_gpu_blocks,
+                    metadata.store_cpu_blocks,
+                    is_store=True,
+                    event_idx=metadata.store_event,
+                    events_list=self._store_events,
+                )
+
+    def start_load_kv(self) -> None:
+        """After the iteration was queued on the device: work before it may still read the blocks to be filled."""
+        metadata = self._connector_metadata
+        if isinstance(self._backend, ByThread) or metadata is None or not metadata.load_cpu_blocks:
+            return
+        assert self._backend is not None
+        if self._load_targets_free is None:
+            self._load_targets_free = torch.Event()
+        self._load_targets_free.record(torch.cuda.current_stream())
+        self._backend.launch_copy(
+            metadata.load_cpu_blocks,
+            metadata.load_gpu_blocks,
+            is_store=False,
+            event_idx=metadata.load_event,
+            events_list=self._load_events,
+            wait_event=self._load_targets_free,
+        )
+
+    def wait_for_save(self) -> None:
+        """Have the stores follow the iteration on a device; a CPU engine's are under way already."""
+        if not isinstance(self._backend, ByThread):
+            super().wait_for_save()
+
+    def handle_preemptions(self, kv_connector_metadata: Transfers) -> None:
+        """Nothing: what is copied is kept until it has been, by the scheduler."""
+
+    def results(self, finished: set[str]) -> KVConnectorTransferResults:
+        """Rows that are back, and those of them whose KV is not to be used."""
+        restored = set(self.get_finished(finished)[1] or ())
+        broken = restored & self._broken
+        self._broken -= restored
+        cancelled, self._cancelled = self._cancelled, set()
+        return KVConnectorTransferResults(finished_recving=restored | cancelled, failed_recving=broken)
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Stores that have ended since the last report."""
+        ended, self._completed_store_events = self._completed_store_events, {}
+        if not ended:
+            return None
+        failed = self._failed_stores & ended.keys()
+        self._failed_stores -= failed
+        return WorkerReport(
+            ended, failed, self._backend.block_ms if isinstance(self._backend, ByThread) else None
+        )
+
+    def _poll_stream_events(self, is_store: bool) -> int:
+        for event, done in self._store_events if is_store else self._load_events:
+            if not done.query():
+                break
+            if isinstance(done, Done) and done.failed:
+                self._failed_stores.update({event} if is_store else ())
+                self._broken.update(() if is_store else self._rows_of.get(event, ()))
+            if not is_store:
+                self._rows_of.pop(event, None)
+        return int(super()._poll_stream_events(is_store))
+
+    def stop(self) -> None:
+        """End the copying."""
+        if self._backend is not None:
+            self._backend.shutdown()
+
+
+class ByThread:
+    """Stands in for vLLM's copies by DMA where the device is the host."""
+
+    def __init__(self, device: dict[str, torch.Tensor], host: dict[str, torch.Tensor]) -> None:
+        self.thread = CopyThread([*map(region, device.values())], [*map(region, host.values())])
+
+    @property
+    def block_ms(self) -> float | None:
+        """What copying one block takes, on average."""
+        blocks = self.thread.stored.blocks + self.thread.loaded.blocks
+        return 1e3 * (self.thread.stored.seconds + self.thread.loaded.seconds) / blocks if blocks else None
+
+    def launch_copy(
+        self,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        is_store: bool,
+        event_idx: int,
+        events_list: list[tuple[int, Any]],
+        wait_event: Any = None,
+    ) -> None:
+        """Have the thread copy, after everything it was asked for before."""
+        events_list.append((event_idx, self.thread.copy(src_blocks, dst_blocks, is_store=is_store)))
+
+    def shutdown(self) -> None:
+        """End it."""
+        self.thread.stop()
+
+
+class NoStream:
+    """What a CPU engine has for a CUDA stream."""
+
+    def __init__(self, priority: int = 0) -> None:
+        pass
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """None to choose from."""
+        return 0, 0
+
+
+def region(cache: torch.Tensor) -> Region:
+    """A region's first address and the size of its blocks, which are its first dimension."""
+    assert cache.stride(0) * cache.element_size() == cache[0].nbytes or cache.shape[0] == 1
+    return Region(cache.data_ptr(), cache[0].nbytes)
