@@ -14,6 +14,8 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.context import Context, engine_flags
 from conserve.config import DEMO_MODEL, Settings
+from conserve.engine.policy.checkpointing import CHECKPOINTS, policy_named
+from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.policy.preemption import OFF
 from conserve.errors import SettingsError
@@ -27,6 +29,8 @@ conserve serve smollm2-demo --ttft-slo 1500ms --tbt-slo 150ms
 conserve serve Qwen/Qwen2.5-7B-Instruct --ttft-slo 1s --tbt-slo 100ms --max-model-len 8192
 conserve submit nightly.parquet --prompt "{{ q }}"
 """
+ADAPTIVE = "adaptive"  # checkpoints, where nothing else is asked for
+HOST_BYTES = 4 << 30
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
 
@@ -52,6 +56,17 @@ def serve(
     preemption: Annotated[
         bool, typer.Option(help="Let offline rows leave an iteration when a live request arrives.")
     ] = True,
+    kv_checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Which KV blocks of rows are copied to host memory, to go on from after losing the engine's: "
+            f"{', '.join(CHECKPOINTS)}, {NO_CHECKPOINTS}, or a class of yours; {ADAPTIVE} where rows give way.",
+        ),
+    ] = None,
+    kv_host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Host memory for that, e.g. 4GiB (the default).")
+    ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -98,7 +113,9 @@ def serve(
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
     require_free(host, port)
     refuse_ours(words[1:])
-    flags = [*engine_flags(settings, words[1:]), "--host", host, "--port", str(port)]
+    checkpoint = kv_checkpoint or (ADAPTIVE if policy == SERVING[0] or allow_control else NO_CHECKPOINTS)
+    flags = checkpointing(engine_flags(settings, words[1:]), checkpoint, kv_host_memory)
+    flags += ["--host", host, "--port", str(port)]
     service = Service(
         server_command(settings, section, flags, port),
         harvester_command(settings, url) if harvest else None,
@@ -147,6 +164,38 @@ def refuse_ours(flags: list[str]) -> None:
             raise SettingsError(
                 f"conserve serve cannot run with {name}; start vllm serve with ConServe's plug-in"
             )
+
+
+def checkpointing(flags: list[str], policy: str, host_memory: str | None) -> list[str]:
+    """The flags of an engine whose KV is checkpointed, if it is to be."""
+    from conserve.engine.vllm.kv_transfer import with_checkpoints
+
+    if policy == NO_CHECKPOINTS:
+        if host_memory is not None:
+            raise SettingsError("--kv-host-memory is for checkpoints; leave it out with --kv-checkpoint off")
+        return flags
+    try:
+        policy_named(policy)
+    except ValueError as error:
+        raise SettingsError(f"--kv-checkpoint: {error}") from error
+    return with_checkpoints(flags, {"policy": policy, "host_bytes": host_bytes(host_memory)})
+
+
+def host_bytes(text: str | None) -> int:
+    """The size in bytes; without one 4 GiB, or a quarter of a small machine."""
+    import psutil
+
+    whole = int(psutil.virtual_memory().total)
+    if text is None:
+        return min(HOST_BYTES, whole // 4)
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise SettingsError(f"--kv-host-memory takes a size like 4GiB or 500MB, not {text!r}")
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+    if size > whole:
+        has = f"{whole / 2**30:.0f} GiB"
+        raise SettingsError(f"--kv-host-memory {text} is more than the {has} of this machine; give less")
+    return size
 
 
 def milliseconds(flag: str, text: str | None) -> float | None:

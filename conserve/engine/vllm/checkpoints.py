@@ -257,6 +257,7 @@ class Checkpoints:
         """What was done since the engine started; tokens, blocks, and the time of a block's copy."""
         return {
             "policy": self.name if self.on else OFF,
+            "why_off": None if self.on else "it is switched off",
             **asdict(self.counts),
             "tokens_saved": self.counts.blocks_saved * self.block_tokens,
             "restoring": len(self._restores),

@@ -18,6 +18,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from conserve.engine.vllm.checkpoints import Checkpoints
 from conserve.engine.vllm.copies import Copies
+from conserve.engine.vllm.pacing import SECTION
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
 log = logging.getLogger("vllm.conserve")
@@ -27,8 +28,8 @@ HOST_BYTES = 4 << 30  # of all workers together
 class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's calls, passed on to `Checkpoints` in the scheduler and to `Copies` in each worker.
 
-    `kv_connector_extra_config` takes `policy`, `host_bytes` (of all workers together) and `block_ms`. Where the
-    model's KV is not only full attention's, nothing is checkpointed, and the log says so.
+    `kv_connector_extra_config` takes `policy` and `host_bytes` (of all workers together). Where the model's KV
+    is not only full attention's, nothing is checkpointed, and the log says so.
     """
 
     _cache_hit_source = CacheHitSource.HOST
@@ -53,7 +54,7 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 block_tokens=block,
                 hashes_a_block=block // hashed,
                 workers=workers,
-                block_ms=extra.get("block_ms"),
+                block_ms=vllm_config.additional_config.get(SECTION, {}).get("block_ms"),
             )
 
     @property

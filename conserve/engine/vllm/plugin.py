@@ -201,13 +201,17 @@ async def change(request: Request) -> Response:
         wanted = json.loads(await request.body())
         policy, slo = wanted.get("policy", SERVING[0]), wanted.get("slo", {})
         preemption = wanted.get("preemption", OFF)
-        known = set(wanted) <= {"policy", "preemption", "slo"} and set(slo) <= {"ttft_ms", "tbt_ms"}
+        known = set(wanted) <= {"policy", "preemption", "checkpoint", "slo"} and set(slo) <= {
+            "ttft_ms",
+            "tbt_ms",
+        }
         known = known and policy in SERVING and preemption in (*PREEMPTIONS, OFF)
+        known = known and wanted.get("checkpoint", OFF) in ("on", OFF)
         positive = all(value is None or value > 0 for value in slo.values())
     except (ValueError, TypeError, AttributeError):
         known = positive = False
     if not known or not positive:
-        example = '{"policy": "conserve", "preemption": "off", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
+        example = '{"policy": "conserve", "checkpoint": "on", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
         names = f"policies are {', '.join(SERVING)}; preemptions are {', '.join((*PREEMPTIONS, OFF))}"
         return reply({"error": {"message": f"send e.g. {example}; {names}"}}, 400)
     return await answer(request, wanted)

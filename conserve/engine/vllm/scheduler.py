@@ -23,7 +23,7 @@ from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import POLICIES
 from conserve.engine.runtime.traffic import Traffic
-from conserve.engine.vllm.checkpoints import Checkpoints
+from conserve.engine.vllm.checkpoints import Checkpoints, Counts
 from conserve.engine.vllm.iterations import Iterations
 from conserve.engine.vllm.lanes import Lanes, is_online
 from conserve.engine.vllm.observation import observe, surcharged
@@ -73,7 +73,7 @@ class CoServing:
         self.preemptions = Preemptions(
             vllm_config, policy=installed.preemption, every=installed.safepoint_every
         )
-        self.checkpoints = checkpoints_of(self.connector)
+        self.checkpoints, self._why_no_checkpoints = checkpoints_of(self.connector)
         self.restores_pause = 0  # iterations for which none begins, since vLLM had no room for one
         self._recomputed = 0  # tokens of offline requests, after they had lost their memory
         self._caching_waits = False  # for blocks to be computed: iterations that may be preempted
@@ -101,6 +101,8 @@ class CoServing:
             self._follow(change["policy"])
         if change and "preemption" in change:
             self.preemptions.follow(change["preemption"])
+        if change and "checkpoint" in change and self.checkpoints is not None:
+            self.checkpoints.on = change["checkpoint"] != OFF
         if change and "slo" in change:
             self._slo = slo_of(change["slo"])
         self._end_warm_up()
@@ -349,7 +351,9 @@ class CoServing:
 
     def _checkpoint_report(self) -> dict[str, Any]:
         """What was saved and brought back; `why_off` where nothing is."""
-        said = self.checkpoints.report() if self.checkpoints is not None else {"policy": OFF}
+        said = {"policy": OFF, "why_off": self._why_no_checkpoints, **asdict(Counts()), "tokens_saved": 0}
+        if self.checkpoints is not None:
+            said = self.checkpoints.report()
         return {**said, "tokens_recomputed": self._recomputed}
 
     def shutdown(self) -> None:
@@ -397,12 +401,12 @@ class CoServing:
         return sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
 
 
-def checkpoints_of(connector: Any) -> Checkpoints | None:
-    """Those of the engine's KV connector, or of one of several."""
+def checkpoints_of(connector: Any) -> tuple[Checkpoints | None, str | None]:
+    """Those of the engine's KV connector, or of one of several; or why our connector has none."""
     for one in getattr(connector, "_connectors", (connector,)):
-        if getattr(one, "checkpoints", None) is not None:
-            return one.checkpoints  # type: ignore[no-any-return]
-    return None
+        if hasattr(one, "checkpoints"):
+            return one.checkpoints, one.why_not
+    return None, None
 
 
 def ttft_promise(request: Request) -> float | None:
