@@ -79,6 +79,7 @@ class Checkpoints:
         host_blocks: int,
         block_tokens: int,
         hashes_a_block: int = 1,
+        shared: bool = True,
         workers: int = 1,
         block_ms: float | None = None,
     ) -> None:
@@ -87,6 +88,7 @@ class Checkpoints:
         self.block_tokens = block_tokens
         self.block_ms = block_ms or BLOCK_MS
         self._hashes_a_block = hashes_a_block
+        self._shared = shared  # rows may use what others computed for the same tokens
         self.counts = Counts()
         self.on = True
         self.predicted_ms: float | None = None  # of the iteration to come; None where nobody predicts
@@ -196,7 +198,7 @@ class Checkpoints:
         if not self.on or not saveable(request) or local % self.block_tokens:
             return 0
         name = request.request_id
-        if name not in self._rows and is_offline(request):
+        if self._shared and name not in self._rows and is_offline(request):
             self._adopt(request)
         tokens = min(self.saved_tokens(name), request.num_tokens - 1) - local
         return tokens if tokens >= min(self.block_tokens, max(1, self._tail_tokens(name))) else 0
@@ -377,7 +379,7 @@ class Checkpoints:
 
     def _keys(self, request: Request, first: int) -> Iterator[Hashable]:
         """What names the contents of a row's blocks: the hash of all tokens up to their end, where vLLM has it."""
-        hashes = request.block_hashes
+        hashes = request.block_hashes if self._shared else ()
         each = self._hashes_a_block
         for index in count(first):
             last = (index + 1) * each - 1

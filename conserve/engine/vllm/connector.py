@@ -53,6 +53,7 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 host_blocks=max(1, host_bytes // block_bytes(kv_cache_config)),
                 block_tokens=block,
                 hashes_a_block=block // hashed,
+                shared=bool(vllm_config.cache_config.enable_prefix_caching),
                 workers=workers,
                 block_ms=vllm_config.additional_config.get(SECTION, {}).get("block_ms"),
             )
