@@ -6,7 +6,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conserve.errors import StoreError
@@ -39,36 +41,52 @@ class StoredRequest:
     error: str | None
 
 
+def to_table(
+    row_indexes: Iterable[int], custom_ids: Sequence[str | None], rendered: Sequence[Rendered]
+) -> pa.Table:
+    """Rendered rows as a table of `SCHEMA`."""
+    columns: list[Iterable[Any]] = [
+        row_indexes,
+        custom_ids,
+        [one.url for one in rendered],
+        [one.payload for one in rendered],
+        [one.error_type for one in rendered],
+        [one.error for one in rendered],
+    ]
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
 class RequestWriter:
-    """Writes requests in execution order, a row group at a time."""
+    """Writes requests in execution order, in row groups that a claim can read whole."""
 
     def __init__(self, path: Path) -> None:
         self._file = pq.ParquetWriter(path, SCHEMA, compression="zstd", compression_level=1)
+        self._rest = SCHEMA.empty_table()  # less than a row group
         self.rows = 0
         self.unrendered = 0
+        self.first_error: str | None = None
 
-    def write(self, rows: Sequence[tuple[int, str | None, Rendered]]) -> None:
-        """Append (row index, custom id, rendered request) triples, at most `ROWS_PER_GROUP` a call."""
-        start = size = 0
-        for stop, (_, _, rendered) in enumerate(rows, start=1):
-            size += len(rendered.payload or "")
-            if size >= GROUP_BYTES or stop == len(rows):
-                self._write_group(rows[start:stop])
-                start, size = stop, 0
-
-    def _write_group(self, rows: Sequence[tuple[int, str | None, Rendered]]) -> None:
-        columns: list[Iterable[Any]] = [
-            [index for index, _, _ in rows],
-            [custom_id for _, custom_id, _ in rows],
-            [rendered.url for _, _, rendered in rows],
-            [rendered.payload for _, _, rendered in rows],
-            [rendered.error_type for _, _, rendered in rows],
-            [rendered.error for _, _, rendered in rows],
-        ]
-        arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
-        self._file.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA))
-        self.rows += len(rows)
-        self.unrendered += sum(rendered.payload is None for _, _, rendered in rows)
+    def write(self, table: pa.Table) -> None:
+        """Append requests."""
+        self.rows += table.num_rows
+        if table["payload"].null_count:
+            self.unrendered += table["payload"].null_count
+            errors = table["error"].filter(pc.is_null(table["payload"]))
+            self.first_error = self.first_error or errors[0].as_py()
+        table = pa.concat_tables([self._rest, table])
+        sizes = pc.fill_null(pc.binary_length(table["payload"]), 0).to_numpy()
+        ends = np.cumsum(sizes, dtype=np.int64)  # bytes up to and with each row
+        start = 0
+        while True:
+            before = ends[start - 1] if start else 0
+            full = int(np.searchsorted(ends, before + GROUP_BYTES)) + 1
+            stop = min(start + ROWS_PER_GROUP, full)
+            if stop > table.num_rows:
+                break
+            self._file.write_table(table.slice(start, stop - start))
+            start = stop
+        self._rest = table.slice(start)
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +94,11 @@ class RequestWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            if kind is None and self._rest.num_rows:
+                self._file.write_table(self._rest)
+        finally:
+            self._file.close()
 
 
 class Group(NamedTuple):
