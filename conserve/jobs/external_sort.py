@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-RUN_BYTES = 32 << 20  # of rows in memory until they become a run
+RUN_BYTES = 16 << 20  # of rows in memory until they become a run
 BATCH_BYTES = 256 << 10  # of each run that a merge holds
 FAN_IN = 64  # runs that one merge reads
 

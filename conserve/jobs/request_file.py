@@ -1,7 +1,9 @@
 """A job's rendered requests on disk: written once in execution order, read by position."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -11,8 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from conserve.config import Settings
 from conserve.errors import StoreError
 from conserve.jobs.rendering import Rendered
+from conserve.store import home, readings
 
 ROWS_PER_GROUP = 8192  # a claim reads whole row groups; this many short requests parse in about 10 ms
 GROUP_BYTES = 16 << 20  # of payload, whichever comes first: long requests must not fill the memory
@@ -124,8 +128,6 @@ class RequestFile:
 
     def read(self, positions: Sequence[int]) -> list[StoredRequest]:
         """The requests at these positions, in the same order."""
-        from bisect import bisect_right
-
         found = []
         for position in positions:
             number = bisect_right(self._starts, position) - 1
@@ -133,6 +135,25 @@ class RequestFile:
                 self._last = self._load(number)
             found.append(self._last.rows[position - self._starts[number]])
         return found
+
+    def earliest(self, returned: Sequence[int], start: int) -> int | None:
+        """The smallest row index at these sorted positions and all from `start` on; None if there are none.
+
+        Of row groups that lie behind `start` only the statistics are read.
+        """
+        found = []
+        for number, (first, stop) in enumerate(pairwise(self._starts)):
+            if first >= start:
+                found.append(self._file.metadata.row_group(number).column(0).statistics.min)
+                continue
+            wanted = [
+                *returned[bisect_left(returned, first) : bisect_left(returned, stop)],
+                *range(start, stop),
+            ]
+            if wanted:
+                indexes = self._file.read_row_group(number, columns=["row_index"])["row_index"].to_pylist()
+                found.append(min(indexes[position - first] for position in wanted))
+        return min(found, default=None)
 
     def _load(self, number: int) -> Group:
         table = self._file.read_row_group(number)
@@ -142,3 +163,16 @@ class RequestFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def first_waiting(settings: Settings, job_id: str) -> int | None:
+    """The smallest row index of a job's rows that wait; None if none does, or the file is gone."""
+    *returned, start = readings.untaken(settings, job_id)
+    try:
+        requests = RequestFile(home.requests_file(settings.home, job_id))
+    except StoreError:
+        return None
+    try:
+        return requests.earliest(returned, start)
+    finally:
+        requests.close()

@@ -17,7 +17,7 @@ from conserve.jobs import external_sort, request_file
 from conserve.jobs.external_sort import ExternalSort
 from conserve.jobs.order import prompt_key, sort_key
 from conserve.jobs.rendering import Rendered
-from conserve.jobs.request_file import RequestWriter, to_table
+from conserve.jobs.request_file import RequestFile, RequestWriter, to_table
 from conserve.jobs.task import Kind, Order, Task
 
 words = st.text(st.sampled_from('ab"\\\né\U0001f600'), max_size=6)
@@ -84,6 +84,25 @@ def test_row_groups_are_neither_longer_nor_heavier_than_a_claim_can_read(
         assert sum(map(len, group[:-1])) < most_bytes
     for group in payloads[:-1]:
         assert len(group) == most_rows or sum(map(len, group)) >= most_bytes, "a group for nothing"
+
+
+@settings(max_examples=100)
+@given(st.permutations(range(30)), st.integers(0, 30), st.sets(st.integers(0, 29)), st.integers(1, 12))
+def test_the_first_of_the_rows_that_wait_is_found_in_any_order(
+    row_indexes: list[int], start: int, returned: set[int], group_rows: int
+) -> None:
+    waiting = sorted(position for position in returned if position < start)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(request_file, "ROWS_PER_GROUP", group_rows),
+    ):
+        path = Path(folder) / "requests.parquet"
+        with RequestWriter(path) as writer:
+            writer.write(to_table(row_indexes, [None] * 30, [Rendered("x")] * 30))
+        file = RequestFile(path)
+        found = file.earliest(waiting, start)
+        file.close()
+    assert found == min([row_indexes[n] for n in (*waiting, *range(start, 30))], default=None)
 
 
 chats = st.lists(st.tuples(st.sampled_from(["system", "user"]), words), min_size=1, max_size=3)

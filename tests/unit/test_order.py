@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from conserve.endpoints.fake import WORDS, FakeEndpoint, answer_tokens, request_text
+from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, request_text
+from conserve.endpoints.protocol import Call, Completion, OnTokens
 from conserve.jobs.harvest import Harvester
 from conserve.jobs.request_file import RequestFile
 from conserve.jobs.submit import submit
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store import home
 from conserve.store.query import views
+from conserve.store.readings import row_order
 from conserve.store.store import Store
 from tests.conftest import WriteInput
 from tests.unit.test_cli import conserve
@@ -137,3 +139,55 @@ def test_submit_orders_by_prefix_unless_told_otherwise(store: Store, write_input
     for options, rows in (([], [1, 0]), (["--order", "input"], [0, 1])):
         done = conserve("submit", path, "--prompt", "{{ q }}", *options)
         assert executed(store, done.stdout.strip(), 2) == rows
+
+
+class Cached(FakeEndpoint):
+    """Finds three quarters of every prompt in its cache, and answers only so many rows."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__(Script(capacity=2))
+        self.answers = answers
+        self.enough = asyncio.Event()
+
+    async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        self.answers -= 1
+        if self.answers < 0:
+            self.enough.set()
+            await asyncio.sleep(60)
+        done = await super().complete(call, on_tokens)
+        return replace(done, prompt_tokens=8, cached_tokens=6)
+
+
+def test_status_shows_hit_rate_order_and_the_row_that_waits_for_longest(
+    store: Store, write_input: WriteInput
+) -> None:
+    path = str(write_input(q=["d", "b", "c", "a"]))
+    job_id = submit(store, path, PROMPT).job_id
+    asyncio.run(stopped_after(store, Cached(2)))
+    shown = conserve("status", job_id).stdout
+    assert "16 prompt (12 cached, 75.0 %)" in shown
+    assert "row 0 of the input has waited for" in shown
+    document = json.loads(conserve("status", job_id, "--json").stdout)
+    assert document["hit_rate"] == 0.75
+    assert document["row_order"] == "prefix"
+    assert document["oldest_waiting"]["row_index"] == 0
+    assert 0 < document["oldest_waiting"]["waited_s"] < 300
+    assert "oldest_waiting" not in json.loads(conserve("status", "--json").stdout)[0]
+    with views(store, now=0.0) as opened:
+        cached = "select row_index, cached_tokens from results order by row_index"
+        assert opened.duck.execute(cached).fetchall() == [(1, 6), (3, 6)]
+        assert opened.duck.execute("select row_order from jobs").fetchall() == [("prefix",)]
+    assert conserve("run", "--endpoint", "fake:").returncode == 0
+    document = json.loads(conserve("status", job_id, "--json").stdout)
+    assert document["oldest_waiting"] is None
+    assert document["hit_rate"] < 0.75
+
+
+async def stopped_after(store: Store, endpoint: Cached) -> None:
+    """A harvest that is stopped once the endpoint has answered all it wants to."""
+    await Harvester(store, endpoint).run(endpoint.enough)
+
+
+def test_a_job_of_before_there_were_orders_ran_in_that_of_the_input() -> None:
+    assert row_order('{"kind":"prompt","template":"x"}') == "input"
+    assert row_order(replace(PROMPT, order=Order.RANDOM, order_seed=7).to_json()) == "random:7"
