@@ -1,6 +1,6 @@
 """What a policy sees: the engine's requests, its free room, its latency model and the promises to keep."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -21,6 +21,7 @@ class Candidate(NamedTuple):
     age_ms: float = 0.0  # since it arrived
     answered: bool = False  # its first token is out
     surcharge_ms: float = 0.0  # what one of its tokens takes beyond the model (prompt logprobs)
+    prefix: Sequence[Hashable] = ()  # its full KV blocks; equal for two requests that begin alike up to there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

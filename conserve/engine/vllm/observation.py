@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
@@ -43,9 +43,9 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
                 tokens = min(tokens, cap)
             age_ms = (now - request.arrival_time) * 1e3
             extra_ms = iterations.surcharge_ms if surcharged(request) else 0.0
-            lane.append(
-                Candidate(name, tokens, context, False, blocks, age_ms, traffic.answered(name), extra_ms)
-            )
+            answered = traffic.answered(name)
+            prefix = prefix_of(scheduler, request)
+            lane.append(Candidate(name, tokens, context, False, blocks, age_ms, answered, extra_ms, prefix))
     return View(
         online=online,
         offline=offline,
@@ -106,7 +106,19 @@ def waiting(
             (now - request.arrival_time) * 1e3,
             traffic.answered(request.request_id),
             iterations.surcharge_ms if surcharged(request) else 0.0,
+            prefix_of(scheduler, request),
         )
+
+
+def prefix_of(scheduler: Any, request: Request) -> Sequence[bytes]:
+    """The names that vLLM's prefix cache has for the request's full blocks; none if it is not to look there."""
+    manager = scheduler.kv_cache_manager
+    kind = manager.coordinator.single_type_managers[0]
+    same = (
+        manager.block_pool.hash_block_size == kind.block_size
+    )  # they differ where layers are of several kinds
+    hashes: Sequence[bytes] = request.block_hashes
+    return hashes if same and manager.prefix_cache_lookup_enabled(request) else ()
 
 
 def surcharged(request: Request) -> bool:
