@@ -59,8 +59,10 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
     waiting = iter(waiting)
     held: list[Candidate] = []
     for request in waiting:
+        if composer.free_slots <= composer.reserved_slots:
+            return
         tokens = composer.fitting(request, limit_ms)
-        if not tokens or composer.free_slots <= composer.reserved_slots:
+        if not tokens:
             return
         if composer.computes_next_of(request):
             held.append(request)
