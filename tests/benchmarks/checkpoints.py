@@ -42,7 +42,9 @@ def measure() -> list[Figure]:
     flags = {"dtype": "auto", "max_num_batched_tokens": 512, "max_num_seqs": 32, "block_size": 64}
     memory = {"max_model_len": 8192, "kv_cache_memory_bytes": 1 << 30}
     config = transfer({"policy": "eager", "host_bytes": HOST_BYTES})
-    with started(ensure_demo_model(load().models_folder), kv_transfer_config=config, **flags, **memory) as engine:
+    with started(
+        ensure_demo_model(load().models_folder), kv_transfer_config=config, **flags, **memory
+    ) as engine:
         figures = [*resumes(engine, raw), *slowdown(engine, raw), *costs(engine, raw), *bandwidth(raw)]
     RAW.mkdir(exist_ok=True)
     (RAW / "checkpoints.json").write_text(json.dumps(raw))
@@ -89,7 +91,9 @@ class Victim:
     def end(self) -> None:
         """Take it and the others out."""
         engine = self.engine
-        engine.llm.abort_request([engine.internal(name) for name in (self.name, *self._others)], internal=True)
+        engine.llm.abort_request(
+            [engine.internal(name) for name in (self.name, *self._others)], internal=True
+        )
         engine.drain()
         engine.forget()
 
@@ -111,7 +115,8 @@ def resumes(engine: Any, raw: dict[str, Any]) -> list[Figure]:
         preempting_ms.clear()
         victim.resume_s(restoring=True)
         pairs = [
-            (victim.resume_s(restoring=True), victim.resume_s(restoring=False)) for _ in range(ROUNDS[context])
+            (victim.resume_s(restoring=True), victim.resume_s(restoring=False))
+            for _ in range(ROUNDS[context])
         ]
         victim.end()
         raw["resume_s"][context] = pairs

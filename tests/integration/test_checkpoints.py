@@ -106,7 +106,9 @@ def copy_thread() -> Any:
 class Checkpointed:
     """What is true whether prefixes are cached or not."""
 
-    def test_what_comes_back_is_what_was_there_and_the_row_goes_on_where_it_stopped(self, engine: Any) -> None:
+    def test_what_comes_back_is_what_was_there_and_the_row_goes_on_where_it_stopped(
+        self, engine: Any
+    ) -> None:
         from tests.preempted_engine import Ask, greedy, prompt
 
         asked = [Ask("row", prompt(300, 1), greedy(40)), Ask("beside", prompt(40, 2), greedy(60))]
@@ -122,7 +124,9 @@ class Checkpointed:
         until(engine, lambda: request_of(engine, "row").status.name == "RUNNING")
         assert request_of(engine, "row").num_computed_tokens - computed in (0, 1), "nothing is computed again"
         whole = computed // BLOCK
-        for index, (block, parts) in enumerate(zip(engine.blocks_of("row")[:whole], old[:whole], strict=True)):
+        for index, (block, parts) in enumerate(
+            zip(engine.blocks_of("row")[:whole], old[:whole], strict=True)
+        ):
             for now, then in zip(engine.bytes_of(block), parts, strict=True):
                 assert now.equal(then), f"block {index} of {blocks}"
         assert engine.drain() == wanted
@@ -304,7 +308,9 @@ class TestWithPrefixCaching(Checkpointed):
             engine.assert_nothing_is_left()
             engine.forget()
             resident.append(psutil.Process().memory_info().rss)
-        late = resident[len(resident) * 2 // 3 :]  # an engine takes a hundred MB before it has seen everything
+        late = resident[
+            len(resident) * 2 // 3 :
+        ]  # an engine takes a hundred MB before it has seen everything
         assert max(late) - late[0] < 24 << 20, [size >> 20 for size in resident]
 
 

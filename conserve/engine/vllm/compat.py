@@ -63,9 +63,10 @@ INTERNALS = {
     "vllm.v1.core.sched.request_queue.{RequestQueue,FCFSRequestQueue,SchedulingPolicy}": "the waiting queue",
     "vllm.v1.request.{Request,RequestStatus}": "counters: num_{tokens,tokens_with_spec,computed_tokens,"
     "prompt_tokens,output_placeholders,stale_output_tokens}, next_decode_eligible_step, drop_stale_output, "
-    "arrival_time, priority",
+    "arrival_time, priority; block_hashes",
     "KVCacheManager.get_computed_blocks": "how much of a waiting prompt is cached",
     "KVCacheManager.{coordinator.single_type_managers,block_pool,watermark_blocks}": "blocks held and free",
+    "KVCacheManager.prefix_cache_lookup_enabled, BlockPool.hash_block_size": "whether equal hashes are shared",
     "VllmConfig.additional_config": "carries the profile to the engine core's process",
     # layer-wise preemption
     "parallel_config.worker_cls": "names our worker",

@@ -8,8 +8,9 @@ nothing of (LoRA limits, encoder inputs, grammars, speculative tokens) stays vLL
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -245,6 +246,7 @@ class CoServing:
         admitted = [self.requests[name] for name in plan.admitted]
         restored = [self.requests[name] for name in plan.restored]
         resumed = any(request.status == RequestStatus.PREEMPTED for request in admitted)
+        overtaken = self._overtaken(admitted)
         lanes, holding = self.waiting, self.kv_holding_waiting
         held = set(holding)
         here = [request for request in admitted if request in held]  # their KV has come back to them
@@ -274,12 +276,18 @@ class CoServing:
         self.restores_pause = max(0, self.restores_pause - 1)
         if any(request.status != RequestStatus.WAITING_FOR_REMOTE_KVS for request in restored):
             self.restores_pause = RESTORES_PAUSE
-        if resumed:  # its place is where it was before it was preempted
+        if resumed or overtaken:  # its place is before those that came after it
             self.running.sort()
         # Some requests take all of their tokens or none: then vLLM has the next iteration to itself.
         # Not after preemptions: they free less than planned where blocks are shared; the next frees more.
         self._stalled = bool(plan.total and not plan.preempted) and not output.total_num_scheduled_tokens
         return output
+
+    def _overtaken(self, admitted: Sequence[Request]) -> bool:
+        """Whether offline requests that came later run already, because these were held out for their prefix."""
+        last = next((r for r in reversed(self.running) if r.request_id in self._offline), None)
+        turn = [r for r in (last, *admitted) if r is not None and r.request_id in self._offline]
+        return any(later < earlier for earlier, later in pairwise(turn))
 
     def _cap_before_lookahead(self, request: Request, computed: int, tokens: int) -> int:
         """Called by vLLM for every request that it is about to schedule: cap its tokens at the plan's."""

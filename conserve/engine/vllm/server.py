@@ -39,7 +39,8 @@ def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, mode
 
     path = resolve_model(model, models_folder)
     defaults = ["--served-model-name", model, "--shutdown-timeout", str(DRAIN_S)]
-    defaults += ["--enable-prefix-caching", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
+    defaults += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    defaults += ["--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
     defaults += cpu_defaults(path) if current_platform.is_cpu() else []
     defaults += synchronous(flags) if section.get("preemption") != OFF else []
     defaults = without(defaults, flags)
