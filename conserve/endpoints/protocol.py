@@ -51,6 +51,14 @@ class Completion:
     model: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCache:
+    """How an engine caches prefixes: in whole blocks, so many of them."""
+
+    block_tokens: int = 16  # vLLM's default
+    num_blocks: int | None = None  # unknown
+
+
 OnTokens = Callable[[Sequence[int]], None]
 """Called with every output token id generated so far, resumed ones included; must return quickly."""
 
