@@ -104,13 +104,13 @@ class RequestFile:
         """The requests at these positions, in the same order."""
         from bisect import bisect_right
 
-        found = []
-        for position in positions:
+        found = {}
+        for position in sorted(positions):  # so that no row group is loaded twice
             number = bisect_right(self._starts, position) - 1
             if self._last is None or self._last.number != number:
                 self._last = self._load(number)
-            found.append(self._last.rows[position - self._starts[number]])
-        return found
+            found[position] = self._last.rows[position - self._starts[number]]
+        return [found[position] for position in positions]
 
     def _load(self, number: int) -> Group:
         table = self._file.read_row_group(number)

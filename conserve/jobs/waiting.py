@@ -42,7 +42,9 @@ class Window:
 
     def insert(self, row: Row, key: Key) -> None:
         """Take a row in."""
-        self._leaves.setdefault(row.job, {})[row.position] = self._tree.insert(key, age(row))
+        rows = self._leaves.setdefault(row.job, {})
+        assert row.position not in rows, f"{row} waits already"
+        rows[row.position] = self._tree.insert(key, age(row))
 
     def pop(self) -> Row:
         """Give the next row out; a stale one does not move the cursor, so that its group goes on afterwards."""
