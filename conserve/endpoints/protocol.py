@@ -64,7 +64,7 @@ OnTokens = Callable[[Sequence[int]], None]
 
 
 class Endpoint(Protocol):
-    """Something that completes requests, many at a time.
+    """Something that completes requests, many at a time; it may have a `kv_cache: KvCache` of which it knows.
 
     `complete` raises `RequestRejected` for a request that can never succeed and a `RetryableError` for one
     that may; cancelling it withdraws the request. Every method runs in one event loop.
