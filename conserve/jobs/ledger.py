@@ -38,6 +38,7 @@ class Ledger:
         self.kv_cache = KvCache()  # of the endpoint
         self._utility = utility
         self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
+        self._alone: str | None = None  # job that nothing was passed over of when it came to be alone
         self._workload = Workload(store)
         self._recorder = Recorder(store, clock)
         self._file: StoreFile | None = None
@@ -48,6 +49,7 @@ class Ledger:
     def reopen(self) -> None:
         """See that the store is there and can be written, through new connections."""
         self._close_lookahead()
+        self._alone = None
         self._file = StoreFile.of(self._store)
         self._store.close()
         with self._store.write() as tx:
@@ -76,9 +78,10 @@ class Ledger:
             now = self._clock()
             terms = Terms(self.owner, now, self._lease_s)
             with self._store.write() as tx:
-                jobs = [] if suspect else choice.contenders(tx, self._only)
-                if windowed := choice.needed(tx, jobs):
-                    lease = choice.reclaim(tx, jobs[0].priority, terms, limit=limit, only=self._only)
+                runnable = queue.runnable_jobs(tx, self._only)
+                jobs = [] if suspect else choice.contenders(tx, runnable)
+                if windowed := self._is_to_choose(tx, jobs):
+                    lease = choice.reclaim(tx, runnable, jobs[0].priority, terms, limit=limit)
                 else:
                     lease = queue.claim(
                         tx,
@@ -86,8 +89,8 @@ class Ledger:
                         now=now,
                         lease_s=self._lease_s,
                         limit=limit,
-                        only=self._only,
                         suspect=suspect,
+                        jobs=runnable,
                     )
             if lease is None and windowed:
                 works = self._claim_chosen(jobs, limit, identity)
@@ -101,6 +104,16 @@ class Ledger:
             if not self._refused(lease.job_id, lease.epoch):
                 self._tally.begin(lease.job_id)
                 return self._workload.load(lease, identity)
+
+    def _is_to_choose(self, tx: Any, jobs: Sequence[Any]) -> bool:
+        """Whether rows go through the window: those of several jobs, or what they left of one in its order."""
+        if len(jobs) != 1:
+            self._alone = None
+            return bool(jobs)
+        if jobs[0].id != self._alone and choice.passed_over(tx, jobs[0].id, limit=1):
+            return True
+        self._alone = jobs[0].id
+        return False
 
     def _claim_chosen(self, jobs: Sequence[Any], limit: int, identity: str) -> list[Work]:
         """Lease the rows that the window gives out, in its order; none where others have them all by now."""

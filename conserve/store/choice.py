@@ -37,18 +37,13 @@ class Terms(NamedTuple):
     lease_s: float
 
 
-def contenders(tx: Connection, only: Collection[str] | None) -> list[Any]:
-    """The jobs whose rows may be the next to be leased for the first time; all of one priority."""
-    for _, level in groupby(runnable_jobs(tx, only), key=lambda candidate: candidate.priority):
+def contenders(tx: Connection, runnable: Sequence[Any]) -> list[Any]:
+    """Those of the runnable jobs whose rows may be the next to be leased for the first time; of one priority."""
+    for _, level in groupby(runnable, key=lambda candidate: candidate.priority):
         found = [c for c in level if c.next_position < c.num_rows or passed_over(tx, c.id, limit=1)]
         if found:
             return found
     return []
-
-
-def needed(tx: Connection, jobs: Sequence[Any]) -> bool:
-    """Whether there is a choice between jobs, or rows of the only one are left of such a choice."""
-    return len(jobs) > 1 or any(passed_over(tx, job.id, limit=1) for job in jobs)
 
 
 def passed_over(tx: Connection, job_id: str, *, start: int = 0, limit: int | None = None) -> Sequence[int]:
@@ -69,10 +64,10 @@ def never_leased(tx: Connection, job_id: str, *, start: int, limit: int) -> list
 
 
 def reclaim(
-    tx: Connection, priority: int, terms: Terms, *, limit: int, only: Collection[str] | None = None
+    tx: Connection, runnable: Sequence[Any], priority: int, terms: Terms, *, limit: int
 ) -> Lease | None:
-    """Lease rows that came back, of the first job with at least this priority that has any."""
-    for candidate in runnable_jobs(tx, only):
+    """Lease rows that came back, of the first runnable job with at least this priority that has any."""
+    for candidate in runnable:
         if candidate.priority < priority:
             break
         back = returned(tx, candidate.id, terms.now, limit, suspect=False, passed_over_too=False)

@@ -75,14 +75,15 @@ def claim(
     limit: int,
     only: Collection[str] | None = None,
     suspect: bool = False,
+    jobs: Sequence[Any] | None = None,
 ) -> Lease | None:
-    """Lease up to `limit` rows of the first job that has any, by priority, then age.
+    """Lease up to `limit` rows of the first of the runnable jobs (`jobs`) that has any, by priority, then age.
 
     Rows that came back go before rows never leased, and of these the passed over
     before the rest. A suspect (in flight when an engine died) is leased only
     where `suspect` is set, and then alone, so that it takes no innocent row with it.
     """
-    for candidate in runnable_jobs(tx, only):
+    for candidate in runnable_jobs(tx, only) if jobs is None else jobs:
         back = returned(tx, candidate.id, now, 1 if suspect else limit, suspect)
         new = [] if suspect else fresh(tx, candidate, now, limit - len(back))
         if not back and not new:

@@ -6,7 +6,7 @@ import sys
 from tests.benchmarks.report import Report, environment
 
 ALL = (
-    *("startup", "submit", "bookkeeping", "scheduling"),
+    *("startup", "submit", "bookkeeping", "waiting", "scheduling"),
     *("real_engine", "latency_model", "preemption", "serving", "run_batch"),
 )
 

@@ -79,7 +79,9 @@ class Queue(RuleBasedStateMachine):
     def reclaim(self, owner: str, limit: int) -> None:
         with self.store.write() as tx:
             before = set(choice.passed_over(tx, JOB))
-            lease = choice.reclaim(tx, 0, Terms(owner, self.now, LEASE_S), limit=limit)
+            lease = choice.reclaim(
+                tx, queue.runnable_jobs(tx, None), 0, Terms(owner, self.now, LEASE_S), limit=limit
+            )
             assert set(choice.passed_over(tx, JOB)) == before, "only what came back"
         if lease is not None:
             self.leases.append(lease)
@@ -89,7 +91,9 @@ class Queue(RuleBasedStateMachine):
         with self.store.read() as tx:
             found = choice.never_leased(tx, JOB, start=start, limit=limit)
             free = {*choice.passed_over(tx, JOB), *range(self.reading().next_position, self.rows)}
-            assert bool(choice.contenders(tx, None)) == bool(free and self.reading().state is JobState.QUEUED)
+            assert bool(choice.contenders(tx, queue.runnable_jobs(tx, None))) == bool(
+                free and self.reading().state is JobState.QUEUED
+            )
         assert found == sorted(position for position in free if position >= start)[:limit]
 
     @precondition(lambda self: self.leases)

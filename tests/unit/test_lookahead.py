@@ -21,7 +21,7 @@ from conserve.jobs.prompt_key import prompt_key
 from conserve.jobs.submit import submit
 from conserve.jobs.tally import Tally
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, choice, home, shards
+from conserve.store import catalog, choice, home, queue, shards
 from conserve.store.query import views
 from conserve.store.states import JobState
 from conserve.store.store import Store
@@ -301,7 +301,7 @@ def test_a_window_of_few_rows_holds_the_first_ones_never_leased(store: Store, qu
     queue_up("a1 b1 c1 d1 e1 f1 b2 b3")
     queue_up("g1 h1 b4 b5")
     with store.read() as tx:
-        jobs = choice.contenders(tx, None)
+        jobs = choice.contenders(tx, queue.runnable_jobs(tx, None))
     window = lookahead.Lookahead(store, utility=1.0, cache=KvCache(), rows=6)
     window.follow(jobs, lambda _: False)
     names = [jobs[0].id, jobs[1].id]
