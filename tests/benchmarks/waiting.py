@@ -281,14 +281,14 @@ def drawn(found: Sequence[Mapping[str, Any]]) -> str:
     parts.append(
         svg.line([(x, left(bound)) for x, bound in zip(places(55), bounds[:-1], strict=False)], "bound")
     )
-    parts.append(svg.text("staler rows / (1 - u)", places(55)[1], left(bounds[3]) - 6))
+    parts.append(svg.text("staler rows / (1 - u)", places(55)[4] - 14, left(bounds[4]), anchor="end"))
     parts.append(svg.text("never", places(55)[-1] - 12, left(waits[-1]) - 8))
     parts += panel(420, right, "Prompt tokens reused", " %", [one["reused"] * 100 for one in first])
     clogged = [one["reused"] * 100 for one in found if one["lone_later"]]
     parts.append(
         svg.line([(x, right(share)) for x, share in zip(places(420), clogged, strict=True)], "bound")
     )
-    parts.append(svg.text("where one row in 100 shares nothing", places(420)[2], right(clogged[2]) + 36))
+    parts.append(svg.text("dashed: one row in 100 shares nothing", places(420)[7], right(10), anchor="end"))
     label = "Longest wait and reused prompt tokens over utility"
     return svg.picture("".join(parts), 740, 255, label)
 
