@@ -16,6 +16,7 @@ from conserve.store import catalog, choice, home
 from conserve.store.store import Store
 
 ROWS = 8192  # that a window holds of all jobs together
+BLOCKS = 1 << 20  # of their prompts, whichever comes first: long prompts must not hold up the store's thread
 MOST_JOBS = 32  # the oldest ones; each has a part of its request file in memory
 READ_ROWS = 256  # of one job at a time
 
@@ -147,9 +148,13 @@ class Lookahead:
 
     def _fill(self, seq: int) -> None:
         """Take rows of this job in until it has its share."""
-        while self._window.waiting(seq) < self._share and (read := self._feeds[seq].next()) is not None:
+        window, blocks = self._window, BLOCKS // len(self._feeds)
+        while window.waiting(seq) < self._share and window.blocks(seq) < blocks:
+            read = self._feeds[seq].next()
+            if read is None:
+                return
             position, key = read
-            self._window.insert(Row(seq, position), key)
+            window.insert(Row(seq, position), key)
 
     def _drop(self, seq: int) -> None:
         self._window.discard_job(seq)

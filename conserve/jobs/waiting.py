@@ -27,6 +27,7 @@ class Window:
         self.cursor = cursor  # key of the last row that was taken for its prefix
         self._tree = PrefixTree()
         self._leaves: dict[int, dict[int, Leaf]] = {}
+        self._blocks: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._tree)
@@ -40,11 +41,16 @@ class Window:
         """How many rows of a job wait."""
         return len(self._leaves.get(job, ()))
 
+    def blocks(self, job: int) -> int:
+        """How many blocks the prompts of these have."""
+        return self._blocks.get(job, 0)
+
     def insert(self, row: Row, key: Key) -> None:
         """Take a row in."""
         rows = self._leaves.setdefault(row.job, {})
         assert row.position not in rows, f"{row} waits already"
         rows[row.position] = self._tree.insert(key, age(row))
+        self._blocks[row.job] = self.blocks(row.job) + len(key)
 
     def pop(self) -> Row:
         """Give the next row out; a stale one does not move the cursor, so that its group goes on afterwards."""
@@ -61,12 +67,15 @@ class Window:
     def discard(self, row: Row) -> None:
         """Take a row out that will not be asked for any more."""
         rows = self._leaves[row.job]
-        self._tree.remove(rows.pop(row.position))
+        leaf = rows.pop(row.position)
+        self._tree.remove(leaf)
+        self._blocks[row.job] -= len(leaf.key)
         if not rows:
-            del self._leaves[row.job]
+            del self._leaves[row.job], self._blocks[row.job]
 
     def discard_job(self, job: int) -> None:
         """Take all rows of a job out."""
+        self._blocks.pop(job, None)
         for leaf in self._leaves.pop(job, {}).values():
             self._tree.remove(leaf)
 

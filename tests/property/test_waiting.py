@@ -62,7 +62,9 @@ class Windows(RuleBasedStateMachine):
     def it_knows_how_many_wait(self) -> None:
         assert len(self.window) == len(self.waiting)
         for job in range(JOBS):
-            assert self.window.waiting(job) == sum(row.job == job for row in self.waiting)
+            keys = [key for row, key in self.waiting.items() if row.job == job]
+            assert self.window.waiting(job) == len(keys)
+            assert self.window.blocks(job) == sum(map(len, keys))
 
     def teardown(self) -> None:
         while self.waiting:

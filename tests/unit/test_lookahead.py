@@ -312,6 +312,33 @@ def test_a_window_of_few_rows_holds_the_first_ones_never_leased(store: Store, qu
     assert sorted(taken) == [(0, n) for n in range(8)] + [(1, n) for n in range(4)]
 
 
+def test_long_prompts_make_a_window_shorter(
+    store: Store, queue_up: QueueUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookahead, "BLOCKS", 6)  # each prompt has one
+    jobs = [queue_up(" ".join(f"{letter}{n}" for n in range(20) for letter in "ab")) for _ in range(2)]
+    with store.read() as tx:
+        contenders = choice.contenders(tx, queue.runnable_jobs(tx, None))
+    window = lookahead.Lookahead(store, utility=0.0, cache=KvCache())
+    window.follow(contenders, lambda _: False)
+    assert [window._window.waiting(job.seq) for job in contenders] == [3, 3]
+    window.close()
+    harvest(store, Recording())
+    assert [row[:2] for row in rows_of(store, *jobs)] == sorted((job, n) for job in jobs for n in range(40))
+
+
+def test_more_jobs_than_a_window_looks_at_are_done_too(
+    store: Store, queue_up: QueueUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookahead, "MOST_JOBS", 3)
+    jobs = [queue_up(f"a{n} b{n} c{n}") for n in range(8)]
+    endpoint = Recording(capacity=1)
+    harvest(store, endpoint, utility=1.0)
+    assert endpoint.asked[:3] == ["a0", "a1", "a2"]
+    assert len(rows_of(store, *jobs)) == 24
+    assert live(store) == 0
+
+
 def test_the_place_of_a_window_is_kept_in_the_store() -> None:
     for place in (Place(), Place(12), Place(7, "job-k3f9", 1234)):
         assert Place.from_text(place.to_text()) == place
