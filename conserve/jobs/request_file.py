@@ -104,13 +104,17 @@ class RequestFile:
         """The requests at these positions, in the same order."""
         from bisect import bisect_right
 
-        found = {}
-        for position in sorted(positions):  # so that no row group is loaded twice
+        found = []
+        in_order = sorted(positions)  # so that no row group is loaded twice
+        for position in in_order:
             number = bisect_right(self._starts, position) - 1
             if self._last is None or self._last.number != number:
                 self._last = self._load(number)
-            found[position] = self._last.rows[position - self._starts[number]]
-        return [found[position] for position in positions]
+            found.append(self._last.rows[position - self._starts[number]])
+        if in_order == positions:
+            return found
+        at = dict(zip(in_order, found, strict=True))
+        return [at[position] for position in positions]
 
     def _load(self, number: int) -> Group:
         table = self._file.read_row_group(number)
