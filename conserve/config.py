@@ -11,6 +11,7 @@ from conserve.errors import SettingsError
 
 DEMO_MODEL = "smollm2-demo"
 PROJECT_FILE = "conserve.toml"
+UTILITY = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +36,19 @@ class Settings:
     """Seconds after which rows of a `run` that fell silent go to another one."""
     max_attempts: int = 5
     """Attempts that may end in an error before a row fails."""
+    utility: float = UTILITY
+    """Share of rows, where several jobs wait, that are chosen for their prefix; the others are the stalest."""
 
     def __post_init__(self) -> None:
         if self.lease_s < 1:
             raise SettingsError(f"lease_s must be at least 1 second, not {self.lease_s:g}")
         if self.max_attempts < 1:
             raise SettingsError(f"max_attempts must be at least 1, not {self.max_attempts}")
+        if not 0 <= self.utility <= 1:  # nor if it is no number
+            raise SettingsError(
+                "utility goes from 0 (the stalest row first) to 1 (always the longest shared prefix), "
+                f"not {self.utility:g}; try: --utility {UTILITY}"
+            )
 
     @property
     def profiles_folder(self) -> Path:

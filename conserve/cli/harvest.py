@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.context import Context, job_ids
+from conserve.cli.context import Context, Utility, job_ids
 from conserve.cli.progress import Progress
 from conserve.cli.run import Pace, Times, make_endpoint, report, supervise, unfinished, unfinished_rows
 from conserve.config import DEMO_MODEL, Settings
@@ -49,12 +49,18 @@ def harvest(
         float | None, typer.Option(help="Seconds of silence after which others may take our rows.")
     ] = None,
     max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
+    utility: Utility = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON at the end.")] = False,
 ) -> None:
     """Send queued rows to a server that serves live requests too, behind them, until it is stopped."""
     context: Context = ctx.obj
     settings = context.settings(
-        model=model, endpoint=endpoint, api_key=api_key, lease_s=lease_s, max_attempts=max_attempts
+        model=model,
+        endpoint=endpoint,
+        api_key=api_key,
+        lease_s=lease_s,
+        max_attempts=max_attempts,
+        utility=utility,
     )
     if settings.endpoint is None:
         raise SettingsError(
@@ -110,6 +116,7 @@ def work(
         max_attempts=settings.max_attempts,
         max_deaths=settings.max_attempts,  # live requests are in the engine too: no row is ever alone
         only=only,
+        utility=settings.utility,
         follow=not until_empty,
         say=output.say,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.context import Context, engine_flags, job_ids, split_flags
+from conserve.cli.context import Context, Utility, engine_flags, job_ids, split_flags
 from conserve.cli.progress import Progress
 from conserve.config import DEMO_MODEL, Settings
 from conserve.errors import SettingsError
@@ -73,6 +73,7 @@ def run(
         float | None, typer.Option(help="Seconds of silence after which others may take our rows.")
     ] = None,
     max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
+    utility: Utility = None,
     tbt_ms: Annotated[
         float | None,
         typer.Option(
@@ -96,7 +97,12 @@ def run(
     wanted, flags = split_flags(jobs or [])
     context: Context = ctx.obj
     settings = context.settings(
-        model=model, endpoint=endpoint, api_key=api_key, lease_s=lease_s, max_attempts=max_attempts
+        model=model,
+        endpoint=endpoint,
+        api_key=api_key,
+        lease_s=lease_s,
+        max_attempts=max_attempts,
+        utility=utility,
     )
     pace = Pace(tbt_ms, profile, forget_correction)
     raise typer.Exit(drain(settings, wanted, flags, pace, as_json=as_json))
@@ -118,7 +124,12 @@ def drain(settings: Settings, jobs: list[str], flags: list[str], pace: Pace, *, 
             return exits.DONE
         endpoint = make_endpoint(settings, flags, pace)
         harvester = Harvester(
-            store, endpoint, lease_s=settings.lease_s, max_attempts=settings.max_attempts, only=only
+            store,
+            endpoint,
+            lease_s=settings.lease_s,
+            max_attempts=settings.max_attempts,
+            only=only,
+            utility=settings.utility,
         )
         begun = time.monotonic()
         progress = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.context import Context, engine_flags
+from conserve.cli.context import Context, Utility, engine_flags
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import CHECKPOINTS, policy_named
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
@@ -79,6 +79,7 @@ def serve(
         str | None, typer.Option(help="Bearer token that clients must send (CONSERVE_API_KEY).")
     ] = None,
     harvest: Annotated[bool, typer.Option(help="Drain the job queue of this store.")] = True,
+    utility: Utility = None,
     allow_control: Annotated[
         bool,
         typer.Option(
@@ -98,7 +99,7 @@ def serve(
     from conserve.engine.service import Service
 
     context: Context = ctx.obj
-    settings = context.settings(model=words[0], api_key=api_key)
+    settings = context.settings(model=words[0], api_key=api_key, utility=utility)
     section = {
         "policy": policy,
         "ttft_slo_ms": milliseconds("--ttft-slo", ttft_slo),
@@ -234,7 +235,8 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "Command":
     environment = {"CONSERVE_MODEL": DEMO_MODEL, "CONSERVE_STORE": settings.store_url}
     if settings.api_key:
         environment["CONSERVE_API_KEY"] = settings.api_key
-    words = ("--home", str(settings.home), "harvest", "--endpoint", url, *more)
+    what = ("harvest", "--endpoint", url, "--utility", str(settings.utility))
+    words = ("--home", str(settings.home), *what, *more)
     return Command(name="harvester", words=python("conserve", *words), environment=environment)
 
 

@@ -1,13 +1,14 @@
 """What a server is: one that co-serves, stock vLLM with priorities, or what speaks OpenAI's routes."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import httpx
 import msgspec
 
 from conserve.endpoints.answers import error_message
-from conserve.endpoints.protocol import Url
+from conserve.endpoints.protocol import KvCache, Url
 from conserve.endpoints.window import Metrics
 from conserve.errors import EndpointUnusable
 
@@ -39,6 +40,7 @@ class Server:
     most_rows: int  # at once
     priority: int | None = None  # that rows are sent with
     has_metrics: bool = False  # vLLM's
+    kv_cache: KvCache = field(default_factory=KvCache)
 
     def notice(self, base_url: str) -> str:
         """One sentence for the user."""
@@ -77,6 +79,7 @@ async def discover(
             identity=ours.identity,
             most_rows=min(bears, most_rows or bears),
             priority=ours.offline_priority,
+            kv_cache=await kv_cache(client),
         )
     has_metrics = await metrics(client) is not None
     if has_metrics:
@@ -89,6 +92,7 @@ async def discover(
         most_rows=most_rows or MOST_ROWS,
         priority=OFFLINE_PRIORITY if prioritised else None,
         has_metrics=has_metrics,
+        kv_cache=await kv_cache(client) if has_metrics else KvCache(),
     )
 
 
@@ -141,6 +145,18 @@ async def metrics(client: httpx.AsyncClient) -> Metrics | None:
         return Metrics.read(page.text) if page.status_code == 200 else None
     except (httpx.HTTPError, ValueError):
         return None
+
+
+async def kv_cache(client: httpx.AsyncClient) -> KvCache:
+    """What vLLM's metrics say of its KV cache, as far as they say it."""
+    try:
+        page = await client.get("/metrics", timeout=LOOK_S)
+    except httpx.HTTPError:
+        return KvCache()
+    told = re.search(r"^vllm:cache_config_info\{(.*)\} ", page.text, re.MULTILINE)
+    labels = dict(re.findall(r'(\w+)="(\d+)"', told[1])) if page.status_code == 200 and told else {}
+    block_tokens, num_blocks = int(labels.get("block_size", 0)), int(labels.get("num_gpu_blocks", 0))
+    return KvCache(block_tokens=block_tokens or KvCache().block_tokens, num_blocks=num_blocks or None)
 
 
 async def takes_priority(client: httpx.AsyncClient, model: str) -> bool:

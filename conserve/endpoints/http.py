@@ -10,7 +10,7 @@ import httpx
 
 from conserve.endpoints.answers import completion, refusal
 from conserve.endpoints.discovery import MOST_ROWS, Mode, Server, discover, healthy, metrics, served_models
-from conserve.endpoints.protocol import Call, Completion, OnTokens, Url
+from conserve.endpoints.protocol import Call, Completion, KvCache, OnTokens, Url
 from conserve.endpoints.stream import NotFaithful, Pieces, events
 from conserve.endpoints.window import Latencies, MetricsPressure, Window
 from conserve.errors import (
@@ -80,6 +80,11 @@ class HttpEndpoint:
     @property
     def identity(self) -> str:
         return self.server.identity
+
+    @property
+    def kv_cache(self) -> KvCache:
+        """How the server caches prefixes."""
+        return self.server.kv_cache
 
     @property
     def capacity(self) -> int:

@@ -51,12 +51,20 @@ class Completion:
     model: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCache:
+    """How an engine caches prefixes: in whole blocks, so many of them."""
+
+    block_tokens: int = 16  # vLLM's default
+    num_blocks: int | None = None  # unknown
+
+
 OnTokens = Callable[[Sequence[int]], None]
 """Called with every output token id generated so far, resumed ones included; must return quickly."""
 
 
 class Endpoint(Protocol):
-    """Something that completes requests, many at a time.
+    """Something that completes requests, many at a time; it may have a `kv_cache: KvCache` of which it knows.
 
     `complete` raises `RequestRejected` for a request that can never succeed and a `RetryableError` for one
     that may; cancelling it withdraws the request. Every method runs in one event loop.

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from conserve.endpoints.protocol import Endpoint
+from conserve.config import UTILITY
+from conserve.endpoints.protocol import Endpoint, KvCache
 from conserve.errors import (
     ConserveError,
     EndpointError,
@@ -72,6 +73,7 @@ class Harvester:
         max_attempts: int = 5,
         max_deaths: int = SUSPECT_FAILURES,
         only: Collection[str] | None = None,
+        utility: float = UTILITY,
         follow: bool = False,
         say: Callable[[str], None] = log.info,
         clock: Callable[[], float] = time.time,
@@ -83,7 +85,7 @@ class Harvester:
         self.tally = Tally()
         self.ready_at: float | None = None  # when the endpoint was ready, on the monotonic clock
         self.ended_at: float | None = None  # when the last row was durable, before the endpoint closed
-        self._ledger = Ledger(store, self.tally, lease_s=lease_s, only=only, clock=clock)
+        self._ledger = Ledger(store, self.tally, lease_s=lease_s, only=only, utility=utility, clock=clock)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._outage = Outage(say)
         self._flights: set[Flight] = set()
@@ -134,6 +136,7 @@ class Harvester:
                 await self.endpoint.start()
                 self._started, self._broken = True, None
             self.ready_at = self.ready_at or time.monotonic()
+            self._ledger.kv_cache = getattr(self.endpoint, "kv_cache", None) or KvCache()
             await self._in_store(self._ledger.reopen)
             await self._flush()  # what an outage has kept us from writing
             await self._in_store(self._ledger.recover)

@@ -1,14 +1,19 @@
 """The ledger: everything a harvester does to the store. It all runs in one thread, the store's."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
+from conserve.endpoints.protocol import KvCache
 from conserve.jobs import owner as owners
+from conserve.jobs.lookahead import Lookahead
 from conserve.jobs.outage import StoreFile
 from conserve.jobs.recorder import Outbox, Recorder
 from conserve.jobs.tally import Tally
 from conserve.jobs.workload import Work, Workload
-from conserve.store import catalog, queue, shards
+from conserve.store import catalog, choice, queue, shards
+from conserve.store.choice import Terms
 from conserve.store.database import reserve_space
+from conserve.store.queue import Lease
 from conserve.store.states import JobState
 from conserve.store.store import Store
 
@@ -25,10 +30,15 @@ class Ledger:
         *,
         lease_s: float,
         only: Collection[str] | None,
+        utility: float,
         clock: Callable[[], float],
     ) -> None:
         self.owner = owners.this_process()
         self._store, self._tally, self._lease_s, self._only, self._clock = store, tally, lease_s, only, clock
+        self.kv_cache = KvCache()  # of the endpoint
+        self._utility = utility
+        self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
+        self._alone: str | None = None  # job that nothing was passed over of when it came to be alone
         self._workload = Workload(store)
         self._recorder = Recorder(store, clock)
         self._file: StoreFile | None = None
@@ -38,6 +48,8 @@ class Ledger:
 
     def reopen(self) -> None:
         """See that the store is there and can be written, through new connections."""
+        self._close_lookahead()
+        self._alone = None
         self._file = StoreFile.of(self._store)
         self._store.close()
         with self._store.write() as tx:
@@ -64,27 +76,80 @@ class Ledger:
             return []
         while True:
             now = self._clock()
+            terms = Terms(self.owner, now, self._lease_s)
             with self._store.write() as tx:
-                lease = queue.claim(
-                    tx,
-                    owner=self.owner,
-                    now=now,
-                    lease_s=self._lease_s,
-                    limit=limit,
-                    only=self._only,
-                    suspect=suspect,
-                )
+                runnable = queue.runnable_jobs(tx, self._only)
+                jobs = [] if suspect else choice.contenders(tx, runnable)
+                if windowed := self._is_to_choose(tx, jobs):
+                    lease = choice.reclaim(tx, runnable, jobs[0].priority, terms, limit=limit)
+                else:
+                    lease = queue.claim(
+                        tx,
+                        owner=self.owner,
+                        now=now,
+                        lease_s=self._lease_s,
+                        limit=limit,
+                        suspect=suspect,
+                        jobs=runnable,
+                    )
+            if lease is None and windowed:
+                works = self._claim_chosen(jobs, limit, identity)
+                self._fruitless = not works
+                return works
             self._fruitless = lease is None
             if lease is None:
                 return []
-            reason = self._workload.refusal(lease.job_id)
-            if reason is None:
+            if self._lookahead is not None and not windowed:
+                self._lookahead.forget(lease.job_id)
+            if not self._refused(lease.job_id, lease.epoch):
                 self._tally.begin(lease.job_id)
                 return self._workload.load(lease, identity)
-            with self._store.write() as tx:
-                queue.end(tx, [lease.epoch])
-                catalog.refuse(tx, lease.job_id, reason, now=now)
-            self._tally.refused[lease.job_id] = reason
+
+    def _is_to_choose(self, tx: Any, jobs: Sequence[Any]) -> bool:
+        """Whether rows go through the window: those of several jobs, or what they left of one in its order."""
+        if len(jobs) != 1:
+            self._alone = None
+            return bool(jobs)
+        if jobs[0].id != self._alone and choice.passed_over(tx, jobs[0].id, limit=1):
+            return True
+        self._alone = jobs[0].id
+        return False
+
+    def _claim_chosen(self, jobs: Sequence[Any], limit: int, identity: str) -> list[Work]:
+        """Lease the rows that the window gives out, in its order; none where others have them all by now."""
+        lookahead = self._lookahead or Lookahead(self._store, utility=self._utility, cache=self.kv_cache)
+        self._lookahead = None
+        leases: list[Lease] = []
+        try:
+            lookahead.follow(jobs, self._refused)
+            while not leases and (chosen := lookahead.take(limit)):
+                terms = Terms(self.owner, self._clock(), self._lease_s)
+                with self._store.write() as tx:
+                    leases = choice.choose(tx, chosen, terms)
+                    choice.remember(tx, lookahead.place)
+        finally:
+            if leases:
+                self._lookahead = lookahead
+            else:  # interrupted, it may have given rows out that nobody leased
+                lookahead.close()
+        works: dict[tuple[str, int], Work] = {}
+        for lease in leases:
+            if not self._refused(lease.job_id, lease.epoch):
+                self._tally.begin(lease.job_id)
+                works |= {work.key: work for work in self._workload.load(lease, identity)}
+        return [works[row] for row in chosen if row in works]
+
+    def _refused(self, job_id: str, epoch: int | None = None) -> bool:
+        """Whether this job must not run; it is told so, and the lease on its rows ends."""
+        reason = self._workload.refusal(job_id)
+        if reason is None:
+            return False
+        with self._store.write() as tx:
+            if epoch is not None:
+                queue.end(tx, [epoch])
+            catalog.refuse(tx, job_id, reason, now=self._clock())
+        self._tally.refused[job_id] = reason
+        return True
 
     def claimable(self) -> bool:
         """Whether a claim may find rows; it only reads, so that idling holds up nobody."""
@@ -141,4 +206,10 @@ class Ledger:
 
     def close(self) -> None:
         """Close what is open."""
+        self._close_lookahead()
         self._workload.close()
+
+    def _close_lookahead(self) -> None:
+        if self._lookahead is not None:
+            self._lookahead.close()
+            self._lookahead = None

@@ -129,12 +129,16 @@ class RequestFile:
     def read(self, positions: Sequence[int]) -> list[StoredRequest]:
         """The requests at these positions, in the same order."""
         found = []
-        for position in positions:
+        in_order = sorted(positions)  # so that no row group is loaded twice
+        for position in in_order:
             number = bisect_right(self._starts, position) - 1
             if self._last is None or self._last.number != number:
                 self._last = self._load(number)
             found.append(self._last.rows[position - self._starts[number]])
-        return found
+        if in_order == positions:
+            return found
+        at = dict(zip(in_order, found, strict=True))
+        return [at[position] for position in positions]
 
     def earliest(self, returned: Sequence[int], start: int) -> int | None:
         """The smallest row index at these sorted positions and all from `start` on; None if there are none.

@@ -10,12 +10,28 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, case, delete, exists, func, insert, select, update
+from sqlalchemy import (
+    Connection,
+    and_,
+    bindparam,
+    case,
+    delete,
+    exists,
+    func,
+    insert,
+    not_,
+    select,
+    update,
+)
 
 from conserve.store import schema
 from conserve.store.states import JobState
 
 job, lease, request = schema.job, schema.lease, schema.request
+
+# Of a row in `request`: others of its job were leased before it, and it never was. `retry` says since when
+# its rows may run.
+PASSED_OVER = and_(request.c.epoch.is_(None), request.c.attempts == 0, request.c.available_at == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +75,15 @@ def claim(
     limit: int,
     only: Collection[str] | None = None,
     suspect: bool = False,
+    jobs: Sequence[Any] | None = None,
 ) -> Lease | None:
-    """Lease up to `limit` rows of the first job that has any, by priority, then age.
+    """Lease up to `limit` rows of the first of the runnable jobs (`jobs`) that has any, by priority, then age.
 
-    Rows that came back go before rows never tried. A suspect (in flight when an engine died) is leased only
+    Rows that came back go before rows never leased, and of these the passed over
+    before the rest. A suspect (in flight when an engine died) is leased only
     where `suspect` is set, and then alone, so that it takes no innocent row with it.
     """
-    for candidate in runnable_jobs(tx, only):
+    for candidate in runnable_jobs(tx, only) if jobs is None else jobs:
         back = returned(tx, candidate.id, now, 1 if suspect else limit, suspect)
         new = [] if suspect else fresh(tx, candidate, now, limit - len(back))
         if not back and not new:
@@ -80,7 +98,7 @@ def claim(
 def runnable_jobs(tx: Connection, only: Collection[str] | None) -> Sequence[Any]:
     """Queued jobs in the order in which they are served."""
     jobs = (
-        select(job.c.id, job.c.next_position, job.c.num_rows)
+        select(job.c.id, job.c.seq, job.c.priority, job.c.next_position, job.c.num_rows)
         .where(job.c.state == JobState.QUEUED.value)
         .order_by(job.c.priority.desc(), job.c.seq)
         .with_for_update()
@@ -90,19 +108,19 @@ def runnable_jobs(tx: Connection, only: Collection[str] | None) -> Sequence[Any]
     return tx.execute(jobs).all()
 
 
-def returned(tx: Connection, job_id: str, now: float, limit: int, suspect: bool) -> list[LeasedRow]:
-    """Waiting rows that were leased before, as the next attempt would see them."""
-    rows = tx.execute(
-        select(request)
-        .where(
-            request.c.epoch.is_(None),
-            request.c.job_id == job_id,
-            request.c.available_at <= now,
-            request.c.suspect == suspect,
-        )
-        .order_by(request.c.position)
-        .limit(limit)
+def returned(
+    tx: Connection, job_id: str, now: float, limit: int, suspect: bool, *, passed_over_too: bool = True
+) -> list[LeasedRow]:
+    """Waiting rows, as the next attempt would see them; those that were passed over only if wanted."""
+    waiting = select(request).where(
+        request.c.epoch.is_(None),
+        request.c.job_id == job_id,
+        request.c.available_at <= now,
+        request.c.suspect == suspect,
     )
+    if not passed_over_too:
+        waiting = waiting.where(not_(PASSED_OVER))
+    rows = tx.execute(waiting.order_by(request.c.position).limit(limit))
     return [
         LeasedRow(
             r.position, r.attempts + 1, r.failures, r.started_at or now, r.tokens, r.tokens_by, r.suspect

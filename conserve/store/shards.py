@@ -170,7 +170,9 @@ def retry_failed(store: Store, job_id: str, *, now: float) -> int:
             return 0
         tx.execute(delete(journal).where(*in_journal))
         tx.execute(delete(shard).where(*in_shards))
-        tx.execute(insert(request), [new_request(current.id, position) for position in sorted(positions)])
+        tx.execute(
+            insert(request), [new_request(current.id, position, now) for position in sorted(positions)]
+        )
         tx.execute(
             update(job)
             .where(job.c.id == current.id)
@@ -185,6 +187,6 @@ def retry_failed(store: Store, job_id: str, *, now: float) -> int:
     return len(positions)
 
 
-def new_request(job_id: str, position: int) -> dict[str, Any]:
-    """A request row that waits for its first lease."""
-    return {"job_id": job_id, "position": position, "epoch": None, "attempts": 0}
+def new_request(job_id: str, position: int, now: float) -> dict[str, Any]:
+    """A request row that waits for its first lease, from now on."""
+    return {"job_id": job_id, "position": position, "epoch": None, "attempts": 0, "available_at": now}

@@ -45,7 +45,7 @@ class Harness:
 
     def submit(self) -> None:
         """Queue the job."""
-        path = self.home.parent / "input.parquet"
+        path = self.home.parent / f"input-{self.seed}.parquet"
         pq.write_table(pa.table({"q": list(self.prompts)}), path)
         store = Store.open(load({"home": self.home}, environ={}))
         self.job_id = submit(store, str(path), self.task).job_id
@@ -96,13 +96,14 @@ class Harness:
 
     def reading(self) -> JobReading:
         """The job's counters."""
-        (reading,) = read_jobs(load({"home": self.home}, environ={}), now=time.time())
+        readings = read_jobs(load({"home": self.home}, environ={}), now=time.time())
+        (reading,) = (reading for reading in readings if reading.id == self.job_id)
         return reading
 
     def check(self) -> None:
         """Every row exactly once, the answer the fake's own to the byte, the counters right."""
         store = Store.open(load({"home": self.home}, environ={}))
-        with views(store, now=time.time()) as opened:
+        with views(store, now=time.time(), only=[self.job_id]) as opened:
             rows = opened.duck.execute(
                 "select row_index, text, error_type from results order by row_index"
             ).fetchall()

@@ -28,6 +28,26 @@ def test_many_short_rows_survive_kills_in_commit_and_compaction(tmp_path: Path) 
     assert harness.kills >= 10
 
 
+def test_rows_of_several_jobs_that_share_prefixes_survive_kills(tmp_path: Path) -> None:
+    subjects = [f"{subject} " * 20 for subject in ("algebra", "anatomy", "law", "logic")]
+    jobs = [
+        Harness(
+            tmp_path / "home",
+            [f"{subjects[(n * (job + 1)) % 4]}{job}.{n}" for n in range(20_000)],
+            script="token_ms=1&tokens=8&capacity=256",
+            seed=job,
+        )
+        for job in range(3)
+    ]
+    for job in jobs:
+        job.submit()
+    jobs[0].storm(8, longest_s=2.0)
+    assert jobs[0].finish() == 0
+    for job in jobs:
+        job.check()
+    assert jobs[0].kills >= 8
+
+
 def test_a_killed_harvest_leaves_its_tokens_to_the_next(tmp_path: Path) -> None:
     with ScriptedServer(Script(tokens=150, token_s=0.01, max_num_seqs=16)) as server:
         prompts = [f"question {n}" for n in range(320)]  # half a minute's work, more than three kills allow

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import select
 
 from conserve.config import load
-from conserve.store import catalog, home, journal, queue, schema, shards
+from conserve.store import catalog, choice, home, journal, queue, schema, shards
 from conserve.store.catalog import Source
+from conserve.store.choice import Terms
 from conserve.store.journal import Finished
 from conserve.store.query import views
 from conserve.store.queue import Lease, SavedTokens
@@ -60,6 +61,40 @@ class Queue(RuleBasedStateMachine):
             assert 1 <= len(lease.rows) <= limit
             assert lease.epoch not in [old.epoch for old in self.leases], "an epoch is used once"
             self.leases.append(lease)
+
+    @rule(owner=st.sampled_from(OWNERS), wanted=st.lists(st.integers(0, 24), unique=True, min_size=1))
+    def choose(self, owner: str, wanted: list[int]) -> None:
+        """A window wants these rows; what others have had of them it does not get."""
+        chosen = [(JOB, position) for position in wanted if position < self.rows]
+        reading = self.reading()
+        with self.store.write() as tx:
+            free = set(choice.passed_over(tx, JOB)) | set(range(reading.next_position, self.rows))
+            leases = choice.choose(tx, chosen, Terms(owner, self.now, LEASE_S))
+        got = [row.position for lease in leases for row in lease.rows]
+        runnable = reading.state is JobState.QUEUED
+        assert got == [position for _, position in chosen if position in free and runnable]
+        self.leases += leases
+
+    @rule(owner=st.sampled_from(OWNERS), limit=st.integers(1, 8))
+    def reclaim(self, owner: str, limit: int) -> None:
+        with self.store.write() as tx:
+            before = set(choice.passed_over(tx, JOB))
+            lease = choice.reclaim(
+                tx, queue.runnable_jobs(tx, None), 0, Terms(owner, self.now, LEASE_S), limit=limit
+            )
+            assert set(choice.passed_over(tx, JOB)) == before, "only what came back"
+        if lease is not None:
+            self.leases.append(lease)
+
+    @rule(start=st.integers(0, 24), limit=st.integers(1, 8))
+    def look_ahead(self, start: int, limit: int) -> None:
+        with self.store.read() as tx:
+            found = choice.never_leased(tx, JOB, start=start, limit=limit)
+            free = {*choice.passed_over(tx, JOB), *range(self.reading().next_position, self.rows)}
+            assert bool(choice.contenders(tx, queue.runnable_jobs(tx, None))) == bool(
+                free and self.reading().state is JobState.QUEUED
+            )
+        assert found == sorted(position for position in free if position >= start)[:limit]
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), failed=st.booleans())

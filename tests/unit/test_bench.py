@@ -537,13 +537,16 @@ def test_counts_of_blocks_survive_the_disk(tmp_path: Path) -> None:
 def test_what_preemption_cost_is_pooled_and_shown_next_to_the_worst_case() -> None:
     blocks = four_policies()
     more = {"preemptions": 3, "tokens_redone": 30, "tokens_wasted": 2.0, "offline_tokens": 200}
+    more |= {"tokens_restored": 500, "tokens_recomputed": 7}
     blocks += [block("conserve", [answer(250.0)], **more), block("conserve", [answer(1.0)], **more)]
     comparison = compare(blocks)
     found = comparison.document()["policies"]["conserve"]["preempted"]
-    assert found == {"count": 6, "tokens_redone": 60, "tokens_wasted": 4.0, "wasted_share": 4 / 1200}
+    lost = {"tokens_restored": 1000, "tokens_recomputed": 14}
+    assert found == {"count": 6, "tokens_redone": 60, "tokens_wasted": 4.0, "wasted_share": 4 / 1200, **lost}
     table = report.table_rows(comparison)
     shown = dict(zip(table.header, table.rows[0], strict=True))
     assert (shown["TTFT max"], shown["preemptions"], shown["wasted"]) == ("250", "6", "0.33%")
+    assert (shown["restored"], shown["recomputed"]) == ("1,000", "14")
     assert dict(zip(table.header, table.rows[1], strict=True))["wasted"] == "-"  # nothing offline
 
 

@@ -49,6 +49,7 @@ def test_sources_are_merged_setting_by_setting(sources: tuple[Path, dict[str, st
         ("model = 3", "model must be str"),
         ('lease_s = "soon"', "lease_s must be float"),
         ("max_attempts = 0", "at least 1"),
+        ("utility = -1", "from 0 .* to 1 .*, not -1"),
         ("model = ", "cannot read"),
     ],
 )

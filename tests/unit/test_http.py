@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.endpoints.http import HttpEndpoint
-from conserve.endpoints.protocol import Call, Completion, Url
+from conserve.endpoints.protocol import Call, Completion, KvCache, Url
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
@@ -270,3 +270,32 @@ def test_a_server_in_trouble_is_not_taken_for_one_that_does_not_coserve(status: 
     endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
     with pytest.raises(EndpointUnusable, match=str(status)):
         asyncio.run(endpoint.start())
+
+
+@pytest.mark.parametrize(
+    ("page", "kv_cache"),
+    [
+        (
+            '{block_size="128",cache_dtype="auto",num_gpu_blocks="3072"} 1.0',
+            KvCache(block_tokens=128, num_blocks=3072),
+        ),
+        ('{block_size="32",num_gpu_blocks="None"} 1.0', KvCache(block_tokens=32)),
+        ("", KvCache()),
+    ],
+)
+def test_vllms_metrics_tell_how_it_caches(page: str, kv_cache: KvCache) -> None:
+    def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics":
+            told = f"vllm:cache_config_info{page}\n" if page else ""
+            return httpx.Response(200, text=f"vllm:num_requests_waiting 0\n{told}")
+        if request.url.path == "/v1/conserve":
+            return httpx.Response(404)
+        return httpx.Response(200, json={"data": [{"id": "served"}]})
+
+    async def go() -> KvCache:
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
+        await endpoint.start()
+        await endpoint.close()
+        return endpoint.kv_cache
+
+    assert asyncio.run(go()) == kv_cache

@@ -1,6 +1,7 @@
 """What `conserve serve` and `conserve status` say of preemption, and what they start the server with."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +22,32 @@ def test_what_conserve_serve_decides_is_refused(flag: str) -> None:
     with pytest.raises(SettingsError, match="leave it out, or start vllm serve yourself"):
         serving.refuse_ours(["--tensor-parallel-size", "2", flag])
     serving.refuse_ours(["--tensor-parallel-size", "2", "--async-scheduling"])
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "utility"),
+    [
+        ((), {}, 0.9),
+        (("--utility", "0.25"), {"CONSERVE_UTILITY": "1"}, 0.25),
+        ((), {"CONSERVE_UTILITY": "1"}, 1.0),
+    ],
+)
+def test_the_harvester_gets_the_utility(
+    words: tuple[str, ...], environ: dict[str, str], utility: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Sequence[str]] = []
+    command = serving.harvester_command
+
+    def catch(*arguments: Any) -> Any:
+        found.append(command(*arguments).words)
+        raise SettingsError("caught")
+
+    monkeypatch.setattr(serving, "harvester_command", catch)
+    monkeypatch.setattr(serving, "require_free", lambda host, port: None)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    CliRunner().invoke(app, ["serve", "smollm2-demo", *words])
+    assert float(found[0][found[0].index("--utility") + 1]) == utility
 
 
 def section_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:

@@ -1,0 +1,248 @@
+"""A prefix tree over waiting requests: which one shares most with what went before it.
+
+A key is a sequence of numbers, one a block of the prompt, each standing for its block and all blocks before it.
+Two requests share as many blocks as their keys have in common from the start.
+"""
+
+from collections.abc import Hashable, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+
+Key = Sequence[int]
+
+SPARE = 16  # dead entries that a heap may have beside as many as live ones
+
+
+class Child:
+    """What a branch has below it: another branch, or a request.
+
+    `age` is the age of the oldest request in it, and `shared` the blocks that need not be computed again when
+    all of it is taken depth first, counted from the branch above.
+    """
+
+    __slots__ = ("age", "key", "listed", "parent", "shared")
+
+    def __init__(self, key: Key, age: int) -> None:
+        self.key, self.age = key, age
+        self.shared = 0
+        self.parent: Branch | None = None
+        self.listed = False  # among its parent's news
+
+    def __lt__(self, other: object) -> bool:
+        return False  # where heaps find all else equal, one is as good as the other
+
+
+class Leaf(Child):
+    """One waiting request; of smaller `age` if it waits for longer."""
+
+    __slots__ = ()
+
+
+class Branch(Child):
+    """Two or more children whose keys agree in the first `end` blocks, and in no further one.
+
+    Which child is best and which is oldest is kept in heaps whose entries may have become too good: one is
+    compared with the truth when it comes to the top. So a request that goes costs nothing here.
+    """
+
+    __slots__ = ("ages", "best", "children", "count", "edge", "end", "news")
+
+    def __init__(self, key: Key, age: int, *, end: int, edge: int) -> None:
+        super().__init__(key, age)
+        self.end, self.edge = end, edge  # the edge is what it has of `end` beyond its parent
+        self.count = 0  # requests below
+        self.children: dict[Hashable, Child] = {}
+        self.best: list[tuple[int, int, Child]] = []
+        self.ages: list[tuple[int, Child]] = []
+        self.news: list[Child] = []  # came or became better since `choose`
+
+    def put(self, child: Child) -> None:
+        """Take a child in, in the place of one whose key goes on with the same block."""
+        self.children[head(child, self.end)] = child
+        child.parent, child.listed = self, False
+        self.see(child)
+        self.see_age(child)
+
+    def see(self, child: Child) -> None:
+        """Note that a child has come or become better."""
+        if not child.listed:
+            child.listed = True
+            self.news.append(child)
+        if len(self.news) > 2 * len(self.children) + SPARE:
+            self.news = [child for child in self.news if child.parent is self]
+
+    def see_age(self, child: Child) -> None:
+        """Note that a child has come or become older."""
+        heappush(self.ages, (child.age, child))
+        if len(self.ages) > 2 * len(self.children) + SPARE:
+            self.ages = [(child.age, child) for child in self.children.values()]
+            heapify(self.ages)
+
+    def choose(self) -> Child:
+        """The child with most to share, of several the oldest."""
+        for child in self.news:
+            if child.parent is self:
+                child.listed = False
+                heappush(self.best, (-child.shared, child.age, child))
+        self.news.clear()
+        if len(self.best) > 2 * len(self.children) + SPARE:
+            self.best = [(-child.shared, child.age, child) for child in self.children.values()]
+            heapify(self.best)
+        while True:
+            shared, age, child = self.best[0]
+            if child.parent is not self:
+                heappop(self.best)
+            elif shared != -child.shared or age != child.age:
+                heapreplace(self.best, (-child.shared, child.age, child))
+            else:
+                return child
+
+    def eldest(self) -> Child:
+        """The child with the oldest request."""
+        while True:
+            age, child = self.ages[0]
+            if child.parent is not self:
+                heappop(self.ages)
+            elif age != child.age:
+                heapreplace(self.ages, (child.age, child))
+            else:
+                return child
+
+
+class PrefixTree:
+    """All waiting requests. Taking one in or out costs time with the length of its key, whatever else waits."""
+
+    def __init__(self) -> None:
+        self._root = Branch((), 0, end=0, edge=0)
+
+    def __len__(self) -> int:
+        return self._root.count
+
+    @property
+    def shared(self) -> int:
+        """How many blocks need not be computed again when all requests are taken depth first."""
+        return self._root.shared
+
+    def insert(self, key: Key, age: int) -> Leaf:
+        """Take a request in; no two may be of one age."""
+        leaf = Leaf(key, age)
+        branch = self._root
+        while (child := branch.children.get(head(leaf, branch.end))) is not None:
+            if isinstance(child, Branch) and leads_along(child, key):
+                branch = child
+            else:
+                branch = split(branch, child, key)
+        branch.put(leaf)
+        self._grow(branch, age)
+        return leaf
+
+    def _grow(self, branch: Branch, age: int) -> None:
+        """Let the branches above a new request know of it."""
+        gained = 0
+        while (parent := branch.parent) is not None:
+            gained += branch.edge
+            branch.shared += gained
+            branch.count += 1
+            parent.see(branch)
+            if age < branch.age:
+                branch.age = age
+                parent.see_age(branch)
+            branch = parent
+        branch.shared += gained
+        branch.count += 1
+
+    def remove(self, leaf: Leaf) -> None:
+        """Take a request out that is in."""
+        branch = leaf.parent
+        assert branch is not None, "it is out already"
+        del branch.children[head(leaf, branch.end)]
+        leaf.parent = None
+        self._shrink(branch, leaf.age)
+        if len(branch.children) == 1 and branch.parent is not None:
+            dissolve(branch)
+
+    def _shrink(self, branch: Branch, age: int) -> None:
+        """Let the branches above a request know that it has gone."""
+        lost = 0
+        above: Branch | None = branch
+        while above is not None:
+            lost += above.edge
+            above.shared -= lost
+            above.count -= 1
+            if age == above.age and above.children:
+                above.age = above.eldest().age
+            above = above.parent
+
+    def next(self, cursor: Key) -> Leaf:
+        """The request that goes on depth first from the one with this key.
+
+        It is one of those that share most with it; among these, subtrees with more to share come first.
+        """
+        found: Child = self._root
+        on_the_way = True
+        while isinstance(found, Branch):
+            on_the_way = on_the_way and found.end < len(cursor)
+            child = found.children.get(cursor[found.end]) if on_the_way else None
+            if child is None:
+                on_the_way, child = False, found.choose()
+            elif isinstance(child, Branch):
+                on_the_way = leads_along(child, cursor)
+            found = child
+        assert isinstance(found, Leaf)
+        return found
+
+    def stalest(self) -> Leaf:
+        """The request that has waited longest."""
+        found: Child = self._root
+        while isinstance(found, Branch):
+            found = found.eldest()
+        assert isinstance(found, Leaf)
+        return found
+
+
+def head(child: Child, depth: int) -> Hashable:
+    """What tells a child from its siblings: its block at this depth, or itself if it ends there."""
+    return child.key[depth] if depth < len(child.key) else (child.age,)
+
+
+def leads_along(branch: Branch, key: Key) -> bool:
+    """Whether this key agrees with the branch's to its end; its first block is known to."""
+    return branch.end <= len(key) and key[branch.end - 1] == branch.key[branch.end - 1]
+
+
+def split(parent: Branch, child: Child, key: Key) -> Branch:
+    """A new branch between the two, where the child's key and this one part."""
+    limit = min(child.end if isinstance(child, Branch) else len(child.key), len(key))
+    end = common(child.key, key, parent.end + 1, limit)
+    between = Branch(child.key, child.age, end=end, edge=end - parent.end)
+    between.shared = child.shared
+    between.count = 1
+    if isinstance(child, Branch):
+        between.count = child.count
+        child.edge -= between.edge
+        child.shared -= (child.count - 1) * between.edge
+    parent.put(between)
+    between.put(child)
+    return between
+
+
+def common(one: Key, other: Key, low: int, high: int) -> int:
+    """How many blocks two keys have in common: at least `low`, at most `high`."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def dissolve(branch: Branch) -> None:
+    """Put the only child that a branch has left in its place."""
+    (child,) = branch.children.values()
+    parent = branch.parent
+    assert parent is not None
+    if isinstance(child, Branch):
+        child.edge += branch.edge
+        child.shared = branch.shared
+    branch.parent = None
+    parent.put(child)
