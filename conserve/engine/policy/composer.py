@@ -120,7 +120,12 @@ class Composer:
         self.admitted.append(candidate.name)
 
     def restore(self, candidate: Candidate) -> None:
-        """Give a request blocks for its KV to come back into while others compute."""
+        """Give a request blocks for its KV to come back into while others compute.
+
+        vLLM looks at nobody any more once an iteration is full, so one token of it stays free.
+        """
+        if not self.restored:
+            self.tokens_left -= 1
         self.free_blocks -= self.blocks_for(candidate, candidate.tokens)
         self.free_slots -= 1
         self.restored.append(candidate.name)

@@ -64,6 +64,7 @@ def _restore(composer: Composer, waiting: Iterable[Candidate], running: int) -> 
         wanted = composer.blocks_for(request, request.tokens) + spare_blocks
         if (
             composer.preempted
+            or composer.tokens_left < 1
             or composer.free_slots <= composer.reserved_slots
             or wanted > composer.free_blocks
         ):

@@ -35,7 +35,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
     prompts = ((request, False) for request in view.online if not request.decode)
     for request, waiting in chain(prompts, ((request, True) for request in view.waiting_online)):
         if request.restorable:
-            if not _make_place(composer, victims, request):
+            if composer.tokens_left < 1 or not _make_place(composer, victims, request):
                 return OnlineShare(False, limit_ms, victims)
             composer.restore(request)
             continue

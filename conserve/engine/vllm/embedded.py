@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conserve.endpoints.protocol import Call, Completion, OnTokens
+from conserve.endpoints.protocol import Call, Completion, KvCache, OnTokens
 from conserve.engine.vllm.compat import require_engine
 from conserve.engine.vllm.continuation import continued
 from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
@@ -64,6 +64,7 @@ class EmbeddedEndpoint:
         self._running: asyncio.Task[_Engine] | None = None
         self._identity: str | None = None
         self._capacity = 0
+        self.kv_cache = KvCache()
         self._closed = False
 
     @property
@@ -88,6 +89,9 @@ class EmbeddedEndpoint:
         config = engine.serving.llm.vllm_config
         self._identity = await asyncio.to_thread(identity_of, self._model, config)
         self._capacity = ROWS_PER_SLOT * config.scheduler_config.max_num_seqs
+        self.kv_cache = KvCache(
+            block_tokens=config.cache_config.block_size, num_blocks=config.cache_config.num_gpu_blocks
+        )
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
         """Answer one call; `on_tokens` sees a single answer grow, a few times a second and at the end."""

@@ -259,7 +259,7 @@ class CoServing:
         self._reserve_prefill_lookahead = (
             self._cap_before_lookahead
         )  # only now: it is called for every request
-        self.max_num_scheduled_tokens = min(self._most_tokens, max(plan.total, bool(restored)))
+        self.max_num_scheduled_tokens = min(self._most_tokens, plan.total + bool(restored))
         if self.checkpoints is not None:
             self.checkpoints.allowed = plan.restored
         try:
