@@ -1,9 +1,11 @@
 """`conserve serve`: vLLM's OpenAI server, which drains the queue in the time that live requests leave."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import time
 from pathlib import Path
@@ -27,6 +29,8 @@ conserve serve smollm2-demo --ttft-slo 1500ms --tbt-slo 150ms
 conserve serve Qwen/Qwen2.5-7B-Instruct --ttft-slo 1s --tbt-slo 100ms --max-model-len 8192
 conserve submit nightly.parquet --prompt "{{ q }}"
 """
+SUPERVISOR = "CONSERVE_SUPERVISOR"  # as in the engine's plug-in, which is not imported here
+SPILL_S = 60.0  # that it may take to write KV of rows in flight
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
 
@@ -58,6 +62,12 @@ def serve(
             metavar="auto|FILE", help="Latency profile; the one of this engine, or learned at the start."
         ),
     ] = None,
+    kv_spill: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where a clean stop leaves the KV of rows in flight for the next start."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     api_key: Annotated[
@@ -80,6 +90,7 @@ def serve(
         raise SettingsError("name the model first: conserve serve MODEL --ttft-slo 1500ms --tbt-slo 100ms")
     if policy not in SERVING:
         raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(SERVING)}")
+    from conserve.engine.runtime.spill_file import claim
     from conserve.engine.service import Service
 
     context: Context = ctx.obj
@@ -94,19 +105,26 @@ def serve(
     }
     if not preemption or not (policy == SERVING[0] or allow_control):  # others never preempt
         section["preemption"] = OFF
+    lock = None
+    if kv_spill is not None:
+        lock = claim(kv_spill)
+        section["spill"] = str(kv_spill.resolve())
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
     require_free(host, port)
     refuse_ours(words[1:])
     flags = [*engine_flags(settings, words[1:]), "--host", host, "--port", str(port)]
+    server = server_command(settings, section, flags, port)
     service = Service(
-        server_command(settings, section, flags, port),
+        server,
         harvester_command(settings, url) if harvest else None,
         url=url,
         say=output.say,
         drain_s=drain_s(words[1:]),
+        before_stop=(lambda: spill(settings, server, url)) if kv_spill is not None else None,
     )
-    raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
+    with lock or contextlib.nullcontext():
+        raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
 
 
 def drain_s(flags: list[str]) -> float:
@@ -171,6 +189,7 @@ def server_command(settings: Settings, section: dict[str, Any], flags: list[str]
         # The key in the environment, since anybody may read a command line.
         environment={
             "CONSERVE_SERVED": "1",
+            **({SUPERVISOR: secrets.token_hex(16)} if section.get("spill") else {}),
             **({"VLLM_API_KEY": settings.api_key} if settings.api_key else {}),
         },
         log=Path(log).expanduser() if log else settings.home / "serving" / f"{port}.log",
@@ -213,6 +232,24 @@ async def supervise(service: "Service", settings: Settings, section: dict[str, A
     with announce(settings, url):
         await service.run(stop, on_ready=on_ready)
     return exits.DONE
+
+
+async def spill(settings: Settings, server: "Command", url: str) -> None:
+    """Before rows are withdrawn: have the server write their KV to disk, and say what came of it."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    headers[SUPERVISOR] = server.environment[SUPERVISOR]
+    try:
+        async with httpx.AsyncClient(timeout=SPILL_S, trust_env=False, headers=headers) as client:
+            said = (await client.post(f"{url}/v1/conserve/spill")).raise_for_status().json()
+        why, blocks, size = said["why_off"] or said["refused"], said["blocks_spilled"], said["bytes_spilled"]
+    except (httpx.HTTPError, KeyError, ValueError) as error:
+        why = f"the server does not say what came of it ({type(error).__name__})"
+    if why:
+        output.say(f"KV of rows in flight is not kept: {why}")
+    elif blocks:
+        output.say(f"KV of rows in flight is kept: {output.count(blocks, 'block')}, {size / 1e6:,.0f} MB")
 
 
 async def warnings(settings: Settings, section: dict[str, Any], url: str) -> list[str]:

@@ -22,11 +22,11 @@ from conserve.engine.vllm.compat import require_engine
 from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
 from conserve.engine.vllm.environment import gist, prepare_environment, quiet_warnings
 from conserve.engine.vllm.flags import cpu_defaults, synchronous
-from conserve.engine.vllm.pacing import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
-from conserve.errors import ConserveError, ProfileMissing
+from conserve.engine.vllm.pacing import AUTO, CONNECTOR, SECTION, VLLMS_WORKERS, WORKER, written
+from conserve.errors import ConserveError, ProfileMissing, SettingsError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 DRAIN_S = 30  # that requests under way have after SIGTERM
 
@@ -47,8 +47,27 @@ def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, mode
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     args: Namespace = parser.parse_args([path, *defaults, *flags, *ours])
     args.model = args.model_tag = path
+    if section.get("spill"):
+        args.kv_transfer_config = spilling(args.kv_transfer_config, section["spill"])
     validate_parsed_serve_args(args)
     return args
+
+
+def spilling(transfer: KVTransferConfig | None, folder: str) -> KVTransferConfig:
+    """The engine's KV connector, its checkpoints going to this folder; raises `SettingsError` for another's."""
+    from vllm.config import KVTransferConfig
+
+    if transfer is None:
+        transfer = KVTransferConfig(
+            kv_connector=CONNECTOR,
+            kv_connector_module_path="conserve.engine.vllm.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+        )
+    if transfer.kv_connector != CONNECTOR:
+        raise SettingsError(f"--kv-spill is for {CONNECTOR}, and --kv-transfer-config names another")
+    transfer.kv_connector_extra_config = {**transfer.kv_connector_extra_config, "spill": folder}
+    return transfer
 
 
 def without(defaults: Sequence[str], flags: Sequence[str]) -> list[str]:
