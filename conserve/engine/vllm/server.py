@@ -31,7 +31,14 @@ if TYPE_CHECKING:
 DRAIN_S = 30  # that requests under way have after SIGTERM
 
 
-def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path) -> Namespace:
+def arguments(
+    model: str,
+    flags: Sequence[str],
+    section: dict[str, Any],
+    *,
+    models_folder: Path,
+    spill: str | None = None,
+) -> Namespace:
     """What vLLM's server is started with: our defaults, then the user's flags; raises `ConserveError`."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.platforms import current_platform
@@ -47,8 +54,8 @@ def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, mode
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     args: Namespace = parser.parse_args([path, *defaults, *flags, *ours])
     args.model = args.model_tag = path
-    if section.get("spill"):
-        args.kv_transfer_config = spilling(args.kv_transfer_config, section["spill"])
+    if spill is not None:
+        args.kv_transfer_config = spilling(args.kv_transfer_config, spill)
     validate_parsed_serve_args(args)
     return args
 
@@ -131,13 +138,14 @@ def main(words: Sequence[str]) -> int:
     """Serve until SIGTERM; returns the exit code. The words: model, models' folder, our section, flags."""
     model, models_folder, section_json, *flags = words
     section = json.loads(section_json)
+    spill = section.pop("spill", None)  # the connector's business
     try:
         require_engine()
         offline = model == DEMO_MODEL or Path(model).exists()
         prepare_environment(offline=offline, served=True)
         quiet_warnings()
         allow_plugin()
-        args = arguments(model, flags, section, models_folder=Path(models_folder))
+        args = arguments(model, flags, section, models_folder=Path(models_folder), spill=spill)
         settle_profile(args, flags, section, f"conserve profile --served {shlex.join([model, *flags])}")
     except ConserveError as error:
         print(f"conserve: {error}", file=sys.stderr)
