@@ -291,6 +291,8 @@ class PreemptedEngine:
             layer.fill_(NOISE)
         if self.scheduler.kv_cache_manager.enable_caching:
             assert self.llm.reset_prefix_cache()
+        if self.scheduler.connector is not None:
+            assert self.scheduler.reset_connector_cache()
 
     def internal(self, name: str) -> str:
         """vLLM's own name of a request."""
@@ -311,6 +313,36 @@ class PreemptedEngine:
             scheduler.running.remove(victim)
             scheduler._preempt_request(victim, time.monotonic())
 
+    def take_memory(self, name: str) -> None:
+        """A row loses its KV blocks, and what is written into them at once is somebody else's."""
+        victim = self.scheduler.requests[self.internal(name)]
+        self.scheduler.running.remove(victim)
+        self.scheduler._preempt_request(victim, time.monotonic())
+        self.overwrite_free()
+
+    def overwrite_free(self) -> None:
+        """All blocks that nobody holds are used by others, and forgotten."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        free = [block.block_id for block in pool.blocks if not block.ref_cnt and not block.is_null]
+        pool.evict_blocks(set(free))
+        for block in free:
+            for part in self.bytes_of(block):
+                part.fill_(NOISE)
+
+    def bytes_of(self, block: int) -> list[torch.Tensor]:
+        """A KV block's part of every layer, as it lies there."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        found = []
+        for cache in self.worker.model_runner.kv_caches:
+            dimension = next(n for n, size in enumerate(cache.shape) if size == pool.num_gpu_blocks)
+            found.append(cache.movedim(dimension, 0)[block])
+        return found
+
+    def blocks_of(self, name: str) -> list[int]:
+        """A row's KV blocks."""
+        (ids,) = self.scheduler.kv_cache_manager.get_block_ids(self.internal(name))
+        return list(ids)
+
     def assert_nothing_is_left(self) -> None:
         """Everybody is gone, and all memory is free."""
         scheduler, preemptions, runner = self.scheduler, self.preemptions, self.worker.model_runner
@@ -322,6 +354,9 @@ class PreemptedEngine:
             "runner": [runner.requests, runner.input_batch.req_id_to_index, runner.num_prompt_logprobs],
             "rows": [self.worker._rows._suspended] if self.worker._rows is not None else [],
         }
+        if (checkpoints := scheduler.checkpoints) is not None:
+            parts = [part for part in vars(checkpoints).values() if isinstance(part, dict | list | set)]
+            notes["checkpoints"] = parts
         left = {name: [dict.fromkeys(part) for part in parts if part] for name, parts in notes.items()}
         for part in (part for parts in notes.values() for part in parts):
             part.clear()  # one test fails for what it left, and not all that follow
@@ -329,6 +364,8 @@ class PreemptedEngine:
         assert preemptions._running is None
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
+        if checkpoints is not None:
+            assert checkpoints.memory.room == checkpoints.memory.capacity
 
     def close(self) -> None:
         """End the engine, so that another can start in this process."""

@@ -10,6 +10,7 @@ from conserve.bench.measure import Limits
 from conserve.errors import EndpointUnusable
 
 PATH = "/v1/conserve"
+CONSERVE, RECOMPUTE = "conserve", "recompute"
 OFF = "off"  # the preemption of servers that know of none
 LOOK_S = 1.0  # between two readings of the counters
 
@@ -26,11 +27,14 @@ class Counters:
     preemptions: int = 0
     tokens_redone: int = 0
     tokens_wasted: float = 0.0
+    tokens_saved: int = 0
+    tokens_restored: int = 0
+    tokens_recomputed: int = 0
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> Self:
         """From what `GET /v1/conserve` answers."""
-        preemption = said.get("preemption", {})
+        preemption, checkpoint = said.get("preemption", {}), said.get("checkpoint", {})
         return cls(
             offline_tokens=said["offline"]["tokens"],
             iterations=said["iterations"],
@@ -40,6 +44,9 @@ class Counters:
             preemptions=preemption.get("preemptions", 0),
             tokens_redone=preemption.get("tokens_redone", 0),
             tokens_wasted=preemption.get("tokens_wasted", 0.0),
+            tokens_saved=checkpoint.get("tokens_saved", 0),
+            tokens_restored=checkpoint.get("tokens_restored", 0),
+            tokens_recomputed=checkpoint.get("tokens_recomputed", 0),
         )
 
     def since(self, first: Self) -> dict[str, Any]:
@@ -58,14 +65,18 @@ class Deployment:
             base_url=url, headers=headers, timeout=60.0, trust_env=False, transport=transport
         )
         self._preempts: bool | None = None  # whether the server knows of preemption; not asked yet
+        self._checkpoints = False  # the same
 
     async def follow(self, name: str, slo: Limits | None = None, *, preemption: str = OFF) -> Counters:
         """Have the scheduler follow this policy from now on, with this SLO or the one it has.
 
-        A policy is preempted as it says itself (`conserve/just-enough`), otherwise by `preemption`; raises
-        `EndpointUnusable` if the server cannot do what it says.
+        A policy is preempted as it says itself (`conserve/just-enough`), otherwise by `preemption`; KV is
+        checkpointed for ConServe's own alone, and not for `conserve/recompute`. Raises `EndpointUnusable` if the
+        server cannot do what the name says.
         """
         policy, _, own = name.partition("/")
+        checkpoint = policy == CONSERVE and own != RECOMPUTE
+        own = own.replace(RECOMPUTE, "")
         wanted: dict[str, Any] = {"policy": policy}
         if slo is not None:
             wanted["slo"] = {"ttft_ms": slo.ttft_ms, "tbt_ms": slo.tbt_ms}
@@ -73,6 +84,8 @@ class Deployment:
             await self.regime()
         if self._preempts:
             wanted["preemption"] = own or preemption
+        if self._checkpoints:
+            wanted["checkpoint"] = "on" if checkpoint else OFF
         said = await self._ask("POST", json=wanted)
         section = said.get("preemption", {"policy": OFF, "why_off": "it is too old"})
         if own and section["policy"] != own:
@@ -83,11 +96,15 @@ class Deployment:
         return Counters.of(said)
 
     async def regime(self) -> dict[str, Any]:
-        """Policy, preemption and SLO as they are."""
+        """Policy, preemption, checkpoints and SLO as they are."""
         said = await self._ask("GET")
-        self._preempts = "preemption" in said
+        self._preempts, self._checkpoints = "preemption" in said, "checkpoint" in said
         found = {"policy": said["policy"], "slo": said["slo"]}
-        return {**found, "preemption": said["preemption"]["policy"]} if self._preempts else found
+        if self._preempts:
+            found["preemption"] = said["preemption"]["policy"]
+        if self._checkpoints:
+            found["checkpoint"] = OFF if said["checkpoint"]["policy"] == OFF else "on"
+        return found
 
     async def why_not_preempted(self) -> str | None:
         """Why iterations of this server are never preempted; None if they can be."""
@@ -95,7 +112,7 @@ class Deployment:
         return str(section["why_off"]) if section["why_off"] else None
 
     async def restore(self, regime: dict[str, Any]) -> None:
-        """All three as they were."""
+        """All of it as it was."""
         await self._ask("POST", json=regime)
 
     async def counters(self) -> Counters:

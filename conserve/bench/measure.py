@@ -41,6 +41,9 @@ class Block:
     preemptions: int = 0
     tokens_redone: int = 0
     tokens_wasted: float = 0.0
+    tokens_saved: int = 0  # to host memory
+    tokens_restored: int = 0  # from there
+    tokens_recomputed: int = 0  # of rows that had lost their memory
     offline_series: tuple[tuple[float, int], ...] = ()
 
 
@@ -93,12 +96,14 @@ class Overruns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempted:
-    """Iterations that offline rows left, and what that cost; the share is of the offline tokens."""
+    """Iterations that offline rows left, memory that they lost, and the cost; the share is of offline tokens."""
 
     count: int
     tokens_redone: int
     tokens_wasted: float
     wasted_share: float | None
+    tokens_restored: int  # of rows that had lost their memory
+    tokens_recomputed: int  # the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +263,8 @@ def preempted(blocks: Sequence[Block]) -> Preempted:
         tokens_redone=sum(block.tokens_redone for block in blocks),
         tokens_wasted=wasted,
         wasted_share=wasted / offline if offline > 0 else None,
+        tokens_restored=sum(block.tokens_restored for block in blocks),
+        tokens_recomputed=sum(block.tokens_recomputed for block in blocks),
     )
 
 

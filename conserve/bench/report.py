@@ -11,7 +11,16 @@ from conserve.bench.svg import figure
 
 HEADER = (
     *("policy", "requests", "failed", "TTFT P50", "TTFT P99", "TTFT max", "TBT P50", "TBT P99", "offline/s"),
-    *("TTFT ratio", "TBT ratio", "offline ratio", "preemptions", "wasted", "overruns"),
+    *(
+        "TTFT ratio",
+        "TBT ratio",
+        "offline ratio",
+        "preemptions",
+        "wasted",
+        "restored",
+        "recomputed",
+        "overruns",
+    ),
 )
 NOTHING = "-"
 
@@ -27,7 +36,8 @@ def table_rows(comparison: Comparison) -> Table:
     """A row per policy: latencies in ms, tokens per second, and ratios.
 
     The ratios are those of the P99s to online-only's and of the tokens to non-preemptive's; wasted is the share
-    of offline tokens that was computed for rows that then left the iteration.
+    of offline tokens that was computed for rows that then left the iteration; restored and recomputed are tokens
+    of rows that had lost their memory.
     """
     rows = []
     for name, outcome in comparison.policies.items():
@@ -44,6 +54,8 @@ def table_rows(comparison: Comparison) -> Table:
                 _cell(ratios.offline_tokens_to_non_preemptive),
                 f"{outcome.preempted.count:,}",
                 _fine_share(outcome.preempted.wasted_share),
+                f"{outcome.preempted.tokens_restored:,}",
+                f"{outcome.preempted.tokens_recomputed:,}",
                 _fine_share(outcome.overruns.share),
             ]
         )

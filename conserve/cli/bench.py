@@ -16,7 +16,7 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, engine_flags
-from conserve.cli.serve import harvester_command, milliseconds, server_command
+from conserve.cli.serve import ADAPTIVE, checkpointing, harvester_command, milliseconds, server_command
 from conserve.config import Settings
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.policy.preemption import OFF, PREEMPTIONS
@@ -36,6 +36,8 @@ conserve bench --gamma 1,1,512,64 --policies online-only,conserve,conserve/all-o
 conserve bench --gamma 2,0.5,4096,256 --endpoint http://localhost:8000
 """
 CONSERVE = SERVING[0]  # the policy whose iterations can be preempted
+RECOMPUTE = "recompute"  # what the engine's memory loses
+VARIANTS = (*PREEMPTIONS, OFF, RECOMPUTE)
 VOCABULARY = (100, 20_000)  # token ids that prompts are made of
 
 
@@ -58,12 +60,15 @@ def bench(
         str,
         typer.Option(
             help=f"all, or some of {', '.join(SERVING)}; {CONSERVE}/NAME names its preemption: "
-            f"{', '.join((*PREEMPTIONS, OFF))}."
+            f"{', '.join((*PREEMPTIONS, OFF))}; {CONSERVE}/{RECOMPUTE} goes without KV checkpoints."
         ),
     ] = "all",
     preemption: Annotated[
         bool, typer.Option(help="Let offline rows leave an iteration when a live request arrives.")
     ] = True,
+    kv_checkpoint: Annotated[
+        str, typer.Option(metavar="POLICY", help="As for conserve serve; off leaves the connector out.")
+    ] = ADAPTIVE,
     preset: Annotated[str, typer.Option(help="cpu (two cores, under ten minutes) or full.")] = "full",
     rate: Annotated[
         float | None, typer.Option(help="Requests per second, by stretching the trace's time.")
@@ -110,6 +115,8 @@ def bench(
     design = make_design(chosen, names, limits(ttft_slo, tbt_slo), slo_scale, seed)
     if endpoint is None:
         flags = [*chosen.engine_flags, *engine_flags(settings, words[1:])]
+        if CONSERVE in {name.partition("/")[0] for name in names}:
+            flags = checkpointing(flags, kv_checkpoint, None)
         own = replace(settings, home=folder.absolute() / "store", store=None)  # never the user's queue
         blocks = asyncio.run(on_own_server(own, settings.profiles_folder, flags, chosen, source, design))
     else:
@@ -131,8 +138,8 @@ def which(names: str, *, preemption: bool = True) -> list[str]:
         policy, slash, variant = name.partition("/")
         if policy not in SERVING:
             raise SettingsError(f"there is no policy {name!r}; give all, or some of {', '.join(SERVING)}")
-        if slash and (policy != CONSERVE or variant not in (*PREEMPTIONS, OFF)):
-            variants = ", ".join(f"{CONSERVE}/{known}" for known in (*PREEMPTIONS, OFF))
+        if slash and (policy != CONSERVE or variant not in VARIANTS):
+            variants = ", ".join(f"{CONSERVE}/{known}" for known in VARIANTS)
             raise SettingsError(f"there is no {name!r}; there are {variants}")
     return [f"{CONSERVE}/{OFF}" if name == CONSERVE and not preemption else name for name in chosen]
 

@@ -51,6 +51,7 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             f"TBT {pair(online['tbt_ms'], slo['tbt_ms'])}, {attained(online['attainment'])}",
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
             *preempted(server.get("preemption"), offline["tokens"]),
+            *checkpointed(server.get("checkpoint")),
         ]
     return [*shown, ""] if shown else []
 
@@ -69,6 +70,26 @@ def preempted(said: dict[str, Any] | None, offline_tokens: float) -> list[str]:
     if p99_ms is not None:
         parts.append(f"reaction P99 {p99_ms:,.0f} ms")
     return [f"  since the start {', '.join(parts)}"]
+
+
+def checkpointed(said: dict[str, Any] | None) -> list[str]:
+    """What became of the KV of rows that lost their memory; a line, or none."""
+    if said is None:
+        return []
+    parts = []
+    if said["policy"] != "off":
+        parts = [f"{said['tokens_saved']:,} saved", f"{said['tokens_restored']:,} restored"]
+    elif said["why_off"]:
+        return [f"  no KV checkpoints: {said['why_off']}"]
+    if not parts and not said["tokens_recomputed"]:
+        return []
+    parts.append(f"{said['tokens_recomputed']:,} recomputed")
+    failed, refused = said.get("blocks_failed", 0), said.get("blocks_refused", 0)
+    if failed:
+        parts.append(f"{output.count(failed, 'block')} not copied")
+    if refused:
+        parts.append(f"{output.count(refused, 'block')} beyond host memory")
+    return [f"  tokens of KV {', '.join(parts)}"]
 
 
 def pair(latency: dict[str, float | None], slo_ms: float | None) -> str:

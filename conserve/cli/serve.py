@@ -8,6 +8,7 @@ import re
 import secrets
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,8 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.context import Context, engine_flags
 from conserve.config import DEMO_MODEL, Settings
+from conserve.engine.policy.checkpointing import CHECKPOINTS, policy_named
+from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.policy.preemption import OFF
 from conserve.errors import SettingsError
@@ -31,6 +34,8 @@ conserve submit nightly.parquet --prompt "{{ q }}"
 """
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # as in the engine's plug-in, which is not imported here
 SPILL_S = 60.0  # that it may take to write KV of rows in flight
+ADAPTIVE = "adaptive"  # checkpoints, where nothing else is asked for
+HOST_BYTES = 4 << 30
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
 
@@ -56,6 +61,17 @@ def serve(
     preemption: Annotated[
         bool, typer.Option(help="Let offline rows leave an iteration when a live request arrives.")
     ] = True,
+    kv_checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Which KV blocks of rows are copied to host memory, to go on from after losing the engine's: "
+            f"{', '.join(CHECKPOINTS)}, {NO_CHECKPOINTS}, or a class of yours; {ADAPTIVE} where rows give way.",
+        ),
+    ] = None,
+    kv_host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Host memory for that, e.g. 4GiB (the default).")
+    ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -105,16 +121,17 @@ def serve(
     }
     if not preemption or not (policy == SERVING[0] or allow_control):  # others never preempt
         section["preemption"] = OFF
-    lock = None
-    if kv_spill is not None:
-        lock = claim(kv_spill)
-        section["spill"] = str(kv_spill.resolve())
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
     require_free(host, port)
     refuse_ours(words[1:])
-    flags = [*engine_flags(settings, words[1:]), "--host", host, "--port", str(port)]
-    server = server_command(settings, section, flags, port)
+    checkpoint = kv_checkpoint or (ADAPTIVE if policy == SERVING[0] or allow_control else NO_CHECKPOINTS)
+    flags = checkpointing(engine_flags(settings, words[1:]), checkpoint, kv_host_memory, kv_spill)
+    flags += ["--host", host, "--port", str(port)]
+    server, lock = server_command(settings, section, flags, port), None
+    if kv_spill is not None:
+        lock = claim(kv_spill)
+        server = replace(server, environment={**server.environment, SUPERVISOR: secrets.token_hex(16)})
     service = Service(
         server,
         harvester_command(settings, url) if harvest else None,
@@ -167,6 +184,43 @@ def refuse_ours(flags: list[str]) -> None:
             )
 
 
+def checkpointing(
+    flags: list[str], policy: str, host_memory: str | None, spill: Path | None = None
+) -> list[str]:
+    """The flags of an engine whose KV is checkpointed, if it is to be."""
+    from conserve.engine.vllm.kv_transfer import with_checkpoints
+
+    if policy == NO_CHECKPOINTS:
+        if host_memory is not None:
+            raise SettingsError("--kv-host-memory is for checkpoints; leave it out with --kv-checkpoint off")
+        if spill is not None:
+            raise SettingsError("--kv-spill is for checkpoints, which are off; give --kv-checkpoint adaptive")
+        return flags
+    try:
+        policy_named(policy)
+    except ValueError as error:
+        raise SettingsError(f"--kv-checkpoint: {error}") from error
+    ours: dict[str, Any] = {"policy": policy, "host_bytes": host_bytes(host_memory)}
+    return with_checkpoints(flags, {**ours, "spill": str(spill.resolve())} if spill is not None else ours)
+
+
+def host_bytes(text: str | None) -> int:
+    """The size in bytes; without one 4 GiB, or a quarter of a small machine."""
+    import psutil
+
+    whole = int(psutil.virtual_memory().total)
+    if text is None:
+        return min(HOST_BYTES, whole // 4)
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise SettingsError(f"--kv-host-memory takes a size like 4GiB or 500MB, not {text!r}")
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+    if size > whole:
+        has = f"{whole / 2**30:.0f} GiB"
+        raise SettingsError(f"--kv-host-memory {text} is more than the {has} of this machine; give less")
+    return size
+
+
 def milliseconds(flag: str, text: str | None) -> float | None:
     """A time with its unit, in ms."""
     if text is None:
@@ -189,7 +243,6 @@ def server_command(settings: Settings, section: dict[str, Any], flags: list[str]
         # The key in the environment, since anybody may read a command line.
         environment={
             "CONSERVE_SERVED": "1",
-            **({SUPERVISOR: secrets.token_hex(16)} if section.get("spill") else {}),
             **({"VLLM_API_KEY": settings.api_key} if settings.api_key else {}),
         },
         log=Path(log).expanduser() if log else settings.home / "serving" / f"{port}.log",
@@ -242,8 +295,9 @@ async def spill(settings: Settings, server: "Command", url: str) -> None:
     headers[SUPERVISOR] = server.environment[SUPERVISOR]
     try:
         async with httpx.AsyncClient(timeout=SPILL_S, trust_env=False, headers=headers) as client:
-            said = (await client.post(f"{url}/v1/conserve/spill")).raise_for_status().json()
-        why, blocks, size = said["why_off"] or said["refused"], said["blocks_spilled"], said["bytes_spilled"]
+            said = (await client.post(f"{url}/v1/conserve/spill")).json()
+        blocks, size = said.get("blocks_spilled", 0), said.get("bytes_spilled", 0)
+        why = said["error"]["message"] if "error" in said else said["why_off"] or said["refused"]
     except (httpx.HTTPError, KeyError, ValueError) as error:
         why = f"the server does not say what came of it ({type(error).__name__})"
     if why:

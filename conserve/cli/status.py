@@ -4,7 +4,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -47,40 +47,64 @@ def status(
     job = resolve([reading.id for reading in read_jobs(settings, now=time.time())], job) if job else None
     repaint = Repaint(enabled=not as_json and output.colourful(sys.stdout))
     while True:
-        readings, servers = selected(settings, job), live.live(settings)
-        repaint.before([*live.lines(servers), *lines(readings, job)] if not as_json else [])
-        show(readings, servers, job, as_json)
-        over = all(reading.state.final or reading.state == "paused" for reading in readings)
+        seen, servers = selected(settings, job), live.live(settings)
+        repaint.before([*live.lines(servers), *lines(seen, job)] if not as_json else [])
+        show(seen, servers, job, as_json)
+        over = all(reading.state.final or reading.state == "paused" for reading in seen.readings)
         if over and (job is not None or not servers):
             return
         time.sleep(WATCH_S)
 
 
-def selected(settings: Settings, job: str | None) -> list[JobReading]:
+class Oldest(NamedTuple):
+    """The first row of a job's input that nobody works on, and how long it has waited."""
+
+    row_index: int
+    waited_s: float
+
+
+class Seen(NamedTuple):
+    """The jobs to show; `oldest` is looked for where one was asked for."""
+
+    readings: list[JobReading]
+    oldest: Oldest | None = None
+
+
+def selected(settings: Settings, job: str | None) -> Seen:
     """The one job, or all that are not over; where all are over, the newest."""
-    readings = read_jobs(settings, now=time.time())
-    if job is not None:
-        wanted = resolve([reading.id for reading in readings], job)
-        return [reading for reading in readings if reading.id == wanted]
-    return [reading for reading in readings if not reading.state.final] or readings[-1:]
+    now = time.time()
+    readings = read_jobs(settings, now=now)
+    if job is None:
+        return Seen([reading for reading in readings if not reading.state.final] or readings[-1:])
+    wanted = resolve([reading.id for reading in readings], job)
+    (reading,) = [reading for reading in readings if reading.id == wanted]
+    return Seen([reading], oldest(settings, reading, now))
 
 
-def show(
-    readings: Sequence[JobReading], servers: list[dict[str, Any]], job: str | None, as_json: bool
-) -> None:
+def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None:
+    """Which row of the job has waited for longest: all since it was submitted, so the first of the input."""
+    if not reading.waiting or reading.state.final:
+        return None
+    from conserve.jobs.request_file import first_waiting
+
+    row_index = first_waiting(settings, reading.id)
+    return None if row_index is None else Oldest(row_index, now - reading.submitted_at)
+
+
+def show(seen: Seen, servers: list[dict[str, Any]], job: str | None, as_json: bool) -> None:
     """Print the servers and the readings."""
     if as_json:
-        documents = [document(reading) for reading in readings]
-        output.data_json(documents[0] if job else documents)
-    elif readings or servers:
-        output.data("\n".join([*live.lines(servers), *lines(readings, job)]))
+        documents = [document(reading) for reading in seen.readings]
+        output.data_json({**documents[0], "oldest_waiting": waiting(seen.oldest)} if job else documents)
+    elif seen.readings or servers:
+        output.data("\n".join([*live.lines(servers), *lines(seen, job)]))
     else:
         output.say('no jobs yet; queue one with: conserve submit data.parquet --prompt "..."')
 
 
-def lines(readings: Sequence[JobReading], job: str | None) -> list[str]:
+def lines(seen: Seen, job: str | None) -> list[str]:
     """The readings for people."""
-    return detail(readings[0]) if job and readings else table(readings)
+    return detail(seen.readings[0], seen.oldest) if job and seen.readings else table(seen.readings)
 
 
 def table(readings: Sequence[JobReading]) -> list[str]:
@@ -102,7 +126,7 @@ def table(readings: Sequence[JobReading]) -> list[str]:
     )
 
 
-def detail(reading: JobReading) -> list[str]:
+def detail(reading: JobReading, oldest: Oldest | None) -> list[str]:
     """Everything about one job."""
     pairs = [
         ("job", reading.id),
@@ -115,6 +139,8 @@ def detail(reading: JobReading) -> list[str]:
             "left",
             f"{reading.waiting:,} waiting, {reading.running:,} running, {reading.retries:,} retries so far",
         ),
+        ("oldest", waited(oldest)),
+        ("order", reading.row_order),
         ("tokens", tokens(reading)),
         ("submitted", output.moment(reading.submitted_at)),
         ("started", output.moment(reading.started_at)),
@@ -127,11 +153,24 @@ def detail(reading: JobReading) -> list[str]:
 
 def tokens(reading: JobReading) -> str:
     """Token counts in words."""
-    parts = [f"{reading.prompt_tokens:,} prompt ({reading.cached_tokens:,} cached)"]
+    share = "" if reading.hit_rate is None else f", {100 * reading.hit_rate:.1f} %"
+    parts = [f"{reading.prompt_tokens:,} prompt ({reading.cached_tokens:,} cached{share})"]
     parts.append(
         f"{reading.completion_tokens:,} completion ({reading.resumed_tokens:,} resumed after a stop)"
     )
     return ", ".join(parts)
+
+
+def waited(oldest: Oldest | None) -> str:
+    """The row that has waited for longest, in words."""
+    if oldest is None:
+        return "-"
+    return f"row {oldest.row_index:,} of the input has waited for {output.duration(oldest.waited_s)}"
+
+
+def waiting(oldest: Oldest | None) -> dict[str, Any] | None:
+    """The same for JSON."""
+    return None if oldest is None else oldest._asdict()
 
 
 def percent(reading: JobReading) -> str:
@@ -142,7 +181,7 @@ def percent(reading: JobReading) -> str:
 def document(reading: JobReading) -> dict[str, Any]:
     """A reading for JSON (docs/scripting.md)."""
     fields = dataclasses.asdict(reading)
-    return {**fields, **{name: output.iso(fields[name]) for name in TIMES}}
+    return {**fields, **{name: output.iso(fields[name]) for name in TIMES}, "hit_rate": reading.hit_rate}
 
 
 class Repaint:

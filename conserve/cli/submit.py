@@ -1,6 +1,7 @@
 """`conserve submit`: queue a job."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +54,13 @@ def submit(
         str | None, typer.Option(help="Beginning of the job's id, instead of the file's name.")
     ] = None,
     priority: Annotated[int, typer.Option(help="Jobs with a higher one run first.")] = 0,
+    order: Annotated[
+        str,
+        typer.Option(
+            metavar="prefix|input|random[:SEED]",
+            help="Which rows run first: those whose prompts begin alike together, as they come, or shuffled.",
+        ),
+    ] = "prefix",
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Queue a file of prompts and print the job's id; once it is printed, the job is durable."""
@@ -72,6 +80,7 @@ def submit(
         param=param,
     )
     task = make_task(read_prompt(prompt, prompt_file), messages, system, completions, id, params)
+    task = in_order(task, order)
     context: Context = ctx.obj
     with context.store() as store:
         done = enqueue(store, file, task, name=slug(name) if name else None, priority=priority)
@@ -123,6 +132,18 @@ def make_task(
     if system is not None or id_column is not None or completions:
         raise UsageError("--system, --id and --completions go with --prompt or --messages")
     return Task(kind=Kind.OPENAI, params=params)
+
+
+def in_order(task: "Task", wanted: str) -> "Task":
+    """The task with the order of --order."""
+    from conserve.jobs.task import Order
+
+    name, colon, seed = wanted.partition(":")
+    if name not in tuple(Order) or (colon and name != Order.RANDOM):
+        raise UsageError(f"--order takes prefix, input, random or random:SEED, not {wanted!r}")
+    if colon and not (seed.isascii() and seed.isdigit()):
+        raise UsageError(f"--order random:SEED takes a whole number, as in --order random:7, not {seed!r}")
+    return replace(task, order=Order(name), order_seed=int(seed or 0))
 
 
 def request_params(

@@ -1,16 +1,22 @@
 """A job's rendered requests on disk: written once in execution order, read by position."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from conserve.config import Settings
 from conserve.errors import StoreError
 from conserve.jobs.rendering import Rendered
+from conserve.store import home, readings
 
 ROWS_PER_GROUP = 8192  # a claim reads whole row groups; this many short requests parse in about 10 ms
 GROUP_BYTES = 16 << 20  # of payload, whichever comes first: long requests must not fill the memory
@@ -39,36 +45,52 @@ class StoredRequest:
     error: str | None
 
 
+def to_table(
+    row_indexes: Iterable[int], custom_ids: Sequence[str | None], rendered: Sequence[Rendered]
+) -> pa.Table:
+    """Rendered rows as a table of `SCHEMA`."""
+    columns: list[Iterable[Any]] = [
+        row_indexes,
+        custom_ids,
+        [one.url for one in rendered],
+        [one.payload for one in rendered],
+        [one.error_type for one in rendered],
+        [one.error for one in rendered],
+    ]
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
 class RequestWriter:
-    """Writes requests in execution order, a row group at a time."""
+    """Writes requests in execution order, in row groups that a claim can read whole."""
 
     def __init__(self, path: Path) -> None:
         self._file = pq.ParquetWriter(path, SCHEMA, compression="zstd", compression_level=1)
+        self._rest = SCHEMA.empty_table()  # less than a row group
         self.rows = 0
         self.unrendered = 0
+        self.first_error: str | None = None
 
-    def write(self, rows: Sequence[tuple[int, str | None, Rendered]]) -> None:
-        """Append (row index, custom id, rendered request) triples, at most `ROWS_PER_GROUP` a call."""
-        start = size = 0
-        for stop, (_, _, rendered) in enumerate(rows, start=1):
-            size += len(rendered.payload or "")
-            if size >= GROUP_BYTES or stop == len(rows):
-                self._write_group(rows[start:stop])
-                start, size = stop, 0
-
-    def _write_group(self, rows: Sequence[tuple[int, str | None, Rendered]]) -> None:
-        columns: list[Iterable[Any]] = [
-            [index for index, _, _ in rows],
-            [custom_id for _, custom_id, _ in rows],
-            [rendered.url for _, _, rendered in rows],
-            [rendered.payload for _, _, rendered in rows],
-            [rendered.error_type for _, _, rendered in rows],
-            [rendered.error for _, _, rendered in rows],
-        ]
-        arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
-        self._file.write_table(pa.Table.from_arrays(arrays, schema=SCHEMA))
-        self.rows += len(rows)
-        self.unrendered += sum(rendered.payload is None for _, _, rendered in rows)
+    def write(self, table: pa.Table) -> None:
+        """Append requests."""
+        self.rows += table.num_rows
+        if table["payload"].null_count:
+            self.unrendered += table["payload"].null_count
+            errors = table["error"].filter(pc.is_null(table["payload"]))
+            self.first_error = self.first_error or errors[0].as_py()
+        table = pa.concat_tables([self._rest, table])
+        sizes = pc.fill_null(pc.binary_length(table["payload"]), 0).to_numpy()
+        ends = np.cumsum(sizes, dtype=np.int64)  # bytes up to and with each row
+        start = 0
+        while True:
+            before = ends[start - 1] if start else 0
+            full = int(np.searchsorted(ends, before + GROUP_BYTES)) + 1
+            stop = min(start + ROWS_PER_GROUP, full)
+            if stop > table.num_rows:
+                break
+            self._file.write_table(table.slice(start, stop - start))
+            start = stop
+        self._rest = table.slice(start)
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +98,11 @@ class RequestWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            if kind is None and self._rest.num_rows:
+                self._file.write_table(self._rest)
+        finally:
+            self._file.close()
 
 
 class Group(NamedTuple):
@@ -102,8 +128,6 @@ class RequestFile:
 
     def read(self, positions: Sequence[int]) -> list[StoredRequest]:
         """The requests at these positions, in the same order."""
-        from bisect import bisect_right
-
         found = []
         for position in positions:
             number = bisect_right(self._starts, position) - 1
@@ -111,6 +135,25 @@ class RequestFile:
                 self._last = self._load(number)
             found.append(self._last.rows[position - self._starts[number]])
         return found
+
+    def earliest(self, returned: Sequence[int], start: int) -> int | None:
+        """The smallest row index at these sorted positions and all from `start` on; None if there are none.
+
+        Of row groups that lie behind `start` only the statistics are read.
+        """
+        found = []
+        for number, (first, stop) in enumerate(pairwise(self._starts)):
+            if first >= start:
+                found.append(self._file.metadata.row_group(number).column(0).statistics.min)
+                continue
+            wanted = [
+                *returned[bisect_left(returned, first) : bisect_left(returned, stop)],
+                *range(start, stop),
+            ]
+            if wanted:
+                indexes = self._file.read_row_group(number, columns=["row_index"])["row_index"].to_pylist()
+                found.append(min(indexes[position - first] for position in wanted))
+        return min(found, default=None)
 
     def _load(self, number: int) -> Group:
         table = self._file.read_row_group(number)
@@ -120,3 +163,16 @@ class RequestFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def first_waiting(settings: Settings, job_id: str) -> int | None:
+    """The smallest row index of a job's rows that wait; None if none does, or the file is gone."""
+    *returned, start = readings.untaken(settings, job_id)
+    try:
+        requests = RequestFile(home.requests_file(settings.home, job_id))
+    except StoreError:
+        return None
+    try:
+        return requests.earliest(returned, start)
+    finally:
+        requests.close()

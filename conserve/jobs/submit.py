@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+
 from conserve.errors import InputError, TemplateError
-from conserve.jobs.rendering import Rendered, renderer, template_names
-from conserve.jobs.request_file import RequestWriter
+from conserve.jobs.external_sort import ExternalSort
+from conserve.jobs.order import SortKey, sort_key
+from conserve.jobs.rendering import renderer, template_names
+from conserve.jobs.request_file import SCHEMA, RequestWriter, to_table
 from conserve.jobs.source import STDIN, JsonLines, Opened, Rows, check_columns, open_input, spool
 from conserve.jobs.task import Kind, Task
 from conserve.store import catalog, home
@@ -53,15 +57,6 @@ def submit(
         return enqueue(store, folder, opened, task, written, name=name or slug(input_path), priority=priority)
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What `write_requests` wrote."""
-
-    rows: int
-    unrendered: int
-    first_error: str | None
-
-
 def check_task(rows: Rows, task: Task) -> None:
     """Raise if the task names columns that are not there or are of the wrong type."""
     if task.kind is Kind.PROMPT:
@@ -85,34 +80,49 @@ def needed_columns(task: Task, rows: Rows) -> list[str]:
 
 def write_requests(
     path: Path, rows: Rows, task: Task, on_rows: Callable[[int], None] | None = None
-) -> Written:
-    """Render all rows, in input order, into the job's request file."""
-    first_error: str | None = None
+) -> RequestWriter:
+    """Render all rows into the job's request file, in the order in which they are to run."""
     with RequestWriter(path) as writer:
-        for batch in rendered_batches(rows, task):
-            writer.write(batch)
-            if first_error is None:
-                first_error = next((r.error for _, _, r in batch if r.error is not None), None)
-            if on_rows is not None:
-                on_rows(writer.rows)
+        for table in in_order(rows, task, path.parent, on_rows or (lambda rows: None)):
+            writer.write(table)
     if writer.rows == 0:
         raise InputError("the input has no rows; nothing was submitted")
     if writer.unrendered == writer.rows and task.kind is Kind.PROMPT:
-        raise TemplateError(f"the template fails on every row ({first_error}); correct it and submit again")
-    return Written(writer.rows, writer.unrendered, first_error)
+        raise TemplateError(
+            f"the template fails on every row ({writer.first_error}); correct it and submit again"
+        )
+    return writer
 
 
-def rendered_batches(rows: Rows, task: Task) -> Iterator[list[tuple[int, str | None, Rendered]]]:
-    """Row index, custom id and rendered request of every row."""
+def in_order(rows: Rows, task: Task, folder: Path, on_rows: Callable[[int], None]) -> Iterator[pa.Table]:
+    """The rendered requests in execution order, some at a time; `folder` takes what memory does not hold."""
+    key = sort_key(task)
+    if key is None:
+        yield from rendered_tables(rows, task, key, on_rows)
+        return
+    with ExternalSort(folder, key.column) as sorting:
+        for table in rendered_tables(rows, task, key, on_rows):
+            sorting.write(table)
+        for table in sorting.rows():
+            yield table.select(SCHEMA.names)
+
+
+def rendered_tables(
+    rows: Rows, task: Task, key: SortKey | None, on_rows: Callable[[int], None]
+) -> Iterator[pa.Table]:
+    """Every row's request, as they come, with what it is to be sorted by."""
     render = renderer(task)
     id_column = "custom_id" if task.kind is Kind.OPENAI else task.id_column
     index = 0
     for batch in rows.batches(needed_columns(task, rows)):
-        yield [
-            (number, custom_id(row[id_column]) if id_column else None, render(row))
-            for number, row in enumerate(batch, start=index)
-        ]
+        ids = [custom_id(row[id_column]) if id_column else None for row in batch]
+        rendered = [render(row) for row in batch]
+        table = to_table(range(index, index + len(batch)), ids, rendered)
+        if key is not None and key.of is not None:
+            table = table.append_column(key.column, pa.array(map(key.of, rendered), key.kind))
+        yield table
         index += len(batch)
+        on_rows(index)
 
 
 def custom_id(value: object) -> str | None:
@@ -144,7 +154,14 @@ def check_ids(requests: Path, task: Task) -> None:
 
 
 def enqueue(
-    store: Store, folder: Path, opened: Opened, task: Task, written: Written, *, name: str, priority: int
+    store: Store,
+    folder: Path,
+    opened: Opened,
+    task: Task,
+    written: RequestWriter,
+    *,
+    name: str,
+    priority: int,
 ) -> Submitted:
     """Give the job its id and put folder and database row in place, in this order.
 

@@ -21,6 +21,17 @@ class Kind(StrEnum):
     """An OpenAI Batch line that is a request already."""
 
 
+class Order(StrEnum):
+    """In which order a job's rows are run; results come in the order of the input whatever it is."""
+
+    PREFIX = "prefix"
+    """Rows whose prompts begin alike run together, so that the engine computes what they share once."""
+    INPUT = "input"
+    """As the rows come."""
+    RANDOM = "random"
+    """Shuffled by a seed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """How rows become requests; stored with the job as JSON."""
@@ -32,6 +43,8 @@ class Task:
     column: str | None = None  # Kind.MESSAGES
     id_column: str | None = None  # column with the rows' custom ids
     params: Mapping[str, Any] = field(default_factory=dict)  # body fields that every row gets
+    order: Order = Order.INPUT
+    order_seed: int = 0  # Order.RANDOM
 
     def body(self, payload: str) -> dict[str, Any]:
         """The request body for a row whose rendered payload this is; what the row says itself wins."""

@@ -117,7 +117,7 @@ def views(
 def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
     """The view `jobs`: one row a job, with its counters."""
     rows = [asdict(job) | {"state": job.state.value} for job in taken.jobs]
-    kinds = {"state": pa.string(), "error": pa.string(), "id": pa.string()}
+    kinds = dict.fromkeys(("id", "state", "error", "row_order"), pa.string())
     kinds |= dict.fromkeys(("submitted_at", "started_at", "finished_at"), pa.float64())
     fields = [(name, kinds.get(name, pa.int64())) for name in readings.JobReading.__slots__]
     duck.register("job_rows", pa.Table.from_pylist(rows, schema=pa.schema(fields)))

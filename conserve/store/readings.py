@@ -5,6 +5,7 @@ longer than all the rest, so an SQLite store is read through the standard librar
 """
 
 import difflib
+import json
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,10 +23,18 @@ JOBS = """
     select id, state, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded, failed,
            retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens,
            (select count(*) from request where request.job_id = job.id and epoch is not null) as leased,
-           (select count(*) from lease where lease.job_id = job.id and expires_at > :now) as leases
+           (select count(*) from lease where lease.job_id = job.id and expires_at > :now) as leases, task
     from job order by seq
 """
 """Every job with its counters. `leased` counts rows in flight, of which there are never more than a window."""
+
+UNTAKEN = """
+    select next_position from job where id = :job_id
+    union all
+    select position from request where job_id = :job_id and epoch is null
+"""
+"""The position from which on no row of a job was ever leased, and those of rows that came back. The first is
+the largest: a row that came back was leased before."""
 
 VERSION = "select value from meta where key = 'version'"
 """The number of the last migration applied."""
@@ -52,6 +61,12 @@ class JobReading:
     completion_tokens: int
     cached_tokens: int
     resumed_tokens: int
+    row_order: str  # in which order its rows run: "prefix", "input", "random:SEED"
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of prompt tokens found in the engine's prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     @property
     def done(self) -> int:
@@ -67,8 +82,9 @@ def read_jobs(settings: Settings, *, now: float) -> list[JobReading]:
 
 def to_reading(row: tuple[Any, ...]) -> JobReading:
     """One row of `JOBS`."""
-    (job_id, stored, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded, failed,
-     retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens, leased, leases) = row  # fmt: skip
+    (job_id, stored, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded,
+     failed, retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens, leased, leases,
+     task) = row  # fmt: skip
     state = JobState(stored)
     if state is JobState.QUEUED and leases:
         state = JobState.RUNNING
@@ -90,7 +106,22 @@ def to_reading(row: tuple[Any, ...]) -> JobReading:
         completion_tokens=completion_tokens,
         cached_tokens=cached_tokens,
         resumed_tokens=resumed_tokens,
+        row_order=row_order(task),
     )
+
+
+def row_order(task: str) -> str:
+    """The order in the JSON of a task; jobs of older stores name none."""
+    fields = json.loads(task)
+    order, seed = fields.get("order", "input"), fields.get("order_seed", 0)
+    return f"{order}:{seed}" if order == "random" else str(order)
+
+
+def untaken(settings: Settings, job_id: str) -> list[int]:
+    """The positions of rows that came back and wait, and the one from which on no row was ever leased."""
+    with opened(settings) as query:
+        rows = query(UNTAKEN, {"job_id": job_id}) if query else []
+    return sorted(row[0] for row in rows)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from tests.benchmarks.report import Report, environment
 
 ALL = (
     *("startup", "submit", "bookkeeping", "scheduling"),
-    *("real_engine", "latency_model", "preemption", "serving", "run_batch"),
+    *("real_engine", "prefix_order", "latency_model", "preemption", "checkpoints", "serving", "run_batch"),
 )
 
 

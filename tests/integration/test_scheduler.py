@@ -215,6 +215,49 @@ def test_requests_that_share_blocks_are_served_though_plans_miscount_them(make: 
     history.drain()
 
 
+def prefix_tokens_computed(engine: Any, prefixes: list[list[int]]) -> int:
+    """Run rows that share prefixes, in prefix order; returns what was computed beyond the rows' own tokens."""
+    tails = [[900 + row, *range(BLOCK)] for row in range(8)]
+    for prefix in prefixes:
+        for tail in tails:
+            engine.add(prefix + tail, 1, offline=True)
+    computed = 0
+    while engine.scheduler.requests:
+        output = engine.step()
+        computed += output.total_num_scheduled_tokens
+        lane = [request for request in engine.scheduler.running if request.priority]
+        assert lane == sorted(lane), "who came later would keep its memory for longer"
+    return computed - sum(map(len, tails)) * len(prefixes)
+
+
+@pytest.fixture
+def preemptible(tmp_path: Path, clock: Any) -> Any:
+    """An engine whose iterations may be preempted, so that their blocks are registered only afterwards."""
+    from conserve.engine.vllm.pacing import WORKER
+    from tests.bare_scheduler import BareEngine, engine_config
+
+    section = {"policy": "conserve", "tbt_slo_ms": 1e6}
+    config = engine_config(tmp_path, section=section, block_size=BLOCK, max_num_batched_tokens=512)
+    config.parallel_config.worker_cls = WORKER
+    engine = BareEngine(config, clock=clock)
+    assert engine.scheduler.preemptions.on
+    return engine
+
+
+def test_rows_wait_one_iteration_for_a_prefix_that_another_computes(preemptible: Any) -> None:
+    """Each prefix about once (twice without waiting), although none is cached while it is being computed."""
+    prefixes = [[n * 31 + i for i in range(10 * BLOCK)] for n in range(6)]
+    least = sum(map(len, prefixes))
+    # The rows of the last prefix have nobody who would fill their iteration, so some do not wait.
+    assert least <= prefix_tokens_computed(preemptible, prefixes) <= 1.3 * least
+
+
+def test_rows_that_all_share_one_prefix_do_not_wait_for_nothing(preemptible: Any) -> None:
+    for n in range(4):
+        preemptible.add([*range(4 * BLOCK), 900 + n], 1, offline=True)
+    assert len(preemptible.step().num_scheduled_tokens) == 4, "there was room, and nobody else to fill it"
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_policies_change_in_mid_flight_and_nobody_is_lost(make: Make, seed: int) -> None:
     from conserve.engine.policy.policies import POLICIES

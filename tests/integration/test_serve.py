@@ -174,6 +174,21 @@ def test_submitted_rows_run_beside_live_requests(
     assert all(row["text"] for row in results)
 
 
+def test_rows_say_what_they_found_in_the_prefix_cache(service: Service, tmp_path: Path) -> None:
+    path = tmp_path / "shared.jsonl"
+    shared = "Take note of this. " * 80
+    path.write_text("\n".join(json.dumps({"q": f"{shared}{number}"}) for number in range(12)))
+    job_id = service.conserve("submit", str(path), "--prompt", "{{ q }}", "--max-tokens", "2")
+    service.until(lambda: service.job(job_id)["state"] == "completed")
+    results = [json.loads(line) for line in service.conserve("results", job_id).splitlines()]
+    assert [row["row_index"] for row in results] == list(range(12))
+    cached = [row["cached_tokens"] for row in results]
+    assert sum(tokens >= 256 for tokens in cached) >= 6, cached
+    job = service.job(job_id)
+    assert job["cached_tokens"] == sum(cached)
+    assert 0 < job["hit_rate"] < 1
+
+
 def test_saved_tokens_come_back_as_the_beginning_of_the_answer(
     service: Service, client: openai.OpenAI
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conserve.engine.policy.conserve import Conserve, arrival_limit_ms
 from conserve.engine.policy.non_preemptive import NonPreemptive
-from conserve.engine.policy.offline import GROWTH
+from conserve.engine.policy.offline import GROWTH, MOST_HELD
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Plan, Policy
@@ -59,7 +59,10 @@ def waiting(draw: st.DrawFn, name: str, block_tokens: int) -> Candidate:
 def unread(draw: st.DrawFn, name: str, context: int, blocks: int) -> Candidate:
     """A request whose prompt is not computed yet."""
     answered, surcharge_ms = draw(st.sampled_from([(False, 0.0), (False, 0.0), (True, 0.0), (False, 0.5)]))
-    return Candidate(name, draw(sizes), context, False, blocks, draw(ages_ms), answered, surcharge_ms)
+    prompt = draw(st.sampled_from([None, None, "a", "b"]))  # beginnings that others have too
+    prefix = [] if prompt is None else [f"{prompt}{n}" for n in range(50)]
+    age_ms = draw(ages_ms)
+    return Candidate(name, draw(sizes), context, False, blocks, age_ms, answered, surcharge_ms, prefix)
 
 
 @st.composite
@@ -142,11 +145,28 @@ class Judged:
         """What offline tokens have to fit into under ConServe's policy."""
         return min(self.online_limit_ms(), arrival_limit_ms(self.view))
 
+    def computed_for(self, request: Candidate, by: Iterable[str] | None = None) -> bool:
+        """Whether somebody else in the plan computes the block that the request would begin with."""
+        size = self.view.block_tokens
+        block = request.context // size
+        if block >= len(request.prefix) or (block + 1) * size >= request.context + request.tokens:
+            return False
+        for name in self.plan.tokens if by is None else by:
+            other = self.all[name]
+            blocks = slice(other.context // size, ceil((other.context + self.plan.tokens[name]) / size))
+            if other is not request and not other.decode and request.prefix[block] in other.prefix[blocks]:
+                return True
+        return False
+
     def next_in_order(self, kept: Iterable[Candidate], waiting: Iterable[Candidate]) -> Candidate | None:
-        """The first request of phase 2 that did not get all it wanted."""
+        """The first request of phase 2 that did not get all it wanted; last those held out for their prefix."""
         left = [request for request in kept if request.name not in self.plan.preempted]
         ordered = sorted(left, key=lambda request: not request.decode)
-        return next((request for request in (*ordered, *waiting) if not self.served(request)), None)
+        held, others = [], []
+        for request in waiting:
+            out = request.name not in self.plan.tokens and self.computed_for(request)
+            (held if out else others).append(request)
+        return next((r for r in (*ordered, *others, *held) if not self.served(r)), None)
 
     def could_have_more(self, request: Candidate, limit_ms: float, prompts: Sequence[Candidate]) -> bool:
         """Whether there was time, room and memory for the least more of the request."""
@@ -317,7 +337,8 @@ def test_nobody_is_preempted_for_nothing(view: View, policy: Policy) -> None:
     judged = Judged(view, policy.plan(view))
     if judged.plan.preempted:
         last = judged.running[judged.plan.preempted[-1]]
-        assert judged.blocks_left - last.blocks < view.watermark_blocks or judged.slots_left < 1
+        own = judged.blocks_for(last, last.tokens) if last.decode else 0  # it would have grown itself
+        assert judged.blocks_left - last.blocks - own < view.watermark_blocks or judged.slots_left < 1
 
 
 @settings(max_examples=EXAMPLES)
@@ -355,6 +376,77 @@ def test_the_baselines_leave_everything_to_vllm(view: View) -> None:
     assert not Priority().spares_offline
     assert NonPreemptive().spares_offline
     assert set(SERVING) < set(POLICIES)
+
+
+@settings(max_examples=EXAMPLES)
+@given(views())
+def test_a_prefix_is_computed_twice_only_when_all_others_are_served(view: View) -> None:
+    roomy = replace(view, free_blocks=10_000, free_slots=50)
+    judged = Judged(roomy, Conserve().plan(roomy))
+    planned = list(judged.plan.tokens)
+    again = {
+        request.name
+        for request in view.waiting_offline
+        if request.name in planned and judged.computed_for(request, planned[: planned.index(request.name)])
+    }
+    if again:
+        first = min(planned.index(name) for name in again)
+        for request in view.waiting_offline:
+            if not judged.served(request):
+                assert request.name in again or judged.computed_for(request, planned[:first])
+
+
+def sharing(count: int, *, tokens: int = 100, behind: int = 0) -> list[Candidate]:
+    """Waiting rows that all begin alike, and others behind them."""
+    prefix = [f"p{n}" for n in range(tokens // 16)]
+    alike = [Candidate(f"alike-{n}", tokens, 0, prefix=prefix) for n in range(count)]
+    return [*alike, *(Candidate(f"other-{n}", 100, 0) for n in range(behind))]
+
+
+def test_a_row_whose_prefix_is_being_computed_is_held_out_while_others_fill_the_iteration() -> None:
+    for policy in (Conserve(), Paced()):
+        plan = Judged(view := spacious(waiting_offline=sharing(3, behind=6)), policy.plan(view)).plan
+        assert plan.admitted == ["alike-0", "other-0", "other-1", "other-2", "other-3"]
+
+
+def test_a_row_held_out_is_taken_where_nobody_else_fills_the_iteration() -> None:
+    plan = Judged(view := spacious(waiting_offline=sharing(3, behind=1)), Conserve().plan(view)).plan
+    assert plan.admitted == ["alike-0", "other-0", "alike-1", "alike-2"]
+
+
+def test_a_row_held_out_is_taken_where_the_next_has_no_memory() -> None:
+    large = Candidate("large", 400, 0)
+    view = spacious(waiting_offline=[*sharing(2), large], free_blocks=20)
+    assert Judged(view, Conserve().plan(view)).plan.admitted == ["alike-0", "alike-1"]
+
+
+def test_rows_are_held_out_for_prompts_under_way_and_for_online_ones_too() -> None:
+    waiting = sharing(1, behind=5)
+    computing = Candidate("computing", 100, 0, False, 7, prefix=waiting[0].prefix)
+    for lane in ("online", "offline"):
+        view = spacious(waiting_offline=waiting, **{lane: [computing]})
+        assert "alike-0" not in Judged(view, Conserve().plan(view)).plan.tokens
+    computed = computing._replace(tokens=1, context=100, decode=True)
+    view = spacious(waiting_offline=waiting, offline=[computed])
+    assert "alike-0" in Judged(view, Conserve().plan(view)).plan.tokens
+
+
+def test_what_is_cached_already_holds_nobody_out() -> None:
+    waiting = [row._replace(tokens=4, context=96, blocks=6) for row in sharing(3)]
+    view = spacious(waiting_offline=waiting)
+    assert Judged(view, Conserve().plan(view)).plan.admitted == ["alike-0", "alike-1", "alike-2"]
+
+
+def test_no_more_rows_are_looked_at_than_can_be_held_out() -> None:
+    read: list[int] = []
+
+    def endless() -> Iterable[Candidate]:
+        for n in range(10**9):
+            read.append(n)
+            yield Candidate(f"r{n}", 100, 0, prefix=["p"] * 6)
+
+    Conserve().plan(spacious(waiting_offline=endless()))
+    assert len(read) <= MOST_HELD + 6
 
 
 def test_waiting_requests_are_read_only_as_far_as_they_fit() -> None:

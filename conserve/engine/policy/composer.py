@@ -4,7 +4,7 @@ Exact and incremental, since this runs before every iteration: adding a request 
 which all take about the same time, are added many at a time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -22,6 +22,7 @@ class Composer:
         self._block_tokens = view.block_tokens
         self.batch = Batch()
         self.tokens: dict[str, int] = {}
+        self._computing: set[Hashable] = set()  # KV blocks that prompts of the batch compute, also in part
         self.admitted: list[str] = []
         self.restored: list[str] = []
         self.preempted: list[str] = []
@@ -93,8 +94,18 @@ class Composer:
         wanted = -(-(candidate.context + tokens) // self._block_tokens)
         return max(0, wanted - candidate.blocks)
 
+    def computes_next_of(self, candidate: Candidate) -> bool:
+        """Whether the batch computes the KV block that the request would begin with."""
+        size = self._block_tokens
+        block = candidate.context // size
+        usable = (block + 1) * size < candidate.context + candidate.tokens  # one token is always computed
+        return usable and block < len(candidate.prefix) and candidate.prefix[block] in self._computing
+
     def add(self, candidate: Candidate, tokens: int) -> None:
         """Let the request compute this many tokens."""
+        if candidate.prefix and not candidate.decode:
+            first, end = candidate.context // self._block_tokens, candidate.context + tokens
+            self._computing.update(candidate.prefix[first : -(-end // self._block_tokens)])
         self.batch.add(tokens, candidate.context, candidate.decode)
         self.tokens[candidate.name] = tokens
         self.tokens_left -= tokens

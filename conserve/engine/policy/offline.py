@@ -6,6 +6,7 @@ from itertools import chain
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.view import Candidate
 
+MOST_HELD = 32  # waiting requests that are looked at and held out: looking takes 10 us each
 GROWTH = 2  # running requests for which one block is kept free, so that none is preempted for the next
 
 
@@ -72,19 +73,45 @@ def _restore(composer: Composer, waiting: Iterable[Candidate], running: int) -> 
 
 
 def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *, first: bool) -> None:
+    """Admit requests in order, those last that would compute what the iteration computes for another.
+
+    In the next iteration they find it in the prefix cache. As long as others fill this one they are held out;
+    what others leave is theirs.
+    """
+    waiting = iter(waiting)
+    held: list[Candidate] = []
     for request in waiting:
-        # One offline request may always run, or a large one might wait for as long as there is traffic.
-        reserved_blocks = 0 if first and not composer.admitted else composer.reserved_blocks
-        growth = len(composer.tokens) // GROWTH
-        spare_blocks = max(composer.watermark_blocks, growth, reserved_blocks)
-        if (
-            composer.free_slots <= composer.reserved_slots
-            or composer.blocks_for(request, request.tokens) + spare_blocks > composer.free_blocks
-        ):
+        if composer.free_slots <= composer.reserved_slots:
             return
         tokens = composer.fitting(request, limit_ms)
         if not tokens:
             return
+        if composer.computes_next_of(request):
+            held.append(request)
+            if len(held) == MOST_HELD:
+                break
+        elif not _has_room(composer, request, first=first):
+            waiting = iter(())  # but those held out may need less
+            break
+        else:
+            composer.admit(request, tokens)
+            if tokens < request.tokens:
+                return
+    for request in chain(held, waiting):
+        tokens = composer.fitting(request, limit_ms)
+        if not tokens or not _has_room(composer, request, first=first):
+            return
         composer.admit(request, tokens)
         if tokens < request.tokens:
             return
+
+
+def _has_room(composer: Composer, request: Candidate, *, first: bool) -> bool:
+    """Whether there are a slot and KV blocks for all of a waiting request."""
+    # One offline request may always run, or a large one might wait for as long as there is traffic.
+    reserved_blocks = 0 if first and not composer.admitted else composer.reserved_blocks
+    spare_blocks = max(composer.watermark_blocks, len(composer.tokens) // GROWTH, reserved_blocks)
+    return (
+        composer.free_slots > composer.reserved_slots
+        and composer.blocks_for(request, request.tokens) + spare_blocks <= composer.free_blocks
+    )

@@ -1,6 +1,6 @@
 """What a policy sees: the engine's requests, its free room, its latency model and the promises to keep."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -23,6 +23,7 @@ class Candidate(NamedTuple):
     surcharge_ms: float = 0.0  # what one of its tokens takes beyond the model (prompt logprobs)
     saved: bool = False  # it would hardly lose anything with its memory: host memory has its KV
     restorable: int = 0  # of the tokens, first ones whose KV host memory has
+    prefix: Sequence[Hashable] = ()  # its full KV blocks; equal for two requests that begin alike up to there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

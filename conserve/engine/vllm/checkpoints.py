@@ -87,6 +87,7 @@ class Checkpoints:
         host_blocks: int,
         block_tokens: int,
         hashes_a_block: int = 1,
+        shared: bool = True,
         workers: int = 1,
         block_ms: float | None = None,
     ) -> None:
@@ -95,6 +96,7 @@ class Checkpoints:
         self.block_tokens = block_tokens
         self.block_ms = block_ms or BLOCK_MS
         self._hashes_a_block = hashes_a_block
+        self._shared = shared  # rows may use what others computed for the same tokens
         self.counts = Counts()
         self.spill: Any = None  # what takes it to disk (`spill.Spilling`), if anything
         self.on = True
@@ -205,7 +207,7 @@ class Checkpoints:
         if not self.on or not saveable(request) or local % self.block_tokens:
             return 0
         name = request.request_id
-        if name not in self._rows and is_offline(request):
+        if self._shared and name not in self._rows and is_offline(request):
             self._adopt(request)
         tokens = min(self.saved_tokens(name), request.num_tokens - 1) - local
         return tokens if tokens >= min(self.block_tokens, max(1, self._tail_tokens(name))) else 0
@@ -266,6 +268,7 @@ class Checkpoints:
         """What was done since the engine started; tokens, blocks, and the time of a block's copy."""
         return {
             "policy": self.name if self.on else OFF,
+            "why_off": None if self.on else "it is switched off",
             **asdict(self.counts),
             "tokens_saved": self.counts.blocks_saved * self.block_tokens,
             "restoring": len(self._restores),
@@ -386,7 +389,7 @@ class Checkpoints:
 
     def _keys(self, request: Request, first: int) -> Iterator[Hashable]:
         """What names the contents of a row's blocks: the hash of all tokens up to their end, where vLLM has it."""
-        hashes = request.block_hashes
+        hashes = request.block_hashes if self._shared else ()
         each = self._hashes_a_block
         for index in count(first):
             last = (index + 1) * each - 1

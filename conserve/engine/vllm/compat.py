@@ -63,9 +63,10 @@ INTERNALS = {
     "vllm.v1.core.sched.request_queue.{RequestQueue,FCFSRequestQueue,SchedulingPolicy}": "the waiting queue",
     "vllm.v1.request.{Request,RequestStatus}": "counters: num_{tokens,tokens_with_spec,computed_tokens,"
     "prompt_tokens,output_placeholders,stale_output_tokens}, next_decode_eligible_step, drop_stale_output, "
-    "arrival_time, priority",
+    "arrival_time, priority; block_hashes",
     "KVCacheManager.get_computed_blocks": "how much of a waiting prompt is cached",
     "KVCacheManager.{coordinator.single_type_managers,block_pool,watermark_blocks}": "blocks held and free",
+    "KVCacheManager.prefix_cache_lookup_enabled, BlockPool.hash_block_size": "whether equal hashes are shared",
     "VllmConfig.additional_config": "carries the profile to the engine core's process",
     # layer-wise preemption
     "parallel_config.worker_cls": "names our worker",
@@ -85,6 +86,12 @@ INTERNALS = {
     "KVCacheManager.allocate_slots(delay_cache_blocks)": "wrapped: blocks are registered when they are computed",
     "KVCacheManager.cache_blocks": "registers them",
     "Scheduler._inflight_prefills, Request.{is_prefill_chunk,num_in_flight_tokens}": "put back for who left",
+    # KV checkpoints on disk
+    "vllm.v1.engine.core.EngineCore.{conserve_spill,model_executor,get_weight_version}": "added: a utility call "
+    "that has the workers write and read (collective_rpc with a function)",
+    "vllm.distributed.kv_transfer.get_kv_transfer_group": "a worker's KV connector",
+    "vllm.v1.core.kv_cache_utils.get_none_hash_seed": "what hashes of blocks begin with: must be the same again",
+    "AttentionLayer.{impl,isa,_k_scale_float,_v_scale_float}": "how KV lies within a block, and what scales it",
     # co-serving: the server
     "vllm.entrypoints.launchers.{cli_args.make_arg_parser,api_server.entry.run_server}": "vLLM's OpenAI server",
     "vllm.{general,endpoint}_plugins": "the entry points through which vLLM loads us",

@@ -34,6 +34,20 @@ COUNTS = (
     Count("conserve_preemptions", "Iterations that offline rows left.", ("preemption", "preemptions")),
     Count("conserve_abandoned_iterations", "Iterations that everybody left.", ("preemption", "abandoned")),
     Count("conserve_preempted_rows", "Rows that left an iteration.", ("preemption", "rows")),
+    Count(
+        "conserve_kv_tokens_saved",
+        "Tokens whose KV was copied to host memory.",
+        ("checkpoint", "tokens_saved"),
+    ),
+    Count("conserve_kv_tokens_restored", "Tokens whose KV came back.", ("checkpoint", "tokens_restored")),
+    Count(
+        "conserve_kv_tokens_recomputed",
+        "Tokens of offline requests computed again after their KV was lost.",
+        ("checkpoint", "tokens_recomputed"),
+    ),
+    Count("conserve_kv_restores", "Requests whose KV was brought back.", ("checkpoint", "restores")),
+    Count("conserve_kv_blocks_failed", "KV blocks whose copy failed.", ("checkpoint", "blocks_failed")),
+    Count("conserve_kv_blocks_refused", "KV blocks beyond host memory.", ("checkpoint", "blocks_refused")),
     Count("conserve_preempted_layers", "Layers computed before rows left.", ("preemption", "layers_run")),
     Count(
         "conserve_tokens_redone",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, filterfalse
 from typing import Any
 
@@ -50,9 +50,13 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
                 tokens = min(tokens, cap)
             age_ms = (now - request.arrival_time) * 1e3
             extra_ms = iterations.surcharge_ms if surcharged(request) else 0.0
+            answered = traffic.answered(name)
+            prefix = prefix_of(scheduler, request)
             lane.append(
                 Candidate(
-                    name, tokens, context, False, blocks, age_ms, traffic.answered(name), extra_ms, saved
+                    *(name, tokens, context, False, blocks, age_ms, answered, extra_ms),
+                    saved=saved,
+                    prefix=prefix,
                 )
             )
     return View(
@@ -140,7 +144,19 @@ def waiting(
             traffic.answered(request.request_id),
             iterations.surcharge_ms if surcharged(request) else 0.0,
             restorable=restorable,
+            prefix=prefix_of(scheduler, request),
         )
+
+
+def prefix_of(scheduler: Any, request: Request) -> Sequence[bytes]:
+    """The names that vLLM's prefix cache has for the request's full blocks; none if it is not to look there."""
+    manager = scheduler.kv_cache_manager
+    kind = manager.coordinator.single_type_managers[0]
+    same = (
+        manager.block_pool.hash_block_size == kind.block_size
+    )  # they differ where layers are of several kinds
+    hashes: Sequence[bytes] = request.block_hashes
+    return hashes if same and manager.prefix_cache_lookup_enabled(request) else ()
 
 
 def surcharged(request: Request) -> bool:

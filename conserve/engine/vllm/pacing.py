@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -16,7 +16,7 @@ from conserve.engine.vllm.profile_key import key_of
 from conserve.errors import SettingsError
 from conserve.profiles.book import Book
 from conserve.profiles.correction import CorrectedModel, Correction, Residual
-from conserve.profiles.profile import MODELS
+from conserve.profiles.profile import MODELS, KVCopy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -89,6 +89,7 @@ class Pacing:
             "coefficients": found.models[found.best].coefficients,
             "residuals": found.models[found.best].residuals,
             "of": found.stamp,
+            "block_ms": block_ms(found.kv_copies),
             "correction": str(book.correction_path(found.name, key)),
             "keep_correction": self.keep_correction,
         }
@@ -131,6 +132,12 @@ class Installed:
             preemption=preemption,
             safepoint_every=every,
         )
+
+
+def block_ms(copies: Sequence[KVCopy]) -> float | None:
+    """What copying one KV block takes, in the slower direction and by the largest copy; None if not measured."""
+    most = max(copies, key=lambda copy: copy.blocks, default=None)
+    return max(most.to_host_ms, most.to_device_ms) / most.blocks if most is not None else None
 
 
 def finite(ms: float) -> float | None:

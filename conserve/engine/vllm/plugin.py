@@ -192,7 +192,7 @@ class Surface:
             await warm_up(engine_client)
             # The first request of somebody else ends the warm-up; be that somebody.
             await scheduler_says(engine_client, {})
-        if spills(config):
+        if config.kv_transfer_config is not None:
             await engine_client.engine_core.call_utility_async("conserve_spill", "take_in")
 
 
@@ -218,13 +218,17 @@ async def change(request: Request) -> Response:
         wanted = json.loads(await request.body())
         policy, slo = wanted.get("policy", SERVING[0]), wanted.get("slo", {})
         preemption = wanted.get("preemption", OFF)
-        known = set(wanted) <= {"policy", "preemption", "slo"} and set(slo) <= {"ttft_ms", "tbt_ms"}
+        known = set(wanted) <= {"policy", "preemption", "checkpoint", "slo"} and set(slo) <= {
+            "ttft_ms",
+            "tbt_ms",
+        }
         known = known and policy in SERVING and preemption in (*PREEMPTIONS, OFF)
+        known = known and wanted.get("checkpoint", OFF) in ("on", OFF)
         positive = all(value is None or value > 0 for value in slo.values())
     except (ValueError, TypeError, AttributeError):
         known = positive = False
     if not known or not positive:
-        example = '{"policy": "conserve", "preemption": "off", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
+        example = '{"policy": "conserve", "checkpoint": "on", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
         names = f"policies are {', '.join(SERVING)}; preemptions are {', '.join((*PREEMPTIONS, OFF))}"
         return reply({"error": {"message": f"send e.g. {example}; {names}"}}, 400)
     return await answer(request, wanted)
@@ -243,12 +247,6 @@ async def spill(request: Request) -> Response:
     if said is None:
         return reply({"error": {"message": "this engine has no checkpoints to spill"}}, 404)
     return reply(said)
-
-
-def spills(config: Any) -> bool:
-    """Whether KV checkpoints go to disk."""
-    transfer = config.kv_transfer_config
-    return transfer is not None and bool((transfer.kv_connector_extra_config or {}).get("spill"))
 
 
 async def answer(request: Request, wanted: Mapping[str, Any] | None) -> Response:

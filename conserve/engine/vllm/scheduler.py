@@ -8,8 +8,9 @@ nothing of (LoRA limits, encoder inputs, grammars, speculative tokens) stays vLL
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -23,7 +24,7 @@ from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import POLICIES
 from conserve.engine.runtime.traffic import Traffic
-from conserve.engine.vllm.checkpoints import Checkpoints
+from conserve.engine.vllm.checkpoints import Checkpoints, Counts
 from conserve.engine.vllm.iterations import Iterations
 from conserve.engine.vllm.lanes import Lanes, is_online
 from conserve.engine.vllm.observation import observe, surcharged
@@ -73,7 +74,7 @@ class CoServing:
         self.preemptions = Preemptions(
             vllm_config, policy=installed.preemption, every=installed.safepoint_every
         )
-        self.checkpoints = checkpoints_of(self.connector)
+        self.checkpoints, self._why_no_checkpoints = checkpoints_of(self.connector)
         self.restores_pause = 0  # iterations for which none begins, since vLLM had no room for one
         self._recomputed = 0  # tokens of offline requests, after they had lost their memory
         self._caching_waits = False  # for blocks to be computed: iterations that may be preempted
@@ -101,6 +102,8 @@ class CoServing:
             self._follow(change["policy"])
         if change and "preemption" in change:
             self.preemptions.follow(change["preemption"])
+        if change and "checkpoint" in change and self.checkpoints is not None:
+            self.checkpoints.on = change["checkpoint"] != OFF
         if change and "slo" in change:
             self._slo = slo_of(change["slo"])
         self._end_warm_up()
@@ -243,6 +246,7 @@ class CoServing:
         admitted = [self.requests[name] for name in plan.admitted]
         restored = [self.requests[name] for name in plan.restored]
         resumed = any(request.status == RequestStatus.PREEMPTED for request in admitted)
+        overtaken = self._overtaken(admitted)
         lanes, holding = self.waiting, self.kv_holding_waiting
         held = set(holding)
         here = [request for request in admitted if request in held]  # their KV has come back to them
@@ -272,12 +276,18 @@ class CoServing:
         self.restores_pause = max(0, self.restores_pause - 1)
         if any(request.status != RequestStatus.WAITING_FOR_REMOTE_KVS for request in restored):
             self.restores_pause = RESTORES_PAUSE
-        if resumed:  # its place is where it was before it was preempted
+        if resumed or overtaken:  # its place is before those that came after it
             self.running.sort()
         # Some requests take all of their tokens or none: then vLLM has the next iteration to itself.
         # Not after preemptions: they free less than planned where blocks are shared; the next frees more.
         self._stalled = bool(plan.total and not plan.preempted) and not output.total_num_scheduled_tokens
         return output
+
+    def _overtaken(self, admitted: Sequence[Request]) -> bool:
+        """Whether offline requests that came later run already, because these were held out for their prefix."""
+        last = next((r for r in reversed(self.running) if r.request_id in self._offline), None)
+        turn = [r for r in (last, *admitted) if r is not None and r.request_id in self._offline]
+        return any(later < earlier for earlier, later in pairwise(turn))
 
     def _cap_before_lookahead(self, request: Request, computed: int, tokens: int) -> int:
         """Called by vLLM for every request that it is about to schedule: cap its tokens at the plan's."""
@@ -349,7 +359,9 @@ class CoServing:
 
     def _checkpoint_report(self) -> dict[str, Any]:
         """What was saved and brought back; `why_off` where nothing is."""
-        said = self.checkpoints.report() if self.checkpoints is not None else {"policy": OFF}
+        said = {"policy": OFF, "why_off": self._why_no_checkpoints, **asdict(Counts()), "tokens_saved": 0}
+        if self.checkpoints is not None:
+            said = self.checkpoints.report()
         return {**said, "tokens_recomputed": self._recomputed}
 
     def shutdown(self) -> None:
@@ -397,12 +409,12 @@ class CoServing:
         return sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
 
 
-def checkpoints_of(connector: Any) -> Checkpoints | None:
-    """Those of the engine's KV connector, or of one of several."""
+def checkpoints_of(connector: Any) -> tuple[Checkpoints | None, str | None]:
+    """Those of the engine's KV connector, or of one of several; or why our connector has none."""
     for one in getattr(connector, "_connectors", (connector,)):
-        if getattr(one, "checkpoints", None) is not None:
-            return one.checkpoints  # type: ignore[no-any-return]
-    return None
+        if hasattr(one, "checkpoints"):
+            return one.checkpoints, one.why_not
+    return None, None
 
 
 def ttft_promise(request: Request) -> float | None:

@@ -22,23 +22,16 @@ from conserve.engine.vllm.compat import require_engine
 from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
 from conserve.engine.vllm.environment import gist, prepare_environment, quiet_warnings
 from conserve.engine.vllm.flags import cpu_defaults, synchronous
-from conserve.engine.vllm.pacing import AUTO, CONNECTOR, SECTION, VLLMS_WORKERS, WORKER, written
-from conserve.errors import ConserveError, ProfileMissing, SettingsError
+from conserve.engine.vllm.pacing import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
+from conserve.errors import ConserveError, ProfileMissing
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 DRAIN_S = 30  # that requests under way have after SIGTERM
 
 
-def arguments(
-    model: str,
-    flags: Sequence[str],
-    section: dict[str, Any],
-    *,
-    models_folder: Path,
-    spill: str | None = None,
-) -> Namespace:
+def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path) -> Namespace:
     """What vLLM's server is started with: our defaults, then the user's flags; raises `ConserveError`."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.platforms import current_platform
@@ -46,7 +39,8 @@ def arguments(
 
     path = resolve_model(model, models_folder)
     defaults = ["--served-model-name", model, "--shutdown-timeout", str(DRAIN_S)]
-    defaults += ["--enable-prefix-caching", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
+    defaults += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    defaults += ["--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
     defaults += cpu_defaults(path) if current_platform.is_cpu() else []
     defaults += synchronous(flags) if section.get("preemption") != OFF else []
     defaults = without(defaults, flags)
@@ -54,27 +48,8 @@ def arguments(
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     args: Namespace = parser.parse_args([path, *defaults, *flags, *ours])
     args.model = args.model_tag = path
-    if spill is not None:
-        args.kv_transfer_config = spilling(args.kv_transfer_config, spill)
     validate_parsed_serve_args(args)
     return args
-
-
-def spilling(transfer: KVTransferConfig | None, folder: str) -> KVTransferConfig:
-    """The engine's KV connector, its checkpoints going to this folder; raises `SettingsError` for another's."""
-    from vllm.config import KVTransferConfig
-
-    if transfer is None:
-        transfer = KVTransferConfig(
-            kv_connector=CONNECTOR,
-            kv_connector_module_path="conserve.engine.vllm.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-        )
-    if transfer.kv_connector != CONNECTOR:
-        raise SettingsError(f"--kv-spill is for {CONNECTOR}, and --kv-transfer-config names another")
-    transfer.kv_connector_extra_config = {**transfer.kv_connector_extra_config, "spill": folder}
-    return transfer
 
 
 def without(defaults: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -138,14 +113,13 @@ def main(words: Sequence[str]) -> int:
     """Serve until SIGTERM; returns the exit code. The words: model, models' folder, our section, flags."""
     model, models_folder, section_json, *flags = words
     section = json.loads(section_json)
-    spill = section.pop("spill", None)  # the connector's business
     try:
         require_engine()
         offline = model == DEMO_MODEL or Path(model).exists()
         prepare_environment(offline=offline, served=True)
         quiet_warnings()
         allow_plugin()
-        args = arguments(model, flags, section, models_folder=Path(models_folder), spill=spill)
+        args = arguments(model, flags, section, models_folder=Path(models_folder))
         settle_profile(args, flags, section, f"conserve profile --served {shlex.join([model, *flags])}")
     except ConserveError as error:
         print(f"conserve: {error}", file=sys.stderr)

@@ -176,7 +176,7 @@ def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:
     """`take_in`, `begin` or `end`, through vLLM's utility calls; None where nothing goes to disk."""
     from conserve.engine.vllm.scheduler import checkpoints_of
 
-    checkpoints = checkpoints_of(core.scheduler.connector)
+    checkpoints, _ = checkpoints_of(core.scheduler.connector)
     spilling: Spilling | None = checkpoints.spill if checkpoints is not None else None
     if spilling is None:
         return None
