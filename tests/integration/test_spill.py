@@ -182,7 +182,10 @@ def test_what_is_damaged_is_refused_and_computed_again(three_layers: Path, tmp_p
         assert (memory.used, memory.room) == (0, memory.capacity)
         assert engine.scheduler.conserve()["checkpoint"]["spill"]["refused"] == said["refused"]
         computed = left.finished_by(engine)
-        assert computed == left.to_compute - engine.scheduler.conserve()["checkpoint"]["tokens_restored"]
+        restored = engine.scheduler.conserve()["checkpoint"]["tokens_restored"]
+        # Two rows have two blocks in common, which the second may find in the prefix cache.
+        assert left.to_compute - restored - computed in (0, 2 * BLOCK)
+        assert restored <= 2 * BLOCK
 
 
 @pytest.mark.parametrize(
