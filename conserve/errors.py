@@ -15,6 +15,7 @@ ConserveError                  one sentence for the user, with the next command;
 │   ├── ProfileDerived         derived from published numbers: good for simulation, not for serving
 │   └── ProfilingFailed        the engine died or could not be measured; an older profile is kept
 ├── ServiceFailed              `conserve serve` could not start its server
+├── SpillRefused               KV blocks on disk that are damaged or of another engine; they are computed again
 ├── JobRefused                 the job cannot be run or changed as things stand (its input file changed, say)
 ├── StoreError                 the store cannot be read or written
 │   ├── StoreTooNew            made by a newer version
@@ -93,6 +94,10 @@ class ProfilingFailed(ProfileError):
 
 class ServiceFailed(ConserveError):
     """The server did not come up."""
+
+
+class SpillRefused(ConserveError):
+    """KV blocks on disk are damaged, or of another engine."""
 
 
 class JobRefused(ConserveError):

@@ -1,11 +1,14 @@
 """`conserve serve`: vLLM's OpenAI server, which drains the queue in the time that live requests leave."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +32,8 @@ conserve serve smollm2-demo --ttft-slo 1500ms --tbt-slo 150ms
 conserve serve Qwen/Qwen2.5-7B-Instruct --ttft-slo 1s --tbt-slo 100ms --max-model-len 8192
 conserve submit nightly.parquet --prompt "{{ q }}"
 """
+SUPERVISOR = "CONSERVE_SUPERVISOR"  # as in the engine's plug-in, which is not imported here
+SPILL_S = 60.0  # that it may take to write KV of rows in flight
 ADAPTIVE = "adaptive"  # checkpoints, where nothing else is asked for
 HOST_BYTES = 4 << 30
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
@@ -73,6 +78,12 @@ def serve(
             metavar="auto|FILE", help="Latency profile; the one of this engine, or learned at the start."
         ),
     ] = None,
+    kv_spill: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where a clean stop leaves the KV of rows in flight for the next start."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     api_key: Annotated[
@@ -96,6 +107,7 @@ def serve(
         raise SettingsError("name the model first: conserve serve MODEL --ttft-slo 1500ms --tbt-slo 100ms")
     if policy not in SERVING:
         raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(SERVING)}")
+    from conserve.engine.runtime.spill_file import claim
     from conserve.engine.service import Service
 
     context: Context = ctx.obj
@@ -115,16 +127,22 @@ def serve(
     require_free(host, port)
     refuse_ours(words[1:])
     checkpoint = kv_checkpoint or (ADAPTIVE if policy == SERVING[0] or allow_control else NO_CHECKPOINTS)
-    flags = checkpointing(engine_flags(settings, words[1:]), checkpoint, kv_host_memory)
+    flags = checkpointing(engine_flags(settings, words[1:]), checkpoint, kv_host_memory, kv_spill)
     flags += ["--host", host, "--port", str(port)]
+    server, lock = server_command(settings, section, flags, port), None
+    if kv_spill is not None:
+        lock = claim(kv_spill)
+        server = replace(server, environment={**server.environment, SUPERVISOR: secrets.token_hex(16)})
     service = Service(
-        server_command(settings, section, flags, port),
+        server,
         harvester_command(settings, url) if harvest else None,
         url=url,
         say=output.say,
         drain_s=drain_s(words[1:]),
+        before_stop=(lambda: spill(settings, server, url)) if kv_spill is not None else None,
     )
-    raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
+    with lock or contextlib.nullcontext():
+        raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
 
 
 def drain_s(flags: list[str]) -> float:
@@ -167,19 +185,24 @@ def refuse_ours(flags: list[str]) -> None:
             )
 
 
-def checkpointing(flags: list[str], policy: str, host_memory: str | None) -> list[str]:
+def checkpointing(
+    flags: list[str], policy: str, host_memory: str | None, spill: Path | None = None
+) -> list[str]:
     """The flags of an engine whose KV is checkpointed, if it is to be."""
     from conserve.engine.vllm.kv_transfer import with_checkpoints
 
     if policy == NO_CHECKPOINTS:
         if host_memory is not None:
             raise SettingsError("--kv-host-memory is for checkpoints; leave it out with --kv-checkpoint off")
+        if spill is not None:
+            raise SettingsError("--kv-spill is for checkpoints, which are off; give --kv-checkpoint adaptive")
         return flags
     try:
         policy_named(policy)
     except ValueError as error:
         raise SettingsError(f"--kv-checkpoint: {error}") from error
-    return with_checkpoints(flags, {"policy": policy, "host_bytes": host_bytes(host_memory)})
+    ours: dict[str, Any] = {"policy": policy, "host_bytes": host_bytes(host_memory)}
+    return with_checkpoints(flags, {**ours, "spill": str(spill.resolve())} if spill is not None else ours)
 
 
 def host_bytes(text: str | None) -> int:
@@ -264,6 +287,25 @@ async def supervise(service: "Service", settings: Settings, section: dict[str, A
     with announce(settings, url):
         await service.run(stop, on_ready=on_ready)
     return exits.DONE
+
+
+async def spill(settings: Settings, server: "Command", url: str) -> None:
+    """Before rows are withdrawn: have the server write their KV to disk, and say what came of it."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    headers[SUPERVISOR] = server.environment[SUPERVISOR]
+    try:
+        async with httpx.AsyncClient(timeout=SPILL_S, trust_env=False, headers=headers) as client:
+            said = (await client.post(f"{url}/v1/conserve/spill")).json()
+        blocks, size = said.get("blocks_spilled", 0), said.get("bytes_spilled", 0)
+        why = said["error"]["message"] if "error" in said else said["why_off"] or said["refused"]
+    except (httpx.HTTPError, KeyError, ValueError) as error:
+        why = f"the server does not say what came of it ({type(error).__name__})"
+    if why:
+        output.say(f"KV of rows in flight is not kept: {why}")
+    elif blocks:
+        output.say(f"KV of rows in flight is kept: {output.count(blocks, 'block')}, {size / 1e6:,.0f} MB")
 
 
 async def warnings(settings: Settings, section: dict[str, Any], url: str) -> list[str]:

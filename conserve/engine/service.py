@@ -103,7 +103,9 @@ class Service:
         url: str,
         say: Callable[[str], None],
         drain_s: float = DRAIN_S,
+        before_stop: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self._before_stop = before_stop
         self._drain_s = drain_s
         self._server = Child(server)
         self._harvester = Child(harvester) if harvester is not None else None
@@ -111,13 +113,18 @@ class Service:
         self._say = say
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], Awaitable[None]]) -> None:
-        """Serve until `stop`; raises `ServiceFailed` if the server does not come up the first time."""
+        """Serve until `stop`; raises `ServiceFailed` if the server does not come up the first time.
+
+        Once it has come up, `before_stop` runs before anything is stopped.
+        """
         stopping = asyncio.create_task(stop.wait())
+        served = False
         try:
             await self._server.start()
             if not await self._until(stopping, self._ready()):
                 return
             await on_ready()
+            served = True
             keepers = [self._keep_server()]
             if self._harvester is not None:
                 await self._harvester.start()
@@ -125,6 +132,8 @@ class Service:
             await self._until(stopping, asyncio.gather(*keepers))
         finally:
             stopping.cancel()
+            if served and stop.is_set() and self._before_stop is not None:
+                await self._before_stop()
             # Offline first: its progress is saved while live requests are still served.
             if self._harvester is not None:
                 await self._harvester.stop(HARVESTER_S)

@@ -36,7 +36,7 @@ FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 class Service:
     """A `conserve serve` in a home of its own."""
 
-    def __init__(self, home: Path, models: Path) -> None:
+    def __init__(self, home: Path, models: Path, *more: str) -> None:
         self.home = home
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("CONSERVE_")},
@@ -45,10 +45,13 @@ class Service:
             "CONSERVE_API_KEY": KEY,
         }
         self.said = home.parent / "said.txt"
-        words = ("serve", MODEL, "--ttft-slo", "5s", "--tbt-slo", "500ms", "--port", str(PORT), *FLAGS)
+        words = ("serve", MODEL, "--ttft-slo", "5s", "--tbt-slo", "500ms", "--port", str(PORT))
         with self.said.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "conserve", *words], env=self.environment, stdout=out, stderr=out
+                [sys.executable, "-m", "conserve", *words, *more, *FLAGS],
+                env=self.environment,
+                stdout=out,
+                stderr=out,
             )
 
     def conserve(self, *words: str) -> str:

@@ -228,3 +228,37 @@ def test_without_control_nothing_is_changed() -> None:
     client = EngineClient(control=False)
     assert asyncio.run(post(app_for(client), {"preemption": "off"})).status_code == 403
     assert client.asked == []
+
+
+class SpillingEngine(EngineClient):
+    """Writes for two looks."""
+
+    async def call_utility_async(self, method: str, change: Any) -> Any:
+        assert method == "conserve_spill"
+        self.asked.append(change)
+        return {"writing": len(self.asked) < 3, "blocks_spilled": 7 * (len(self.asked) == 3)}
+
+
+@pytest.mark.parametrize(
+    ("secret", "sent", "status"),
+    [("sesame", "sesame", 200), ("sesame", "", 403), ("sesame", "séame", 403), ("", "", 403)],
+)
+def test_only_who_started_the_server_has_kv_written(
+    secret: str, sent: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plugin.SUPERVISOR, secret)
+    client = SpillingEngine()
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app_for(client)), base_url="http://server"
+        ) as http:
+            return await http.post(plugin.SPILL_PATH, headers={plugin.SUPERVISOR: sent.encode()})
+
+    answered = asyncio.run(ask())
+    assert answered.status_code == status
+    if status == 200:
+        assert answered.json() == {"writing": False, "blocks_spilled": 7}
+        assert client.asked == ["begin", "end", "end"]
+    else:
+        assert not client.asked

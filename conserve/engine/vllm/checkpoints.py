@@ -35,6 +35,14 @@ class Copy(NamedTuple):
     host: int
 
 
+class Gathered(NamedTuple):
+    """What is to go to disk."""
+
+    hosts: dict[str, int]  # by key, in hexadecimal, what is worth most first; each held once for this
+    copies: list[Copy]  # that are to be made before, some of which others have asked for too
+    fresh: list[Copy]  # of them, those that nobody else has asked for: to be given to `copied`
+
+
 @dataclass(slots=True)
 class Checkpoint:
     """What host memory has of one row, or is about to have."""
@@ -90,6 +98,7 @@ class Checkpoints:
         self._hashes_a_block = hashes_a_block
         self._shared = shared  # rows may use what others computed for the same tokens
         self.counts = Counts()
+        self.spill: Any = None  # what takes it to disk (`spill.Spilling`), if anything
         self.on = True
         self.predicted_ms: float | None = None  # of the iteration to come; None where nobody predicts
         self.allowed: Collection[str] | None = None  # rows whose restore may begin; None: any
@@ -266,6 +275,7 @@ class Checkpoints:
             "host_blocks": self.memory.capacity,
             "host_used": self.memory.used,
             "block_ms": self.block_ms,
+            "spill": self.spill.report() if self.spill is not None else None,
         }
 
     # Transfers: once an iteration.
@@ -391,6 +401,46 @@ class Checkpoints:
         self.memory.hold(copy.host)
         return copy
 
+    # For the disk, between two iterations (`spill`).
+
+    def gather(self) -> Gathered:
+        """All full blocks of offline rows, in host memory or about to be: the longest row's first."""
+        pending = {copy.host: copy.device for copies in self._stores.values() for copy in copies}
+        pending |= {copy.host: copy.device for copy in self._last_minute}
+        fresh: list[Copy] = []
+        keys: dict[Hashable, int] = {}
+        for request in sorted(self._spillable(), key=lambda one: one.num_tokens, reverse=True):
+            checkpoint = self._rows.get(request.request_id) or Checkpoint(request)
+            full = confirmed(request) // self.block_tokens - len(checkpoint.blocks)
+            if full > 0 and request.status == RequestStatus.RUNNING:
+                fresh += self._extend(checkpoint, self._block_ids(request.request_id), full)
+                self._rows[request.request_id] = checkpoint
+            for key, host in zip(self._keys(request, 0), checkpoint.blocks, strict=False):
+                if isinstance(key, bytes):
+                    keys.setdefault(key, host)
+        pending |= {copy.host: copy.device for copy in fresh}
+        for host in keys.values():
+            self.memory.hold(host)
+        copies = [Copy(pending[host], host) for host in keys.values() if host in pending]
+        return Gathered({str(key.hex()): host for key, host in keys.items()}, copies, fresh)  # type: ignore[attr-defined]
+
+    def _spillable(self) -> Iterator[Request]:
+        """Offline rows whose KV is their tokens' and no adapter's, which may be another next time."""
+        found = {**{name: row.request for name, row in self._rows.items()}, **self._running}
+        for request in found.values():
+            if is_offline(request) and saveable(request) and request.lora_request is None:
+                yield request
+
+    def returned(self, keys: Sequence[str]) -> list[int]:
+        """Host blocks to read what was gathered once into, as many as there are; each held once."""
+        hosts: list[int] = []
+        for key in map(bytes.fromhex, keys):
+            host = self.memory.allocate(key) if self.memory.find(key) is None and self.memory.room else None
+            if host is None:
+                break
+            hosts.append(host)
+        return hosts
+
     # What has arrived.
 
     def arrived(self, report: WorkerReport | None, restored: Iterable[str], failed: Iterable[str]) -> None:
@@ -432,7 +482,10 @@ class Checkpoints:
             self._forget(name)
 
     def _stored(self, event: int, *, failed: bool) -> None:
-        copies = self._stores.pop(event)
+        self.copied(self._stores.pop(event), failed=failed)
+
+    def copied(self, copies: Sequence[Copy], *, failed: bool) -> None:
+        """These blocks are in host memory, or will never be."""
         self._device.free_blocks([self._device.blocks[copy.device] for copy in copies])
         if failed:
             self.counts.blocks_failed += len(copies)

@@ -86,6 +86,12 @@ INTERNALS = {
     "KVCacheManager.allocate_slots(delay_cache_blocks)": "wrapped: blocks are registered when they are computed",
     "KVCacheManager.cache_blocks": "registers them",
     "Scheduler._inflight_prefills, Request.{is_prefill_chunk,num_in_flight_tokens}": "put back for who left",
+    # KV checkpoints on disk
+    "vllm.v1.engine.core.EngineCore.{conserve_spill,model_executor,get_weight_version}": "added: a utility call "
+    "that has the workers write and read (collective_rpc with a function)",
+    "vllm.distributed.kv_transfer.get_kv_transfer_group": "a worker's KV connector",
+    "vllm.v1.core.kv_cache_utils.get_none_hash_seed": "what hashes of blocks begin with: must be the same again",
+    "AttentionLayer.{impl,isa,_k_scale_float,_v_scale_float}": "how KV lies within a block, and what scales it",
     # co-serving: the server
     "vllm.entrypoints.launchers.{cli_args.make_arg_parser,api_server.entry.run_server}": "vLLM's OpenAI server",
     "vllm.{general,endpoint}_plugins": "the entry points through which vLLM loads us",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from conserve.engine.vllm.checkpoints import Checkpoints
 from conserve.engine.vllm.copies import Copies
 from conserve.engine.vllm.pacing import SECTION
+from conserve.engine.vllm.spill import Spilling
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
 log = logging.getLogger("vllm.conserve")
@@ -28,8 +30,8 @@ HOST_BYTES = 4 << 30  # of all workers together
 class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's calls, passed on to `Checkpoints` in the scheduler and to `Copies` in each worker.
 
-    `kv_connector_extra_config` takes `policy` and `host_bytes` (of all workers together). Where the model's KV
-    is not only full attention's, nothing is checkpointed, and the log says so.
+    `kv_connector_extra_config` takes `policy`, `host_bytes` (of all workers together) and `spill` (a folder). Where
+    the model's KV is not only full attention's, nothing is checkpointed, and the log says so.
     """
 
     _cache_hit_source = CacheHitSource.HOST
@@ -57,6 +59,14 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 workers=workers,
                 block_ms=vllm_config.additional_config.get(SECTION, {}).get("block_ms"),
             )
+            if extra.get("spill"):
+                self.checkpoints.spill = Spilling(
+                    Path(extra["spill"]),
+                    self.checkpoints,
+                    vllm_config,
+                    kv_cache_config,
+                    block_bytes=block_bytes(kv_cache_config),
+                )
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -35,6 +35,7 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
         self._broken: set[str] = set()  # rows of which a part did not come back
         self._cancelled: set[str] = set()
         self._load_targets_free: torch.Event | None = None
+        self.writing: Any = None  # a shard for the disk, under way (`spill`)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find the regions of the KV cache and set up host memory of the same shape."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hmac
 import json
 import logging
 import multiprocessing
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.conserve")
 PATH = "/v1/conserve"  # below /v1, which vLLM's --api-key guards
+SPILL_PATH = f"{PATH}/spill"
+SUPERVISOR = (
+    "CONSERVE_SUPERVISOR"  # a secret between `conserve serve` and its server, and the header it is sent in
+)
+LOOK_S = 0.05  # between two looks whether the workers have written
 SERVED = "CONSERVE_SERVED"  # set where `conserve serve` started the server
 RESUME = "conserve_resume"  # in a request's vllm_xargs: token ids that an earlier attempt generated
 FLEX = "flex"  # OpenAI's service tier for work that can wait
@@ -61,6 +67,7 @@ def hook_engine_core() -> None:
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.conserve = ask_scheduler
+    EngineCore.conserve_spill = ask_spilling
     if not hasattr(EngineCore.preprocess_add_request, "__wrapped__"):
         EngineCore.preprocess_add_request = announcing(EngineCore.preprocess_add_request)
 
@@ -79,6 +86,13 @@ def ask_scheduler(core: Any, change: dict[str, Any] | None = None) -> dict[str, 
     """`CoServing.conserve` through vLLM's utility calls; None where another scheduler runs."""
     asked = getattr(core.scheduler, "conserve", None)
     return asked(change) if asked is not None else None
+
+
+def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:
+    """`spill.ask_spilling`; None where nothing goes to disk."""
+    from conserve.engine.vllm import spill
+
+    return spill.ask_spilling(core, what)
 
 
 def announcing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,6 +171,7 @@ class Surface:
         """Add the routes."""
         app.add_route(PATH, show, methods=["GET"])
         app.add_route(PATH, change, methods=["POST"])
+        app.add_route(SPILL_PATH, spill, methods=["POST"])
         from conserve.engine.vllm.metrics import Metrics
 
         Metrics(scheduler_says).attach(app)
@@ -177,6 +192,8 @@ class Surface:
             await warm_up(engine_client)
             # The first request of somebody else ends the warm-up; be that somebody.
             await scheduler_says(engine_client, {})
+        if config.kv_transfer_config is not None:
+            await engine_client.engine_core.call_utility_async("conserve_spill", "take_in")
 
 
 async def scheduler_says(
@@ -215,6 +232,21 @@ async def change(request: Request) -> Response:
         names = f"policies are {', '.join(SERVING)}; preemptions are {', '.join((*PREEMPTIONS, OFF))}"
         return reply({"error": {"message": f"send e.g. {example}; {names}"}}, 400)
     return await answer(request, wanted)
+
+
+async def spill(request: Request) -> Response:
+    """Write KV of rows in flight to disk; for the process that started this server and is about to stop it."""
+    secret, sent = os.environ.get(SUPERVISOR, ""), request.headers.get(SUPERVISOR, "")
+    if not secret or not hmac.compare_digest(sent.encode(), secret.encode()):
+        return reply({"error": {"message": "only conserve serve may ask for that"}}, 403)
+    ask = request.app.state.engine_client.engine_core.call_utility_async
+    said = await ask("conserve_spill", "begin")
+    while said is not None and said["writing"]:
+        await asyncio.sleep(LOOK_S)
+        said = await ask("conserve_spill", "end")
+    if said is None:
+        return reply({"error": {"message": "this engine has no checkpoints to spill"}}, 404)
+    return reply(said)
 
 
 async def answer(request: Request, wanted: Mapping[str, Any] | None) -> Response:

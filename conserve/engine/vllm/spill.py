@@ -1,0 +1,338 @@
+"""KV checkpoints on disk: written at a clean stop, taken in by the next engine of the same kind.
+
+The engine core says which blocks (`Spilling`), each worker writes and reads its own part of them (the functions
+below, called in all workers at once). Writing reads host memory only, in a thread, while the engine goes on; blocks
+that are just on the device are copied there first.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed, resolve_kv_cache_block_sizes
+from vllm.version import __version__ as vllm_version
+
+from conserve.engine.runtime.spill_file import (
+    Identity,
+    Shard,
+    Spill,
+    discard,
+    read_index,
+    read_shard,
+    remove,
+    require_same,
+    write_index,
+    write_shard,
+)
+from conserve.engine.vllm.checkpoints import Checkpoints, Copy
+from conserve.engine.vllm.copies import Copies
+from conserve.engine.vllm.fingerprint import identity_of
+from conserve.errors import SpillRefused
+
+log = logging.getLogger("vllm.conserve")
+RESERVE = 1 << 30  # bytes that are left to others on the disk: the store may lie there too
+AT_ONCE = 64  # blocks that are copied from the device together
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the engine started."""
+
+    blocks_spilled: int = 0
+    bytes_spilled: int = 0
+    blocks_taken_in: int = 0
+    tokens_taken_in: int = 0
+
+
+class Spilling:
+    """The engine core's part; called between two iterations."""
+
+    def __init__(
+        self, folder: Path, checkpoints: Checkpoints, config: Any, kv_cache_config: Any, *, block_bytes: int
+    ) -> None:
+        self._folder, self._checkpoints = folder, checkpoints
+        self._identity = functools.partial(identity, config, kv_cache_config)
+        self._block_bytes = block_bytes * config.parallel_config.world_size
+        self.why_off = why_not(config)
+        self.refused: str | None = None  # why the last spill was not taken in, or not written
+        self.counts = Counts()
+        self._writing: dict[str, int] = {}  # host blocks by key
+        self._whose: Identity = {}  # what is being written
+        if self.why_off is not None:
+            log.warning("KV checkpoints do not go to disk: %s", self.why_off)
+
+    def report(self) -> dict[str, Any]:
+        """What went to disk and what came back."""
+        return {"why_off": self.why_off, "refused": self.refused, **asdict(self.counts)}
+
+    def take_in(self, core: Any) -> None:
+        """Before anybody is served: what the last engine left goes to host memory, and off the disk."""
+        if self.why_off is not None:
+            return
+        try:
+            spill = read_index(self._folder)
+            if spill is not None:
+                require_same(spill.identity, self._identity(core.get_weight_version()))
+                self._read(core, spill)
+                discard(self._folder)
+        except Exception as error:  # whatever it is, everything can be computed again
+            self.refused = said(error)
+            log.warning("the KV blocks in %s are not used: %s", self._folder, self.refused)
+
+    def _read(self, core: Any, spill: Spill) -> None:
+        memory, hosts = self._checkpoints.memory, self._checkpoints.returned(spill.keys)
+        try:
+            keys = list(spill.keys[: len(hosts)])
+            whys = core.model_executor.collective_rpc(
+                read, args=(str(self._folder), list(spill.shards), keys, hosts)
+            )
+            if why := next(filter(None, whys), None):
+                raise SpillRefused(why)
+            for host in hosts:
+                memory.written(host)
+        finally:
+            memory.release(reversed(hosts))  # forgotten if not written; else the beginnings go last
+        self.counts.blocks_taken_in = len(hosts)
+        self.counts.tokens_taken_in = len(hosts) * self._checkpoints.block_tokens
+        log.info("%d KV blocks of rows in flight came back from %s", len(hosts), self._folder)
+
+    def begin(self, core: Any) -> None:
+        """At a clean stop: have the workers write what rows in flight have."""
+        if self.why_off is not None or self._writing:
+            return
+        found = self._checkpoints.gather()
+        self._writing = found.hosts
+        failed = True
+        try:
+            if found.hosts:
+                self._require_room(len(found.hosts))
+                self._whose = self._identity(core.get_weight_version())
+                arguments = (str(self._folder), secrets.token_hex(8), found.hosts, found.copies)
+                failed = not all(core.model_executor.collective_rpc(begin_writing, args=arguments))
+        except (SpillRefused, OSError) as error:
+            self._over(said(error))
+        finally:
+            self._checkpoints.copied(found.fresh, failed=failed)
+
+    @property
+    def writing(self) -> bool:
+        """Whether workers write, or have written what does not count yet."""
+        return bool(self._writing)
+
+    def end(self, core: Any) -> None:
+        """Have what was written count, once all of it is there."""
+        if not self._writing:
+            return
+        ended: list[Shard | str | None] = core.model_executor.collective_rpc(what_was_written)
+        if None in ended:
+            return
+        why = next((one for one in ended if isinstance(one, str)), None)
+        shards = [one for one in ended if isinstance(one, Shard)]
+        if why is None:
+            why = self._make_count(shards)
+        if why is not None:
+            remove(self._folder, shards)
+        self._over(why)
+
+    def _make_count(self, shards: Sequence[Shard]) -> str | None:
+        keys = list(self._writing)
+        spill = Spill(identity=self._whose, keys=keys, shards=shards)
+        try:
+            write_index(self._folder, spill)
+        except OSError as error:
+            return said(error)
+        self.counts.blocks_spilled = len(keys)
+        self.counts.bytes_spilled = sum(shard.block_bytes for shard in shards) * len(keys)
+        return None
+
+    def _require_room(self, blocks: int) -> None:
+        wanted, free = blocks * self._block_bytes, shutil.disk_usage(self._folder).free
+        if wanted + RESERVE > free:
+            raise SpillRefused(
+                f"they take {wanted >> 20} MiB, and {free >> 20} are free, {RESERVE >> 20} of them for others"
+            )
+
+    def _over(self, why: str | None) -> None:
+        self._checkpoints.memory.release(reversed(self._writing.values()))
+        self._writing, self.refused = {}, why
+        if why is not None:
+            log.warning("KV blocks of rows in flight are not written to %s: %s", self._folder, why)
+
+
+def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:
+    """`take_in`, `begin` or `end`, through vLLM's utility calls; None where nothing goes to disk."""
+    from conserve.engine.vllm.scheduler import checkpoints_of
+
+    checkpoints, _ = checkpoints_of(core.scheduler.connector)
+    spilling: Spilling | None = checkpoints.spill if checkpoints is not None else None
+    if spilling is None:
+        return None
+    {"take_in": spilling.take_in, "begin": spilling.begin, "end": spilling.end}[what](core)
+    return {**spilling.report(), "writing": spilling.writing}
+
+
+def said(error: Exception) -> str:
+    """Why, in a few words."""
+    return str(error) if isinstance(error, SpillRefused) else f"{type(error).__name__}: {error}"
+
+
+def why_not(config: Any) -> str | None:
+    """Why KV of this engine means nothing to the next; None if it does."""
+    cache = config.cache_config
+    seeded = os.environ.get("PYTHONHASHSEED") is not None
+    reasons = {
+        "prefix caching is off": not cache.enable_prefix_caching,
+        f"hashes of blocks differ from start to start with {cache.prefix_caching_hash_algo} "
+        "(PYTHONHASHSEED is not set)": cache.prefix_caching_hash_algo.startswith("xxhash") and not seeded,
+        "the engine is data parallel": config.parallel_config.data_parallel_size > 1,
+    }
+    return next((reason for reason, true in reasons.items() if true), None)
+
+
+def identity(config: Any, kv_cache_config: Any, weights: str) -> Identity:
+    """What two engines must have in common for KV of one to be right in the other; workers add their layouts."""
+    model, cache = config.model_config, config.cache_config
+    block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, config)
+    return {
+        "model": identity_of("", config),
+        "weight version": weights,
+        "load format": str(config.load_config.load_format),
+        "dtype": str(model.dtype),
+        "KV cache dtype": str(cache.cache_dtype),
+        "context length": model.max_model_len,  # some rotary embeddings depend on it
+        "block size": block,
+        "hash block size": hashed,
+        "hash algorithm": cache.prefix_caching_hash_algo,
+        "hash seed": hashlib.sha256(get_none_hash_seed().encode()).hexdigest()[:16],
+        "KV cache": "; ".join(str(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups),
+        "layers": sum(len(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors),
+        "workers": config.parallel_config.world_size,
+        "vLLM": vllm_version,
+    }
+
+
+# In a worker.
+
+
+class Writing:
+    """A shard on its way to disk."""
+
+    def __init__(self) -> None:
+        self.ended: Shard | str | None = None  # the shard, or why there is none
+
+    def run(self, write: Callable[[], Shard]) -> None:
+        """Write it; `ended` tells when."""
+        try:
+            self.ended = write()
+        except Exception as error:
+            log.exception("KV blocks could not be written")
+            self.ended = said(error)
+
+
+def begin_writing(
+    worker: Any, folder: str, name: str, hosts: Mapping[str, int], copies: Sequence[Copy]
+) -> bool:
+    """Bring blocks to host memory, and begin to write them and others; whether they are there."""
+    ours = copies_here()
+    ours.writing = writing = Writing()
+    try:
+        copy_now(ours, copies)
+        regions = host_regions(ours)
+        blocks = ((key, [region[host] for region in regions]) for key, host in hosts.items())
+        write = functools.partial(
+            write_shard, Path(folder), shard_name(name), blocks, layout=layout(worker, ours)
+        )
+    except Exception as error:
+        writing.ended = said(error)
+        return False
+    threading.Thread(target=writing.run, args=(write,), name="kv-spill", daemon=True).start()
+    return True
+
+
+def what_was_written(worker: Any) -> Shard | str | None:
+    """The shard once it is whole, or why there is none; None meanwhile."""
+    writing: Writing = copies_here().writing
+    return writing.ended
+
+
+def read(
+    worker: Any, folder: str, shards: Sequence[Shard], keys: Sequence[str], hosts: Sequence[int]
+) -> str | None:
+    """Read this worker's part into blocks of host memory; why it cannot be relied on, if so."""
+    try:
+        ours, mine = copies_here(), shard_name("")
+        shard = next((one for one in shards if one.name.endswith(mine)), None)
+        if shard is None:
+            raise SpillRefused("it has no part for every worker")
+        regions = host_regions(ours)
+        targets = ([region[host] for region in regions] for host in hosts)
+        read_shard(Path(folder), shard, keys, targets, layout=layout(worker, ours))
+    except Exception as error:
+        return said(error)
+    return None
+
+
+def copies_here() -> Copies:
+    """This worker's host memory."""
+    connector = get_kv_transfer_group()
+    for one in getattr(connector, "_connectors", (connector,)):
+        if isinstance(copies := getattr(one, "copies", None), Copies):
+            return copies
+    raise SpillRefused("a worker has no KV checkpoints")
+
+
+def copy_now(ours: Copies, copies: Sequence[Copy]) -> None:
+    """Copy from the device, and wait for it."""
+    device, host = ours.gpu_kv_caches, ours.cpu_kv_caches
+    assert device is not None
+    assert host is not None
+    if copies and next(iter(device.values())).device.type != "cpu":
+        torch.accelerator.synchronize()
+    for first in range(0, len(copies), AT_ONCE):
+        some = copies[first : first + AT_ONCE]
+        sources = torch.tensor([copy.device for copy in some])
+        targets = torch.tensor([copy.host for copy in some])
+        for name, cache in device.items():
+            blocks = cache.index_select(0, sources.to(cache.device))  # (n, block bytes)
+            host[name].index_copy_(0, targets, blocks.cpu())
+
+
+def host_regions(ours: Copies) -> list[list[memoryview]]:
+    """The bytes of each block of host memory, by region."""
+    assert ours.cpu_kv_caches is not None
+    regions = []
+    for cache in ours.cpu_kv_caches.values():
+        size, whole = cache[0].nbytes, memoryview(cache.numpy()).cast("B")
+        regions.append([whole[at : at + size] for at in range(0, len(whole), size)])
+    return regions
+
+
+def shard_name(spill: str) -> str:
+    """Of this worker."""
+    return f"{spill}-{get_tp_group().rank_in_group}.kv"
+
+
+def layout(worker: Any, ours: Copies) -> str:
+    """A digest of how KV lies within a block, which attention backends differ in, and of what scales it."""
+    assert ours.cpu_kv_caches is not None
+    parts: list[Any] = [(name, cache[0].nbytes) for name, cache in ours.cpu_kv_caches.items()]
+    for cache in worker.model_runner.kv_caches:
+        strides = cache.stride()
+        parts.append((cache.dtype, sorted(range(cache.dim()), key=strides.__getitem__)))
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        scales = [getattr(layer, name, None) for name in ("_k_scale_float", "_v_scale_float", "isa")]
+        parts.append((type(getattr(layer, "impl", None)).__qualname__, *scales))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
