@@ -38,6 +38,16 @@ SAID: dict[str, Any] = {
         "tokens_wasted": 128.5,
         "reaction_ms": {"p50": 5.0, "p99": 14.0},
     },
+    "checkpoint": {
+        "policy": "adaptive",
+        "why_off": None,
+        "tokens_saved": 4096,
+        "tokens_restored": 2048,
+        "tokens_recomputed": 77,
+        "restores": 5,
+        "blocks_failed": 2,
+        "blocks_refused": 6,
+    },
 }
 
 
@@ -129,11 +139,17 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_preempted_layers_total": 40,
         "conserve_tokens_redone_total": 512,
         "conserve_tokens_wasted_total": 128.5,
+        "conserve_kv_tokens_saved_total": 4096,
+        "conserve_kv_tokens_restored_total": 2048,
+        "conserve_kv_tokens_recomputed_total": 77,
+        "conserve_kv_restores_total": 5,
+        "conserve_kv_blocks_failed_total": 2,
+        "conserve_kv_blocks_refused_total": 6,
         "conserve_slo_attainment": 0.75,
         "conserve_preemption_reaction_seconds/0.5": 0.005,
         "conserve_preemption_reaction_seconds/0.99": 0.014,
     }
-    assert len(COUNTS) == 12
+    assert len(COUNTS) == 18
     assert "# TYPE conserve_preemptions_total counter" in answer.text
     assert "# TYPE python_info gauge" in answer.text  # from the registry that vLLM shows
     assert client.asked == [None]
@@ -206,6 +222,8 @@ def test_preemption_is_changed_over_http(name: str) -> None:
         {"preemption": ["off"]},
         {"preemption": {}},
         {"preempt": "off"},
+        {"checkpoint": "eager"},
+        {"checkpoint": []},
         {"policy": "fair"},
         {"slo": {"ttft_ms": 0}},
         {"slo": {"ttft_ms": "soon"}},
@@ -219,7 +237,7 @@ def test_a_wrong_change_is_refused_with_an_example_and_the_names(wrong: Any) -> 
     answer = asyncio.run(post(app_for(client), wrong))
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
-    for words in ('"preemption": "off"', *PREEMPTIONS, OFF):
+    for words in ('"preemption": "off"', '"checkpoint": "on"', *PREEMPTIONS, OFF):
         assert words in message
     assert client.asked == []
 

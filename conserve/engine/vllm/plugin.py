@@ -228,7 +228,7 @@ async def change(request: Request) -> Response:
     except (ValueError, TypeError, AttributeError):
         known = positive = False
     if not known or not positive:
-        example = '{"policy": "conserve", "checkpoint": "on", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
+        example = '{"preemption": "off", "checkpoint": "on", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
         names = f"policies are {', '.join(SERVING)}; preemptions are {', '.join((*PREEMPTIONS, OFF))}"
         return reply({"error": {"message": f"send e.g. {example}; {names}"}}, 400)
     return await answer(request, wanted)

@@ -1,0 +1,100 @@
+"""Host memory's bookkeeping against the obvious one, under any sequence of events."""
+
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from conserve.engine.runtime.host_memory import HostMemory
+
+CAPACITY = 5
+keys = st.integers(0, 9)
+
+
+class Memory(RuleBasedStateMachine):
+    """Rows and copies hold blocks, give them up, and look for what others left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = HostMemory(CAPACITY)
+        self.holds: list[int] = []  # one entry a holder
+        self.content: dict[int, int] = {}  # block -> key
+        self.written: set[int] = set()
+        self.forgotten: set[int] = set()
+
+    @rule(key=keys)
+    def allocate(self, key: int) -> None:
+        if self.memory.find(key) is not None:
+            return
+        room = self.memory.room
+        block = self.memory.allocate(key)
+        assert (block is None) == (room == 0)
+        if block is None:
+            return
+        assert block not in self.holds, "somebody holds it"
+        self.holds.append(block)
+        self.content[block] = key
+        self.written.discard(block)
+        self.forgotten.discard(block)
+
+    @precondition(lambda self: self.holds)
+    @rule(pick=st.randoms(use_true_random=False))
+    def write(self, pick: Callable[..., int]) -> None:
+        block = pick.choice(self.holds)  # type: ignore[attr-defined]
+        self.memory.written(block)
+        self.written.add(block)
+
+    @precondition(lambda self: self.holds)
+    @rule(pick=st.randoms(use_true_random=False))
+    def release(self, pick: Callable[..., int]) -> None:
+        block = pick.choice(self.holds)  # type: ignore[attr-defined]
+        self.holds.remove(block)
+        self.memory.release([block])
+        if block not in self.holds:
+            found = self.memory.find(self.content[block])
+            assert (found == block) == (block in self.written and block not in self.forgotten)
+
+    @precondition(lambda self: self.holds)
+    @rule(pick=st.randoms(use_true_random=False))
+    def forget(self, pick: Callable[..., int]) -> None:
+        block = pick.choice(self.holds)  # type: ignore[attr-defined]
+        self.memory.forget(block)
+        self.forgotten.add(block)
+        assert self.memory.find(self.content[block]) != block
+
+    @rule(key=keys)
+    def find(self, key: int) -> None:
+        block = self.memory.find(key)
+        if block is None:
+            return
+        assert self.content[block] == key
+        assert block in self.holds or block in self.written
+        self.memory.hold(block)
+        self.holds.append(block)
+
+    @rule()
+    def clear(self) -> None:
+        self.memory.clear()
+        assert self.memory.used == len(set(self.holds))
+
+    @invariant()
+    def room_is_what_nobody_holds(self) -> None:
+        assert self.memory.room == CAPACITY - len(set(self.holds))
+        assert self.memory.used <= CAPACITY
+
+
+TestMemory = Memory.TestCase
+TestMemory.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_what_was_released_first_goes_first() -> None:
+    memory = HostMemory(3)
+    blocks = [memory.allocate(key) for key in "abc"]
+    for block in blocks:
+        assert block is not None
+        memory.written(block)
+    memory.release(block for block in reversed(blocks) if block is not None)
+    memory.allocate("d")
+    assert memory.find("c") is None, "the end of a row goes before its beginning"
+    assert memory.find("a") == blocks[0]

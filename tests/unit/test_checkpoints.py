@@ -1,0 +1,204 @@
+"""Who is checkpointed, what copies blocks, and the flags that ask for it."""
+
+import ctypes
+import json
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from conserve.cli.serve import checkpointing, host_bytes
+from conserve.engine.policy.checkpointing import FEW, LITTLE, Adaptive, Eager, Marked, Pressure, policy_named
+from conserve.engine.runtime.copy_thread import CopyThread, Region, merged
+from conserve.engine.vllm.kv_transfer import FLAG, with_checkpoints
+from conserve.errors import SettingsError
+
+OFFLINE = [Marked(f"row{n}", 10) for n in range(8)]
+ONLINE = [Marked("live", 10, online=True)]
+
+
+def pressure(free: int, *, host_room: int = 1000, budget: int = 1000) -> Pressure:
+    return Pressure(100, free, host_room, budget)
+
+
+def chosen(policy: Adaptive | Eager, rows: Sequence[Marked], free: int, **rest: int) -> dict[str, int]:
+    """What one iteration copies."""
+    now = pressure(free, **rest)
+    if not policy.wants_marks(now):
+        return {}
+    policy.checkpoint(rows)
+    return dict(policy.blocks_to_checkpoint(now))
+
+
+def test_adaptive_does_nothing_while_half_of_the_memory_is_free() -> None:
+    assert chosen(Adaptive(), OFFLINE, 50) == {}
+    assert chosen(Adaptive(), OFFLINE, 49)
+
+
+def test_adaptive_takes_a_few_blocks_of_the_first_row_and_then_more_of_more() -> None:
+    counts = [chosen(Adaptive(), OFFLINE, free) for free in (48, 35, 20, 5, 1)]
+    assert counts[0] == {"row0": FEW}
+    blocks = [sum(one.values()) for one in counts]
+    assert blocks == sorted(blocks)
+    assert blocks[-1] >= 8 * blocks[0]
+    assert len(counts[-1]) > 5
+
+
+def test_adaptive_keeps_up_with_how_fast_memory_is_consumed() -> None:
+    slow, fast = Adaptive(), Adaptive()
+    rows = [Marked(f"row{n}", 100) for n in range(8)]
+    for step in range(1, 11):
+        slowly = chosen(slow, rows, 45 - step)
+        quickly = chosen(fast, rows, 45 - 3 * step)
+    same = pressure(15)
+    for policy in (slow, fast):
+        policy.checkpoint(rows)
+    assert sum(slow.blocks_to_checkpoint(same).values()) < sum(fast.blocks_to_checkpoint(same).values()) * 3
+    assert sum(slowly.values()) < sum(quickly.values())
+
+
+def test_live_requests_are_copied_only_where_memory_is_little() -> None:
+    for policy in (Adaptive, Eager):
+        assert "live" not in chosen(policy(), OFFLINE + ONLINE, int(LITTLE * 100) + 1)
+        assert "live" in chosen(policy(), ONLINE, int(LITTLE * 100) - 1)
+
+
+def test_no_policy_copies_more_than_it_may() -> None:
+    for policy in (Adaptive, Eager):
+        assert sum(chosen(policy(), OFFLINE, 2, budget=7).values()) == 7
+        assert sum(chosen(policy(), OFFLINE, 2, host_room=5).values()) == 5
+        assert chosen(policy(), OFFLINE, 2, budget=0) == {}
+
+
+class Mine:
+    """A user's policy."""
+
+    def wants_marks(self, pressure: Pressure) -> bool:
+        return True
+
+    def checkpoint(self, rows: Sequence[Marked]) -> None:
+        self.rows = rows
+
+    def blocks_to_checkpoint(self, pressure: Pressure) -> dict[str, int]:
+        return {row.name: 1 for row in self.rows}
+
+
+class Unfinished:
+    def checkpoint(self, rows: Sequence[Marked]) -> None: ...
+
+
+def test_a_policy_is_named_or_a_class_of_the_users() -> None:
+    assert isinstance(policy_named("eager"), Eager)
+    assert type(policy_named(f"{__name__}.Mine")).__name__ == "Mine"
+    for name, why in (
+        ("often", "there are adaptive, eager, off"),
+        ("nowhere.Mine", "No module named 'nowhere'"),
+        (f"{__name__}.Yours", "Yours"),
+        (f"{__name__}.Unfinished", "has no wants_marks and no blocks_to_checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            policy_named(name)
+
+
+def test_neighbouring_blocks_are_one_run() -> None:
+    assert merged([4, 5, 6, 9, 1], [0, 1, 2, 3, 4]) == [(4, 0, 3), (9, 3, 1), (1, 4, 1)]
+    assert merged([4, 5], [1, 0]) == [(4, 1, 1), (5, 0, 1)]
+
+
+def regions(count: int, blocks: int, size: int, fill: int) -> tuple[list[bytearray], list[Region]]:
+    memory = [bytearray([fill]) * (blocks * size) for _ in range(count)]
+    return memory, [
+        Region(ctypes.addressof((ctypes.c_char * len(part)).from_buffer(part)), size) for part in memory
+    ]
+
+
+def test_blocks_are_copied_there_and_back_in_all_regions() -> None:
+    device, ours = regions(3, 8, 16, 1)
+    host, theirs = regions(3, 4, 16, 0)
+    for part in device:
+        part[:] = bytes(n // 16 for n in range(len(part)))
+    thread = CopyThread(ours, theirs)
+    thread.copy([2, 3, 7], [0, 1, 3], is_store=True).synchronize()
+    assert all(part[::16] == bytes([2, 3, 0, 7]) for part in host)
+    done = thread.copy([3, 0], [5, 6], is_store=False)
+    done.synchronize()
+    assert not done.failed
+    assert all(part[::16] == bytes([0, 1, 2, 3, 4, 7, 2, 7]) for part in device)
+    assert (thread.stored.blocks, thread.stored.bytes, thread.loaded.blocks) == (3, 3 * 3 * 16, 2)
+    thread.stop()
+
+
+def test_a_copy_that_fails_says_so_and_the_next_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    _, ours = regions(1, 2, 8, 1)
+    host, theirs = regions(1, 2, 8, 0)
+    fails = threading.Event()
+    fails.set()
+
+    def move(to: int, source: int, size: int) -> None:
+        if fails.is_set():
+            raise OSError("no")
+        ctypes.memmove(to, source, size)
+
+    thread = CopyThread(ours, theirs, move)
+    first = thread.copy([0], [0], is_store=True)
+    first.synchronize()
+    fails.clear()
+    second = thread.copy([0], [1], is_store=True)
+    second.synchronize()
+    thread.stop()
+    assert (first.failed, second.failed) == (True, False)
+    assert host[0] == bytes(8) + bytes([1]) * 8
+    assert "could not be copied" in caplog.text
+
+
+def config_of(flags: Sequence[str]) -> dict[str, object]:
+    assert flags[-2] == FLAG
+    found: dict[str, object] = json.loads(flags[-1])
+    return found
+
+
+def test_the_flag_names_our_connector() -> None:
+    flags = with_checkpoints(["--dtype", "auto"], {"policy": "eager"})
+    assert flags[:2] == ["--dtype", "auto"]
+    found = config_of(flags)
+    assert found["kv_connector"] == "CheckpointConnector"
+    assert found["kv_load_failure_policy"] == "recompute"
+    assert found["kv_connector_extra_config"] == {"policy": "eager"}
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_another_connector_of_the_users_stays_beside_ours(joined: bool) -> None:
+    theirs = json.dumps({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"})
+    words = [f"--kv_transfer_config={theirs}"] if joined else [FLAG, theirs]
+    flags = with_checkpoints([*words, "--dtype", "auto"], {"policy": "eager"})
+    assert flags[:2] == ["--dtype", "auto"]
+    found = config_of(flags)
+    assert found["kv_connector"] == "MultiConnector"
+    extra = found["kv_connector_extra_config"]
+    assert isinstance(extra, dict)
+    names = [one["kv_connector"] for one in extra["connectors"]]
+    assert names == ["CheckpointConnector", "LMCacheConnectorV1"]
+
+
+@pytest.mark.parametrize("said", ["{", "[]", "{}", '{"kv_connector": "CheckpointConnector"}'])
+def test_a_connector_that_cannot_be_read_is_refused(said: str) -> None:
+    with pytest.raises(SettingsError, match=FLAG):
+        with_checkpoints([FLAG, said], {})
+
+
+def test_sizes_of_host_memory() -> None:
+    assert host_bytes("1GiB") == 1 << 30
+    assert host_bytes("1.5 gb") == 1_500_000_000
+    assert host_bytes("4096") == 4096
+    assert 0 < host_bytes(None) <= 4 << 30
+    for wrong in ("much", "-1GB", "0", "1PB", "900TiB"):
+        with pytest.raises(SettingsError, match="--kv-host-memory"):
+            host_bytes(wrong)
+
+
+def test_flags_without_checkpoints_stay_as_they_are() -> None:
+    assert checkpointing(["--dtype", "auto"], "off", None, None) == ["--dtype", "auto"]
+    with pytest.raises(SettingsError, match="--kv-host-memory"):
+        checkpointing([], "off", "1GiB", None)
+    with pytest.raises(SettingsError, match="--kv-checkpoint: there is no checkpoint policy"):
+        checkpointing([], "sometimes", None, None)
