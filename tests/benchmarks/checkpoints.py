@@ -22,7 +22,7 @@ CONTEXTS = (1000, 3000, 6000)  # tokens of the row that loses its memory
 ROUNDS = {1000: 6, 3000: 4, 6000: 3}
 BESIDE = 4  # rows that decode meanwhile
 MOST_SHARE, MOST_SLOWER, MOST_PREEMPTION_MS = 20.0, 2.0, 1.0  # the floors: percent, percent, ms
-RESTORES, PLAIN = 40, 4  # restores, and iterations before each
+RESTORES, PLAIN = 40, 8  # restores, and iterations before each
 ROWS, PROMPT, ANSWER = 8, 700, 40  # of a batch whose throughput is measured
 BATCHES = 8  # with each policy
 ARMS = ("off", "eager", "adaptive")
@@ -153,7 +153,7 @@ def slowdown(engine: Any, raw: dict[str, Any]) -> list[Figure]:
         meanwhile = []
         while not meanwhile or restores:
             meanwhile.append(iteration_ms(engine))
-        ratios.append((statistics.fmean(meanwhile) / statistics.median(plain) - 1) * 100)
+        ratios.append((statistics.fmean(meanwhile) / statistics.fmean(plain) - 1) * 100)
         victim.run(3)
     victim.end()
     raw["slowdown_percent"] = ratios

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import ceil, inf
 
 import pytest
@@ -45,15 +46,19 @@ def models(draw: st.DrawFn) -> LinearModel:
 def running(draw: st.DrawFn, name: str, block_tokens: int) -> Candidate:
     context = draw(st.integers(0, 200))
     blocks = max(1, ceil(context / block_tokens)) + draw(st.sampled_from([0, 0, 1]))
+    saved = draw(st.sampled_from([False, False, True]))
     if context and draw(st.booleans()):
-        return Candidate(name, draw(st.sampled_from([1, 1, 1, 2, 4])), context, True, blocks)
-    return unread(draw, name, context, blocks)
+        return Candidate(name, draw(st.sampled_from([1, 1, 1, 2, 4])), context, True, blocks, saved=saved)
+    return unread(draw, name, context, blocks)._replace(saved=saved)
 
 
 @st.composite
 def waiting(draw: st.DrawFn, name: str, block_tokens: int) -> Candidate:
     cached, shared = draw(st.sampled_from([(0, 0), (0, 0), (1, 0), (5, 0), (5, 3)]))
-    return unread(draw, name, cached * block_tokens, shared)
+    request = unread(draw, name, cached * block_tokens, shared)
+    if draw(st.integers(0, 4)):
+        return request
+    return request._replace(restorable=draw(st.integers(1, request.tokens)))
 
 
 def unread(draw: st.DrawFn, name: str, context: int, blocks: int) -> Candidate:
@@ -62,7 +67,7 @@ def unread(draw: st.DrawFn, name: str, context: int, blocks: int) -> Candidate:
     prompt = draw(st.sampled_from([None, None, "a", "b"]))  # beginnings that others have too
     prefix = [] if prompt is None else [f"{prompt}{n}" for n in range(50)]
     age_ms = draw(ages_ms)
-    return Candidate(name, draw(sizes), context, False, blocks, age_ms, answered, surcharge_ms, prefix)
+    return Candidate(name, draw(sizes), context, False, blocks, age_ms, answered, surcharge_ms, prefix=prefix)
 
 
 @st.composite
@@ -212,10 +217,24 @@ def test_only_running_offline_requests_are_preempted_the_last_first(view: View, 
     plan = Judged(view, policy.plan(view)).plan
     names = [request.name for request in view.offline]
     assert set(plan.preempted) <= set(names)
-    for decode in (True, False):
-        kind = [request.name for request in view.offline if request.decode == decode]
+    for decode, saved in product((True, False), repeat=2):
+        kind = [r.name for r in view.offline if r.decode == decode and r.saved == saved]
         lost = [name for name in kind if name in plan.preempted]
         assert lost == kind[len(kind) - len(lost) :]
+
+
+@settings(max_examples=EXAMPLES)
+@given(views(), st.sampled_from([Conserve(), OnlineOnly(), Paced()]))
+def test_what_comes_back_waits_for_nothing_but_room(view: View, policy: Policy) -> None:
+    judged = Judged(view, policy.plan(view))
+    plan = judged.plan
+    for name in plan.restored:
+        assert judged.all[name].restorable
+        assert name not in plan.tokens
+    assert not any(judged.all[name].restorable for name in plan.admitted)
+    assert len(set(plan.restored)) == len(plan.restored)
+    if plan.restored:
+        assert plan.total < view.max_tokens or all(judged.all[name].decode for name in plan.tokens)
 
 
 @settings(max_examples=EXAMPLES)

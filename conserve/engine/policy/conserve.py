@@ -1,9 +1,10 @@
 """ConServe's policy: online requests first, offline tokens in whatever time that leaves."""
 
+from itertools import chain, islice
 from math import inf, sqrt
 
 from conserve.engine.policy.composer import Composer
-from conserve.engine.policy.offline import serve_offline
+from conserve.engine.policy.offline import serve_least, serve_offline
 from conserve.engine.policy.online import serve_online
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import View
@@ -26,7 +27,11 @@ class Conserve:
         share = serve_online(composer, view, tbt_ms=view.slo.tbt_ms)
         if share.complete:
             limit_ms = min(share.limit_ms, arrival_limit_ms(view))
-            serve_offline(composer, share.running_offline, view.waiting_offline, limit_ms)
+            running, waiting = share.running_offline, iter(view.waiting_offline)
+            first = list(islice(waiting, 1))
+            serve_offline(composer, running, chain(first, waiting), limit_ms)
+            if not view.online:
+                serve_least(composer, running, first)
         return composer.plan()
 
 

@@ -1,6 +1,6 @@
 """Phase 2: offline requests, in the harvester's order, until time is spent (conserve-2026 Algorithm 1)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from conserve.engine.policy.composer import Composer
@@ -34,6 +34,20 @@ def serve_offline(
         if tokens < request.tokens:
             return
     _admit(composer, waiting, limit_ms, first=not running)
+
+
+def serve_least(composer: Composer, running: Sequence[Candidate], first: Sequence[Candidate]) -> None:
+    """Where no token fits, let one be computed: an idle engine gets no further, and its model is never corrected.
+
+    `first` is who waits in front, if anybody does; a decode step is not divided.
+    """
+    if composer.tokens or composer.restored:
+        return
+    if running and running[0].name not in composer.preempted:
+        request = running[0]
+        composer.add(request, min(request.tokens, composer.tokens_left) if request.decode else 1)
+    elif first and not running and not first[0].restorable and composer.free_slots > 0:
+        composer.admit(first[0], 1)
 
 
 def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms: float) -> None:

@@ -21,7 +21,7 @@ from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.host_memory import HostMemory
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
-SHARE = 0.5  # of an iteration's time that the copies beside it may take
+SHARE = 0.1  # of an iteration's time that the copies beside it may take: they use the same memory
 BLOCK_MS = 0.5  # to copy a block, until something is known
 UNPREDICTED = 32  # blocks that may be copied beside an iteration of unknown length
 SMOOTHING = 0.2  # of what is learned about it
