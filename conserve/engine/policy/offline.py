@@ -41,12 +41,18 @@ def serve_least(composer: Composer, running: Sequence[Candidate], first: Sequenc
 
     `first` is who waits in front, if anybody does; a decode step is not divided.
     """
-    if composer.tokens or composer.restored:
+    if composer.tokens:
         return
     if running and running[0].name not in composer.preempted:
         request = running[0]
         composer.add(request, min(request.tokens, composer.tokens_left) if request.decode else 1)
-    elif first and not running and not first[0].restorable and composer.free_slots > 0:
+    elif (
+        first
+        and not running
+        and not composer.restored
+        and not first[0].restorable
+        and _has_room(composer, first[0], first=True)
+    ):
         composer.admit(first[0], 1)
 
 
@@ -68,23 +74,26 @@ def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms:
 
 
 def _restore(composer: Composer, waiting: Iterable[Candidate], running: int) -> Iterable[Candidate]:
-    """Begin to bring back those in front that were preempted, if there is room; returns who waits after them."""
+    """Begin to bring back those in front that were preempted; returns who waits after them."""
     rest = iter(waiting)
     for request in rest:
         if not request.restorable:
             return chain((request,), rest)
-        reserved = composer.reserved_blocks if running or composer.restored else 0
-        spare_blocks = max(composer.watermark_blocks, composer.unwritten_blocks, reserved, running // GROWTH)
-        wanted = composer.blocks_for(request, request.tokens) + spare_blocks
-        if (
-            composer.preempted
-            or composer.tokens_left < 1
-            or composer.free_slots <= composer.reserved_slots
-            or wanted > composer.free_blocks
-        ):
+        if not _brought_back(composer, request, running):
             return ()  # nobody overtakes it: what it needs would never be free
-        composer.restore(request)
     return ()
+
+
+def _brought_back(composer: Composer, request: Candidate, running: int) -> bool:
+    """Begin to restore the request, if there is room."""
+    reserved = composer.reserved_blocks if running or composer.restored else 0
+    spare_blocks = max(composer.watermark_blocks, composer.unwritten_blocks, reserved, running // GROWTH)
+    wanted = composer.blocks_for(request, request.tokens) + spare_blocks
+    room = composer.free_slots > composer.reserved_slots and wanted <= composer.free_blocks
+    if composer.preempted or composer.tokens_left < 1 or not room:
+        return False
+    composer.restore(request)
+    return True
 
 
 def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *, first: bool) -> None:
@@ -98,6 +107,10 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
     for request in waiting:
         if composer.free_slots <= composer.reserved_slots:
             return
+        if request.restorable:
+            if not _brought_back(composer, request, len(composer.tokens)):
+                return
+            continue
         tokens = composer.fitting(request, limit_ms)
         if not tokens:
             return
@@ -113,6 +126,10 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             if tokens < request.tokens:
                 return
     for request in chain(held, waiting):
+        if request.restorable:
+            if not _brought_back(composer, request, len(composer.tokens)):
+                return
+            continue
         tokens = composer.fitting(request, limit_ms)
         if not tokens or not _has_room(composer, request, first=first):
             return

@@ -36,19 +36,27 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
     for request, waiting in chain(prompts, ((request, True) for request in view.waiting_online)):
         if request.restorable:
             if composer.tokens_left < 1 or not _make_place(composer, victims, request):
-                return OnlineShare(False, limit_ms, victims)
+                return OnlineShare(False, limit_ms, _left(view, composer))
             composer.restore(request)
+            if not request.answered:
+                first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
             continue
         tokens = chunk(composer, request, limit_ms, view.slo)
         if not tokens or not _place(composer, victims, request, tokens, waiting=waiting):
-            return OnlineShare(False, limit_ms, victims)
+            return OnlineShare(False, limit_ms, _left(view, composer))
         if tokens < request.tokens:
-            return OnlineShare(False, limit_ms, victims)
+            return OnlineShare(False, limit_ms, _left(view, composer))
         if not request.answered:
             first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
     if view.preemptible and first_tokens_ms < inf:  # who waits for a first token waits for nothing else
         first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + PATIENCE * view.slo.ttft_ms)
-    return OnlineShare(composer.free_blocks >= 0, min(limit_ms, first_tokens_ms), victims)
+    return OnlineShare(composer.free_blocks >= 0, min(limit_ms, first_tokens_ms), _left(view, composer))
+
+
+def _left(view: View, composer: Composer) -> list[Candidate]:
+    """The offline requests that were not preempted, in the order in which they are served."""
+    gone = set(composer.preempted)
+    return [request for request in view.offline if request.name not in gone] if gone else list(view.offline)
 
 
 def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo) -> int:
