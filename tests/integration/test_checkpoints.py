@@ -96,11 +96,15 @@ def saved(engine: Any, name: str) -> int:
     return int(engine.scheduler.checkpoints.saved_tokens(engine.internal(name)))
 
 
-def copy_thread() -> Any:
-    """The worker's, which is in this process."""
+def worker_copies() -> Any:
+    """Those of the worker, which is in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group().copies._backend.thread
+    return get_kv_transfer_group().copies
+
+
+def copy_thread() -> Any:
+    return worker_copies()._backend.thread
 
 
 class Checkpointed:
@@ -202,13 +206,18 @@ class Checkpointed:
         checkpoints = engine.scheduler.checkpoints
         engine.add(*asked)
         until(engine, lambda: saved(engine, "row") >= 384)
-        monkeypatch.setattr(checkpoints, "_budget", lambda: 2)
+        monkeypatch.setattr(checkpoints, "_budget", lambda: 1)
         engine.take_memory("row")
         name = engine.internal("row")
         until(engine, lambda: name in checkpoints._restores)
         steps = engine.steps
-        until(engine, lambda: len(checkpoints._restores[name].left) < 6)
+        until(engine, lambda: len(checkpoints._restores[name].left) < 8)
         assert engine.steps - steps >= 3
+        copies = worker_copies()
+        until(
+            engine, lambda: not copies._pending_load_event_indices
+        )  # the parts so far are there, and reported
+        assert checkpoints._restores[name].left
         engine.abort("row")
         answers = engine.drain()
         assert answers["beside"] == wanted["beside"]

@@ -116,7 +116,11 @@ class Judged:
         self.tokens_left = view.max_tokens - sum(plan.tokens.values()) - bool(plan.restored)
         (only,) = plan.tokens if len(plan.tokens) == 1 else (None,)
         # An idle engine computes the least there is, whatever its model says.
-        self.least = only in self.offline and not view.online and (plan.total == 1 or self.all[only].decode)
+        self.least = (
+            only in self.offline
+            and not view.online
+            and (plan.total <= view.block_tokens or self.all[only].decode)
+        )
 
     def blocks_for(self, request: Candidate, tokens: int) -> int:
         return max(0, ceil((request.context + tokens) / self.view.block_tokens) - request.blocks)
@@ -705,3 +709,50 @@ def test_what_is_reserved_for_online_requests_is_not_given_to_further_offline_on
     assert len(plan.admitted) == {"reserved_slots": 5, "reserved_blocks": 3}[next(iter(spare))]
     alone = Conserve().plan(replace(view, offline=[], reserved_blocks=50))
     assert alone.admitted[0] == "offline-0"  # one may always run
+
+
+def test_kv_that_came_back_to_a_row_that_waits_is_taken_again_for_a_live_request() -> None:
+    row = Candidate("row", 1, 320, blocks=20)
+    view = spacious(
+        waiting_online=[Candidate("live", 400, 0)],
+        waiting_offline=[row],
+        held=[row],
+        free_blocks=12,
+        block_tokens=16,
+    )
+    for policy in (Conserve(), OnlineOnly()):
+        plan = policy.plan(view)
+        assert plan.preempted == ["row"]
+        assert plan.tokens == {"live": 400}
+
+
+def test_a_row_that_grows_alone_takes_the_room_of_one_that_waits() -> None:
+    held = Candidate("held", 1, 320, blocks=20)
+    view = spacious(
+        offline=[Candidate("row", 1, 64, True, 4)],
+        waiting_offline=[held],
+        held=[held],
+        free_blocks=0,
+        block_tokens=16,
+    )
+    plan = Conserve().plan(view)
+    assert plan.preempted == ["held"]
+    assert "row" in plan.tokens
+
+
+def test_what_comes_back_for_one_row_is_not_brought_for_others_too() -> None:
+    rows = [Candidate(f"r{n}", 100, 0, restorable=99, prefix=["p"] * 6) for n in range(3)]
+    plan = Conserve().plan(spacious(waiting_offline=[*rows, Candidate("fresh", 100, 0)], block_tokens=16))
+    assert plan.restored == ["r0"]
+    assert plan.tokens == {"fresh": 100}
+    later = spacious(waiting_offline=rows[1:], coming=frozenset(["p"]), block_tokens=16)
+    assert not Conserve().plan(later).restored
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_an_idle_engine_computes_something_whatever_its_model_says(decode: bool) -> None:
+    slow = ConServeModel.of(*[1e6] * 8)
+    view = spacious(model=slow, slo=Slo(ttft_ms=1000, tbt_ms=100), waiting_offline=[Candidate("r", 100, 0)])
+    if decode:
+        view = replace(view, waiting_offline=(), offline=[Candidate("r", 1, 900, True, 60)])
+    assert Conserve().plan(view).total == (1 if decode else view.block_tokens)

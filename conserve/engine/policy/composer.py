@@ -36,6 +36,8 @@ class Composer:
         self.free_blocks = view.free_blocks
         self.watermark_blocks = view.watermark_blocks
         self.unwritten_blocks = view.unwritten_blocks
+        self._held = list(view.held)
+        self._coming = set(view.coming)
 
     def plan(self) -> Plan:
         """The plan so far."""
@@ -126,17 +128,33 @@ class Composer:
         """
         if not self.restored:
             self.tokens_left -= 1
+        size = self._block_tokens
+        last = (candidate.context + candidate.tokens) // size
+        self._coming.update(candidate.prefix[candidate.context // size : last])
         self.free_blocks -= self.blocks_for(candidate, candidate.tokens)
         self.free_slots -= 1
         self.restored.append(candidate.name)
 
+    def comes_for_others(self, candidate: Candidate) -> bool:
+        """Whether the block that the request would begin with is on its way back for another."""
+        block = candidate.context // self._block_tokens
+        return block < len(candidate.prefix) and candidate.prefix[block] in self._coming
+
+    def take_back(self, blocks: int) -> None:
+        """Take KV from requests that got it back and still wait, until so many blocks are free or all is taken."""
+        while self._held and self.free_blocks < blocks:
+            victim = self._held.pop()
+            self.preempted.append(victim.name)
+            self.free_blocks += victim.blocks
+
     def make_room(self, victims: list[Candidate], blocks: int, slots: int = 0) -> bool:
         """Preempt victims, the last first, until so many blocks and slots are free; none if it cannot."""
         missing = blocks - self.free_blocks
-        if missing > 0 and sum(victim.blocks for victim in victims) < missing:
+        if missing > 0 and sum(victim.blocks for victim in (*self._held, *victims)) < missing:
             return False
         if self.free_slots + len(victims) < slots:
             return False
+        self.take_back(blocks)
         while self.free_blocks < blocks or self.free_slots < slots:
             self.preempt(victims.pop())
         return True

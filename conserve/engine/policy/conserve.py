@@ -31,7 +31,7 @@ class Conserve:
             first = list(islice(waiting, 1))
             serve_offline(composer, running, chain(first, waiting), limit_ms)
             if not view.online:
-                serve_least(composer, running, first)
+                serve_least(composer, running, first, view.block_tokens)
         return composer.plan()
 
 
@@ -39,7 +39,8 @@ def arrival_limit_ms(view: View) -> float:
     """How long an iteration with offline tokens may last for the sake of who arrives while it runs."""
     if view.slo.ttft_ms == inf:
         return inf
-    smallest_ms = view.model.predict(Batch.of([Slice(1, 0, True)]))  # a fit may have no constant at all
+    # A fit may have no constant at all, or a large one for iterations with prompts in them.
+    smallest_ms = max(view.model.predict(Batch.of([Slice(1, 0, decode)])) for decode in (True, False))
     if view.resumable:  # nobody waits for it, and nothing is lost by ending it
         return smallest_ms / LEAST_LOSS
     limit_ms = bearable_ms(view, smallest_ms)

@@ -36,8 +36,10 @@ def serve_offline(
     _admit(composer, waiting, limit_ms, first=not running)
 
 
-def serve_least(composer: Composer, running: Sequence[Candidate], first: Sequence[Candidate]) -> None:
-    """Where no token fits, let one be computed: an idle engine gets no further, and its model is never corrected.
+def serve_least(
+    composer: Composer, running: Sequence[Candidate], first: Sequence[Candidate], prompt_tokens: int = 1
+) -> None:
+    """Where no token fits, let some be computed: an idle engine gets no further, and its model is never corrected.
 
     `first` is who waits in front, if anybody does; a decode step is not divided.
     """
@@ -45,15 +47,20 @@ def serve_least(composer: Composer, running: Sequence[Candidate], first: Sequenc
         return
     if running and running[0].name not in composer.preempted:
         request = running[0]
-        composer.add(request, min(request.tokens, composer.tokens_left) if request.decode else 1)
-    elif (
-        first
-        and not running
-        and not composer.restored
-        and not first[0].restorable
-        and _has_room(composer, first[0], first=True)
-    ):
-        composer.admit(first[0], 1)
+        tokens = min(
+            request.tokens, composer.tokens_left, request.tokens if request.decode else prompt_tokens
+        )
+        if composer.blocks_for(request, tokens) > composer.free_blocks:
+            tokens = min(tokens, 1) if not request.decode else tokens
+        composer.add(request, tokens)
+    elif first and not running and not composer.restored and _can_start(composer, first[0]):
+        composer.admit(first[0], min(first[0].tokens, prompt_tokens, composer.tokens_left))
+
+
+def _can_start(composer: Composer, request: Candidate) -> bool:
+    """Whether nothing but time keeps the request from being admitted."""
+    taken_back = request.name in composer.preempted
+    return not request.restorable and not taken_back and _has_room(composer, request, first=True)
 
 
 def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms: float) -> None:
@@ -65,6 +72,7 @@ def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms:
     if composer.growth(growing) <= composer.free_blocks:
         return
     growing = growing[: composer.fitting_decodes(growing, limit_ms)]
+    composer.take_back(composer.growth(growing))
     while len(running) > 1 and composer.growth(growing) > composer.free_blocks:
         saved = [index for index, request in enumerate(running) if request.saved]
         victim = running.pop(saved[-1] if saved else -1)
@@ -79,6 +87,8 @@ def _restore(composer: Composer, waiting: Iterable[Candidate], running: int) -> 
     for request in rest:
         if not request.restorable:
             return chain((request,), rest)
+        if composer.comes_for_others(request):
+            continue
         if not _brought_back(composer, request, running):
             return ()  # nobody overtakes it: what it needs would never be free
     return ()
@@ -107,8 +117,12 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
     for request in waiting:
         if composer.free_slots <= composer.reserved_slots:
             return
+        if request.name in composer.preempted:  # its KV was taken again just now
+            continue
         if request.restorable:
-            if not _brought_back(composer, request, len(composer.tokens)):
+            if not composer.comes_for_others(request) and not _brought_back(
+                composer, request, len(composer.tokens)
+            ):
                 return
             continue
         tokens = composer.fitting(request, limit_ms)
@@ -126,8 +140,12 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             if tokens < request.tokens:
                 return
     for request in chain(held, waiting):
+        if request.name in composer.preempted:  # its KV was taken again just now
+            continue
         if request.restorable:
-            if not _brought_back(composer, request, len(composer.tokens)):
+            if not composer.comes_for_others(request) and not _brought_back(
+                composer, request, len(composer.tokens)
+            ):
                 return
             continue
         tokens = composer.fitting(request, limit_ms)

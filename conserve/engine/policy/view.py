@@ -59,5 +59,7 @@ class View:
     free_blocks: int
     reserved_blocks: int = 0  # of them, for the same
     watermark_blocks: int = 0  # of the free ones: vLLM admits nobody into them while somebody runs
+    held: Sequence[Candidate] = ()  # waiting offline requests that have their KV back: it can be taken again
+    coming: frozenset[Hashable] = frozenset()  # KV blocks that are on their way back for some request
     unwritten_blocks: int = 0  # of the free ones: prompts under way will want them, and no restore takes them
     block_tokens: int

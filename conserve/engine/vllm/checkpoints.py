@@ -8,6 +8,7 @@ conserve-2024 section 4.4.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +22,8 @@ from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.host_memory import HostMemory
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
+log = logging.getLogger("vllm.conserve")
 SHARE = 0.1  # of an iteration's time that the copies beside it may take: they use the same memory
-BLOCK_MS = 0.5  # to copy a block, until something is known
 UNPREDICTED = 32  # blocks that may be copied beside an iteration of unknown length
 SMOOTHING = 0.2  # of what is learned about it
 LAST_MINUTE = 2  # blocks that are copied while their row is preempted already; they are free a moment later
@@ -59,6 +60,7 @@ class Restore:
     """A row on its way back to the device; vLLM waits for it and for nobody else."""
 
     left: deque[Copy]
+    keys: frozenset[Hashable]  # what names its blocks
     last_event: int = -1  # the transfer with the last block that was sent for
 
 
@@ -89,17 +91,18 @@ class Checkpoints:
         hashes_a_block: int = 1,
         shared: bool = True,
         workers: int = 1,
-        block_ms: float | None = None,
+        block_ms: float = 0.5,
+        share: float = SHARE,
     ) -> None:
         self.name, self.policy = policy, policy_named(policy)
         self.memory = HostMemory(host_blocks)
         self.block_tokens = block_tokens
-        self.block_ms = block_ms or BLOCK_MS
+        self.block_ms, self._share = block_ms, share
         self._hashes_a_block = hashes_a_block
         self._shared = shared  # rows may use what others computed for the same tokens
         self.counts = Counts()
         self.spill: Any = None  # what takes it to disk (`spill.Spilling`), if anything
-        self.on = True
+        self.on, self.why_off = True, "it is switched off"
         self.predicted_ms: float | None = None  # of the iteration to come; None where nobody predicts
         self.allowed: Collection[str] | None = None  # rows whose restore may begin; None: any
         self._device: Any = None  # vLLM's block pool
@@ -108,7 +111,6 @@ class Checkpoints:
         self._rows: dict[str, Checkpoint] = {}
         self._running: dict[str, Request] = {}  # with KV blocks, as far as we were told
         self._restores: dict[str, Restore] = {}
-        self._cancelled: list[str] = []  # restores that nothing is under way for any more
         self._events = 0
         self._stores: dict[int, list[Copy]] = {}
         self._reports: dict[int, int] = {}  # store -> workers that have reported it
@@ -165,11 +167,8 @@ class Checkpoints:
         restore = self._restores.get(name)
         if restore is None:
             return
-        restore.left.clear()  # vLLM keeps its blocks until what is under way has ended
-        if restore.last_event < 0:
-            self._cancelled.append(name)
-        elif name not in self._awaited.get(restore.last_event, ()):
-            self._awaited.setdefault(restore.last_event, []).append(name)
+        while len(restore.left) > 1:  # vLLM keeps its blocks until the workers say that the last one has come
+            restore.left.pop()
 
     def _forget(self, name: str) -> None:
         checkpoint = self._rows.pop(name, None)
@@ -198,6 +197,15 @@ class Checkpoints:
         if checkpoint.whole == len(blocks) and checkpoint.tail is not None and written(checkpoint.tail):
             tokens += checkpoint.tail_tokens
         return tokens
+
+    def is_being_saved(self, name: str) -> bool:
+        """Whether a row that waits should wait a moment longer: the last of its KV is being copied."""
+        checkpoint = self._rows.get(name)
+        if checkpoint is None or name in self._running:
+            return False
+        self.saved_tokens(name)  # looks what has arrived
+        tail = checkpoint.tail is not None and not self.memory.is_written(checkpoint.tail)
+        return tail or checkpoint.whole < len(checkpoint.blocks)
 
     def restorable(self, request: Request, local: int) -> int:
         """Tokens after the first `local` ones, which the device has, that need not be computed again.
@@ -231,11 +239,36 @@ class Checkpoints:
             self.memory.hold(host)
         self._rows[request.request_id] = Checkpoint(request, found)
 
+    def reset(self) -> bool:
+        """Forget all; False where rows are on their way back. What is being saved is of no use any more."""
+        if self._restores:
+            return False
+        for name in list(self._rows):
+            self._forget(name)
+        self._failed_stores |= self._stores.keys()
+        late, self._last_minute = self._last_minute, []
+        self._device.free_blocks([self._device.blocks[copy.device] for copy in late])
+        for copy in late:
+            self.memory.forget(copy.host)
+        self.memory.release(copy.host for copy in late)
+        self.memory.clear()
+        return True
+
+    @property
+    def any_saved(self) -> bool:
+        """Whether some row has a checkpoint."""
+        return bool(self._rows)
+
     # Restores.
 
-    def matched(self, request: Request, local: int) -> int:
-        """The same as `restorable`, asked by vLLM, which then gives the row blocks: none if it is not to begin."""
+    def matched(self, request: Request, local: int) -> int | None:
+        """The same as `restorable`, asked by vLLM, which then gives the row blocks: none if it is not to begin.
+
+        None if vLLM should ask again later.
+        """
         name = request.request_id
+        if self.on and self.is_being_saved(name):
+            return None
         if self.allowed is not None and name not in self.allowed:
             return 0
         self._local[name] = local
@@ -251,9 +284,15 @@ class Checkpoints:
             assert checkpoint.tail is not None
             sources = [*sources, checkpoint.tail]
         targets = self._block_ids(name)[first:last]
-        self._restores[name] = Restore(deque(map(Copy, targets, sources)))
+        keys = frozenset(islice(self._keys(request, first), last - first))
+        self._restores[name] = Restore(deque(map(Copy, targets, sources)), keys)
         self.counts.restores += 1
         self.counts.tokens_restored += tokens
+
+    @property
+    def coming(self) -> frozenset[Hashable]:
+        """What names the blocks that are on their way back."""
+        return frozenset().union(*(restore.keys for restore in self._restores.values()))
 
     def is_restoring(self, name: str) -> bool:
         """Whether the row is on its way back."""
@@ -262,13 +301,13 @@ class Checkpoints:
     @property
     def copying(self) -> bool:
         """Whether something is being saved, or is about to be."""
-        return bool(self._stores or self._last_minute or self._cancelled)
+        return bool(self._stores or self._last_minute)
 
     def report(self) -> dict[str, Any]:
         """What was done since the engine started; tokens, blocks, and the time of a block's copy."""
         return {
             "policy": self.name if self.on else OFF,
-            "why_off": None if self.on else "it is switched off",
+            "why_off": None if self.on else self.why_off,
             **asdict(self.counts),
             "tokens_saved": self.counts.blocks_saved * self.block_tokens,
             "restoring": len(self._restores),
@@ -286,8 +325,7 @@ class Checkpoints:
         loads, rows = self._next_loads(budget)
         stores, self._last_minute = self._last_minute, []
         stores += self._next_stores(max(0, budget - len(loads) - len(stores)))
-        sent = Transfers(cancelled=self._cancelled)
-        self._cancelled = []
+        sent = Transfers()
         if loads:
             self._events += 1
             sent.load_event, sent.load_rows = self._events, rows
@@ -306,7 +344,7 @@ class Checkpoints:
     def _budget(self) -> int:
         """Blocks that may be copied beside the iteration to come; what is under way counts."""
         if self.predicted_ms is not None:
-            blocks = max(1, int(SHARE * self.predicted_ms / self.block_ms))
+            blocks = max(1, int(self._share * self.predicted_ms / self.block_ms))
         elif any(request.status == RequestStatus.RUNNING for request in self._running.values()):
             blocks = UNPREDICTED
         else:
@@ -337,11 +375,17 @@ class Checkpoints:
         if not self.on:
             return []
         pressure = Pressure(pool.num_gpu_blocks, pool.get_num_free_blocks(), self.memory.room, budget)
-        if not self.policy.wants_marks(pressure):
+        try:
+            if not self.policy.wants_marks(pressure):
+                return []
+            self.policy.checkpoint(list(self._marks()))
+            chosen = self.policy.blocks_to_checkpoint(pressure)
+        except Exception:  # a class of the user's must not end the engine
+            log.exception("KV is not checkpointed any more: the policy %s failed", self.name)
+            self.on, self.why_off = False, f"the policy {self.name} failed"
             return []
-        self.policy.checkpoint(list(self._marks()))
         stores: list[Copy] = []
-        for name, blocks in self.policy.blocks_to_checkpoint(pressure).items():
+        for name, blocks in chosen.items():
             request = self._running.get(name)
             if request is None or budget <= 0:
                 continue

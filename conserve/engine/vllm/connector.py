@@ -13,11 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from conserve.engine.vllm.checkpoints import Checkpoints
+from conserve.engine.vllm.checkpoints import SHARE, Checkpoints
 from conserve.engine.vllm.copies import Copies
 from conserve.engine.vllm.pacing import SECTION
 from conserve.engine.vllm.spill import Spilling
@@ -25,6 +26,8 @@ from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
 log = logging.getLogger("vllm.conserve")
 HOST_BYTES = 4 << 30  # of all workers together
+USUAL_SPEED = 1e7  # bytes a millisecond that are copied, until it is known better
+DEVICE_SHARE = 0.5  # of an iteration's time that copies may take which do not share its memory
 
 
 class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -49,6 +52,7 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         elif role == KVConnectorRole.WORKER:
             self.copies = Copies(vllm_config, kv_cache_config, host_bytes)
         else:
+            section = vllm_config.additional_config.get(SECTION, {})
             block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
             self.checkpoints = Checkpoints(
                 extra.get("policy", "adaptive"),
@@ -57,7 +61,8 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 hashes_a_block=block // hashed,
                 shared=bool(vllm_config.cache_config.enable_prefix_caching),
                 workers=workers,
-                block_ms=vllm_config.additional_config.get(SECTION, {}).get("block_ms"),
+                block_ms=section.get("block_ms") or block_bytes(kv_cache_config) / USUAL_SPEED,
+                share=SHARE if current_platform.is_cpu() else DEVICE_SHARE,
             )
             if extra.get("spill"):
                 self.checkpoints.spill = Spilling(
@@ -83,10 +88,10 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 kv_cache_manager.block_pool, lambda name: kv_cache_manager.get_block_ids(name)[0]
             )
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that host memory has beyond those on the device, restored while others run."""
         tokens = self.checkpoints.matched(request, num_computed_tokens) if self.checkpoints is not None else 0
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its blocks, some of which are to be filled from host memory."""
@@ -128,10 +133,8 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return self.checkpoints is not None and self.checkpoints.copying
 
     def reset_cache(self) -> bool | None:
-        """Forget what no row needs."""
-        if self.checkpoints is not None:
-            self.checkpoints.memory.clear()
-        return True
+        """Forget all that was saved; False while rows are on their way back."""
+        return self.checkpoints is None or self.checkpoints.reset()
 
     # In a worker.
 
@@ -204,7 +207,7 @@ def why_not(config: Any, kv_cache_config: Any) -> str | None:
         ),
         "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
         "contexts are spread over workers": parallel.decode_context_parallel_size > 1,
-        "tokens are speculated with a model that shifts them": config.speculative_config is not None,
+        "tokens are speculated": config.speculative_config is not None,
     }
     return next((reason for reason, true in reasons.items() if true), None)
 

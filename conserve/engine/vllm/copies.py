@@ -27,13 +27,14 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
 
     _backend: Any
     _completed_store_events: dict[int, int]
+    _store_hwm: int
+    _load_hwm: int
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, host_bytes: int) -> None:
         super().__init__(vllm_config, kv_cache_config, host_bytes)
         self._failed_stores: set[int] = set()  # not reported yet
         self._rows_of: dict[int, list[str]] = {}  # loads under way
         self._broken: set[str] = set()  # rows of which a part did not come back
-        self._cancelled: set[str] = set()
         self._load_targets_free: torch.Event | None = None
         self.writing: Any = None  # a shard for the disk, under way (`spill`)
 
@@ -65,7 +66,6 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
     def bind_connector_metadata(self, metadata: Transfers) -> None:
         """An iteration begins; a CPU engine copies beside it from now on, since its computing is not queued."""
         super().bind_connector_metadata(metadata)
-        self._cancelled.update(metadata.cancelled)
         if metadata.load_event >= 0:
             self._rows_of[metadata.load_event] = metadata.load_rows
         if isinstance(self._backend, ByThread):
@@ -110,8 +110,7 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
         restored = set(self.get_finished(finished)[1] or ())
         broken = restored & self._broken
         self._broken -= restored
-        cancelled, self._cancelled = self._cancelled, set()
-        return KVConnectorTransferResults(finished_recving=restored | cancelled, failed_recving=broken)
+        return KVConnectorTransferResults(finished_recving=restored, failed_recving=broken)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Stores that have ended since the last report."""
@@ -125,15 +124,34 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
         )
 
     def _poll_stream_events(self, is_store: bool) -> int:
-        for event, done in self._store_events if is_store else self._load_events:
-            if not done.query():
-                break
+        """The last transfer that has ended, all before it included; notes those that failed."""
+        events = self._store_events if is_store else self._load_events
+        pending = self._pending_store_event_indices if is_store else self._pending_load_event_indices
+        last = self._store_hwm if is_store else self._load_hwm
+        while events and events[0][1].query():
+            last, done = events.pop(0)
             if isinstance(done, Done) and done.failed:
-                self._failed_stores.update({event} if is_store else ())
-                self._broken.update(() if is_store else self._rows_of.get(event, ()))
-            if not is_store:
-                self._rows_of.pop(event, None)
-        return int(super()._poll_stream_events(is_store))
+                self._note_failure(last, is_store)
+            self._rows_of.pop(last, None)
+        thread = getattr(self._backend, "_thread", None)
+        if (
+            pending and not events and thread is not None and not thread.is_alive()
+        ):  # of CUDA's copies: it died
+            for event in sorted(pending):
+                if event > last:
+                    self._note_failure(event, is_store)
+            last = max(last, *pending)
+        if is_store:
+            self._store_hwm = last
+        else:
+            self._load_hwm = last
+        return last
+
+    def _note_failure(self, event: int, is_store: bool) -> None:
+        if is_store:
+            self._failed_stores.add(event)
+        else:
+            self._broken.update(self._rows_of.pop(event, ()))
 
     def stop(self) -> None:
         """End the copying."""

@@ -14,6 +14,8 @@ from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.iterations import Iterations
 from conserve.engine.vllm.lanes import is_online
 
+MOST_PASSED = 32  # waiting requests whose restore has to wait, before others are not looked at either
+
 
 def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) -> View:
     """The requests that could compute something next, and the room for them."""
@@ -87,8 +89,16 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
             expected * -(-typical // kind.block_size), manager.block_pool.num_gpu_blocks // 2
         ),
         unwritten_blocks=scheduler._inflight_prefill_reserved_blocks()
-        if scheduler.checkpoints is not None
+        if scheduler.checkpoints is not None and scheduler.checkpoints.any_saved
         else 0,
+        held=[
+            Candidate(r.request_id, 1, r.num_computed_tokens, blocks=len(blocks_of.get(r.request_id, ())))
+            for r in holding
+            if not is_online(r)
+            and r.num_computed_tokens
+            and not scheduler._is_blocked_waiting_status(r.status)
+        ],
+        coming=scheduler.checkpoints.coming if scheduler.checkpoints is not None else frozenset(),
         block_tokens=kind.block_size,
     )
 
@@ -116,6 +126,7 @@ def waiting(
 ) -> Iterator[Candidate]:
     """The waiting requests that vLLM could start, one at a time since there may be thousands."""
     blocks_of = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+    passed = 0
     for request in lane:
         if not _is_ready(scheduler, request):
             continue
@@ -127,10 +138,14 @@ def waiting(
         else:
             found, context, _ = scheduler.kv_cache_manager.get_computed_blocks(request)
             blocks = sum(block.ref_cnt > 0 for block in found.blocks[0]) if context else 0
-            if scheduler.checkpoints is not None:
-                restorable = scheduler.checkpoints.restorable(request, context)
-        if restorable and scheduler.restores_pause:
-            continue
+            if (checkpoints := scheduler.checkpoints) is not None:
+                restorable = checkpoints.restorable(request, context)
+                later = restorable and scheduler.restores_pause
+                if later or checkpoints.is_being_saved(request.request_id):
+                    passed += 1
+                    if passed == MOST_PASSED:
+                        return
+                    continue
         tokens = max(1, request.num_tokens - context)
         if tokens == 1:
             tokens += scheduler.num_spec_tokens  # vLLM may make it as long as a decode step

@@ -241,16 +241,19 @@ class CoServing:
         """Have vLLM schedule what the plan says."""
         for name in plan.preempted:
             victim = self.requests[name]
-            self.running.remove(victim)
-            self._preempt_request(victim, now)
+            if victim.status == RequestStatus.RUNNING:
+                self.running.remove(victim)
+                self._preempt_request(victim, now)
+            else:
+                self._take_back(victim)
         admitted = [self.requests[name] for name in plan.admitted]
         restored = [self.requests[name] for name in plan.restored]
         resumed = any(request.status == RequestStatus.PREEMPTED for request in admitted)
         overtaken = self._overtaken(admitted)
         lanes, holding = self.waiting, self.kv_holding_waiting
         held = set(holding)
-        here = [request for request in admitted if request in held]  # their KV has come back to them
-        waiting = [*restored, *(request for request in admitted if request not in held)]
+        here = [request for request in (*restored, *admitted) if request in held]  # KV has come back to them
+        waiting = [request for request in (*restored, *admitted) if request not in held]
         holding.remove_requests(here)
         lanes.take(waiting)
         self.waiting, self.kv_holding_waiting = FCFSRequestQueue(waiting), FCFSRequestQueue(here)
@@ -282,6 +285,24 @@ class CoServing:
         # Not after preemptions: they free less than planned where blocks are shared; the next frees more.
         self._stalled = bool(plan.total and not plan.preempted) and not output.total_num_scheduled_tokens
         return output
+
+    def _take_back(self, request: Request) -> None:
+        """Take the blocks of a request that waits although its KV has come back; host memory still has it."""
+        self.kv_holding_waiting.remove_requests([request])
+        self.kv_cache_manager.free(request)
+        self._inflight_prefills.discard(request)
+        request.num_computed_tokens = 0
+        self.waiting.add_request(request)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """As vLLM's, which needs all blocks back at once: nobody's last ones are saved meanwhile."""
+        if self.checkpoints is None:
+            return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
+        saving, self.checkpoints.on = self.checkpoints.on, False
+        try:
+            return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
+        finally:
+            self.checkpoints.on = saving
 
     def _overtaken(self, admitted: Sequence[Request]) -> bool:
         """Whether offline requests that came later run already, because these were held out for their prefix."""

@@ -16,7 +16,6 @@ class Transfers(SimpleCPUOffloadMetadata):  # type: ignore[misc]
     """
 
     load_rows: list[str] = field(default_factory=list)  # whose blocks this load brings, or some of them
-    cancelled: list[str] = field(default_factory=list)  # rows whose restore ended before it began
 
 
 @dataclass
