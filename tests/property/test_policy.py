@@ -751,8 +751,9 @@ def test_what_comes_back_for_one_row_is_not_brought_for_others_too() -> None:
 
 @pytest.mark.parametrize("decode", [True, False])
 def test_an_idle_engine_computes_something_whatever_its_model_says(decode: bool) -> None:
-    slow = ConServeModel.of(*[1e6] * 8)
-    view = spacious(model=slow, slo=Slo(ttft_ms=1000, tbt_ms=100), waiting_offline=[Candidate("r", 100, 0)])
+    slow = ConServeModel.of(*[1e6] * 8)  # so that no typical prompt keeps its promise, and none could wait
+    view = spacious(model=slow, slo=Slo(ttft_ms=1000, tbt_ms=100), prompt_tokens=500)
+    view = replace(view, waiting_offline=[Candidate("r", 100, 0)])
     if decode:
         view = replace(view, waiting_offline=(), offline=[Candidate("r", 1, 900, True, 60)])
     assert Conserve().plan(view).total == (1 if decode else view.block_tokens)
