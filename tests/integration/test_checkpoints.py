@@ -181,13 +181,14 @@ class Checkpointed:
         checkpoints = engine.scheduler.checkpoints
         engine.add(*asked)
         until(engine, has_output(engine, "row2", 3))
+        if moment != "copied":
+            until(engine, lambda: saved(engine, "row2") >= BLOCK)
+        copies = copy_thread()
+        real = copies._copy
+        monkeypatch.setattr(copies, "_copy", lambda *args: (time.sleep(0.05), real(*args)))
         if moment == "copied":
-            copies = copy_thread()
-            real = copies._copy
-            monkeypatch.setattr(copies, "_copy", lambda *args: (time.sleep(0.05), real(*args)))
             until(engine, lambda: bool(checkpoints._stores))
         else:
-            until(engine, lambda: saved(engine, "row2") >= BLOCK)
             engine.take_memory("row2")
             if moment == "restored":
                 until(engine, lambda: engine.internal("row2") in checkpoints._restores)

@@ -88,7 +88,7 @@ INTERNALS = {
     "Scheduler._inflight_prefills, Request.{is_prefill_chunk,num_in_flight_tokens}": "put back for who left",
     # KV checkpoints
     "KVConnectorBase_V1, SupportsHMA, KVConnectorRole, KVConnectorTransferResults": "our connector: all its calls",
-    "vllm.v1.simple_kv_offload.worker.SimpleCPUOffloadWorker": "subclassed: regions of the KV cache, pinned memory, "
+    "vllm.v1.simple_kv_offload.worker.SimpleCPUOffloadWorker": "subclassed: the KV cache's regions, pinned memory, "
     "copies by DMA; _backend, _{store,load}_events, _{store,load}_hwm, _pending_*_event_indices, _init_cpu_mode",
     "vllm.v1.simple_kv_offload.metadata": "the messages that ours extend",
     "KVCacheConfig.{kv_cache_groups,kv_cache_tensors,num_blocks}": "what KV there is, and what a block weighs",
@@ -96,8 +96,9 @@ INTERNALS = {
     "BlockPool.{blocks,touch,free_blocks,num_gpu_blocks}": "blocks are kept while they are copied",
     "KVCacheManager.{get_block_ids,free}": "a row's blocks",
     "Request.{block_hashes,skip_reading_prefix_cache}": "what names a block; who cannot be restored",
-    "Scheduler.{kv_holding_waiting,_inflight_prefill_reserved_blocks,reset_prefix_cache}": "rows whose KV comes back",
-    "GPUModelRunner.{maybe_get_kv_connector_output,kv_connector.post_forward}": "what an abandoned iteration brings",
+    "Scheduler.{kv_holding_waiting,_inflight_prefill_reserved_blocks}": "requests whose KV comes back",
+    "Scheduler.reset_prefix_cache": "overridden: nothing is saved meanwhile",
+    "GPUModelRunner.{maybe_get_kv_connector_output,kv_connector.post_forward}": "what an abandoned one brings",
     # KV checkpoints on disk
     "vllm.v1.engine.core.EngineCore.{conserve_spill,model_executor,get_weight_version}": "added: a utility call "
     "that has the workers write and read (collective_rpc with a function)",
