@@ -15,7 +15,7 @@ setup:  ## Make .venv with the locked CPU dependencies
 demo: setup  ## Run 200 GSM8K questions through the embedded engine and query the answers
 	@bash examples/demo.sh
 
-test: setup  ## Run the tests, the real engine included (under 10 minutes)
+test: setup  ## Run the tests, the real engine included (about 25 minutes on two cores)
 	$(BIN)/pytest -m "not soak"
 
 soak: setup  ## Kill a run 1,000 times
@@ -31,7 +31,7 @@ format: setup  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## Measure what docs/benchmarks.md reports (about 20 minutes)
+bench: setup  ## Measure what docs/benchmarks.md reports (about 45 minutes)
 	$(BIN)/python -m tests.benchmarks
 
 bench-serve: setup  ## Compare the policies of a served engine on two cores (under 10 minutes)

@@ -186,7 +186,7 @@ async def look(client: httpx.AsyncClient, path: str) -> httpx.Response:
         answer = await client.get(path, timeout=LOOK_S)
     except httpx.HTTPError as error:
         raise silent(client, error) from error
-    if answer.status_code in (502, 503, 504):
+    if answer.status_code >= 500:  # also 500: the routes of vLLM whose engine has died
         raise EndpointUnusable(
             f"{base_url_of(client)}{path} answered {answer.status_code}; wait and try again"
         )

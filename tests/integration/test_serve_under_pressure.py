@@ -15,10 +15,11 @@ from tests.integration.test_serve import client as client  # a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-ROWS, WORDS, ANSWER = 10, 120, 160  # a word is two tokens or three
+ROWS, WORDS, ANSWER = 14, 120, 120  # a word is two tokens or three
 MEMORY = 72 << 20  # bytes: not half of the rows and a burst
 BURST = 6  # live requests at once
 DEATHS = 3
+ENOUGH = 1500  # tokens of rows that an engine computes before it dies: some of them lost their memory by then
 FLAGS = (
     *("--max-model-len", "1024", "--max-num-batched-tokens", "512", "--block-size", "32"),
     *("--kv-cache-memory-bytes", str(MEMORY), "--dtype", "float32"),
@@ -79,11 +80,9 @@ def test_every_row_comes_once(
         job_id = service.conserve("submit", str(rows_file(tmp_path)))
         with bursts(client):
             for death in range(1, DEATHS + 1):
-                service.until(lambda: service.report()["checkpoint"]["tokens_restored"] > 0)
+                service.until(lambda: service.report()["offline"]["tokens"] > ENOUGH)
                 shown = service.conserve("status")
-                assert " saved, " in shown
-                assert " restored, " in shown
-                assert " recomputed" in shown
+                assert all(word in shown for word in (" saved, ", " restored, ", " recomputed")), shown
                 restored += service.report()["checkpoint"]["tokens_restored"]
                 assert service.job(job_id)["state"] != "completed", f"before death {death}"
                 service.engine_core().kill()

@@ -261,7 +261,7 @@ def test_a_call_made_for_another_server_goes_back() -> None:
         ask(answering(200), Call(key="1", url=Url.CHAT, body={}, identity="another"))
 
 
-@pytest.mark.parametrize("status", [502, 503, 504])
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
 def test_a_server_in_trouble_is_not_taken_for_one_that_does_not_coserve(status: int) -> None:
     def serve(request: httpx.Request) -> httpx.Response:
         ok = request.url.path == "/v1/models"
