@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+LAYERS = 6  # of the model for tests in which rows leave between layers
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 

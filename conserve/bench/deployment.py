@@ -6,11 +6,11 @@ from typing import Any, Self
 
 import httpx
 
-from conserve.bench.measure import Limits
+from conserve.bench.measure import CONSERVE, Limits
 from conserve.errors import EndpointUnusable
 
 PATH = "/v1/conserve"
-CONSERVE, RECOMPUTE = "conserve", "recompute"
+RECOMPUTE = "recompute"
 OFF = "off"  # the preemption of servers that know of none
 LOOK_S = 1.0  # between two readings of the counters
 

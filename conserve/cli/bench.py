@@ -16,8 +16,9 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, engine_flags
-from conserve.cli.serve import ADAPTIVE, checkpointing, harvester_command, milliseconds, server_command
+from conserve.cli.serve import checkpointing, harvester_command, milliseconds, server_command
 from conserve.config import Settings
+from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.policy.preemption import OFF, PREEMPTIONS
 from conserve.errors import EndpointUnusable, SettingsError

@@ -17,7 +17,7 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.context import Context, Utility, engine_flags
 from conserve.config import DEMO_MODEL, Settings
-from conserve.engine.policy.checkpointing import CHECKPOINTS, policy_named
+from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS, HOST_BYTES, policy_named
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.policy.preemption import OFF
@@ -34,8 +34,6 @@ conserve submit nightly.parquet --prompt "{{ q }}"
 """
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # as in the engine's plug-in, which is not imported here
 SPILL_S = 60.0  # that it may take to write KV of rows in flight
-ADAPTIVE = "adaptive"  # checkpoints, where nothing else is asked for
-HOST_BYTES = 4 << 30
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from tests.tiny_llama import build_tiny_llama
+from tests.tiny_llama import LAYERS
 
 # As in test_embedded_engine.py.
 pytestmark = [
@@ -21,15 +21,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
-LAYERS = 6
 BLOCK = 32  # tokens
 BLOCK_BYTES = 2 * BLOCK * 64 * 4  # of a layer: keys and values, 64 float32 a token
 PATIENCE_S = 20.0
-
-
-@pytest.fixture(scope="session")
-def six_layers(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_llama(tmp_path_factory.mktemp("six-layers"), tokenizer_from=demo_model, layers=LAYERS)
 
 
 @pytest.fixture(scope="class")
@@ -222,7 +216,7 @@ class Checkpointed:
         engine.abort("row")
         answers = engine.drain()
         assert answers["beside"] == wanted["beside"]
-        assert not checkpoints.is_restoring(name)
+        assert name not in checkpoints._restores
 
     @pytest.mark.parametrize("way", ["store", "load"])
     def test_copies_that_fail_are_computed_again(

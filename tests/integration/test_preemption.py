@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from conserve.engine.runtime.safepoint import EVERYBODY
-from tests.tiny_llama import build_tiny_llama
+from tests.tiny_llama import LAYERS
 
 # As in test_embedded_engine.py.
 pytestmark = [
@@ -29,14 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
-LAYERS = 6
 BLOCK_BYTES = 2 * 32 * 64 * 4  # of a layer: keys and values of 32 tokens, 64 float32 each
 CLOSE = 1e-4  # of logprobs: float32, added up in another order
-
-
-@pytest.fixture(scope="session")
-def six_layers(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_llama(tmp_path_factory.mktemp("six-layers"), tokenizer_from=demo_model, layers=LAYERS)
 
 
 @pytest.fixture(scope="class")

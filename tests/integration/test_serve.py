@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # the openai client's
 ]
 
-PORT = 8741
-URL = f"http://127.0.0.1:{PORT}"
 KEY = "sesame"
 MODEL = "smollm2-demo"
 FLAGS = (
@@ -33,11 +33,21 @@ FLAGS = (
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+        return found
+
+
 class Service:
-    """A `conserve serve` in a home of its own."""
+    """A `conserve serve` in a home of its own, at a port of its own."""
 
     def __init__(self, home: Path, models: Path, *more: str) -> None:
         self.home = home
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("CONSERVE_")},
             "CONSERVE_HOME": str(home),
@@ -45,7 +55,7 @@ class Service:
             "CONSERVE_API_KEY": KEY,
         }
         self.said = home.parent / "said.txt"
-        words = ("serve", MODEL, "--ttft-slo", "5s", "--tbt-slo", "500ms", "--port", str(PORT))
+        words = ("serve", MODEL, "--ttft-slo", "5s", "--tbt-slo", "500ms", "--port", str(self.port))
         with self.said.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "conserve", *words, *more, *FLAGS],
@@ -78,9 +88,27 @@ class Service:
         return found
 
     def report(self) -> dict[str, Any]:
-        answer = httpx.get(f"{URL}/v1/conserve", headers={"Authorization": f"Bearer {KEY}"}, trust_env=False)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        answer = httpx.get(f"{self.url}/v1/conserve", headers=headers, trust_env=False)
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
+
+    def client(self) -> openai.OpenAI:
+        """A live client that asks once."""
+        http_client = httpx.Client(trust_env=False)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, http_client=http_client)
+
+    def kill(self) -> None:
+        """The server and all of its processes: nobody is left to end them."""
+        if self.process.poll() is not None:
+            return
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.wait()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=30)
 
     def engine_core(self) -> psutil.Process:
         children = psutil.Process(self.process.pid).children(recursive=True)
@@ -94,17 +122,13 @@ def service(demo_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         started.until(lambda: started.says(f"serving {MODEL}"))
         yield started
     finally:
-        started.process.kill()
-        started.process.wait()
+        started.kill()
 
 
 @pytest.fixture
-def client() -> Iterator[openai.OpenAI]:
-    made = openai.OpenAI(
-        base_url=f"{URL}/v1", api_key=KEY, max_retries=0, http_client=httpx.Client(trust_env=False)
-    )
-    yield made
-    made.close()
+def client(service: Service) -> Iterator[openai.OpenAI]:
+    with service.client() as made:
+        yield made
 
 
 def rows_file(folder: Path, count: int, **params: Any) -> Path:
@@ -133,12 +157,12 @@ def test_a_live_client_sees_plain_vllm(service: Service, client: openai.OpenAI) 
 
 def test_without_the_key_nothing_is_answered(service: Service) -> None:
     for path in ("/v1/models", "/v1/conserve"):
-        assert httpx.get(f"{URL}{path}", trust_env=False).status_code == 401
+        assert httpx.get(f"{service.url}{path}", trust_env=False).status_code == 401
 
 
 def test_policy_and_slo_stay_what_they_are_unless_control_was_allowed(service: Service) -> None:
     answer = httpx.post(
-        f"{URL}/v1/conserve",
+        f"{service.url}/v1/conserve",
         json={"policy": "priority"},
         headers={"Authorization": f"Bearer {KEY}"},
         trust_env=False,

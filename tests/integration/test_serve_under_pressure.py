@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from tests.integration.test_serve import MODEL, Service
-from tests.integration.test_serve import client as client  # a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -68,9 +67,7 @@ def bursts(client: openai.OpenAI) -> Iterator[None]:
         thread.join()
 
 
-def test_every_row_comes_once(
-    demo_cache: Path, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_row_comes_once(demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.integration.test_serve.FLAGS", FLAGS)
     ours = ("--kv-checkpoint", "eager", "--kv-host-memory", "512MiB")
     service = Service(tmp_path / "home", demo_cache, *ours)
@@ -78,7 +75,7 @@ def test_every_row_comes_once(
     try:
         service.until(lambda: service.says("serving"))
         job_id = service.conserve("submit", str(rows_file(tmp_path)))
-        with bursts(client):
+        with service.client() as client, bursts(client):
             for death in range(1, DEATHS + 1):
                 service.until(lambda: service.report()["offline"]["tokens"] > ENOUGH)
                 shown = service.conserve("status")
@@ -94,5 +91,4 @@ def test_every_row_comes_once(
         assert sum(row["resumed_tokens"] for row in results) > 0
         assert restored > 0
     finally:
-        service.process.kill()
-        service.process.wait()
+        service.kill()

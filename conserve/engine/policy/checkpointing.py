@@ -125,7 +125,8 @@ def first_blocks(rows: Sequence[Marked], most: int) -> Mapping[str, int]:
 
 
 CHECKPOINTS: Mapping[str, type[CheckpointPolicy]] = {"adaptive": Adaptive, "eager": Eager}
-OFF = "off"
+ADAPTIVE, OFF = "adaptive", "off"
+HOST_BYTES = 4 << 30  # of host memory, where nothing else is asked for
 
 
 def policy_named(name: str) -> CheckpointPolicy:

@@ -87,15 +87,15 @@ def _restore(composer: Composer, waiting: Iterable[Candidate], running: int) -> 
     for request in rest:
         if not request.restorable:
             return chain((request,), rest)
-        if composer.comes_for_others(request):
-            continue
-        if not _brought_back(composer, request, running):
+        if not _comes_back(composer, request, running):
             return ()  # nobody overtakes it: what it needs would never be free
     return ()
 
 
-def _brought_back(composer: Composer, request: Candidate, running: int) -> bool:
-    """Begin to restore the request, if there is room."""
+def _comes_back(composer: Composer, request: Candidate, running: int) -> bool:
+    """Begin to restore the request, unless others are brought what it begins with; False if there is no room."""
+    if composer.comes_for_others(request):
+        return True
     reserved = composer.reserved_blocks if running or composer.restored else 0
     spare_blocks = max(composer.watermark_blocks, composer.unwritten_blocks, reserved, running // GROWTH)
     wanted = composer.blocks_for(request, request.tokens) + spare_blocks
@@ -112,17 +112,14 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
     In the next iteration they find it in the prefix cache. As long as others fill this one they are held out;
     what others leave is theirs.
     """
-    waiting = iter(waiting)
+    # Whose KV was taken again just now is there once more.
+    waiting = (request for request in waiting if request.name not in composer.preempted)
     held: list[Candidate] = []
     for request in waiting:
         if composer.free_slots <= composer.reserved_slots:
             return
-        if request.name in composer.preempted:  # its KV was taken again just now
-            continue
         if request.restorable:
-            if not composer.comes_for_others(request) and not _brought_back(
-                composer, request, len(composer.tokens)
-            ):
+            if not _comes_back(composer, request, len(composer.tokens)):
                 return
             continue
         tokens = composer.fitting(request, limit_ms)
@@ -140,12 +137,8 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             if tokens < request.tokens:
                 return
     for request in chain(held, waiting):
-        if request.name in composer.preempted:  # its KV was taken again just now
-            continue
         if request.restorable:
-            if not composer.comes_for_others(request) and not _brought_back(
-                composer, request, len(composer.tokens)
-            ):
+            if not _comes_back(composer, request, len(composer.tokens)):
                 return
             continue
         tokens = composer.fitting(request, limit_ms)

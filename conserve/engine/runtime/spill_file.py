@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from conserve.errors import SettingsError, SpillRefused
+from conserve.store.home import sync
 
 FORMAT = 1
 INDEX, LOCK = "index.json", "lock"
@@ -180,17 +181,9 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        _flush_folder(path.parent)
+        sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _flush_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _fill(file: IO[bytes], region: Buffer, path: Path) -> None:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.checkpointing import OFF, Marked, Pressure, policy_named
-from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.host_memory import HostMemory
+from conserve.engine.vllm.lanes import is_online
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
 log = logging.getLogger("vllm.conserve")
@@ -215,7 +215,7 @@ class Checkpoints:
         if not self.on or not saveable(request) or local % self.block_tokens:
             return 0
         name = request.request_id
-        if self._shared and name not in self._rows and is_offline(request):
+        if self._shared and name not in self._rows and not is_online(request):
             self._adopt(request)
         tokens = min(self.saved_tokens(name), request.num_tokens - 1) - local
         return tokens if tokens >= min(self.block_tokens, max(1, self._tail_tokens(name))) else 0
@@ -293,10 +293,6 @@ class Checkpoints:
     def coming(self) -> frozenset[Hashable]:
         """What names the blocks that are on their way back."""
         return frozenset().union(*(restore.keys for restore in self._restores.values()))
-
-    def is_restoring(self, name: str) -> bool:
-        """Whether the row is on its way back."""
-        return name in self._restores
 
     @property
     def copying(self) -> bool:
@@ -406,7 +402,7 @@ class Checkpoints:
             checkpoint = rows.get(name)
             blocks = confirmed(request) // size - (len(checkpoint.blocks) if checkpoint is not None else 0)
             if blocks > 0:
-                yield Marked(name, blocks, not is_offline(request))
+                yield Marked(name, blocks, is_online(request))
 
     def _extend(
         self, checkpoint: Checkpoint, ids: Sequence[int], blocks: int, most: int | None = None
@@ -472,7 +468,7 @@ class Checkpoints:
         """Offline rows whose KV is their tokens' and no adapter's, which may be another next time."""
         found = {**{name: row.request for name, row in self._rows.items()}, **self._running}
         for request in found.values():
-            if is_offline(request) and saveable(request) and request.lora_request is None:
+            if not is_online(request) and saveable(request) and request.lora_request is None:
                 yield request
 
     def returned(self, keys: Sequence[str]) -> list[int]:
@@ -503,7 +499,7 @@ class Checkpoints:
             self._reports[event] = self._reports.get(event, 0) + workers
             if self._reports[event] >= self._workers:
                 del self._reports[event]
-                self._stored(event, failed=event in self._failed_stores)
+                self.copied(self._stores.pop(event), failed=event in self._failed_stores)
                 self._failed_stores.discard(event)
 
     def _restored(self, name: str) -> None:
@@ -524,9 +520,6 @@ class Checkpoints:
             for host in checkpoint.blocks:
                 self.memory.forget(host)
             self._forget(name)
-
-    def _stored(self, event: int, *, failed: bool) -> None:
-        self.copied(self._stores.pop(event), failed=failed)
 
     def copied(self, copies: Sequence[Copy], *, failed: bool) -> None:
         """These blocks are in host memory, or will never be."""
@@ -559,11 +552,6 @@ class Checkpoints:
 def confirmed(request: Request) -> int:
     """Tokens whose KV is computed for certain."""
     return int(request.num_computed_tokens - request.num_output_placeholders)
-
-
-def is_offline(request: Request) -> bool:
-    """Whether the request made no promise of time."""
-    return bool(request.priority >= OFFLINE_PRIORITY)
 
 
 def saveable(request: Request) -> bool:

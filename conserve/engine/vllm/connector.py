@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from conserve.engine.policy.checkpointing import ADAPTIVE, HOST_BYTES
 from conserve.engine.vllm.checkpoints import SHARE, Checkpoints
 from conserve.engine.vllm.copies import Copies
 from conserve.engine.vllm.pacing import SECTION
@@ -25,7 +26,6 @@ from conserve.engine.vllm.spill import Spilling
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
 log = logging.getLogger("vllm.conserve")
-HOST_BYTES = 4 << 30  # of all workers together
 USUAL_SPEED = 1e7  # bytes a millisecond that are copied, until it is known better
 DEVICE_SHARE = 0.5  # of an iteration's time that copies may take which do not share its memory
 
@@ -55,7 +55,7 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             section = vllm_config.additional_config.get(SECTION, {})
             block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
             self.checkpoints = Checkpoints(
-                extra.get("policy", "adaptive"),
+                extra.get("policy", ADAPTIVE),
                 host_blocks=max(1, host_bytes // block_bytes(kv_cache_config)),
                 block_tokens=block,
                 hashes_a_block=block // hashed,
