@@ -1,7 +1,7 @@
-"""The offline work of a comparison: rows with the lengths of real documents, and no text that matters."""
+"""The offline work of a comparison: rows as long as real documents, or as you say, and no text that matters."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -12,22 +12,27 @@ LENGTHS = "arxiv_summarization_lengths.parquet"
 LONGEST_OUTPUT = 96  # tokens
 
 
-def rows(count: int, *, factor: float, most: int, vocab_range: tuple[int, int], seed: int) -> Iterator[str]:
-    """OpenAI batch lines: random token ids, as long as arXiv papers and their abstracts times `factor`.
+def like_papers(count: int, *, factor: float, most: int, seed: int) -> Iterator[tuple[int, int]]:
+    """Prompt and answer tokens of rows: arXiv papers and their abstracts, their lengths times `factor`.
 
     A row and its answer have at most `most` tokens together.
     """
     table = pq.read_table(str(files("conserve.bench") / "data" / LENGTHS))
-    rng = np.random.default_rng(seed)
-    chosen = rng.integers(0, table.num_rows, count)
+    chosen = np.random.default_rng(seed).integers(0, table.num_rows, count)
     inputs = (table["input_tokens"].to_numpy()[chosen] * factor).astype(int)
     outputs = (table["output_tokens"].to_numpy()[chosen] * factor).astype(int)
-    for number, (prompt, answer) in enumerate(zip(inputs, outputs, strict=True)):
+    for prompt, answer in zip(inputs, outputs, strict=True):
         answer_tokens = int(min(max(answer, 1), LONGEST_OUTPUT))
-        length = int(min(max(prompt, 1), most - answer_tokens))
+        yield int(min(max(prompt, 1), most - answer_tokens)), answer_tokens
+
+
+def rows(lengths: Iterable[tuple[int, int]], *, vocab_range: tuple[int, int], seed: int) -> Iterator[str]:
+    """OpenAI batch lines: random token ids, as many as `lengths` say for prompts and answers."""
+    rng = np.random.default_rng(seed)
+    for number, (prompt_tokens, answer_tokens) in enumerate(lengths):
         body = {
             "model": "any",
-            "prompt": rng.integers(*vocab_range, length).tolist(),
+            "prompt": rng.integers(*vocab_range, prompt_tokens).tolist(),
             "max_tokens": answer_tokens,
             "temperature": 0,
             "ignore_eos": True,

@@ -24,6 +24,7 @@ class Preset:
     offline_factor: float = 1.0
     offline_longest: int = 1 << 15
     offline_rows: int = 20_000
+    offline_lengths: tuple[int, int] | None = None  # tokens of prompt and answer, instead of those of papers
     offline_window: int | None = None
 
     def arrivals(self, trace: Trace, seed: int) -> Trace:

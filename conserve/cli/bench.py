@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +57,12 @@ def bench(
     ] = None,
     on_off: Annotated[
         str | None, typer.Option(metavar="RATE,ON_S,OFF_S,IN,OUT", help="Arrivals that come and go instead.")
+    ] = None,
+    offline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IN,OUT", help="Tokens of offline prompts and answers; as arXiv papers have by default."
+        ),
     ] = None,
     policies: Annotated[
         str,
@@ -106,7 +113,11 @@ def bench(
         )
     if preset not in PRESETS:
         raise SettingsError(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
-    chosen = resized(PRESETS[preset], rounds, block_s)
+    if offline is not None and endpoint is not None:
+        raise SettingsError(
+            "--offline goes with a server of the benchmark's own; submit rows to that one's queue"
+        )
+    chosen = resized(PRESETS[preset], rounds, block_s, offline)
     folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     folder.mkdir(parents=True, exist_ok=True)
     context: Context = ctx.obj
@@ -126,10 +137,13 @@ def bench(
     raise typer.Exit(exits.DONE)
 
 
-def resized(preset: "Preset", rounds: int | None, block_s: float | None) -> "Preset":
+def resized(
+    preset: "Preset", rounds: int | None, block_s: float | None, offline: str | None = None
+) -> "Preset":
     """The preset with what the command line says on top."""
-    changes = {name: value for name, value in (("rounds", rounds), ("block_s", block_s)) if value is not None}
-    return replace(preset, **changes)  # type: ignore[arg-type]
+    lengths = tuple(map(int, numbers("--offline", offline, 2))) if offline is not None else None
+    said = {"rounds": rounds, "block_s": block_s, "offline_lengths": lengths}
+    return replace(preset, **{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
 
 
 def which(names: str, *, preemption: bool = True) -> list[str]:
@@ -292,21 +306,20 @@ def free_port() -> int:
 
 def enqueue_rows(settings: Settings, preset: "Preset", seed: int) -> None:
     """Put the offline work into a store of the benchmark's own."""
-    from conserve.bench.offline import rows, write
+    from conserve.bench.offline import like_papers, rows, write
     from conserve.endpoints.protocol import Url
     from conserve.jobs.submit import submit
     from conserve.jobs.task import Kind, Task
     from conserve.store.store import Store
 
     settings.home.mkdir(parents=True, exist_ok=True)
-    lines = rows(
-        preset.offline_rows,
-        factor=preset.offline_factor,
-        most=preset.offline_longest,
-        vocab_range=VOCABULARY,
-        seed=seed,
+    factor, most = preset.offline_factor, preset.offline_longest
+    lengths = (
+        like_papers(preset.offline_rows, factor=factor, most=most, seed=seed)
+        if preset.offline_lengths is None
+        else repeat(preset.offline_lengths, preset.offline_rows)
     )
-    path = write(settings.home / "offline.jsonl", lines)
+    path = write(settings.home / "offline.jsonl", rows(lengths, vocab_range=VOCABULARY, seed=seed))
     store = Store.open(settings)
     try:
         submit(store, str(path), Task(kind=Kind.OPENAI, url=Url.COMPLETIONS), name="offline")

@@ -5,14 +5,17 @@ The real engine in this process, in eager mode, on the demo model. What is compa
 
 import ctypes
 import json
+import os
 import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from conserve.bench.presets import CPU
 from conserve.config import load
 from tests.benchmarks.report import RAW, Figure
 
@@ -42,6 +45,7 @@ def measure() -> list[Figure]:
     flags = {"dtype": "auto", "max_num_batched_tokens": 512, "max_num_seqs": 32, "block_size": 64}
     memory = {"max_model_len": 8192, "kv_cache_memory_bytes": 1 << 30}
     config = transfer({"policy": "eager", "host_bytes": HOST_BYTES})
+    os.environ.update(CPU.environment)  # one core computes
     with started(
         ensure_demo_model(load().models_folder), kv_transfer_config=config, **flags, **memory
     ) as engine:
@@ -103,12 +107,12 @@ def resumes(engine: Any, raw: dict[str, Any]) -> list[Figure]:
     figures, preempting_ms = [], []
     preempt = engine.scheduler._preempt_request
 
-    def timed(*args: Any, **rest: Any) -> None:
+    def preempting(*args: Any, **rest: Any) -> None:
         begun = time.perf_counter()
         preempt(*args, **rest)
         preempting_ms.append((time.perf_counter() - begun) * 1e3)
 
-    engine.scheduler._preempt_request = timed
+    engine.scheduler._preempt_request = preempting
     raw["resume_s"] = {}
     for context in CONTEXTS:
         victim = Victim(engine, context, SEED)
@@ -138,32 +142,59 @@ def resumes(engine: Any, raw: dict[str, Any]) -> list[Figure]:
     return figures
 
 
+class Timed(NamedTuple):
+    """An iteration of the rows beside one that is away or coming back."""
+
+    step: int
+    ms: float
+
+
 def slowdown(engine: Any, raw: dict[str, Any]) -> list[Figure]:
-    """Iterations of others while a row comes back, beside the iterations just before."""
+    """Iterations of others while a row comes back, beside those before and after, in which it stays away.
+
+    All become longer with their rows' contexts, so that those without a restore are a line and not a mean.
+    """
     victim = Victim(engine, 3000, SEED + 1)
     scheduler, restores = engine.scheduler, victim.checkpoints._restores
-    ratios = []
+    away: list[list[Timed]] = []
+    meanwhile: list[list[Timed]] = []
     for _ in range(RESTORES):
-        engine.take_memory(victim.name)
-        scheduler.restores_pause = 1 << 30
-        engine.step()
-        engine.step()
-        plain = [iteration_ms(engine) for _ in range(PLAIN)]
+        away.append(without(engine, victim))
         scheduler.restores_pause = 0
-        meanwhile = []
-        while not meanwhile or restores:
-            meanwhile.append(iteration_ms(engine))
-        ratios.append((statistics.fmean(meanwhile) / statistics.fmean(plain) - 1) * 100)
+        meanwhile.append([timed(engine)])
+        while restores:
+            meanwhile[-1].append(timed(engine))
         victim.run(3)
+    away.append(without(engine, victim))
+    scheduler.restores_pause = 0
     victim.end()
+    around = [before + after for before, after in pairwise(away)]
+    ratios = [slower_percent(*each) for each in zip(meanwhile, around, strict=True)]
     raw["slowdown_percent"] = ratios
+    raw["restoring_iterations"] = [len(each) for each in meanwhile]
     return [resampled("iterations beside a restore take longer", ratios, MOST_SLOWER)]
 
 
-def iteration_ms(engine: Any) -> float:
+def without(engine: Any, victim: Victim) -> list[Timed]:
+    """Iterations while the row, which has just lost its memory, is not brought back."""
+    engine.take_memory(victim.name)
+    engine.scheduler.restores_pause = 1 << 30
+    engine.step()
+    engine.step()
+    return [timed(engine) for _ in range(PLAIN)]
+
+
+def slower_percent(beside: Sequence[Timed], others: Sequence[Timed]) -> float:
+    """How much longer these take than the line through the others says."""
+    line = np.polynomial.Polynomial.fit(*np.array(others).T, deg=1)
+    expected = [float(line(each.step)) for each in beside]
+    return (sum(each.ms for each in beside) / sum(expected) - 1) * 100
+
+
+def timed(engine: Any) -> Timed:
     begun = time.perf_counter()
     engine.step()
-    return (time.perf_counter() - begun) * 1e3
+    return Timed(engine.steps, (time.perf_counter() - begun) * 1e3)
 
 
 def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
@@ -171,14 +202,14 @@ def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
     checkpoints = engine.scheduler.checkpoints
     ask, spent = checkpoints.transfers, [0.0]
 
-    def timed() -> Any:
+    def measured() -> Any:
         begun = time.perf_counter()
         try:
             return ask()
         finally:
             spent[0] += time.perf_counter() - begun
 
-    checkpoints.transfers = timed
+    checkpoints.transfers = measured
     took: dict[str, list[float]] = {arm: [] for arm in ARMS}
     own: dict[str, list[float]] = {arm: [] for arm in ARMS}
     batch_s(engine, "off", -1)
@@ -224,7 +255,7 @@ def bandwidth(raw: dict[str, Any]) -> list[Figure]:
     thread = copy_thread()
     dice = random.Random(SEED)
     blocks = 94  # 6,000 tokens
-    size = blocks * sum(region.block_bytes for region in thread._device)
+    size = blocks * int(thread._device[:, 1].sum())
     source, target = (np.ones(size, np.uint8) for _ in range(2))
     shares: dict[bool, list[float]] = {True: [], False: []}
     speeds = []

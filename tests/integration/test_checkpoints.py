@@ -201,7 +201,7 @@ class Checkpointed:
         checkpoints = engine.scheduler.checkpoints
         engine.add(*asked)
         until(engine, lambda: saved(engine, "row") >= 384)
-        monkeypatch.setattr(checkpoints, "_budget", lambda: 1)
+        monkeypatch.setattr(checkpoints, "_budget_ms", lambda: 0.0)
         engine.take_memory("row")
         name = engine.internal("row")
         until(engine, lambda: name in checkpoints._restores)

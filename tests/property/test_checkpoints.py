@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.runtime.copy_budget import BlockMs
 
 SIZE = 4  # tokens of a block
 DEVICE, HOST = 40, 30  # blocks
@@ -83,7 +84,12 @@ class World:
         self.dice = random.Random(seed)
         self.pool, self.shared, self.workers = Pool(), shared, workers
         self.checkpoints = Checkpoints(
-            policy, host_blocks=HOST, block_tokens=SIZE, shared=shared, workers=workers, block_ms=1.0
+            policy,
+            host_blocks=HOST,
+            block_tokens=SIZE,
+            shared=shared,
+            workers=workers,
+            block_ms=BlockMs(1.0, 1.0),
         )
         self.ids: dict[str, list[int]] = {}
         self.checkpoints.bind(self.pool, self.ids.__getitem__)

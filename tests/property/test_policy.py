@@ -711,6 +711,22 @@ def test_what_is_reserved_for_online_requests_is_not_given_to_further_offline_on
     assert alone.admitted[0] == "offline-0"  # one may always run
 
 
+def test_what_is_reserved_is_used_by_rows_that_lose_nothing_with_their_memory() -> None:
+    waiting = [Candidate(f"offline-{number}", 10, 0) for number in range(10)]
+    model = ConServeModel.of(0, 0, 0, 0, 0, 0, 0, 1.0)
+
+    def admitted(*, saved: bool) -> int:
+        view = View(
+            offline=[Candidate("running", 1, 40, decode=True, blocks=21, saved=saved)],
+            waiting_offline=waiting, model=model, slo=Slo(), max_tokens=2048, free_slots=8,
+            free_blocks=50, reserved_blocks=30, block_tokens=2,
+        )  # fmt: skip
+        return len(Conserve().plan(view).admitted)
+
+    assert admitted(saved=False) == 4
+    assert admitted(saved=True) == 8  # of 30 blocks 21 could be freed at once
+
+
 def test_kv_that_came_back_to_a_row_that_waits_is_taken_again_for_a_live_request() -> None:
     row = Candidate("row", 1, 320, blocks=20)
     view = spacious(

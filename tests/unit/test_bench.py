@@ -24,6 +24,7 @@ from conserve.bench.deployment import Counters, Deployment
 from conserve.bench.figures import colours
 from conserve.bench.load import Plan, Target, play, play_apart, prompt_ids, request_body
 from conserve.bench.measure import Block, Limits, attainment, compare, lateness
+from conserve.bench.offline import like_papers, rows
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.bench import facts, preempts, which
 from conserve.engine.policy.preemption import OFF, PREEMPTIONS
@@ -767,3 +768,12 @@ def test_receipts_and_warnings_are_plain_sentences() -> None:
 )
 def test_figures_have_three_digits(value: float, shown: str) -> None:
     assert svg.figure(value) == shown
+
+
+def test_offline_rows_are_as_long_as_said() -> None:
+    lines = [json.loads(line) for line in rows([(5, 3), (7, 2)], vocab_range=(100, 20_000), seed=1)]
+    assert [(len(one["body"]["prompt"]), one["body"]["max_tokens"]) for one in lines] == [(5, 3), (7, 2)]
+    assert [one["custom_id"] for one in lines] == ["row-0", "row-1"]
+    lengths = list(like_papers(200, factor=0.125, most=1024, seed=1))
+    assert all(prompt >= 1 <= answer and prompt + answer <= 1024 for prompt, answer in lengths)
+    assert len(set(lengths)) > 100

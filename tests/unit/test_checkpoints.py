@@ -9,7 +9,8 @@ import pytest
 
 from conserve.cli.serve import checkpointing, host_bytes
 from conserve.engine.policy.checkpointing import FEW, LITTLE, Adaptive, Eager, Marked, Pressure, policy_named
-from conserve.engine.runtime.copy_thread import CopyThread, Region, merged
+from conserve.engine.runtime import copy_thread
+from conserve.engine.runtime.copy_thread import CopyThread, Pieces, Region, merged, move_pieces
 from conserve.engine.vllm.kv_transfer import FLAG, with_checkpoints
 from conserve.errors import SettingsError
 
@@ -112,7 +113,12 @@ def regions(count: int, blocks: int, size: int, fill: int) -> tuple[list[bytearr
     ]
 
 
-def test_blocks_are_copied_there_and_back_in_all_regions() -> None:
+@pytest.mark.parametrize("how", ["at once", "in several calls", "refused", "unknown"])
+def test_blocks_are_copied_there_and_back_in_all_regions(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "in several calls":
+        monkeypatch.setattr(copy_thread, "MOST_PIECES", 2)
+    elif how != "at once":
+        monkeypatch.setattr(copy_thread, "_copy_at_once", (lambda *_: -1) if how == "refused" else None)
     device, ours = regions(3, 8, 16, 1)
     host, theirs = regions(3, 4, 16, 0)
     for part in device:
@@ -134,10 +140,10 @@ def test_a_copy_that_fails_says_so_and_the_next_is_made(caplog: pytest.LogCaptur
     fails = threading.Event()
     fails.set()
 
-    def move(to: int, source: int, size: int) -> None:
+    def move(to: Pieces, source: Pieces) -> None:
         if fails.is_set():
             raise OSError("no")
-        ctypes.memmove(to, source, size)
+        move_pieces(to, source)
 
     thread = CopyThread(ours, theirs, move)
     first = thread.copy([0], [0], is_store=True)

@@ -26,7 +26,7 @@ class Pressure(NamedTuple):
     """How the memories stand, in blocks."""
 
     total: int  # of the device
-    free: int  # of the device
+    free: int  # of the device, and not kept for live requests to come
     host_room: int  # blocks that host memory takes
     budget: int  # blocks that may be copied beside the next iteration
 

@@ -32,7 +32,8 @@ class Composer:
         self.tokens_left = view.max_tokens
         self.free_slots = view.free_slots
         self.reserved_slots = view.reserved_slots
-        self.reserved_blocks = view.reserved_blocks
+        self._reserved_blocks = view.reserved_blocks
+        self._revocable_blocks = sum(row.blocks for row in (*view.offline, *view.held) if row.saved)
         self.free_blocks = view.free_blocks
         self.watermark_blocks = view.watermark_blocks
         self.unwritten_blocks = view.unwritten_blocks
@@ -50,6 +51,11 @@ class Composer:
             predicted_ms=self.predicted_ms if self.tokens else 0.0,
             limit_ms=None if self._online_requests in (None, self.batch.requests) else self.limit_ms,
         )
+
+    @property
+    def reserved_blocks(self) -> int:
+        """Of the free blocks, those kept for online requests to come: what can be taken back for nothing counts."""
+        return max(0, self._reserved_blocks - self._revocable_blocks)
 
     @property
     def predicted_ms(self) -> float:
@@ -131,7 +137,9 @@ class Composer:
         size = self._block_tokens
         last = (candidate.context + candidate.tokens) // size
         self._coming.update(candidate.prefix[candidate.context // size : last])
-        self.free_blocks -= self.blocks_for(candidate, candidate.tokens)
+        blocks = self.blocks_for(candidate, candidate.tokens)
+        self.free_blocks -= blocks
+        self._revocable_blocks += blocks
         self.free_slots -= 1
         self.restored.append(candidate.name)
 
@@ -143,9 +151,7 @@ class Composer:
     def take_back(self, blocks: int) -> None:
         """Take KV from requests that got it back and still wait, until so many blocks are free or all is taken."""
         while self._held and self.free_blocks < blocks:
-            victim = self._held.pop()
-            self.preempted.append(victim.name)
-            self.free_blocks += victim.blocks
+            self._lose(self._held.pop())
 
     def make_room(self, victims: list[Candidate], blocks: int, slots: int = 0) -> bool:
         """Preempt victims, the last first, until so many blocks and slots are free; none if it cannot."""
@@ -161,9 +167,13 @@ class Composer:
 
     def preempt(self, victim: Candidate) -> None:
         """Take back what a running request has; it starts again from its tokens later."""
+        self._lose(victim)
+        self.free_slots += 1
+
+    def _lose(self, victim: Candidate) -> None:
         self.preempted.append(victim.name)
         self.free_blocks += victim.blocks
-        self.free_slots += 1
+        self._revocable_blocks -= victim.blocks if victim.saved else 0
 
     def add_decodes(self, candidates: Sequence[Candidate], limit_ms: float) -> int:
         """Add as many decode steps, in order, as there are time, tokens and blocks for; returns how many."""

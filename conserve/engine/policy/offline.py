@@ -96,10 +96,12 @@ def _comes_back(composer: Composer, request: Candidate, running: int) -> bool:
     """Begin to restore the request, unless others are brought what it begins with; False if there is no room."""
     if composer.comes_for_others(request):
         return True
-    reserved = composer.reserved_blocks if running or composer.restored else 0
+    blocks = composer.blocks_for(request, request.tokens)
+    reserved = (
+        composer.reserved_blocks - blocks if running or composer.restored else 0
+    )  # for they can be taken again
     spare_blocks = max(composer.watermark_blocks, composer.unwritten_blocks, reserved, running // GROWTH)
-    wanted = composer.blocks_for(request, request.tokens) + spare_blocks
-    room = composer.free_slots > composer.reserved_slots and wanted <= composer.free_blocks
+    room = composer.free_slots > composer.reserved_slots and blocks + spare_blocks <= composer.free_blocks
     if composer.preempted or composer.tokens_left < 1 or not room:
         return False
     composer.restore(request)

@@ -57,7 +57,7 @@ class View:
         0  # of them, for online requests to come: preempting for each costs its victim's work
     )
     free_blocks: int
-    reserved_blocks: int = 0  # of them, for the same
+    reserved_blocks: int = 0  # of them, for the same; those of rows that are saved can be taken back instead
     watermark_blocks: int = 0  # of the free ones: vLLM admits nobody into them while somebody runs
     held: Sequence[Candidate] = ()  # waiting offline requests that have their KV back: it can be taken again
     coming: frozenset[Hashable] = frozenset()  # KV blocks that are on their way back for some request

@@ -1,7 +1,7 @@
 """Copies blocks between two memories of the host, beside whatever computes (CPU engines).
 
-`memmove` runs outside the interpreter's lock, a run of neighbouring blocks at a time, and on a core that does
-not compute where the process has one.
+All blocks of all layers go in one call, outside the interpreter's lock: a call for each would have to take it back
+from the thread that computes as often. Where the process has a core that does not compute, they are copied there.
 """
 
 import ctypes
@@ -12,9 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 log = logging.getLogger("vllm.conserve")
-Move = Callable[[int, int, int], object]
+Pieces = npt.NDArray[
+    np.uint64
+]  # of memory: (pieces, 2), each an address and a size in bytes, as C's struct iovec
+Move = Callable[[Pieces, Pieces], object]  # to the first from the second, piece by piece
+MOST_PIECES = 1024  # of a call: Linux's IOV_MAX
+_copy_at_once: Any = getattr(ctypes.CDLL(None), "process_vm_readv", None)
+if _copy_at_once is not None:
+    _many = (ctypes.c_void_p, ctypes.c_ulong)
+    _copy_at_once.argtypes = (ctypes.c_int, *_many, *_many, ctypes.c_ulong)
+    _copy_at_once.restype = ctypes.c_ssize_t
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +66,22 @@ class Copied:
     blocks: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    _reported: tuple[int, float] = (0, 0.0)
+
+    def block_ms(self) -> float | None:
+        """What a block took since this was last asked; None if none was copied."""
+        now, (blocks, seconds) = (self.blocks, self.seconds), self._reported
+        if now[0] == blocks:
+            return None
+        self._reported = now
+        return 1e3 * (now[1] - seconds) / (now[0] - blocks)
 
 
 class CopyThread:
     """Copies in the order in which it is asked to."""
 
-    def __init__(self, device: Sequence[Region], host: Sequence[Region], move: Move = ctypes.memmove) -> None:
-        self._device, self._host, self._move = device, host, move
+    def __init__(self, device: Sequence[Region], host: Sequence[Region], move: Move | None = None) -> None:
+        self._device, self._host, self._move = table(device), table(host), move or move_pieces
         self._queue: queue.SimpleQueue[tuple[list[int], list[int], bool, Done] | None] = queue.SimpleQueue()
         self.stored, self.loaded = Copied(), Copied()
         self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
@@ -91,18 +113,35 @@ class CopyThread:
 
     def _copy(self, source: list[int], target: list[int], is_store: bool) -> None:
         begun = time.perf_counter()
-        runs = merged(source, target)
-        moved = 0
-        for device, host in zip(self._device, self._host, strict=True):
-            here, there = (device, host) if is_store else (host, device)
-            size = here.block_bytes
-            for first, to, count in runs:
-                self._move(there.address + to * size, here.address + first * size, count * size)
-                moved += count * size
+        first, to, count = np.array(merged(source, target), np.uint64).reshape(-1, 3).T
+        here, there = (self._device, self._host) if is_store else (self._host, self._device)
+        sources, targets = pieces(here, first, count), pieces(there, to, count)
+        self._move(targets, sources)
         counts = self.stored if is_store else self.loaded
-        counts.blocks += len(source)
-        counts.bytes += moved
+        counts.bytes += int(sources[:, 1].sum())
         counts.seconds += time.perf_counter() - begun
+        counts.blocks += len(source)  # last: `block_ms` looks at it first
+
+
+def table(regions: Sequence[Region]) -> Pieces:
+    """(regions, 2): each one's address and the size of its blocks."""
+    return np.array([(region.address, region.block_bytes) for region in regions], np.uint64).reshape(-1, 2)
+
+
+def pieces(regions: Pieces, first: npt.NDArray[np.uint64], count: npt.NDArray[np.uint64]) -> Pieces:
+    """Runs of blocks in each of the regions."""
+    address, size = regions[:, :1], regions[:, 1:]
+    return np.column_stack([(address + first * size).ravel(), (count * size).ravel()])
+
+
+def move_pieces(targets: Pieces, sources: Pieces) -> None:
+    """Copy pieces of equal size: all at once, or one by one where the kernel refuses or does not get through."""
+    for start in range(0, len(targets), MOST_PIECES):
+        to, source = (np.ascontiguousarray(side[start : start + MOST_PIECES]) for side in (targets, sources))
+        vectors = (to.ctypes.data, len(to), source.ctypes.data, len(source))
+        if _copy_at_once is None or _copy_at_once(os.getpid(), *vectors, 0) != to[:, 1].sum():
+            for (address, size), (begin, _) in zip(to.tolist(), source.tolist(), strict=True):
+                ctypes.memmove(address, begin, size)
 
 
 def merged(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -13,19 +13,19 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, islice
+from math import inf
 from typing import Any, NamedTuple
 
 from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.checkpointing import OFF, Marked, Pressure, policy_named
+from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.host_memory import HostMemory
 from conserve.engine.vllm.lanes import is_online
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
 log = logging.getLogger("vllm.conserve")
-SHARE = 0.1  # of an iteration's time that the copies beside it may take: they use the same memory
-UNPREDICTED = 32  # blocks that may be copied beside an iteration of unknown length
-SMOOTHING = 0.2  # of what is learned about it
+SHARE = 0.05  # of an iteration's time that the copies beside it may take: a fifth of it is lost to the iteration
 LAST_MINUTE = 2  # blocks that are copied while their row is preempted already; they are free a moment later
 
 
@@ -91,13 +91,13 @@ class Checkpoints:
         hashes_a_block: int = 1,
         shared: bool = True,
         workers: int = 1,
-        block_ms: float = 0.5,
+        block_ms: BlockMs,
         share: float = SHARE,
     ) -> None:
         self.name, self.policy = policy, policy_named(policy)
         self.memory = HostMemory(host_blocks)
         self.block_tokens = block_tokens
-        self.block_ms, self._share = block_ms, share
+        self.budget = CopyBudget(block_ms, share)
         self._hashes_a_block = hashes_a_block
         self._shared = shared  # rows may use what others computed for the same tokens
         self.counts = Counts()
@@ -105,6 +105,7 @@ class Checkpoints:
         self.on, self.why_off = True, "it is switched off"
         self.predicted_ms: float | None = None  # of the iteration to come; None where nobody predicts
         self.allowed: Collection[str] | None = None  # rows whose restore may begin; None: any
+        self.reserved_blocks = 0  # of the device's free ones, for live requests to come
         self._device: Any = None  # vLLM's block pool
         self._block_ids: Callable[[str], Sequence[int]] = lambda name: ()
         self._workers = workers
@@ -309,7 +310,7 @@ class Checkpoints:
             "restoring": len(self._restores),
             "host_blocks": self.memory.capacity,
             "host_used": self.memory.used,
-            "block_ms": self.block_ms,
+            "block_ms": {"to_host": self.budget.to_host_ms, "to_device": self.budget.to_device_ms},
             "spill": self.spill.report() if self.spill is not None else None,
         }
 
@@ -317,10 +318,13 @@ class Checkpoints:
 
     def transfers(self) -> Transfers:
         """What the workers are to copy beside the iteration that was just scheduled."""
-        budget = self._budget()
-        loads, rows = self._next_loads(budget)
+        under_way = sum(map(len, self._stores.values()))
+        left_ms = self._budget_ms() - under_way * self.budget.to_host_ms
+        loads, rows = self._next_loads(left_ms)
         stores, self._last_minute = self._last_minute, []
-        stores += self._next_stores(max(0, budget - len(loads) - len(stores)))
+        left_ms -= len(loads) * self.budget.to_device_ms + len(stores) * self.budget.to_host_ms
+        most = self.budget.saves(left_ms, self.memory.capacity)
+        stores += self._next_stores(most if under_way or loads or stores else max(1, most))
         sent = Transfers()
         if loads:
             self._events += 1
@@ -337,28 +341,25 @@ class Checkpoints:
         sent.load_event_to_reqs = {event: list(names) for event, names in self._awaited.items()}
         return sent
 
-    def _budget(self) -> int:
-        """Blocks that may be copied beside the iteration to come; what is under way counts."""
-        if self.predicted_ms is not None:
-            blocks = max(1, int(self._share * self.predicted_ms / self.block_ms))
-        elif any(request.status == RequestStatus.RUNNING for request in self._running.values()):
-            blocks = UNPREDICTED
-        else:
-            return self.memory.capacity
-        return blocks - sum(map(len, self._stores.values()))
+    def _budget_ms(self) -> float:
+        """What copies may take beside the iteration to come; without end where nobody computes."""
+        if self.predicted_ms is not None or any(map(_is_running, self._running.values())):
+            return self.budget.beside(self.predicted_ms)
+        return inf
 
-    def _next_loads(self, budget: int) -> tuple[list[Copy], list[str]]:
+    def _next_loads(self, left_ms: float) -> tuple[list[Copy], list[str]]:
         """Blocks of rows on their way back, the row first whose restore began first; and the rows."""
+        most = self.budget.restores(left_ms, sum(len(restore.left) for restore in self._restores.values()))
         loads: list[Copy] = []
         rows: list[str] = []
         event = self._events + 1
         for name, restore in self._restores.items():
             if not restore.left:
                 continue
-            if len(loads) >= max(1, budget):
+            if len(loads) >= most:
                 break
             rows.append(name)
-            while restore.left and len(loads) < max(1, budget):
+            while restore.left and len(loads) < most:
                 loads.append(restore.left.popleft())
             restore.last_event = event
             if not restore.left:
@@ -370,7 +371,8 @@ class Checkpoints:
         pool = self._device
         if not self.on:
             return []
-        pressure = Pressure(pool.num_gpu_blocks, pool.get_num_free_blocks(), self.memory.room, budget)
+        free = max(0, pool.get_num_free_blocks() - self.reserved_blocks)
+        pressure = Pressure(pool.num_gpu_blocks, free, self.memory.room, budget)
         try:
             if not self.policy.wants_marks(pressure):
                 return []
@@ -492,8 +494,7 @@ class Checkpoints:
                 self._unusable(name)
         if report is None:
             return
-        if report.block_ms:
-            self.block_ms += SMOOTHING * (report.block_ms - self.block_ms)
+        self.budget.learn(report.block_ms)
         self._failed_stores |= report.failed_stores
         for event, workers in report.completed_store_events.items():
             self._reports[event] = self._reports.get(event, 0) + workers
@@ -552,6 +553,10 @@ class Checkpoints:
 def confirmed(request: Request) -> int:
     """Tokens whose KV is computed for certain."""
     return int(request.num_computed_tokens - request.num_output_placeholders)
+
+
+def _is_running(request: Request) -> bool:
+    return bool(request.status == RequestStatus.RUNNING)
 
 
 def saveable(request: Request) -> bool:

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from conserve.engine.policy.checkpointing import ADAPTIVE, HOST_BYTES
+from conserve.engine.runtime.copy_budget import BlockMs
 from conserve.engine.vllm.checkpoints import SHARE, Checkpoints
 from conserve.engine.vllm.copies import Copies
 from conserve.engine.vllm.pacing import SECTION
@@ -61,7 +62,9 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 hashes_a_block=block // hashed,
                 shared=bool(vllm_config.cache_config.enable_prefix_caching),
                 workers=workers,
-                block_ms=section.get("block_ms") or block_bytes(kv_cache_config) / USUAL_SPEED,
+                block_ms=BlockMs(
+                    *(section.get("block_ms") or 2 * [block_bytes(kv_cache_config) / USUAL_SPEED])
+                ),
                 share=SHARE if current_platform.is_cpu() else DEVICE_SHARE,
             )
             if extra.get("spill"):

@@ -13,6 +13,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
+from conserve.engine.runtime.copy_budget import BlockMs
 from conserve.engine.runtime.copy_thread import CopyThread, Done, Region
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
@@ -113,15 +114,14 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
         return KVConnectorTransferResults(finished_recving=restored, failed_recving=broken)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Stores that have ended since the last report."""
+        """What has ended since the last report."""
+        block_ms = self._backend.block_ms() if isinstance(self._backend, ByThread) else BlockMs()
         ended, self._completed_store_events = self._completed_store_events, {}
-        if not ended:
+        if not ended and block_ms == BlockMs():
             return None
         failed = self._failed_stores & ended.keys()
         self._failed_stores -= failed
-        return WorkerReport(
-            ended, failed, self._backend.block_ms if isinstance(self._backend, ByThread) else None
-        )
+        return WorkerReport(ended, failed, block_ms)
 
     def _poll_stream_events(self, is_store: bool) -> int:
         """The last transfer that has ended, all before it included; notes those that failed."""
@@ -165,11 +165,9 @@ class ByThread:
     def __init__(self, device: dict[str, torch.Tensor], host: dict[str, torch.Tensor]) -> None:
         self.thread = CopyThread([*map(region, device.values())], [*map(region, host.values())])
 
-    @property
-    def block_ms(self) -> float | None:
-        """What copying one block takes, on average."""
-        blocks = self.thread.stored.blocks + self.thread.loaded.blocks
-        return 1e3 * (self.thread.stored.seconds + self.thread.loaded.seconds) / blocks if blocks else None
+    def block_ms(self) -> BlockMs:
+        """What copying one block took each way since it was last asked."""
+        return BlockMs(self.thread.stored.block_ms(), self.thread.loaded.block_ms())
 
     def launch_copy(
         self,

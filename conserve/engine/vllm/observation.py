@@ -92,7 +92,13 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
         if scheduler.checkpoints is not None and scheduler.checkpoints.any_saved
         else 0,
         held=[
-            Candidate(r.request_id, 1, r.num_computed_tokens, blocks=len(blocks_of.get(r.request_id, ())))
+            Candidate(
+                r.request_id,
+                1,
+                r.num_computed_tokens,
+                blocks=len(blocks_of.get(r.request_id, ())),
+                saved=True,
+            )
             for r in holding
             if not is_online(r)
             and r.num_computed_tokens

@@ -134,10 +134,10 @@ class Installed:
         )
 
 
-def block_ms(copies: Sequence[KVCopy]) -> float | None:
-    """What copying one KV block takes, in the slower direction and by the largest copy; None if not measured."""
+def block_ms(copies: Sequence[KVCopy]) -> tuple[float, float] | None:
+    """What copying one KV block takes to the host and back, by the largest copy; None if not measured."""
     most = max(copies, key=lambda copy: copy.blocks, default=None)
-    return max(most.to_host_ms, most.to_device_ms) / most.blocks if most is not None else None
+    return (most.to_host_ms / most.blocks, most.to_device_ms / most.blocks) if most is not None else None
 
 
 def finite(ms: float) -> float | None:

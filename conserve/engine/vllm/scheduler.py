@@ -234,8 +234,15 @@ class CoServing:
             or not (self._offline or self._policy_name == "paced")
         ):
             self._stalled = False
+            self._reserve(0)
             return None
-        return self._policy.plan(observe(self, self._iterations, self._traffic, self._slo))
+        view = observe(self, self._iterations, self._traffic, self._slo)
+        self._reserve(view.reserved_blocks)
+        return self._policy.plan(view)
+
+    def _reserve(self, blocks: int) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.reserved_blocks = blocks
 
     def _apply(self, plan: Plan, now: float, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Have vLLM schedule what the plan says."""

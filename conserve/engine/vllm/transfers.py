@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 
+from conserve.engine.runtime.copy_budget import BlockMs
+
 
 @dataclass
 class Transfers(SimpleCPUOffloadMetadata):  # type: ignore[misc]
@@ -20,14 +22,14 @@ class Transfers(SimpleCPUOffloadMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerReport(SimpleCPUOffloadWorkerMetadata):  # type: ignore[misc]
-    """Stores that have ended, each counted by its workers."""
+    """Stores that have ended, each counted by its workers, and how long copies took."""
 
     failed_stores: set[int] = field(default_factory=set)  # of them
-    block_ms: float | None = None  # what copying one block has taken of late
+    block_ms: BlockMs = field(default_factory=BlockMs)  # what copying one has taken since the last report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Both workers' reports as one."""
         assert isinstance(other, WorkerReport)
         counts = super().aggregate(other).completed_store_events
-        times = [ms for ms in (self.block_ms, other.block_ms) if ms is not None]
-        return WorkerReport(counts, self.failed_stores | other.failed_stores, max(times, default=None))
+        failed = self.failed_stores | other.failed_stores
+        return WorkerReport(counts, failed, self.block_ms.slower(other.block_ms))
