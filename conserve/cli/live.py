@@ -73,23 +73,37 @@ def preempted(said: dict[str, Any] | None, offline_tokens: float) -> list[str]:
 
 
 def checkpointed(said: dict[str, Any] | None) -> list[str]:
-    """What became of the KV of rows that lost their memory; a line, or none."""
+    """What became of the KV of rows that lost their memory, and of what came from disk: a line each, or none."""
     if said is None:
         return []
+    spilled = from_disk(said.get("spill"))
     parts = []
     if said["policy"] != "off":
         parts = [f"{said['tokens_saved']:,} saved", f"{said['tokens_restored']:,} restored"]
     elif said["why_off"]:
         return [f"  no KV checkpoints: {said['why_off']}"]
     if not parts and not said["tokens_recomputed"]:
-        return []
+        return spilled
     parts.append(f"{said['tokens_recomputed']:,} recomputed")
     failed, refused = said.get("blocks_failed", 0), said.get("blocks_refused", 0)
     if failed:
         parts.append(f"{output.count(failed, 'block')} not copied")
     if refused:
         parts.append(f"{output.count(refused, 'block')} beyond host memory")
-    return [f"  tokens of KV {', '.join(parts)}"]
+    return [f"  tokens of KV {', '.join(parts)}", *spilled]
+
+
+def from_disk(said: dict[str, Any] | None) -> list[str]:
+    """What the last engine left of rows in flight (`--kv-spill`); a line, or none."""
+    if said is None:
+        return []
+    if why := said["why_off"] or said["refused"]:
+        return [f"  nothing from disk: {why}"]
+    return (
+        [f"  {output.count(said['tokens_taken_in'], 'token')} of KV from disk"]
+        if said["tokens_taken_in"]
+        else []
+    )
 
 
 def pair(latency: dict[str, float | None], slo_ms: float | None) -> str:

@@ -262,6 +262,10 @@ def test_the_longest_rows_beginning_goes_first_where_memory_is_little(
         left.finished_by(engine)
 
 
+def dead(*args: Any, **more: Any) -> Any:
+    raise RuntimeError("a worker died")
+
+
 def test_a_disk_without_room_for_others_is_left_alone(
     three_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +276,10 @@ def test_a_disk_without_room_for_others_is_left_alone(
         monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=module.RESERVE))
         said = spill(engine)
         assert re.fullmatch(r"they take \d MiB, and 1024 are free, 1024 of them for others", said["refused"])
+        monkeypatch.undo()
+        executor = engine.core.model_executor
+        monkeypatch.setattr(executor, "collective_rpc", dead)
+        assert spill(engine)["refused"] == "RuntimeError: a worker died"
         monkeypatch.undo()
         assert spill(engine)["refused"] is None
         assert json.loads((tmp_path / INDEX).read_text())

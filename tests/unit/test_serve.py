@@ -116,3 +116,19 @@ def test_status_says_what_preemption_did() -> None:
     assert live.lines([server({"policy": "off", "why_off": WHY})])[3] == f"  no preemption: {WHY}"
     assert live.lines([server({"policy": "off", "why_off": None})])[3] == "  no preemption"
     assert len(live.lines([server(None)])) == 4  # a server that knows none: nothing, and the blank line
+
+
+def test_status_says_what_became_of_kv() -> None:
+    disk: dict[str, Any] = {"why_off": None, "refused": None, "tokens_taken_in": 0}
+    counted = {
+        "policy": "adaptive", "why_off": None, "tokens_saved": 4096, "tokens_restored": 2048,
+        "tokens_recomputed": 77, "blocks_failed": 1, "blocks_refused": 0, "spill": disk,
+    }  # fmt: skip
+    line = "  tokens of KV 4,096 saved, 2,048 restored, 77 recomputed, 1 block not copied"
+    assert live.checkpointed(counted) == [line]
+    came = {**counted, "spill": {**disk, "tokens_taken_in": 640}}
+    assert live.checkpointed(came) == [line, "  640 tokens of KV from disk"]
+    refused = {**counted, "spill": {**disk, "refused": WHY}}
+    assert live.checkpointed(refused) == [line, f"  nothing from disk: {WHY}"]
+    assert live.checkpointed({**counted, "policy": "off", "why_off": WHY}) == [f"  no KV checkpoints: {WHY}"]
+    assert live.checkpointed(None) == []

@@ -9,7 +9,6 @@ conserve-2024 section 4.4.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, islice
@@ -22,18 +21,14 @@ from conserve.engine.policy.checkpointing import OFF, Marked, Pressure, policy_n
 from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.host_memory import HostMemory
 from conserve.engine.vllm.lanes import is_online
+from conserve.engine.vllm.restores import Copy, Restores
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
 log = logging.getLogger("vllm.conserve")
-SHARE = 0.05  # of an iteration's time that the copies beside it may take: a fifth of it is lost to the iteration
+SHARE = (
+    0.075  # of an iteration's time that the copies beside it may take: a fifth of it is lost to the iteration
+)
 LAST_MINUTE = 2  # blocks that are copied while their row is preempted already; they are free a moment later
-
-
-class Copy(NamedTuple):
-    """One block on its way."""
-
-    device: int
-    host: int
 
 
 class Gathered(NamedTuple):
@@ -53,15 +48,6 @@ class Checkpoint:
     tail: int | None = None  # host block of the block after those
     tail_tokens: int = 0  # in it
     whole: int = 0  # blocks known to have arrived: only ever grows, but for failures
-
-
-@dataclass(slots=True)
-class Restore:
-    """A row on its way back to the device; vLLM waits for it and for nobody else."""
-
-    left: deque[Copy]
-    keys: frozenset[Hashable]  # what names its blocks
-    last_event: int = -1  # the transfer with the last block that was sent for
 
 
 @dataclass(slots=True)
@@ -111,14 +97,13 @@ class Checkpoints:
         self._workers = workers
         self._rows: dict[str, Checkpoint] = {}
         self._running: dict[str, Request] = {}  # with KV blocks, as far as we were told
-        self._restores: dict[str, Restore] = {}
+        self._restores = Restores()
         self._events = 0
         self._stores: dict[int, list[Copy]] = {}
         self._reports: dict[int, int] = {}  # store -> workers that have reported it
         self._failed_stores: set[int] = set()  # reported so by one of them
         self._local: dict[str, int] = {}  # tokens that the device had of rows that may be restored
         self._last_minute: list[Copy] = []
-        self._awaited: dict[int, list[str]] = {}  # load -> rows that are whole with it
 
     def bind(self, device: Any, block_ids: Callable[[str], Sequence[int]]) -> None:
         """Give it vLLM's block pool, and a row's block ids by its name."""
@@ -165,11 +150,7 @@ class Checkpoints:
         self._running.pop(name, None)
         self._local.pop(name, None)
         self._forget(name)
-        restore = self._restores.get(name)
-        if restore is None:
-            return
-        while len(restore.left) > 1:  # vLLM keeps its blocks until the workers say that the last one has come
-            restore.left.pop()
+        self._restores.cancel(name)
 
     def _forget(self, name: str) -> None:
         checkpoint = self._rows.pop(name, None)
@@ -286,14 +267,14 @@ class Checkpoints:
             sources = [*sources, checkpoint.tail]
         targets = self._block_ids(name)[first:last]
         keys = frozenset(islice(self._keys(request, first), last - first))
-        self._restores[name] = Restore(deque(map(Copy, targets, sources)), keys)
+        self._restores.begin(name, map(Copy, targets, sources), keys)
         self.counts.restores += 1
         self.counts.tokens_restored += tokens
 
     @property
     def coming(self) -> frozenset[Hashable]:
         """What names the blocks that are on their way back."""
-        return frozenset().union(*(restore.keys for restore in self._restores.values()))
+        return self._restores.keys
 
     @property
     def copying(self) -> bool:
@@ -320,7 +301,8 @@ class Checkpoints:
         """What the workers are to copy beside the iteration that was just scheduled."""
         under_way = sum(map(len, self._stores.values()))
         left_ms = self._budget_ms() - under_way * self.budget.to_host_ms
-        loads, rows = self._next_loads(left_ms)
+        most = self.budget.restores(left_ms, self._restores.left)
+        loads, rows = self._restores.next(most, self._events + 1)
         stores, self._last_minute = self._last_minute, []
         left_ms -= len(loads) * self.budget.to_device_ms + len(stores) * self.budget.to_host_ms
         most = self.budget.saves(left_ms, self.memory.capacity)
@@ -338,7 +320,7 @@ class Checkpoints:
             self._stores[sent.store_event] = stores
             sent.store_gpu_blocks = [copy.device for copy in stores]
             sent.store_cpu_blocks = [copy.host for copy in stores]
-        sent.load_event_to_reqs = {event: list(names) for event, names in self._awaited.items()}
+        sent.load_event_to_reqs = {event: list(names) for event, names in self._restores.awaited.items()}
         return sent
 
     def _budget_ms(self) -> float:
@@ -346,25 +328,6 @@ class Checkpoints:
         if self.predicted_ms is not None or any(map(_is_running, self._running.values())):
             return self.budget.beside(self.predicted_ms)
         return inf
-
-    def _next_loads(self, left_ms: float) -> tuple[list[Copy], list[str]]:
-        """Blocks of rows on their way back, the row first whose restore began first; and the rows."""
-        most = self.budget.restores(left_ms, sum(len(restore.left) for restore in self._restores.values()))
-        loads: list[Copy] = []
-        rows: list[str] = []
-        event = self._events + 1
-        for name, restore in self._restores.items():
-            if not restore.left:
-                continue
-            if len(loads) >= most:
-                break
-            rows.append(name)
-            while restore.left and len(loads) < most:
-                loads.append(restore.left.popleft())
-            restore.last_event = event
-            if not restore.left:
-                self._awaited.setdefault(event, []).append(name)
-        return loads, rows
 
     def _next_stores(self, budget: int) -> list[Copy]:
         """Blocks that the policy wants to have copied."""
@@ -489,7 +452,7 @@ class Checkpoints:
         """The workers' report after an iteration."""
         broken = set(failed)
         for name in restored:
-            self._restored(name)
+            self._restores.end(name)
             if name in broken:
                 self._unusable(name)
         if report is None:
@@ -502,16 +465,6 @@ class Checkpoints:
                 del self._reports[event]
                 self.copied(self._stores.pop(event), failed=event in self._failed_stores)
                 self._failed_stores.discard(event)
-
-    def _restored(self, name: str) -> None:
-        restore = self._restores.pop(name, None)
-        if restore is None:
-            return
-        names = self._awaited.get(restore.last_event)
-        if names is not None and name in names:
-            names.remove(name)
-            if not names:
-                del self._awaited[restore.last_event]
 
     def _unusable(self, name: str) -> None:
         """The row's checkpoint did not come back; it is computed again, and nobody else shall find it."""

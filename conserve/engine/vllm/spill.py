@@ -37,9 +37,10 @@ from conserve.engine.runtime.spill_file import (
     write_index,
     write_shard,
 )
-from conserve.engine.vllm.checkpoints import Checkpoints, Copy
+from conserve.engine.vllm.checkpoints import Checkpoints
 from conserve.engine.vllm.copies import Copies
 from conserve.engine.vllm.fingerprint import identity_of
+from conserve.engine.vllm.restores import Copy
 from conserve.errors import SpillRefused
 
 log = logging.getLogger("vllm.conserve")
@@ -122,7 +123,7 @@ class Spilling:
                 self._whose = self._identity(core.get_weight_version())
                 arguments = (str(self._folder), secrets.token_hex(8), found.hosts, found.copies)
                 failed = not all(core.model_executor.collective_rpc(begin_writing, args=arguments))
-        except (SpillRefused, OSError) as error:
+        except Exception as error:  # a worker may have died: everything can be computed again
             self._over(said(error))
         finally:
             self._checkpoints.copied(found.fresh, failed=failed)
