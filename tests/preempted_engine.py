@@ -356,7 +356,7 @@ class PreemptedEngine:
         }
         if (checkpoints := scheduler.checkpoints) is not None:
             parts = [part for part in vars(checkpoints).values() if isinstance(part, dict | list | set)]
-            notes["checkpoints"] = parts
+            notes["checkpoints"] = [*parts, *vars(checkpoints._restores).values()]
         left = {name: [dict.fromkeys(part) for part in parts if part] for name, parts in notes.items()}
         for part in (part for parts in notes.values() for part in parts):
             part.clear()  # one test fails for what it left, and not all that follow

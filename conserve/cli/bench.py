@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -133,7 +133,8 @@ def bench(
         blocks = asyncio.run(on_own_server(own, settings.profiles_folder, flags, chosen, source, design))
     else:
         blocks = asyncio.run(on_server(endpoint, settings, source, design))
-    report(blocks, design, folder, as_json=as_json)
+    said = {"offline rows": f"{offline} tokens"} if offline is not None else {}
+    report(blocks, design, folder, {**facts(design), **said}, as_json=as_json)
     raise typer.Exit(exits.DONE)
 
 
@@ -141,9 +142,20 @@ def resized(
     preset: "Preset", rounds: int | None, block_s: float | None, offline: str | None = None
 ) -> "Preset":
     """The preset with what the command line says on top."""
-    lengths = tuple(map(int, numbers("--offline", offline, 2))) if offline is not None else None
-    said = {"rounds": rounds, "block_s": block_s, "offline_lengths": lengths}
+    said = {
+        "rounds": rounds,
+        "block_s": block_s,
+        "offline_lengths": lengths(offline) if offline is not None else None,
+    }
     return replace(preset, **{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
+
+
+def lengths(text: str) -> tuple[int, int]:
+    """Tokens of an offline row's prompt and of its answer."""
+    found = [int(part) for part in text.split(",") if part.isdecimal() and int(part)]
+    if len(found) != 2 or text.count(",") != 1:
+        raise SettingsError(f"--offline takes two whole numbers of tokens, IN,OUT, not {text!r}")
+    return found[0], found[1]
 
 
 def which(names: str, *, preemption: bool = True) -> list[str]:
@@ -369,8 +381,10 @@ def pin(service: "Service", preset: "Preset") -> None:
         pin_processes(service.process_ids(), preset.engine_cores, preset.other_cores)
 
 
-def report(blocks: Sequence["Block"], design: "Design", folder: Path, *, as_json: bool) -> None:
-    """Tables on stdout, the page and the raw numbers in the folder."""
+def report(
+    blocks: Sequence["Block"], design: "Design", folder: Path, said: Mapping[str, str], *, as_json: bool
+) -> None:
+    """Tables on stdout, the page and the raw numbers in the folder; `said` is how it was measured."""
     from conserve.bench import raw
     from conserve.bench import report as reports
     from conserve.bench.compare import relative
@@ -378,11 +392,11 @@ def report(blocks: Sequence["Block"], design: "Design", folder: Path, *, as_json
 
     placed = relative(blocks)
     comparison = compare(placed, seed=design.seed)
-    document = {**comparison.document(), "design": facts(design)}
+    document = {**comparison.document(), "design": said}
     raw.write_blocks(placed, folder / "answers.parquet")
     raw.write_counts(placed, folder / "blocks.parquet")
     (folder / "comparison.json").write_text(json.dumps(document, indent=2))
-    page = reports.page(comparison, placed, slo=comparison.reference, facts=facts(design))
+    page = reports.page(comparison, placed, slo=comparison.reference, facts=said)
     (folder / "page.html").write_text(page)
     if as_json:
         output.data_json(document)

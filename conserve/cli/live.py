@@ -97,13 +97,11 @@ def from_disk(said: dict[str, Any] | None) -> list[str]:
     """What the last engine left of rows in flight (`--kv-spill`); a line, or none."""
     if said is None:
         return []
+    if said["tokens_taken_in"]:
+        return [f"  {output.count(said['tokens_taken_in'], 'token')} of KV from disk"]
     if why := said["why_off"] or said["refused"]:
         return [f"  nothing from disk: {why}"]
-    return (
-        [f"  {output.count(said['tokens_taken_in'], 'token')} of KV from disk"]
-        if said["tokens_taken_in"]
-        else []
-    )
+    return []
 
 
 def pair(latency: dict[str, float | None], slo_ms: float | None) -> str:

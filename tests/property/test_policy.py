@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conserve.engine.policy.composer import revocable_blocks
 from conserve.engine.policy.conserve import Conserve, arrival_limit_ms
 from conserve.engine.policy.non_preemptive import NonPreemptive
 from conserve.engine.policy.offline import GROWTH, MOST_HELD
@@ -568,6 +569,21 @@ def test_an_online_prompt_waits_an_iteration_that_has_no_time_for_it_if_it_can(
     assert ("prompt" not in Judged(view, Conserve().plan(view)).plan.tokens) == waits
 
 
+def test_an_online_prompt_does_not_hold_up_first_tokens_unless_many_wait() -> None:
+    """A token takes 0.1 ms, an iteration 10 more: together the first waits for 40 ms, apart the second for 10."""
+    first, second = Candidate("first", 100, 0), Candidate("second", 400, 0)
+
+    def served(*prompts: Candidate, queued: int, ttft_ms: float = 2000.0) -> list[str]:
+        view = spacious(waiting_online=prompts, queued_online=queued, slo=Slo(ttft_ms=ttft_ms))
+        return list(Conserve().plan(view).tokens)
+
+    assert served(first, second, queued=2) == ["first"]
+    assert served(first, second, queued=20) == ["first", "second"]
+    assert served(first, second, queued=2, ttft_ms=inf) == ["first", "second"]
+    assert served(first, second._replace(tokens=10), queued=2) == ["first", "second"]
+    assert served(first._replace(answered=True), second, queued=2) == ["first", "second"]
+
+
 def test_a_paced_prompt_that_does_not_fit_computes_one_token() -> None:
     view = spacious(offline=[Candidate("r", 500, 0, False, 40)], slo=Slo(tbt_ms=1.0))
     assert Judged(view, Paced().plan(view)).plan.tokens == {"r": 1}
@@ -725,6 +741,22 @@ def test_what_is_reserved_is_used_by_rows_that_lose_nothing_with_their_memory() 
 
     assert admitted(saved=False) == 4
     assert admitted(saved=True) == 8  # of 30 blocks 21 could be freed at once
+
+
+def test_blocks_that_several_rows_share_are_reserved_once() -> None:
+    rows = [Candidate(f"row{n}", 1, 160, decode=True, blocks=10, saved=True) for n in range(4)]
+    view = spacious(offline=rows, reserved_blocks=50, used_blocks=16)  # eight of them are everybody's
+    assert revocable_blocks(view) == 16
+    assert revocable_blocks(replace(view, used_blocks=40)) == 40
+    assert revocable_blocks(replace(view, used_blocks=26, online=[Candidate("live", 1, 160, True, 10)])) == 16
+
+
+def test_a_row_that_has_its_kv_back_is_not_refused_for_the_reserve() -> None:
+    row = Candidate("row", 1, 319, blocks=20)
+    others = [Candidate("other", 1, 40, decode=True, blocks=3)]
+    view = spacious(offline=others, waiting_offline=[row], free_blocks=5, reserved_blocks=30)
+    assert Conserve().plan(view).admitted == []
+    assert Conserve().plan(replace(view, held=[row])).admitted == ["row"]
 
 
 def test_kv_that_came_back_to_a_row_that_waits_is_taken_again_for_a_live_request() -> None:

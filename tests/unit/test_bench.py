@@ -26,7 +26,7 @@ from conserve.bench.load import Plan, Target, play, play_apart, prompt_ids, requ
 from conserve.bench.measure import Block, Limits, attainment, compare, lateness
 from conserve.bench.offline import like_papers, rows
 from conserve.bench.traces import Arrival, Trace
-from conserve.cli.bench import facts, preempts, which
+from conserve.cli.bench import facts, lengths, preempts, which
 from conserve.engine.policy.preemption import OFF, PREEMPTIONS
 from conserve.errors import ConserveError, EndpointUnusable, InputError, SettingsError
 from tests.conftest import WriteInput
@@ -770,10 +770,17 @@ def test_figures_have_three_digits(value: float, shown: str) -> None:
     assert svg.figure(value) == shown
 
 
+@pytest.mark.parametrize("text", ["", "128", "128,", "0,8", "0.5,8", "inf,8", "-1,8", "1,2,3"])
+def test_lengths_are_whole_numbers_of_tokens(text: str) -> None:
+    with pytest.raises(SettingsError, match="--offline takes two whole numbers"):
+        lengths(text)
+
+
 def test_offline_rows_are_as_long_as_said() -> None:
+    assert lengths("128,384") == (128, 384)
     lines = [json.loads(line) for line in rows([(5, 3), (7, 2)], vocab_range=(100, 20_000), seed=1)]
     assert [(len(one["body"]["prompt"]), one["body"]["max_tokens"]) for one in lines] == [(5, 3), (7, 2)]
     assert [one["custom_id"] for one in lines] == ["row-0", "row-1"]
-    lengths = list(like_papers(200, factor=0.125, most=1024, seed=1))
-    assert all(prompt >= 1 <= answer and prompt + answer <= 1024 for prompt, answer in lengths)
-    assert len(set(lengths)) > 100
+    papers = list(like_papers(200, factor=0.125, most=1024, seed=1))
+    assert all(prompt >= 1 <= answer and prompt + answer <= 1024 for prompt, answer in papers)
+    assert len(set(papers)) > 100

@@ -4,12 +4,14 @@ import ctypes
 import json
 import threading
 from collections.abc import Sequence
+from math import inf
 
 import pytest
 
 from conserve.cli.serve import checkpointing, host_bytes
 from conserve.engine.policy.checkpointing import FEW, LITTLE, Adaptive, Eager, Marked, Pressure, policy_named
 from conserve.engine.runtime import copy_thread
+from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.copy_thread import CopyThread, Pieces, Region, merged, move_pieces
 from conserve.engine.vllm.kv_transfer import FLAG, with_checkpoints
 from conserve.errors import SettingsError
@@ -101,6 +103,27 @@ def test_a_policy_is_named_or_a_class_of_the_users() -> None:
             policy_named(name)
 
 
+def test_adaptive_begins_where_live_requests_to_come_leave_little() -> None:
+    assert not Adaptive().wants_marks(Pressure(100, 60, 50, 4))
+    assert Adaptive().wants_marks(Pressure(100, 60, 50, 4, reserved=20))
+    live = [Marked("live", 3, online=True)]
+    for policy in (Adaptive(), Eager()):  # whose memory is what is reserved
+        policy.checkpoint(live)
+        assert not policy.blocks_to_checkpoint(Pressure(100, 60, 50, 4, reserved=55))
+        assert policy.blocks_to_checkpoint(Pressure(100, 10, 50, 4))
+
+
+def test_copies_are_budgeted_each_way() -> None:
+    budget = CopyBudget(BlockMs(2.0, 0.5), 0.1)
+    assert budget.beside(40.0) == 4.0
+    assert (budget.saves(4.0, 99), budget.restores(4.0, 99)) == (2, 8)
+    assert (budget.saves(-1.0, 99), budget.restores(-1.0, 99), budget.restores(4.0, 0)) == (0, 1, 0)
+    assert (budget.saves(inf, 7), budget.restores(inf, 5)) == (7, 5)
+    budget.learn(BlockMs(None, 1.0))
+    assert (budget.to_host_ms, budget.to_device_ms) == (2.0, 0.6)
+    assert BlockMs(1.0, None).slower(BlockMs(3.0, None)) == BlockMs(3.0, None)
+
+
 def test_neighbouring_blocks_are_one_run() -> None:
     assert merged([4, 5, 6, 9, 1], [0, 1, 2, 3, 4]) == [(4, 0, 3), (9, 3, 1), (1, 4, 1)]
     assert merged([4, 5], [1, 0]) == [(4, 1, 1), (5, 0, 1)]
@@ -113,12 +136,14 @@ def regions(count: int, blocks: int, size: int, fill: int) -> tuple[list[bytearr
     ]
 
 
-@pytest.mark.parametrize("how", ["at once", "in several calls", "refused", "unknown"])
+@pytest.mark.parametrize("how", ["at once", "in several calls", "refused", "cut short", "unknown"])
 def test_blocks_are_copied_there_and_back_in_all_regions(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "in several calls":
         monkeypatch.setattr(copy_thread, "MOST_PIECES", 2)
     elif how != "at once":
-        monkeypatch.setattr(copy_thread, "_copy_at_once", (lambda *_: -1) if how == "refused" else None)
+        monkeypatch.setattr(
+            copy_thread, "_copy_at_once", {"refused": lambda *_: -1, "cut short": lambda *_: 8}.get(how)
+        )
     device, ours = regions(3, 8, 16, 1)
     host, theirs = regions(3, 4, 16, 0)
     for part in device:

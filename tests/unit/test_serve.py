@@ -128,6 +128,11 @@ def test_status_says_what_became_of_kv() -> None:
     assert live.checkpointed(counted) == [line]
     came = {**counted, "spill": {**disk, "tokens_taken_in": 640}}
     assert live.checkpointed(came) == [line, "  640 tokens of KV from disk"]
+    late = {
+        **counted,
+        "spill": {**disk, "tokens_taken_in": 640, "refused": WHY},
+    }  # and nothing was written since
+    assert live.checkpointed(late) == live.checkpointed(came)
     refused = {**counted, "spill": {**disk, "refused": WHY}}
     assert live.checkpointed(refused) == [line, f"  nothing from disk: {WHY}"]
     assert live.checkpointed({**counted, "policy": "off", "why_off": WHY}) == [f"  no KV checkpoints: {WHY}"]

@@ -26,14 +26,20 @@ class Pressure(NamedTuple):
     """How the memories stand, in blocks."""
 
     total: int  # of the device
-    free: int  # of the device, and not kept for live requests to come
+    free: int  # of the device
     host_room: int  # blocks that host memory takes
     budget: int  # blocks that may be copied beside the next iteration
+    reserved: int = 0  # of the free ones, kept for live requests to come
 
     @property
     def share_free(self) -> float:
         """Of the device."""
         return self.free / self.total if self.total else 1.0
+
+    @property
+    def share_left(self) -> float:
+        """Of the device, for offline rows: free, and not reserved."""
+        return max(0, self.free - self.reserved) / self.total if self.total else 1.0
 
 
 class CheckpointPolicy(Protocol):
@@ -84,8 +90,8 @@ class Adaptive:
         self._consumed = 0.0  # blocks an iteration, of late
 
     def wants_marks(self, pressure: Pressure) -> bool:
-        """Once less than half of the device is free."""
-        short = pressure.share_free < FREE
+        """Once less than half of the device is free, or would be with the live requests to come."""
+        short = pressure.share_left < FREE
         if not short:
             self._free, self._consumed = None, 0.0
         return short and pressure.budget > 0
@@ -100,7 +106,7 @@ class Adaptive:
             consumed = max(0, self._free - pressure.free)
             self._consumed += SMOOTHING * (consumed - self._consumed)
         self._free = pressure.free
-        urgency = max(0.0, 1.0 - pressure.share_free / FREE)  # 0 where it begins, 1 where nothing is free
+        urgency = max(0.0, 1.0 - pressure.share_left / FREE)  # 0 where it begins, 1 where nothing is left
         offline = [row for row in self._rows if not row.online]
         rows = offline[: ceil(urgency * len(offline))]
         if pressure.share_free < LITTLE:

@@ -12,6 +12,7 @@ from math import inf
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import Candidate, View
 from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.model import LatencyModel
 
 
 class Composer:
@@ -33,7 +34,7 @@ class Composer:
         self.free_slots = view.free_slots
         self.reserved_slots = view.reserved_slots
         self._reserved_blocks = view.reserved_blocks
-        self._revocable_blocks = sum(row.blocks for row in (*view.offline, *view.held) if row.saved)
+        self._revocable_blocks = revocable_blocks(view)
         self.free_blocks = view.free_blocks
         self.watermark_blocks = view.watermark_blocks
         self.unwritten_blocks = view.unwritten_blocks
@@ -55,7 +56,7 @@ class Composer:
     @property
     def reserved_blocks(self) -> int:
         """Of the free blocks, those kept for online requests to come: what can be taken back for nothing counts."""
-        return max(0, self._reserved_blocks - self._revocable_blocks)
+        return max(0, self._reserved_blocks - max(0, self._revocable_blocks))
 
     @property
     def predicted_ms(self) -> float:
@@ -70,6 +71,12 @@ class Composer:
         """How long an iteration takes that computes all of the request and nothing else."""
         whole = Batch.of([Slice(candidate.tokens, candidate.context, candidate.decode)])
         return self._model.predict(whole) + candidate.tokens * candidate.surcharge_ms
+
+    def longer_ms(self, candidate: Candidate, tokens: int) -> float:
+        """How much longer the batch takes with so many of the request's tokens."""
+        batch = replace(self.batch)
+        batch.add(tokens, candidate.context, candidate.decode)
+        return self._model.predict(batch) - self._model.predict(self.batch) + tokens * candidate.surcharge_ms
 
     def fitting(self, candidate: Candidate, limit_ms: float) -> int:
         """How many of the request's tokens fit into the time and the iteration."""
@@ -137,9 +144,7 @@ class Composer:
         size = self._block_tokens
         last = (candidate.context + candidate.tokens) // size
         self._coming.update(candidate.prefix[candidate.context // size : last])
-        blocks = self.blocks_for(candidate, candidate.tokens)
-        self.free_blocks -= blocks
-        self._revocable_blocks += blocks
+        self.free_blocks -= self.blocks_for(candidate, candidate.tokens)
         self.free_slots -= 1
         self.restored.append(candidate.name)
 
@@ -147,6 +152,10 @@ class Composer:
         """Whether the block that the request would begin with is on its way back for another."""
         block = candidate.context // self._block_tokens
         return block < len(candidate.prefix) and candidate.prefix[block] in self._coming
+
+    def has_its_own(self, candidate: Candidate) -> bool:
+        """Whether the request, which waits, has got its KV back."""
+        return any(held.name == candidate.name for held in self._held)
 
     def take_back(self, blocks: int) -> None:
         """Take KV from requests that got it back and still wait, until so many blocks are free or all is taken."""
@@ -226,6 +235,27 @@ class Composer:
         last = candidates[-1]
         wanted = Slice(last.tokens, last.context, last.decode)
         return self._model.can_schedule(batch, wanted, limit_ms - self.surcharge_ms) == last.tokens
+
+
+def revocable_blocks(view: View) -> int:
+    """KV blocks that can be taken from offline rows for nothing, since host memory has what is in them.
+
+    Rows that begin alike share blocks, and one that others have too is not freed: no more than the blocks in use
+    beside those of everybody else.
+    """
+    if not view.reserved_blocks:
+        return 0
+    saved = sum(row.blocks for row in (*view.offline, *view.held) if row.saved)
+    others = sum(row.blocks for row in (*view.online, *view.offline) if not row.saved)
+    return saved if view.used_blocks is None else min(saved, max(0, view.used_blocks - others))
+
+
+def smallest_ms(model: LatencyModel) -> float:
+    """How long the smallest iteration takes: mostly the constant part that all of them have.
+
+    A fit may have no constant at all, or a large one for iterations with prompts in them.
+    """
+    return max(model.predict(Batch.of([Slice(1, 0, decode)])) for decode in (True, False))
 
 
 def _within(room: int, wanted: Iterable[int]) -> int:

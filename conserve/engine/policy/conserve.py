@@ -3,7 +3,7 @@
 from itertools import chain, islice
 from math import inf, sqrt
 
-from conserve.engine.policy.composer import Composer
+from conserve.engine.policy.composer import Composer, smallest_ms
 from conserve.engine.policy.offline import serve_least, serve_offline
 from conserve.engine.policy.online import serve_online
 from conserve.engine.policy.plan import Plan
@@ -39,15 +39,14 @@ def arrival_limit_ms(view: View) -> float:
     """How long an iteration with offline tokens may last for the sake of who arrives while it runs."""
     if view.slo.ttft_ms == inf:
         return inf
-    # A fit may have no constant at all, or a large one for iterations with prompts in them.
-    smallest_ms = max(view.model.predict(Batch.of([Slice(1, 0, decode)])) for decode in (True, False))
+    constant_ms = smallest_ms(view.model)
     if view.resumable:  # nobody waits for it, and nothing is lost by ending it
-        return smallest_ms / LEAST_LOSS
-    limit_ms = bearable_ms(view, smallest_ms)
-    return min(limit_ms, cheapest_ms(view, smallest_ms)) if view.preemptible else limit_ms
+        return constant_ms / LEAST_LOSS
+    limit_ms = bearable_ms(view, constant_ms)
+    return min(limit_ms, cheapest_ms(view, constant_ms)) if view.preemptible else limit_ms
 
 
-def cheapest_ms(view: View, smallest_ms: float) -> float:
+def cheapest_ms(view: View, constant_ms: float) -> float:
     """For iterations that begin anew once they were preempted: the length that costs the least throughput.
 
     A shorter one loses more to the constant part that every iteration has, a longer one loses more when an
@@ -55,10 +54,10 @@ def cheapest_ms(view: View, smallest_ms: float) -> float:
     approximation to the optimum checkpoint interval", 1974).
     """
     between_ms = 1e3 / max(view.arrivals_per_s, LEAST_ARRIVALS_PER_S)
-    return sqrt(2 * smallest_ms * between_ms)
+    return sqrt(2 * constant_ms * between_ms)
 
 
-def bearable_ms(view: View, smallest_ms: float) -> float:
+def bearable_ms(view: View, constant_ms: float) -> float:
     """For iterations that an arrival may have to wait out: what its TTFT can bear.
 
     The wait spends TTFT slack: what the SLO leaves beyond the time of a typical prompt. Arrivals come in bursts,
@@ -68,6 +67,6 @@ def bearable_ms(view: View, smallest_ms: float) -> float:
     """
     prompt = Batch.of([Slice(view.prompt_tokens, 0)] if view.prompt_tokens else [])
     slack_ms = view.slo.ttft_ms - view.model.predict(prompt)
-    enough_ms = smallest_ms / LARGEST_LOSS
+    enough_ms = constant_ms / LARGEST_LOSS
     nobody = not view.online and not view.prompt_tokens
     return enough_ms if nobody else max(0.0, min(slack_ms, enough_ms))

@@ -97,9 +97,7 @@ def _comes_back(composer: Composer, request: Candidate, running: int) -> bool:
     if composer.comes_for_others(request):
         return True
     blocks = composer.blocks_for(request, request.tokens)
-    reserved = (
-        composer.reserved_blocks - blocks if running or composer.restored else 0
-    )  # for they can be taken again
+    reserved = composer.reserved_blocks if running or composer.restored else 0
     spare_blocks = max(composer.watermark_blocks, composer.unwritten_blocks, reserved, running // GROWTH)
     room = composer.free_slots > composer.reserved_slots and blocks + spare_blocks <= composer.free_blocks
     if composer.preempted or composer.tokens_left < 1 or not room:
@@ -153,8 +151,10 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
 
 def _has_room(composer: Composer, request: Candidate, *, first: bool) -> bool:
     """Whether there are a slot and KV blocks for all of a waiting request."""
-    # One offline request may always run, or a large one might wait for as long as there is traffic.
-    reserved_blocks = 0 if first and not composer.admitted else composer.reserved_blocks
+    # One offline request may always run, or a large one might wait for as long as there is traffic; so may one that
+    # has got its KV back, or it would lose it again before it has computed a token.
+    free_of_it = (first and not composer.admitted) or composer.has_its_own(request)
+    reserved_blocks = 0 if free_of_it else composer.reserved_blocks
     spare_blocks = max(composer.watermark_blocks, len(composer.tokens) // GROWTH, reserved_blocks)
     return (
         composer.free_slots > composer.reserved_slots

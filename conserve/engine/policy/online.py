@@ -4,7 +4,7 @@ from itertools import chain
 from math import ceil, inf
 from typing import NamedTuple
 
-from conserve.engine.policy.composer import Composer
+from conserve.engine.policy.composer import Composer, smallest_ms
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import Candidate, Slo, View
 
@@ -32,6 +32,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
             composer.add(
                 request, request.tokens
             )  # vLLM preempts among online requests where that is not enough
+    first_tokens = 0  # that this iteration brings
     prompts = ((request, False) for request in view.online if not request.decode)
     for request, waiting in chain(prompts, ((request, True) for request in view.waiting_online)):
         if request.restorable:
@@ -41,12 +42,15 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
             if not request.answered:
                 first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
             continue
+        if first_tokens and _holds_up(composer, request, first_tokens, view):
+            return OnlineShare(False, limit_ms, _left(view, composer))
         tokens = chunk(composer, request, limit_ms, view.slo)
         if not tokens or not _place(composer, victims, request, tokens, waiting=waiting):
             return OnlineShare(False, limit_ms, _left(view, composer))
         if tokens < request.tokens:
             return OnlineShare(False, limit_ms, _left(view, composer))
         if not request.answered:
+            first_tokens += 1
             first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
     if view.preemptible and first_tokens_ms < inf:  # who waits for a first token waits for nothing else
         first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + PATIENCE * view.slo.ttft_ms)
@@ -57,6 +61,19 @@ def _left(view: View, composer: Composer) -> list[Candidate]:
     """The offline requests that were not preempted, in the order in which they are served."""
     gone = set(composer.preempted)
     return [request for request in view.offline if request.name not in gone] if gone else list(view.offline)
+
+
+def _holds_up(composer: Composer, request: Candidate, first_tokens: int, view: View) -> bool:
+    """Whether the request is better served in an iteration of its own: all of them together wait less.
+
+    Those who get their first tokens from this one wait for the request's prompt too; apart, the request and those
+    behind it wait for one more iteration's constant part. In a long queue prompts are computed together, in a
+    short one each as soon as it can be.
+    """
+    if view.slo.ttft_ms == inf:
+        return False
+    waits_ms = first_tokens * composer.longer_ms(request, min(request.tokens, composer.tokens_left))
+    return waits_ms > max(1, view.queued_online) * smallest_ms(view.model)
 
 
 def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo) -> int:

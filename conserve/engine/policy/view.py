@@ -45,6 +45,7 @@ class View:
     offline: Sequence[Candidate] = ()  # running
     waiting_online: Iterable[Candidate] = ()
     waiting_offline: Iterable[Candidate] = ()
+    queued_online: int = 0  # online requests that wait, also those that cannot start yet
     model: LatencyModel
     slo: Slo
     prompt_tokens: int = 0  # of a typical online request of late
@@ -58,6 +59,7 @@ class View:
     )
     free_blocks: int
     reserved_blocks: int = 0  # of them, for the same; those of rows that are saved can be taken back instead
+    used_blocks: int | None = None  # that are not free, each counted once
     watermark_blocks: int = 0  # of the free ones: vLLM admits nobody into them while somebody runs
     held: Sequence[Candidate] = ()  # waiting offline requests that have their KV back: it can be taken again
     coming: frozenset[Hashable] = frozenset()  # KV blocks that are on their way back for some request

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,22 +59,17 @@ class Done:
         self._event.set()
 
 
-@dataclass(slots=True)
-class Copied:
-    """What was copied so far, one way."""
+class Copied(NamedTuple):
+    """What was copied so far, one way; replaced as a whole, since another thread reads it."""
 
     blocks: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    _reported: tuple[int, float] = (0, 0.0)
 
-    def block_ms(self) -> float | None:
-        """What a block took since this was last asked; None if none was copied."""
-        now, (blocks, seconds) = (self.blocks, self.seconds), self._reported
-        if now[0] == blocks:
-            return None
-        self._reported = now
-        return 1e3 * (now[1] - seconds) / (now[0] - blocks)
+    def block_ms_since(self, before: "Copied") -> float | None:
+        """What a block has taken since then; None if none was copied."""
+        blocks = self.blocks - before.blocks
+        return 1e3 * (self.seconds - before.seconds) / blocks if blocks else None
 
 
 class CopyThread:
@@ -117,10 +112,16 @@ class CopyThread:
         here, there = (self._device, self._host) if is_store else (self._host, self._device)
         sources, targets = pieces(here, first, count), pieces(there, to, count)
         self._move(targets, sources)
-        counts = self.stored if is_store else self.loaded
-        counts.bytes += int(sources[:, 1].sum())
-        counts.seconds += time.perf_counter() - begun
-        counts.blocks += len(source)  # last: `block_ms` looks at it first
+        before = self.stored if is_store else self.loaded
+        copied = Copied(
+            before.blocks + len(source),
+            before.bytes + int(sources[:, 1].sum()),
+            before.seconds + time.perf_counter() - begun,
+        )
+        if is_store:
+            self.stored = copied
+        else:
+            self.loaded = copied
 
 
 def table(regions: Sequence[Region]) -> Pieces:

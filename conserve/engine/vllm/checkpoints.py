@@ -334,8 +334,8 @@ class Checkpoints:
         pool = self._device
         if not self.on:
             return []
-        free = max(0, pool.get_num_free_blocks() - self.reserved_blocks)
-        pressure = Pressure(pool.num_gpu_blocks, free, self.memory.room, budget)
+        free = pool.get_num_free_blocks()
+        pressure = Pressure(pool.num_gpu_blocks, free, self.memory.room, budget, self.reserved_blocks)
         try:
             if not self.policy.wants_marks(pressure):
                 return []

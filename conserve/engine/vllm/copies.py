@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
 from conserve.engine.runtime.copy_budget import BlockMs
-from conserve.engine.runtime.copy_thread import CopyThread, Done, Region
+from conserve.engine.runtime.copy_thread import Copied, CopyThread, Done, Region
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
 log = logging.getLogger("vllm.conserve")
@@ -164,10 +164,14 @@ class ByThread:
 
     def __init__(self, device: dict[str, torch.Tensor], host: dict[str, torch.Tensor]) -> None:
         self.thread = CopyThread([*map(region, device.values())], [*map(region, host.values())])
+        self._reported = (Copied(), Copied())
 
     def block_ms(self) -> BlockMs:
         """What copying one block took each way since it was last asked."""
-        return BlockMs(self.thread.stored.block_ms(), self.thread.loaded.block_ms())
+        now = (self.thread.stored, self.thread.loaded)
+        times = (copied.block_ms_since(before) for copied, before in zip(now, self._reported, strict=True))
+        self._reported = now
+        return BlockMs(*times)
 
     def launch_copy(
         self,

@@ -26,6 +26,7 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
     decode_tokens = 1 + scheduler.num_spec_tokens
     now = time.time()
     moment = time.monotonic()
+    free_blocks = manager.block_pool.get_num_free_blocks()
     expected, typical = traffic.expected(now=moment), traffic.typical_prompt(now=moment)
     # Who waits for a grammar arrives once more when it is compiled, and nobody is told.
     grammar = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -74,6 +75,7 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
             traffic,
             now,
         ),
+        queued_online=len(scheduler.waiting.online),
         model=iterations.model,
         slo=slo,
         prompt_tokens=typical,
@@ -83,7 +85,8 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
         max_tokens=scheduler.max_num_scheduled_tokens,
         free_slots=scheduler.max_num_running_reqs - len(scheduler.running) - loading,
         reserved_slots=min(expected, scheduler.max_num_running_reqs // 2),
-        free_blocks=manager.block_pool.get_num_free_blocks(),
+        free_blocks=free_blocks,
+        used_blocks=manager.block_pool.num_gpu_blocks - 1 - free_blocks,  # one is vLLM's own
         watermark_blocks=manager.watermark_blocks if scheduler.running else 0,
         reserved_blocks=min(
             expected * -(-typical // kind.block_size), manager.block_pool.num_gpu_blocks // 2

@@ -137,27 +137,26 @@ class Spilling:
         """Have what was written count, once all of it is there."""
         if not self._writing:
             return
-        ended: list[Shard | str | None] = core.model_executor.collective_rpc(what_was_written)
-        if None in ended:
-            return
-        why = next((one for one in ended if isinstance(one, str)), None)
-        shards = [one for one in ended if isinstance(one, Shard)]
-        if why is None:
-            why = self._make_count(shards)
-        if why is not None:
-            remove(self._folder, shards)
-        self._over(why)
-
-    def _make_count(self, shards: Sequence[Shard]) -> str | None:
-        keys = list(self._writing)
-        spill = Spill(identity=self._whose, keys=keys, shards=shards)
+        shards: list[Shard] = []
         try:
-            write_index(self._folder, spill)
-        except OSError as error:
-            return said(error)
+            ended: list[Shard | str | None] = core.model_executor.collective_rpc(what_was_written)
+            if None in ended:
+                return
+            shards = [one for one in ended if isinstance(one, Shard)]
+            if why := next((one for one in ended if isinstance(one, str)), None):
+                raise SpillRefused(why)
+            self._make_count(shards)
+        except Exception as error:  # as in `begin`
+            remove(self._folder, shards)
+            self._over(said(error))
+        else:
+            self._over(None)
+
+    def _make_count(self, shards: Sequence[Shard]) -> None:
+        keys = list(self._writing)
+        write_index(self._folder, Spill(identity=self._whose, keys=keys, shards=shards))
         self.counts.blocks_spilled = len(keys)
         self.counts.bytes_spilled = sum(shard.block_bytes for shard in shards) * len(keys)
-        return None
 
     def _require_room(self, blocks: int) -> None:
         wanted, free = blocks * self._block_bytes, shutil.disk_usage(self._folder).free
