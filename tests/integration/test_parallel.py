@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks, a process each, leave iterations alike, and every answer is what it would have been."""
+"""Tensor-parallel ranks, a process each: iterations left alike, a checkpoint's shard each, and answers as ever."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ pytestmark = [
 
 LAYERS = 6
 ENOUGH = 40  # preemptions
+LOSSES = 20  # of a row's memory
 WITHIN_S = 60.0
 SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would bind each rank to a NUMA node of its own; there is one
@@ -42,6 +43,7 @@ class Ranks:
 
         from conserve.engine.vllm.pacing import SCHEDULER, SECTION, WORKER
         from tests.bare_scheduler import known_model
+        from tests.integration.test_checkpoints import transfer
 
         section = {**known_model(), "policy": "conserve", "safepoint_every": 1}
         self.llm = LLMEngine.from_engine_args(
@@ -60,6 +62,7 @@ class Ranks:
                 scheduler_cls=SCHEDULER,
                 worker_cls=WORKER,
                 additional_config={SECTION: section},
+                kv_transfer_config=transfer({"policy": "eager", "host_bytes": 64 << 20}),
             )
         )
         self.core = self.llm.engine_core.engine_core
@@ -81,8 +84,10 @@ class Ranks:
         results: list[Any] = self.core.model_executor.collective_rpc(work)
         return results
 
-    def answers(self, asked: Sequence[Any]) -> dict[str, Sequence[int]]:
-        """All at once, with nothing cached."""
+    def answers(
+        self, asked: Sequence[Any], between: Callable[[], None] = lambda: None
+    ) -> dict[str, Sequence[int]]:
+        """All at once, with nothing cached; `between` is called between two iterations."""
         from conserve.engine.policy.view import OFFLINE_PRIORITY
 
         assert self.llm.reset_prefix_cache()
@@ -93,7 +98,21 @@ class Ranks:
             self.llm.add_request(ask.name, question, ask.params.clone(), priority=priority)
         while self.llm.has_unfinished_requests():
             self.step(answers)
+            between()
         return answers
+
+    def saved_rows(self) -> list[Any]:
+        """Rows that run and have a checkpoint."""
+        scheduler = self.core.scheduler
+        saved = scheduler.checkpoints.saved_tokens
+        return [
+            row for row in scheduler.running if row.request_id in scheduler._offline and saved(row.request_id)
+        ]
+
+    def take_memory(self, row: Any) -> None:
+        """As for an online request."""
+        self.core.scheduler.running.remove(row)
+        self.core.scheduler._preempt_request(row, time.monotonic())
 
     @contextmanager
     def disturbed(self, seed: int) -> Iterator[None]:
@@ -175,3 +194,33 @@ def test_both_ranks_leave_alike_and_answers_stay_what_they_were(ranks: Ranks) ->
     everybody = ranks.preemptions.abandoned
     assert 0 < everybody < len(ranks.outcomes), "all at once, and some while others went on"
     assert ranks.answers(asked) == wanted
+
+
+def test_each_rank_brings_back_its_shard(ranks: Ranks) -> None:
+    def loaded(wrapper: Any) -> int:
+        from conserve.engine.vllm.spill import copies_here
+
+        return int(copies_here()._backend.thread.loaded.blocks)
+
+    asked = rows(40)
+    wanted: Mapping[str, Sequence[int]] = {}
+    for ask in asked:
+        wanted |= ranks.answers([ask])
+    dice, lost = random.Random(4), 0
+
+    def lose() -> None:
+        nonlocal lost
+        if (rows := ranks.saved_rows()) and dice.random() < 0.4:
+            ranks.take_memory(dice.choice(rows))
+            lost += 1
+
+    before = ranks.core.scheduler.conserve()["checkpoint"]
+    end = time.monotonic() + WITHIN_S
+    while lost < LOSSES and time.monotonic() < end:
+        assert ranks.answers(asked, lose) == wanted
+    assert lost >= LOSSES
+    after = ranks.core.scheduler.conserve()["checkpoint"]
+    assert after["tokens_restored"] > before["tokens_restored"]
+    assert after["blocks_failed"] == 0
+    first, second = ranks.each(loaded)
+    assert first == second == after["blocks_restored"]
