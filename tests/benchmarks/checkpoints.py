@@ -33,6 +33,7 @@ MOST_COST = {"eager": 2.0, "adaptive": 0.2}  # percent of throughput
 RESAMPLES = 2000
 HOST_BYTES = 1 << 30
 PASSES = 5
+SAVING = 2  # iterations after which the last of what a row has lost is saved
 
 
 def measure() -> list[Figure]:
@@ -81,16 +82,25 @@ class Victim:
             self.engine.step()
 
     def resume_s(self, *, restoring: bool) -> float:
-        """From the loss of its memory to its next token."""
+        """From the moment at which it may come back to its next token; the last of its KV is saved by then."""
         self.checkpoints.on = True  # what is unsaved is saved in both cases
         self.engine.take_memory(self.name)
+        if restoring:
+            self.stay_away()
         self.checkpoints.on = restoring
+        self.engine.scheduler.restores_pause = 0
         begun = time.perf_counter()
         self.run(1)
         took = time.perf_counter() - begun
         self.checkpoints.on = True
         self.run(3)
         return took
+
+    def stay_away(self) -> None:
+        """For some iterations, in which the last of its KV is saved."""
+        self.engine.scheduler.restores_pause = 1 << 30
+        for _ in range(SAVING):
+            self.engine.step()
 
     def end(self) -> None:
         """Take it and the others out."""
@@ -178,9 +188,7 @@ def slowdown(engine: Any, raw: dict[str, Any]) -> list[Figure]:
 def without(engine: Any, victim: Victim) -> list[Timed]:
     """Iterations while the row, which has just lost its memory, is not brought back."""
     engine.take_memory(victim.name)
-    engine.scheduler.restores_pause = 1 << 30
-    engine.step()
-    engine.step()
+    victim.stay_away()
     return [timed(engine) for _ in range(PLAIN)]
 
 

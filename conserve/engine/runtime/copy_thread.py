@@ -18,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 log = logging.getLogger("vllm.conserve")
-Pieces = npt.NDArray[
-    np.uint64
-]  # of memory: (pieces, 2), each an address and a size in bytes, as C's struct iovec
+Pieces = npt.NDArray[np.uint64]  # (pieces, 2): addresses and sizes in bytes, as C's struct iovec
 Move = Callable[[Pieces, Pieces], object]  # to the first from the second, piece by piece
 MOST_PIECES = 1024  # of a call: Linux's IOV_MAX
 _copy_at_once: Any = getattr(ctypes.CDLL(None), "process_vm_readv", None)
@@ -64,7 +62,7 @@ class Copied(NamedTuple):
 
     blocks: int = 0
     bytes: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of a core
 
     def block_ms_since(self, before: "Copied") -> float | None:
         """What a block has taken since then; None if none was copied."""
@@ -107,7 +105,7 @@ class CopyThread:
                 done.set(failed=failed)
 
     def _copy(self, source: list[int], target: list[int], is_store: bool) -> None:
-        begun = time.perf_counter()
+        begun = time.thread_time()  # by the clock it would be the wait for the interpreter's lock too
         first, to, count = np.array(merged(source, target), np.uint64).reshape(-1, 3).T
         here, there = (self._device, self._host) if is_store else (self._host, self._device)
         sources, targets = pieces(here, first, count), pieces(there, to, count)
@@ -116,7 +114,7 @@ class CopyThread:
         copied = Copied(
             before.blocks + len(source),
             before.bytes + int(sources[:, 1].sum()),
-            before.seconds + time.perf_counter() - begun,
+            before.seconds + time.thread_time() - begun,
         )
         if is_store:
             self.stored = copied

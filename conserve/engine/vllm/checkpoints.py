@@ -25,9 +25,7 @@ from conserve.engine.vllm.restores import Copy, Restores
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
 log = logging.getLogger("vllm.conserve")
-SHARE = (
-    0.075  # of an iteration's time that the copies beside it may take: a fifth of it is lost to the iteration
-)
+SHARE = 0.05  # of an iteration's time that copies beside it may take: a fifth of that is lost to it
 LAST_MINUTE = 2  # blocks that are copied while their row is preempted already; they are free a moment later
 
 
