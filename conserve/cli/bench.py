@@ -1,35 +1,31 @@
 """`conserve bench`: what do live clients notice, and what does the queue get, under each policy?"""
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from conserve.cli import exits, output
+from conserve.cli.bench_servers import on_own_server, on_server
 from conserve.cli.context import Context, engine_flags
-from conserve.cli.serve import checkpointing, harvester_command, milliseconds, server_command
+from conserve.cli.serve import checkpointing, milliseconds
 from conserve.config import Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE
-from conserve.engine.policy.policies import SERVING
+from conserve.engine.policy.policies import CONSERVE, SERVING
 from conserve.engine.policy.preemption import OFF, PREEMPTIONS
-from conserve.errors import EndpointUnusable, SettingsError
+from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design, Source
     from conserve.bench.measure import Block, Comparison, Limits
     from conserve.bench.presets import Preset
     from conserve.bench.traces import Trace
-    from conserve.engine.service import Service
 
 EXAMPLE = """
 conserve bench --trace azure_code_2023_10min_bursty.parquet --policies all --preset cpu
@@ -37,10 +33,8 @@ conserve bench --trace azure_conv_2023_10min --policies conserve,online-only --r
 conserve bench --gamma 1,1,512,64 --policies online-only,conserve,conserve/all-offline,conserve/off
 conserve bench --gamma 2,0.5,4096,256 --endpoint http://localhost:8000
 """
-CONSERVE = SERVING[0]  # the policy whose iterations can be preempted
 RECOMPUTE = "recompute"  # what the engine's memory loses
 VARIANTS = (*PREEMPTIONS, OFF, RECOMPUTE)
-VOCABULARY = (100, 20_000)  # token ids that prompts are made of
 
 
 def bench(
@@ -130,7 +124,7 @@ def bench(
         if CONSERVE in {name.partition("/")[0] for name in names}:
             flags = checkpointing(flags, kv_checkpoint, None)
         own = replace(settings, home=folder.absolute() / "store", store=None)  # never the user's queue
-        blocks = asyncio.run(on_own_server(own, settings.profiles_folder, flags, chosen, source, design))
+        blocks = asyncio.run(on_own_server(own, section(settings, names), flags, chosen, source, design))
     else:
         blocks = asyncio.run(on_server(endpoint, settings, source, design))
     said = {"offline rows": f"{offline} tokens"} if offline is not None else {}
@@ -138,9 +132,7 @@ def bench(
     raise typer.Exit(exits.DONE)
 
 
-def resized(
-    preset: "Preset", rounds: int | None, block_s: float | None, offline: str | None = None
-) -> "Preset":
+def resized(preset: "Preset", rounds: int | None, block_s: float | None, offline: str | None) -> "Preset":
     """The preset with what the command line says on top."""
     said = {
         "rounds": rounds,
@@ -174,6 +166,15 @@ def which(names: str, *, preemption: bool = True) -> list[str]:
 def preempts(policies: Sequence[str]) -> bool:
     """Whether the engine needs what preemption takes: another worker, and no scheduling ahead."""
     return any(name.partition("/")[0] == CONSERVE and name != f"{CONSERVE}/{OFF}" for name in policies)
+
+
+def section(settings: Settings, policies: Sequence[str]) -> dict[str, Any]:
+    """What the engine's part is told: it begins without offline work, and hears each block's policy."""
+    from conserve.bench.measure import ONLINE_ONLY
+
+    preemption = {} if preempts(policies) else {"preemption": OFF}
+    profiles = str(settings.profiles_folder)
+    return {"policy": ONLINE_ONLY, "profile": None, "profiles": profiles, "control": True, **preemption}
 
 
 def limits(ttft_slo: str | None, tbt_slo: str | None) -> "Limits | None":
@@ -264,121 +265,6 @@ def numbers(flag: str, text: str, count: int) -> list[float]:
     if len(found) != count or any(value <= 0 for value in found):
         raise SettingsError(f"{flag} takes {count} positive numbers with commas between, not {text!r}")
     return found
-
-
-async def on_server(endpoint: str, settings: Settings, source: "Source", design: "Design") -> list["Block"]:
-    """Compare on a server that runs already."""
-    from conserve.bench.compare import alternate
-    from conserve.bench.deployment import Deployment
-    from conserve.bench.load import Target
-
-    endpoint = endpoint.rstrip("/").removesuffix("/v1")
-    deployment = Deployment(endpoint, api_key=settings.api_key)
-    before = await deployment.regime()
-    if CONSERVE in design.policies and (why := await deployment.why_not_preempted()):
-        output.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")
-    target = Target(
-        base_url=endpoint, model=await deployment.model(), api_key=settings.api_key, vocab_range=VOCABULARY
-    )
-    try:
-        return await alternate(deployment, target, source, design, say=output.say)
-    finally:
-        with contextlib.suppress(EndpointUnusable):
-            await deployment.restore(before)
-        await deployment.close()
-
-
-async def on_own_server(
-    settings: Settings,
-    profiles: Path,
-    flags: list[str],
-    preset: "Preset",
-    source: "Source",
-    design: "Design",
-) -> list["Block"]:
-    """Start a server and a harvester with offline rows of its own, and compare on it."""
-    port = free_port()
-    enqueue_rows(settings, preset, design.seed)
-    preemption = {} if preempts(design.policies) else {"preemption": OFF}
-    section = {"policy": "online-only", "profile": None, "profiles": str(profiles), "control": True}
-    async with serving(settings, {**section, **preemption}, flags, preset, port) as service:
-        pin(service, preset)
-        return await on_server(f"http://127.0.0.1:{port}", settings, source, design)
-
-
-def free_port() -> int:
-    """One that nobody has: two comparisons on one machine must not change each other's policy."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
-
-
-def enqueue_rows(settings: Settings, preset: "Preset", seed: int) -> None:
-    """Put the offline work into a store of the benchmark's own."""
-    from conserve.bench.offline import like_papers, rows, write
-    from conserve.endpoints.protocol import Url
-    from conserve.jobs.submit import submit
-    from conserve.jobs.task import Kind, Task
-    from conserve.store.store import Store
-
-    settings.home.mkdir(parents=True, exist_ok=True)
-    factor, most = preset.offline_factor, preset.offline_longest
-    lengths = (
-        like_papers(preset.offline_rows, factor=factor, most=most, seed=seed)
-        if preset.offline_lengths is None
-        else repeat(preset.offline_lengths, preset.offline_rows)
-    )
-    path = write(settings.home / "offline.jsonl", rows(lengths, vocab_range=VOCABULARY, seed=seed))
-    store = Store.open(settings)
-    try:
-        submit(store, str(path), Task(kind=Kind.OPENAI, url=Url.COMPLETIONS), name="offline")
-    finally:
-        store.close()
-
-
-@asynccontextmanager
-async def serving(
-    settings: Settings, section: dict[str, Any], flags: list[str], preset: "Preset", port: int
-) -> AsyncIterator["Service"]:
-    """The service while it runs; Ctrl-C stops it in order."""
-    from conserve.engine.service import Service
-
-    url = f"http://127.0.0.1:{port}"
-    server = server_command(settings, section, [*flags, "--host", "127.0.0.1", "--port", str(port)], port)
-    server = replace(server, environment={**server.environment, **preset.environment})
-    window = ["--window", str(preset.offline_window)] if preset.offline_window else []
-    harvester = harvester_command(settings, url, *window)
-    service = Service(server, harvester, url=url, say=output.say)
-    stop, ready = asyncio.Event(), asyncio.Event()
-
-    async def on_ready() -> None:
-        ready.set()
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    output.say(f"starting {settings.model}")
-    running = asyncio.create_task(service.run(stop, on_ready=on_ready))
-    waiting = asyncio.create_task(ready.wait())
-    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        running.result()
-    try:
-        await asyncio.sleep(1.0)  # the harvester comes up
-        yield service
-    finally:
-        waiting.cancel()
-        stop.set()
-        await running
-
-
-def pin(service: "Service", preset: "Preset") -> None:
-    """The engine's worker to its cores, everything else to the others."""
-    from conserve.bench.cores import pin_processes
-
-    if preset.engine_cores:
-        pin_processes(service.process_ids(), preset.engine_cores, preset.other_cores)
 
 
 def report(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_llama import build_tiny_llama
+from tests.tiny_llama import LAYERS
 
 # As in test_embedded_engine.py.
 pytestmark = [
@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
-LAYERS = 6
 ENOUGH = 40  # preemptions
 LOSSES = 20  # of a row's memory
 WITHIN_S = 60.0
@@ -147,14 +146,13 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(six_layers: Path) -> Iterator[Ranks]:
     from tests.preempted_engine import ENVIRONMENT
 
-    model = build_tiny_llama(tmp_path_factory.mktemp("tp"), tokenizer_from=demo_model, layers=LAYERS)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**ENVIRONMENT, **SETTINGS}.items():
             patch.setenv(name, value)
-        ranks = Ranks(model)
+        ranks = Ranks(six_layers)
         yield ranks
         ranks.close()
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ import httpx
 import openai
 import psutil
 import pytest
+
+from conserve.cli.bench_servers import free_port
 
 pytestmark = [
     pytest.mark.engine,
@@ -31,14 +32,6 @@ FLAGS = (
     *("--dtype", "float32"),  # in bf16 greedy text varies with the shape of the batch
 )
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-def free_port() -> int:
-    """One that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
 
 
 class Service:

@@ -113,6 +113,7 @@ def test_a_server_that_is_not_there_is_waited_for_or_named(write_input: WriteInp
     running = start("--endpoint", url)
     assert running.stderr is not None
     assert any("harvesting waits" in line for line in running.stderr)  # until it ends, if it never says so
+    assert running.poll() is None
     running.send_signal(signal.SIGTERM)
     running.communicate(timeout=30)
     assert running.returncode == 0

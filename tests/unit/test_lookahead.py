@@ -195,7 +195,17 @@ def test_two_harvesters_on_one_store_need_not_agree(store: Store, queue_up: Queu
     jobs = [
         queue_up(" ".join(f"{'abcdefgh'[(n + job) % 8]}{job}.{n}" for n in range(150))) for job in range(3)
     ]
-    endpoints = [Recording(capacity=16), Recording(capacity=16)]
+    begun, both_have = set(), asyncio.Event()
+
+    class Together(Recording):
+        async def complete(self, call: Any, on_tokens: Any = None) -> Any:
+            begun.add(id(self))
+            if len(begun) == 2:
+                both_have.set()
+            await both_have.wait()
+            return await super().complete(call, on_tokens)
+
+    endpoints = [Together(capacity=16), Together(capacity=16)]
 
     async def both() -> list[Tally]:
         return await asyncio.gather(

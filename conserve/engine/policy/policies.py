@@ -9,11 +9,12 @@ from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Policy
 from conserve.engine.policy.priority import Priority
 
+CONSERVE = "conserve"
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "conserve": Conserve,
+    CONSERVE: Conserve,
     "online-only": OnlineOnly,
     "non-preemptive": NonPreemptive,
     "priority": Priority,
     "paced": Paced,
 }
-SERVING = ("conserve", "online-only", "non-preemptive", "priority")  # those that serve live traffic
+SERVING = (CONSERVE, "online-only", "non-preemptive", "priority")  # those that serve live traffic

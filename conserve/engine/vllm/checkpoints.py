@@ -15,12 +15,12 @@ from itertools import count, islice
 from math import inf
 from typing import Any, NamedTuple
 
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from conserve.engine.policy.checkpointing import OFF, Marked, Pressure, policy_named
 from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.host_memory import HostMemory
-from conserve.engine.vllm.lanes import is_online
+from conserve.engine.vllm.lanes import is_online, is_running
 from conserve.engine.vllm.restores import Copy, Restores
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
@@ -323,7 +323,7 @@ class Checkpoints:
 
     def _budget_ms(self) -> float:
         """What copies may take beside the iteration to come; without end where nobody computes."""
-        if self.predicted_ms is not None or any(map(_is_running, self._running.values())):
+        if self.predicted_ms is not None or any(map(is_running, self._running.values())):
             return self.budget.beside(self.predicted_ms)
         return inf
 
@@ -360,7 +360,7 @@ class Checkpoints:
         """Rows with blocks to copy, the last admitted first: they would be preempted first."""
         size, rows = self.block_tokens, self._rows
         for name, request in reversed(self._running.items()):
-            if request.status != RequestStatus.RUNNING or not saveable(request):
+            if not is_running(request) or not saveable(request):
                 continue
             checkpoint = rows.get(name)
             blocks = confirmed(request) // size - (len(checkpoint.blocks) if checkpoint is not None else 0)
@@ -415,7 +415,7 @@ class Checkpoints:
         for request in sorted(self._spillable(), key=lambda one: one.num_tokens, reverse=True):
             checkpoint = self._rows.get(request.request_id) or Checkpoint(request)
             full = confirmed(request) // self.block_tokens - len(checkpoint.blocks)
-            if full > 0 and request.status == RequestStatus.RUNNING:
+            if full > 0 and is_running(request):
                 fresh += self._extend(checkpoint, self._block_ids(request.request_id), full)
                 self._rows[request.request_id] = checkpoint
             for key, host in zip(self._keys(request, 0), checkpoint.blocks, strict=False):
@@ -504,10 +504,6 @@ class Checkpoints:
 def confirmed(request: Request) -> int:
     """Tokens whose KV is computed for certain."""
     return int(request.num_computed_tokens - request.num_output_placeholders)
-
-
-def _is_running(request: Request) -> bool:
-    return bool(request.status == RequestStatus.RUNNING)
 
 
 def saveable(request: Request) -> bool:

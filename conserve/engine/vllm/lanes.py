@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 
@@ -15,6 +15,11 @@ from conserve.engine.policy.view import OFFLINE_PRIORITY
 def is_online(request: Request) -> bool:
     """Whether the request has promises to be kept."""
     return bool(request.priority < OFFLINE_PRIORITY)
+
+
+def is_running(request: Request) -> bool:
+    """Whether it takes part in iterations."""
+    return bool(request.status == RequestStatus.RUNNING)
 
 
 class Lanes(RequestQueue):  # type: ignore[misc]

@@ -26,7 +26,7 @@ from conserve.engine.policy.policies import POLICIES
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoints import Checkpoints, Counts
 from conserve.engine.vllm.iterations import Iterations
-from conserve.engine.vllm.lanes import Lanes, is_online
+from conserve.engine.vllm.lanes import Lanes, is_online, is_running
 from conserve.engine.vllm.observation import observe, surcharged
 from conserve.engine.vllm.pacing import Installed, finite, slo_of
 from conserve.engine.vllm.preemptions import Preemptions
@@ -248,7 +248,7 @@ class CoServing:
         """Have vLLM schedule what the plan says."""
         for name in plan.preempted:
             victim = self.requests[name]
-            if victim.status == RequestStatus.RUNNING:
+            if is_running(victim):
                 self.running.remove(victim)
                 self._preempt_request(victim, now)
             else:
@@ -334,8 +334,8 @@ class CoServing:
             return tokens
         cap = self._caps.get(request.request_id)
         if cap is None:  # held out; or none of the plan's business (a KV transfer that has arrived)
-            return 0 if _is_running(request) else tokens
-        if self.num_spec_tokens and tokens == 1 + self.num_spec_tokens and not _is_running(request):
+            return 0 if is_running(request) else tokens
+        if self.num_spec_tokens and tokens == 1 + self.num_spec_tokens and not is_running(request):
             return tokens  # vLLM has made one token as long as a decode step, and insists on it
         return cap if cap < tokens else tokens
 
@@ -367,7 +367,7 @@ class CoServing:
         left = self.preemptions.end(outcome, scheduled.num_scheduled_tokens)
         for name, tokens in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(name)
-            if request is None or request.status != RequestStatus.RUNNING:
+            if request is None or not is_running(request):
                 self.preemptions.forget(name)  # aborted meanwhile
                 continue
             if name not in left:
@@ -450,10 +450,6 @@ def ttft_promise(request: Request) -> float | None:
     extra = request.sampling_params.extra_args if request.sampling_params is not None else None
     promise = (extra or {}).get(TTFT_ARGUMENT)
     return float(promise) if isinstance(promise, int | float) and promise > 0 else None
-
-
-def _is_running(request: Request) -> bool:
-    return bool(request.status == RequestStatus.RUNNING)
 
 
 class Synchronous(CoServing, Scheduler):  # type: ignore[misc]
