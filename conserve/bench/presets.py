@@ -41,11 +41,11 @@ class Preset:
 
 FULL = Preset()
 # Two cores: the worker computes on one, everything else shares the other. The trace's ten minutes become 25 s
-# with the bursts they had, and online-only keeps the engine busy for 30 to 40 % of the time. Iterations are as
-# long as vLLM's server makes them by default.
+# with the bursts they had, and online-only keeps the engine busy for 30 to 40 % of the time. Iterations have as
+# many tokens and sequences as vLLM's server on a CPU gives them by default.
 CPU = Preset(
     engine_flags=(
-        *("--max-num-batched-tokens", "2048", "--max-model-len", "2048", "--max-num-seqs", "32"),
+        *("--max-num-batched-tokens", "2048", "--max-model-len", "2048", "--max-num-seqs", "128"),
         *("--block-size", "64", "--kv-cache-memory-bytes", str(1 << 30)),
     ),
     environment={"VLLM_CPU_OMP_THREADS_BIND": "0"},
@@ -61,6 +61,6 @@ CPU = Preset(
     offline_factor=0.125,
     offline_longest=1024,
     offline_rows=4000,
-    offline_window=48,
+    offline_window=160,
 )
 PRESETS = {"cpu": CPU, "full": FULL}
