@@ -348,6 +348,23 @@ def test_nothing_that_would_fit_is_left_out(view: View) -> None:
 
 
 @settings(max_examples=EXAMPLES)
+@given(views(), st.sampled_from([0, 3, 30, 300]), st.sampled_from([0, 1, 5]))
+def test_offline_rows_begin_only_beside_what_is_kept_for_online_ones(
+    view: View, blocks: int, slots: int
+) -> None:
+    starting = [request._replace(restorable=0) for request in view.waiting_offline]
+    view = replace(view, waiting_offline=starting, reserved_blocks=blocks, reserved_slots=slots)
+    judged = Judged(view, Conserve().plan(view))
+    plan = judged.plan
+    begun = [name for name in plan.admitted if name in judged.offline]
+    assert not begun or judged.slots_left >= slots
+    if len(begun) == len(set(plan.tokens) & judged.offline) < 2:
+        return  # one may always run
+    revocable = [request for request in view.offline if request.saved and request.name not in plan.preempted]
+    assert not begun or judged.blocks_left >= blocks - sum(request.blocks for request in revocable)
+
+
+@settings(max_examples=EXAMPLES)
 @given(views())
 def test_a_paced_iteration_leaves_out_nothing_that_would_fit(view: View) -> None:
     judged = Judged(view, Paced().plan(view))
