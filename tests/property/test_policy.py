@@ -348,12 +348,13 @@ def test_nothing_that_would_fit_is_left_out(view: View) -> None:
 
 
 @settings(max_examples=EXAMPLES)
-@given(views(), st.sampled_from([0, 3, 30, 300]), st.sampled_from([0, 1, 5]))
+@given(views(), st.integers(0, 100), st.sampled_from([3, 30, 100]), st.sampled_from([0, 1, 5]))
 def test_offline_rows_begin_only_beside_what_is_kept_for_online_ones(
-    view: View, blocks: int, slots: int
+    view: View, free: int, blocks: int, slots: int
 ) -> None:
     starting = [request._replace(restorable=0) for request in view.waiting_offline]
-    view = replace(view, waiting_offline=starting, reserved_blocks=blocks, reserved_slots=slots)
+    view = replace(view, model=usual, max_tokens=2048, free_blocks=free, waiting_offline=starting)
+    view = replace(view, reserved_blocks=blocks, reserved_slots=slots)
     judged = Judged(view, Conserve().plan(view))
     plan = judged.plan
     begun = [name for name in plan.admitted if name in judged.offline]
