@@ -41,7 +41,7 @@ class Preset:
 
 FULL = Preset()
 # Two cores: the worker computes on one, everything else shares the other. The trace's ten minutes become 25 s
-# with the bursts they had, and online-only keeps the engine busy for 30 to 40 % of the time. Iterations have as
+# with the bursts they had, and online-only keeps the engine busy for 23 to 36 % of the time. Iterations have as
 # many tokens and sequences as vLLM's server on a CPU gives them by default.
 CPU = Preset(
     engine_flags=(

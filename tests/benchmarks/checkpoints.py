@@ -85,8 +85,8 @@ class Victim:
         """From the moment at which it may come back to its next token; the last of its KV is saved by then."""
         self.checkpoints.on = True  # what is unsaved is saved in both cases
         self.engine.take_memory(self.name)
-        if restoring:
-            self.stay_away()
+        self.stay_away()
+        assert not self.checkpoints.is_being_saved(self.request.request_id)
         self.checkpoints.on = restoring
         self.engine.scheduler.restores_pause = 0
         begun = time.perf_counter()

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import threading
+import time
 from collections.abc import Sequence
 from math import inf
 
@@ -180,6 +181,16 @@ def test_a_copy_that_fails_says_so_and_the_next_is_made(caplog: pytest.LogCaptur
     assert (first.failed, second.failed) == (True, False)
     assert host[0] == bytes(8) + bytes([1]) * 8
     assert "could not be copied" in caplog.text
+
+
+def test_a_copy_counts_its_own_time_and_no_wait() -> None:
+    _, ours = regions(1, 2, 8, 1)
+    _, theirs = regions(1, 2, 8, 0)
+    thread = CopyThread(ours, theirs, lambda *_: time.sleep(0.2))
+    thread.copy([0, 1], [0, 1], is_store=True).synchronize()
+    thread.stop()
+    assert thread.stored.blocks == 2
+    assert 0 <= thread.stored.seconds < 0.1
 
 
 def config_of(flags: Sequence[str]) -> dict[str, object]:

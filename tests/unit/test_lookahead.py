@@ -202,7 +202,7 @@ def test_two_harvesters_on_one_store_need_not_agree(store: Store, queue_up: Queu
             begun.add(id(self))
             if len(begun) == 2:
                 both_have.set()
-            await both_have.wait()
+            await asyncio.wait_for(both_have.wait(), 30)
             return await super().complete(call, on_tokens)
 
     endpoints = [Together(capacity=16), Together(capacity=16)]

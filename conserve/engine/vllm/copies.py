@@ -164,13 +164,17 @@ class ByThread:
 
     def __init__(self, device: dict[str, torch.Tensor], host: dict[str, torch.Tensor]) -> None:
         self.thread = CopyThread([*map(region, device.values())], [*map(region, host.values())])
-        self._reported = (Copied(), Copied())
+        self._reported: tuple[Copied, ...] = (Copied(), Copied())
 
     def block_ms(self) -> BlockMs:
         """What copying one block took each way since it was last asked."""
         now = (self.thread.stored, self.thread.loaded)
-        times = (copied.block_ms_since(before) for copied, before in zip(now, self._reported, strict=True))
-        self._reported = now
+        pairs = list(zip(now, self._reported, strict=True))
+        # A clock may tick too seldom for one transfer: then its blocks are reported with those of the next.
+        times = [copied.block_ms_since(before) or None for copied, before in pairs]
+        self._reported = tuple(
+            before if ms is None else copied for ms, (copied, before) in zip(times, pairs, strict=True)
+        )
         return BlockMs(*times)
 
     def launch_copy(
