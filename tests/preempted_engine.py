@@ -349,14 +349,19 @@ class PreemptedEngine:
         for waiting in (scheduler.requests, scheduler.running, scheduler.waiting):
             assert not waiting
         notes = {
-            "scheduler": [scheduler._offline, scheduler._uncached, scheduler._inflight_prefills],
+            "scheduler": [
+                scheduler._offline,
+                scheduler._offline_tokens._had,
+                scheduler._uncached,
+                scheduler._inflight_prefills,
+            ],
             "preemptions": [part for part in vars(preemptions).values() if isinstance(part, dict)],
             "runner": [runner.requests, runner.input_batch.req_id_to_index, runner.num_prompt_logprobs],
             "rows": [self.worker._rows._suspended] if self.worker._rows is not None else [],
         }
         if (checkpoints := scheduler.checkpoints) is not None:
             parts = [part for part in vars(checkpoints).values() if isinstance(part, dict | list | set)]
-            notes["checkpoints"] = [*parts, *vars(checkpoints._restores).values()]
+            notes["checkpoints"] = [*parts, *vars(checkpoints._restores).values(), checkpoints.saved._rows]
         left = {name: [dict.fromkeys(part) for part in parts if part] for name, parts in notes.items()}
         for part in (part for parts in notes.values() for part in parts):
             part.clear()  # one test fails for what it left, and not all that follow

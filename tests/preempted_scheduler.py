@@ -33,6 +33,7 @@ class PreemptedScheduler(BareEngine):
         self.requests: list[Request] = []
         self.tokens: Counter[str] = Counter()
         self.offline_computed = 0
+        self.offline_work = 0.0
         self.aborted: set[str] = set()
         self.abort_one_while_it_runs = False
         self._dice = random.Random(seed)
@@ -61,9 +62,16 @@ class PreemptedScheduler(BareEngine):
         put(result, outcome)
         return result
 
+    def _work(self, name: str, tokens: int, reached: int) -> float:
+        """Of a row that keeps its memory."""
+        prompt_tokens = next(one.num_prompt_tokens for one in self.requests if one.request_id == name)
+        context = reached - tokens
+        return self.scheduler._iterations.worth.of(1, context) if context >= prompt_tokens else float(tokens)
+
     def finish(self, output: SchedulerOutput) -> Any:
         """Take it in, and see that counters are where they were for those who left, and nowhere else."""
         scheduler = self.scheduler
+        reached = {name: request.num_computed_tokens for name, request in scheduler.requests.items()}
         if self.abort_one_while_it_runs and output.num_scheduled_tokens:
             self.abort_one_while_it_runs = False
             victim = self._dice.choice(sorted(output.num_scheduled_tokens))
@@ -81,6 +89,7 @@ class PreemptedScheduler(BareEngine):
             offline = name.startswith("off")
             if name not in left or name in self.aborted:
                 self.offline_computed += tokens * offline  # an aborted row's are not uncounted
+                self.offline_work += self._work(name, tokens, reached[name]) * offline
             request = scheduler.requests.get(name)
             if request is not None:
                 assert request.num_computed_tokens == computed[name] - tokens * (name in left)

@@ -20,6 +20,7 @@ class Counters:
     """What the scheduler has counted since it started."""
 
     offline_tokens: int
+    offline_work: float = 0.0
     iterations: int
     planned: int
     overruns: int
@@ -37,6 +38,7 @@ class Counters:
         preemption, checkpoint = said.get("preemption", {}), said.get("checkpoint", {})
         return cls(
             offline_tokens=said["offline"]["tokens"],
+            offline_work=said["offline"].get("work", 0.0),
             iterations=said["iterations"],
             planned=said["planned"],
             overruns=said["overruns"],

@@ -37,6 +37,7 @@ class Block:
     iterations: int
     planned: int
     overruns: int
+    offline_work: float = 0.0  # the offline tokens in what they cost, see `profiles.worth`
     busy_s: float = 0.0  # that the engine spent in iterations
     preemptions: int = 0
     tokens_redone: int = 0
@@ -113,6 +114,8 @@ class Ratios:
     ttft_p99_to_online_only: float | None
     tbt_p99_to_online_only: float | None
     offline_tokens_to_non_preemptive: float | None
+    offline_work_to_non_preemptive: float | None
+    offline_work_to_priority: float | None
     ttft_p99_priority_over_this: float | None
 
 
@@ -128,6 +131,7 @@ class Outcome:
     ttft_ms: Percentiles | None
     tbt_ms: Percentiles | None
     offline_tokens_per_s: float
+    offline_work_per_s: float
     online_tokens_per_s: float
     attainment: Mapping[str, Attainment]
     engine_busy: float  # share of the time
@@ -203,6 +207,7 @@ def outcome(blocks: Sequence[Block], reference: Limits | None) -> Outcome:
         ttft_ms=percentiles(ttfts_ms(answers)),
         tbt_ms=percentiles(tbts_ms(answers)),
         offline_tokens_per_s=sum(block.offline_tokens for block in blocks) / duration_s,
+        offline_work_per_s=sum(block.offline_work for block in blocks) / duration_s,
         online_tokens_per_s=sum(answer.tokens for answer in answers) / duration_s,
         attainment=attainments(answers, reference),
         engine_busy=sum(block.busy_s for block in blocks) / duration_s,
@@ -276,6 +281,7 @@ def spreads(blocks: Sequence[Block]) -> dict[str, Spread | None]:
         "ttft_p99_ms": _spread([p.p99 for p in ttft if p]),
         "tbt_p99_ms": _spread([p.p99 for p in tbt if p]),
         "offline_tokens_per_s": _spread([block.offline_tokens / block.duration_s for block in blocks]),
+        "offline_work_per_s": _spread([block.offline_work / block.duration_s for block in blocks]),
     }
 
 
@@ -299,6 +305,12 @@ def ratios(name: str, policies: Mapping[str, Outcome]) -> Ratios:
         tbt_p99_to_online_only=_ratio(_p99(this.tbt_ms), _p99(alone.tbt_ms) if alone else None),
         offline_tokens_to_non_preemptive=_ratio(
             this.offline_tokens_per_s, unbounded.offline_tokens_per_s if unbounded else None
+        ),
+        offline_work_to_non_preemptive=_ratio(
+            this.offline_work_per_s, unbounded.offline_work_per_s if unbounded else None
+        ),
+        offline_work_to_priority=_ratio(
+            this.offline_work_per_s, priority.offline_work_per_s if priority else None
         ),
         ttft_p99_priority_over_this=_ratio(_p99(priority.ttft_ms) if priority else None, _p99(this.ttft_ms)),
     )

@@ -35,6 +35,7 @@ BLOCKS = pa.schema(
         ("started_s", pa.float64()),
         ("duration_s", pa.float64()),
         ("offline_tokens", pa.int64()),
+        ("offline_work", pa.float64()),
         ("iterations", pa.int64()),
         ("planned", pa.int64()),
         ("overruns", pa.int64()),

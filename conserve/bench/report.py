@@ -12,6 +12,7 @@ from conserve.bench.svg import figure
 HEADER = (
     *("policy", "requests", "failed", "TTFT P50", "TTFT P99", "TTFT max", "TBT P50", "TBT P99", "offline/s"),
     *(
+        "work/s",
         "TTFT ratio",
         "TBT ratio",
         "offline ratio",
@@ -35,7 +36,8 @@ class Table(NamedTuple):
 def table_rows(comparison: Comparison) -> Table:
     """A row per policy: latencies in ms, tokens per second, and ratios.
 
-    The ratios are those of the P99s to online-only's and of the tokens to non-preemptive's; wasted is the share
+    Work is the offline tokens in what they cost: decode steps as so many tokens of prompts as they take. The
+    ratios are those of the P99s to online-only's and of the tokens to non-preemptive's; wasted is the share
     of offline tokens that was computed for rows that then left the iteration; restored and recomputed are tokens
     of rows that had lost their memory.
     """
@@ -49,6 +51,7 @@ def table_rows(comparison: Comparison) -> Table:
                 f"{outcome.failed:,}",
                 *_latencies(outcome),
                 figure(outcome.offline_tokens_per_s),
+                figure(outcome.offline_work_per_s),
                 _cell(ratios.ttft_p99_to_online_only),
                 _cell(ratios.tbt_p99_to_online_only),
                 _cell(ratios.offline_tokens_to_non_preemptive),

@@ -68,7 +68,7 @@ class Victim:
         engine.add(*(Ask(name, prompt(60, seed + n), greedy(4000)) for n, name in enumerate(self._others, 1)))
         self.request = engine.scheduler.requests[engine.internal(self.name)]
         self.run(4)
-        while self.checkpoints.saved_tokens(self.request.request_id) < context // 64 * 64:
+        while self.checkpoints.saved.tokens(self.request.request_id) < context // 64 * 64:
             engine.step()
 
     @property

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conserve.engine.vllm.demo_model import demo_model_installed, ensure_demo_model
-from tests.tiny_llama import LAYERS, build_tiny_llama
+from tests.tiny_models import LAYERS, build_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -27,9 +27,9 @@ def demo_model(demo_cache: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_llama(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_llama(tmp_path_factory.mktemp("tiny-llama"), tokenizer_from=demo_model)
+    return build_tiny_model(tmp_path_factory.mktemp("tiny-llama"), tokenizer_from=demo_model)
 
 
 @pytest.fixture(scope="session")
 def six_layers(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_llama(tmp_path_factory.mktemp("six-layers"), tokenizer_from=demo_model, layers=LAYERS)
+    return build_tiny_model(tmp_path_factory.mktemp("six-layers"), tokenizer_from=demo_model, layers=LAYERS)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from tests.tiny_llama import LAYERS
+from tests.tiny_models import LAYERS
 
 # As in test_embedded_engine.py.
 pytestmark = [
@@ -87,7 +87,7 @@ def has_output(engine: Any, name: str, tokens: int) -> Callable[[], bool]:
 
 
 def saved(engine: Any, name: str) -> int:
-    return int(engine.scheduler.checkpoints.saved_tokens(engine.internal(name)))
+    return int(engine.scheduler.checkpoints.saved.tokens(engine.internal(name)))
 
 
 def worker_copies() -> Any:

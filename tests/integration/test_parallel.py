@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_llama import LAYERS
+from tests.tiny_models import LAYERS
 
 # As in test_embedded_engine.py.
 pytestmark = [
@@ -95,15 +95,20 @@ class Ranks:
             question = {"prompt_token_ids": list(ask.prompt)}
             priority = OFFLINE_PRIORITY if ask.offline else 0
             self.llm.add_request(ask.name, question, ask.params.clone(), priority=priority)
-        while self.llm.has_unfinished_requests():
+        while self.busy:
             self.step(answers)
             between()
         return answers
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to step for, be it copies under way, which hold blocks."""
+        return bool(self.llm.has_unfinished_requests() or self.core.scheduler.has_requests())
+
     def saved_rows(self) -> list[Any]:
         """Rows that run and have a checkpoint."""
         scheduler = self.core.scheduler
-        saved = scheduler.checkpoints.saved_tokens
+        saved = scheduler.checkpoints.saved.tokens
         return [
             row for row in scheduler.running if row.request_id in scheduler._offline and saved(row.request_id)
         ]
@@ -196,7 +201,7 @@ def test_both_ranks_leave_alike_and_answers_stay_what_they_were(ranks: Ranks) ->
 
 def test_each_rank_brings_back_its_shard(ranks: Ranks) -> None:
     def loaded(wrapper: Any) -> int:
-        from conserve.engine.vllm.spill import copies_here
+        from conserve.engine.vllm.spill_worker import copies_here
 
         return int(copies_here()._backend.thread.loaded.blocks)
 

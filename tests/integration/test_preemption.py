@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from conserve.engine.runtime.safepoint import EVERYBODY
-from tests.tiny_llama import LAYERS
+from tests.tiny_models import LAYERS
 
 # As in test_embedded_engine.py.
 pytestmark = [
@@ -259,8 +259,7 @@ class TestWithPrefixCaching(Rows):
         self, engine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The negative control: with vLLM's own registration the answers above are wrong, and are seen to be."""
-        manager = engine.scheduler.kv_cache_manager
-        monkeypatch.setattr(manager, "allocate_slots", type(manager).allocate_slots.__get__(manager))
+        monkeypatch.setattr(engine.scheduler, "_caching_later", nullcontext)
         answers, wanted = shared_prefixes(engine)
         wrong = {name for name, answer in answers.items() if answer != wanted[name]}
         assert "on1" in wrong
@@ -547,6 +546,8 @@ class TestTheSchedulerAlone:
                 assert engine.tokens[request.request_id] == request.max_tokens
         if blocks == 4096:  # nobody lost its memory: each token is counted once, whoever left how often
             assert scheduler._traffic.offline_tokens == engine.offline_computed
+            assert scheduler._iterations.worth.step > 0
+            assert scheduler._offline_tokens.work == pytest.approx(engine.offline_work)
 
 
 class TestTheWorkersParts:

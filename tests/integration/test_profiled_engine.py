@@ -44,7 +44,7 @@ def conserve(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         env={**os.environ, "CONSERVE_HOME": str(home), "CONSERVE_MODELS": str(MODELS)},
         check=False,
-        timeout=200,
+        timeout=300,
     )
 
 
@@ -52,9 +52,13 @@ def conserve(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with a short profile of the demo model served with `FLAGS`."""
     home = tmp_path_factory.mktemp("profiled")
-    done = conserve(
-        home, "profile", DEMO_MODEL, "--budget", "50", "--max-context", "2048", "--json", "--", *FLAGS
-    )
+    # Where others use the machine the first budget is too little, and the second goes on with what is there.
+    for budget_s in ("50", "150"):
+        done = conserve(
+            home, "profile", DEMO_MODEL, "--budget", budget_s, "--max-context", "2048", "--json", "--", *FLAGS
+        )
+        if not done.returncode:
+            break
     assert done.returncode == 0, done.stderr
     profile = json.loads(done.stdout)
     assert profile["models"]["conserve"]["mape"] < 0.25

@@ -169,6 +169,7 @@ def test_the_flex_tier_and_a_high_priority_are_offline(service: Service, client:
     client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=8, service_tier="flex")
     between = service.report()
     assert between["offline"]["tokens"] > before["offline"]["tokens"]
+    assert between["offline"]["work"] > before["offline"]["work"]
     client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=8, extra_body={"priority": 1000})
     after = service.report()
     assert after["offline"]["tokens"] > between["offline"]["tokens"]

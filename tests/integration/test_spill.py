@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from conserve.engine.runtime.spill_file import INDEX
-from tests.tiny_llama import build_tiny_llama
+from tests.tiny_models import build_tiny_model
 
 # As in test_embedded_engine.py.
 pytestmark = [
@@ -31,7 +31,7 @@ NEW = 40  # tokens of each answer
 
 @pytest.fixture(scope="module")
 def three_layers(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_llama(tmp_path_factory.mktemp("three"), tokenizer_from=demo_model, layers=LAYERS)
+    return build_tiny_model(tmp_path_factory.mktemp("three"), tokenizer_from=demo_model, layers=LAYERS)
 
 
 @contextmanager

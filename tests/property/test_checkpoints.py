@@ -263,6 +263,7 @@ class World:
         checkpoints = self.checkpoints
         parts = [part for part in vars(checkpoints).values() if isinstance(part, dict | list | set)]
         assert not any(parts), parts
+        assert not checkpoints.saved
         assert not checkpoints._restores
         assert not checkpoints._restores.awaited
         assert checkpoints.memory.room == HOST

@@ -415,12 +415,14 @@ def four_policies(blocks_each: int = 1) -> list[Block]:
     """TTFT 1 to 100 ms alone, 2, 50 and 10 times that with offline work."""
     slower = {"conserve": 2, "online-only": 1, "non-preemptive": 50, "priority": 10}
     offline = {"conserve": 800, "online-only": 0, "non-preemptive": 1000, "priority": 900}
+    work = {"conserve": 2000.0, "online-only": 0.0, "non-preemptive": 1600.0, "priority": 2000.0}
     return [
         block(
             policy,
             [answer(float(factor * ms), 10.0 * factor, due_s=ms / 11) for ms in range(1, 101)],
             started_s=10.0 * (4 * n + place),
             offline_tokens=offline[policy],
+            offline_work=work[policy],
             planned=100,
             overruns=1,
         )
@@ -434,7 +436,7 @@ def test_policies_are_compared_with_their_references() -> None:
     conserve = found["policies"]["conserve"]
     assert conserve["ttft_ms"] == pytest.approx({"p50": 100, "p90": 180, "p99": 198, "max": 200})
     assert conserve["tbt_ms"] == pytest.approx({"p50": 20, "p90": 20, "p99": 20, "max": 20})
-    assert conserve["offline_tokens_per_s"] == 80
+    assert (conserve["offline_tokens_per_s"], conserve["offline_work_per_s"]) == (80, 200)
     assert conserve["online_tokens_per_s"] == 40
     assert (conserve["requests"], conserve["failed"]) == (100, 0)
     assert conserve["overruns"] == {"count": 1, "share": 0.01}
@@ -446,6 +448,8 @@ def test_policies_are_compared_with_their_references() -> None:
             "ttft_p99_to_online_only": 2,
             "tbt_p99_to_online_only": 2,
             "offline_tokens_to_non_preemptive": 0.8,
+            "offline_work_to_non_preemptive": 1.25,
+            "offline_work_to_priority": 1.0,
             "ttft_p99_priority_over_this": 5,
         }
     )

@@ -187,12 +187,15 @@ class Composer:
     def add_decodes(self, candidates: Sequence[Candidate], limit_ms: float) -> int:
         """Add as many decode steps, in order, as there are time, tokens and blocks for; returns how many."""
         most = self.fitting_decodes(candidates[: self._with_blocks(candidates)], limit_ms)
-        chosen = candidates[:most]
-        _extend(self.batch, chosen)
-        self.tokens.update((candidate.name, candidate.tokens) for candidate in chosen)
-        self.tokens_left -= sum(candidate.tokens for candidate in chosen)
-        self.free_blocks -= self.growth(chosen)
+        self.add_all(candidates[:most])
         return most
+
+    def add_all(self, decodes: Sequence[Candidate]) -> None:
+        """Add all of these decode steps: `add` for many at once."""
+        _extend(self.batch, decodes)
+        self.tokens.update((candidate.name, candidate.tokens) for candidate in decodes)
+        self.tokens_left -= sum(candidate.tokens for candidate in decodes)
+        self.free_blocks -= self.growth(decodes)
 
     def fitting_decodes(self, candidates: Sequence[Candidate], limit_ms: float) -> int:
         """How many of the decode steps, in order, there are time and tokens for."""

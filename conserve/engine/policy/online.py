@@ -2,6 +2,7 @@
 
 from itertools import chain
 from math import ceil, inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from conserve.engine.policy.composer import Composer, smallest_ms
@@ -23,15 +24,12 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
     Decode steps always run. Where there are some, chunks of prompts stay within `tbt_ms`, unless a prompt
     would miss its TTFT for it: then its chunk is as large as vLLM would have made it (docs/adr/0006).
     """
-    victims = sorted(view.offline, key=lambda request: request.saved)  # the last goes first
+    victims = sorted(view.offline, key=attrgetter("saved"))  # the last goes first
     limit_ms, first_tokens_ms = inf, inf
-    for request in view.online:
-        if request.decode:
-            limit_ms = tbt_ms
-            composer.make_room(victims, composer.blocks_for(request, request.tokens))
-            composer.add(
-                request, request.tokens
-            )  # vLLM preempts among online requests where that is not enough
+    decodes = [request for request in view.online if request.decode]
+    if decodes:
+        limit_ms = tbt_ms
+        _add_steps(composer, victims, decodes)
     first_tokens = 0  # that this iteration brings
     prompts = ((request, False) for request in view.online if not request.decode)
     for request, waiting in chain(prompts, ((request, True) for request in view.waiting_online)):
@@ -55,6 +53,16 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
     if view.preemptible and first_tokens_ms < inf:  # who waits for a first token waits for nothing else
         first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + PATIENCE * view.slo.ttft_ms)
     return OnlineShare(composer.free_blocks >= 0, min(limit_ms, first_tokens_ms), _left(view, composer))
+
+
+def _add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candidate]) -> None:
+    """Add all decode steps; vLLM preempts among online requests where offline ones have not enough to give."""
+    if composer.free_slots >= 0 and composer.growth(decodes) <= composer.free_blocks:
+        composer.add_all(decodes)
+        return
+    for request in decodes:
+        composer.make_room(victims, composer.blocks_for(request, request.tokens))
+        composer.add(request, request.tokens)
 
 
 def _left(view: View, composer: Composer) -> list[Candidate]:

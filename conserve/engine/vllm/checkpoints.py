@@ -1,17 +1,15 @@
-"""The scheduler's side of KV checkpoints: what host memory has of which row, and what is copied next.
+"""The scheduler's side of KV checkpoints: which blocks are copied next, either way, and what has arrived.
 
-A row's checkpoint is a list of host blocks, one for each of its full KV blocks from the first on, and one more for
-the last, partly filled block of a row that was preempted. The bytes are copied by the workers (`copies`), between
-iterations' computing; what an iteration has not confirmed is never copied. Source: conserve-2026 section 4.4,
-conserve-2024 section 4.4.
+The bytes are copied by the workers (`copies`), between iterations' computing; what an iteration has not confirmed
+is never copied. Source: conserve-2026 section 4.4, conserve-2024 section 4.4.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import count, islice
+from dataclasses import asdict, dataclass
+from itertools import islice
 from math import inf
 from typing import Any, NamedTuple
 
@@ -22,6 +20,7 @@ from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.host_memory import HostMemory
 from conserve.engine.vllm.lanes import is_online, is_running
 from conserve.engine.vllm.restores import Copy, Restores
+from conserve.engine.vllm.saved_rows import SavedRows
 from conserve.engine.vllm.transfers import Transfers, WorkerReport
 
 log = logging.getLogger("vllm.conserve")
@@ -38,17 +37,6 @@ class Gathered(NamedTuple):
 
 
 @dataclass(slots=True)
-class Checkpoint:
-    """What host memory has of one row, or is about to have."""
-
-    request: Request
-    blocks: list[int] = field(default_factory=list)  # host blocks, each held once for this row
-    tail: int | None = None  # host block of the block after those
-    tail_tokens: int = 0  # in it
-    whole: int = 0  # blocks known to have arrived: only ever grows, but for failures
-
-
-@dataclass(slots=True)
 class Counts:
     """Since the engine started."""
 
@@ -57,11 +45,10 @@ class Counts:
     tokens_restored: int = 0
     restores: int = 0
     blocks_failed: int = 0  # copies that did not succeed
-    blocks_refused: int = 0  # host memory was full
 
 
 class Checkpoints:
-    """Host memory's contents by row, and the transfers under way.
+    """What is saved and brought back, and the transfers under way.
 
     Called by vLLM through the connector, always between two iterations.
     """
@@ -80,10 +67,11 @@ class Checkpoints:
     ) -> None:
         self.name, self.policy = policy, policy_named(policy)
         self.memory = HostMemory(host_blocks)
+        self.saved = SavedRows(
+            self.memory, block_tokens=block_tokens, hashes_a_block=hashes_a_block, shared=shared
+        )
         self.block_tokens = block_tokens
         self.budget = CopyBudget(block_ms, share)
-        self._hashes_a_block = hashes_a_block
-        self._shared = shared  # rows may use what others computed for the same tokens
         self.counts = Counts()
         self.spill: Any = None  # what takes it to disk (`spill.Spilling`), if anything
         self.on, self.why_off = True, "it is switched off"
@@ -93,7 +81,6 @@ class Checkpoints:
         self._device: Any = None  # vLLM's block pool
         self._block_ids: Callable[[str], Sequence[int]] = lambda name: ()
         self._workers = workers
-        self._rows: dict[str, Checkpoint] = {}
         self._running: dict[str, Request] = {}  # with KV blocks, as far as we were told
         self._restores = Restores()
         self._events = 0
@@ -118,74 +105,36 @@ class Checkpoints:
         name = request.request_id
         if self._running.pop(name, None) is None or not self.on or not saveable(request):
             return
-        computed = confirmed(request)
-        full, tail_tokens = divmod(computed, self.block_tokens)
-        checkpoint = self._rows.get(name) or Checkpoint(request)
-        have = len(checkpoint.blocks)
+        full, tail_tokens = divmod(confirmed(request), self.block_tokens)
+        have = len(self.saved.blocks(name))
         if full - have + bool(tail_tokens) > LAST_MINUTE or have > full:
             return
-        self._rows[name] = checkpoint
         ids = self._block_ids(name)
-        self._last_minute += self._extend(checkpoint, ids, full - have)
-        if tail_tokens and len(checkpoint.blocks) == full:
-            host = self.memory.allocate((name, computed))
-            if host is None:
-                self.counts.blocks_refused += 1
-                return
-            checkpoint.tail, checkpoint.tail_tokens = host, tail_tokens
-            self._last_minute.append(self._begun(Copy(ids[full], host)))
+        copies = self.saved.extend(request, ids, full - have)
+        if tail_tokens and len(self.saved.blocks(name)) == full:
+            copies += self.saved.add_tail(request, ids, tail_tokens)
+        self._last_minute += self._begun(copies)
 
     def has_all_of(self, name: str) -> bool:
         """Whether a running row would lose nothing with its memory; see `losing`."""
         request = self._running.get(name)
-        if request is None or name not in self._rows or not self.on:
+        if request is None or name not in self.saved or not self.on:
             return False
-        return confirmed(request) - self.saved_tokens(name) < LAST_MINUTE * self.block_tokens
+        return confirmed(request) - self.saved.tokens(name) < LAST_MINUTE * self.block_tokens
 
     def finished(self, request: Request) -> None:
         """It is over, one way or another."""
         name = request.request_id
         self._running.pop(name, None)
         self._local.pop(name, None)
-        self._forget(name)
+        self.saved.forget(name)
         self._restores.cancel(name)
-
-    def _forget(self, name: str) -> None:
-        checkpoint = self._rows.pop(name, None)
-        if checkpoint is not None:
-            self._drop_tail(checkpoint)
-            # The beginning of a row is worth most to others, so its end goes first.
-            self.memory.release(reversed(checkpoint.blocks))
-
-    def _drop_tail(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.tail is not None:
-            self.memory.forget(checkpoint.tail)
-            self.memory.release([checkpoint.tail])
-            checkpoint.tail, checkpoint.tail_tokens = None, 0
 
     # What there is of a row.
 
-    def saved_tokens(self, name: str) -> int:
-        """How many of the row's first tokens host memory has."""
-        checkpoint = self._rows.get(name)
-        if checkpoint is None:
-            return 0
-        written, blocks = self.memory.is_written, checkpoint.blocks
-        while checkpoint.whole < len(blocks) and written(blocks[checkpoint.whole]):
-            checkpoint.whole += 1
-        tokens = checkpoint.whole * self.block_tokens
-        if checkpoint.whole == len(blocks) and checkpoint.tail is not None and written(checkpoint.tail):
-            tokens += checkpoint.tail_tokens
-        return tokens
-
     def is_being_saved(self, name: str) -> bool:
         """Whether a row that waits should wait a moment longer: the last of its KV is being copied."""
-        checkpoint = self._rows.get(name)
-        if checkpoint is None or name in self._running:
-            return False
-        self.saved_tokens(name)  # looks what has arrived
-        tail = checkpoint.tail is not None and not self.memory.is_written(checkpoint.tail)
-        return tail or checkpoint.whole < len(checkpoint.blocks)
+        return name not in self._running and not self.saved.is_whole(name)
 
     def restorable(self, request: Request, local: int) -> int:
         """Tokens after the first `local` ones, which the device has, that need not be computed again.
@@ -195,49 +144,28 @@ class Checkpoints:
         if not self.on or not saveable(request) or local % self.block_tokens:
             return 0
         name = request.request_id
-        if self._shared and name not in self._rows and not is_online(request):
-            self._adopt(request)
-        tokens = min(self.saved_tokens(name), request.num_tokens - 1) - local
-        return tokens if tokens >= min(self.block_tokens, max(1, self._tail_tokens(name))) else 0
-
-    def _tail_tokens(self, name: str) -> int:
-        checkpoint = self._rows.get(name)
-        return checkpoint.tail_tokens if checkpoint is not None else 0
-
-    def _adopt(self, request: Request) -> None:
-        """Hold what host memory has of the tokens that this row begins with."""
-        found = []
-        each = self._hashes_a_block
-        for key in islice(request.block_hashes, each - 1, None, each):
-            host = self.memory.find(key)
-            if host is None or not self.memory.is_written(host):
-                break
-            found.append(host)
-        if not found:
-            return
-        for host in found:
-            self.memory.hold(host)
-        self._rows[request.request_id] = Checkpoint(request, found)
+        if not is_online(request):
+            self.saved.adopt(request)
+        tokens = min(self.saved.tokens(name), request.num_tokens - 1) - local
+        return tokens if tokens >= min(self.block_tokens, max(1, self.saved.tail_tokens(name))) else 0
 
     def reset(self) -> bool:
         """Forget all; False where rows are on their way back. What is being saved is of no use any more."""
         if self._restores:
             return False
-        for name in list(self._rows):
-            self._forget(name)
         self._failed_stores |= self._stores.keys()
         late, self._last_minute = self._last_minute, []
         self._device.free_blocks([self._device.blocks[copy.device] for copy in late])
         for copy in late:
             self.memory.forget(copy.host)
         self.memory.release(copy.host for copy in late)
-        self.memory.clear()
+        self.saved.clear()
         return True
 
     @property
     def any_saved(self) -> bool:
         """Whether some row has a checkpoint."""
-        return bool(self._rows)
+        return bool(self.saved)
 
     # Restores.
 
@@ -257,14 +185,11 @@ class Checkpoints:
     def restore(self, request: Request, tokens: int) -> None:
         """vLLM has given the row blocks: bring back so many tokens after those that the device has."""
         name = request.request_id
-        checkpoint, local = self._rows[name], self._local.pop(name)
+        local = self._local.pop(name)
         first, last = local // self.block_tokens, -(-(local + tokens) // self.block_tokens)
-        sources = checkpoint.blocks[first:last]
-        if len(sources) < last - first:
-            assert checkpoint.tail is not None
-            sources = [*sources, checkpoint.tail]
+        sources = self.saved.sources(name, first, last)
         targets = self._block_ids(name)[first:last]
-        keys = frozenset(islice(self._keys(request, first), last - first))
+        keys = frozenset(islice(self.saved.keys(request, first), last - first))
         self._restores.begin(name, map(Copy, targets, sources), keys)
         self.counts.restores += 1
         self.counts.tokens_restored += tokens
@@ -285,6 +210,7 @@ class Checkpoints:
             "policy": self.name if self.on else OFF,
             "why_off": None if self.on else self.why_off,
             **asdict(self.counts),
+            "blocks_refused": self.saved.refused,
             "tokens_saved": self.counts.blocks_saved * self.block_tokens,
             "restoring": len(self._restores),
             "host_blocks": self.memory.capacity,
@@ -348,61 +274,27 @@ class Checkpoints:
             request = self._running.get(name)
             if request is None or budget <= 0:
                 continue
-            checkpoint = self._rows.get(name)
-            if checkpoint is None:
-                checkpoint = self._rows[name] = Checkpoint(request)
-            copies = self._extend(checkpoint, self._block_ids(name), blocks, most=budget)
+            copies = self.saved.extend(request, self._block_ids(name), blocks, most=budget)
             budget -= len(copies)
-            stores += copies
+            stores += self._begun(copies)
         return stores
 
     def _marks(self) -> Iterator[Marked]:
         """Rows with blocks to copy, the last admitted first: they would be preempted first."""
-        size, rows = self.block_tokens, self._rows
+        size, saved = self.block_tokens, self.saved
         for name, request in reversed(self._running.items()):
             if not is_running(request) or not saveable(request):
                 continue
-            checkpoint = rows.get(name)
-            blocks = confirmed(request) // size - (len(checkpoint.blocks) if checkpoint is not None else 0)
+            blocks = confirmed(request) // size - len(saved.blocks(name))
             if blocks > 0:
                 yield Marked(name, blocks, is_online(request))
 
-    def _extend(
-        self, checkpoint: Checkpoint, ids: Sequence[int], blocks: int, most: int | None = None
-    ) -> list[Copy]:
-        """Add so many of the row's next blocks to its checkpoint; what others have copied is shared."""
-        copies: list[Copy] = []
-        self._drop_tail(checkpoint)
-        first = len(checkpoint.blocks)
-        keys = self._keys(checkpoint.request, first)
-        for device, key in islice(zip(ids[first:], keys, strict=False), blocks):
-            host = self.memory.find(key)
-            if host is not None:
-                self.memory.hold(host)
-            else:
-                if most is not None and len(copies) >= most:
-                    break
-                host = self.memory.allocate(key)
-                if host is None:
-                    self.counts.blocks_refused += 1
-                    break
-                copies.append(self._begun(Copy(device, host)))
-            checkpoint.blocks.append(host)
+    def _begun(self, copies: list[Copy]) -> list[Copy]:
+        """The same, with both blocks of each kept for the copy, whatever becomes of the row."""
+        self._device.touch([self._device.blocks[copy.device] for copy in copies])
+        for copy in copies:
+            self.memory.hold(copy.host)
         return copies
-
-    def _keys(self, request: Request, first: int) -> Iterator[Hashable]:
-        """What names the contents of a row's blocks: the hash of all tokens up to their end, where vLLM has it."""
-        hashes = request.block_hashes if self._shared else ()
-        each = self._hashes_a_block
-        for index in count(first):
-            last = (index + 1) * each - 1
-            yield hashes[last] if last < len(hashes) else (request.request_id, index)
-
-    def _begun(self, copy: Copy) -> Copy:
-        """The same, with both blocks kept for the copy, whatever becomes of the row."""
-        self._device.touch([self._device.blocks[copy.device]])
-        self.memory.hold(copy.host)
-        return copy
 
     # For the disk, between two iterations (`spill`).
 
@@ -413,12 +305,11 @@ class Checkpoints:
         fresh: list[Copy] = []
         keys: dict[Hashable, int] = {}
         for request in sorted(self._spillable(), key=lambda one: one.num_tokens, reverse=True):
-            checkpoint = self._rows.get(request.request_id) or Checkpoint(request)
-            full = confirmed(request) // self.block_tokens - len(checkpoint.blocks)
+            name = request.request_id
+            full = confirmed(request) // self.block_tokens - len(self.saved.blocks(name))
             if full > 0 and is_running(request):
-                fresh += self._extend(checkpoint, self._block_ids(request.request_id), full)
-                self._rows[request.request_id] = checkpoint
-            for key, host in zip(self._keys(request, 0), checkpoint.blocks, strict=False):
+                fresh += self._begun(self.saved.extend(request, self._block_ids(name), full))
+            for key, host in zip(self.saved.keys(request), self.saved.blocks(name), strict=False):
                 if isinstance(key, bytes):
                     keys.setdefault(key, host)
         pending |= {copy.host: copy.device for copy in fresh}
@@ -429,20 +320,10 @@ class Checkpoints:
 
     def _spillable(self) -> Iterator[Request]:
         """Offline rows whose KV is their tokens' and no adapter's, which may be another next time."""
-        found = {**{name: row.request for name, row in self._rows.items()}, **self._running}
+        found = {**{request.request_id: request for request in self.saved.requests()}, **self._running}
         for request in found.values():
             if not is_online(request) and saveable(request) and request.lora_request is None:
                 yield request
-
-    def returned(self, keys: Sequence[str]) -> list[int]:
-        """Host blocks to read what was gathered once into, as many as there are; each held once."""
-        hosts: list[int] = []
-        for key in map(bytes.fromhex, keys):
-            host = self.memory.allocate(key) if self.memory.find(key) is None and self.memory.room else None
-            if host is None:
-                break
-            hosts.append(host)
-        return hosts
 
     # What has arrived.
 
@@ -452,7 +333,7 @@ class Checkpoints:
         for name in restored:
             self._restores.end(name)
             if name in broken:
-                self._unusable(name)
+                self.counts.blocks_failed += self.saved.unusable(name)
         if report is None:
             return
         self.budget.learn(report.block_ms)
@@ -464,41 +345,17 @@ class Checkpoints:
                 self.copied(self._stores.pop(event), failed=event in self._failed_stores)
                 self._failed_stores.discard(event)
 
-    def _unusable(self, name: str) -> None:
-        """The row's checkpoint did not come back; it is computed again, and nobody else shall find it."""
-        checkpoint = self._rows.get(name)
-        if checkpoint is not None:
-            self.counts.blocks_failed += len(checkpoint.blocks)
-            for host in checkpoint.blocks:
-                self.memory.forget(host)
-            self._forget(name)
-
     def copied(self, copies: Sequence[Copy], *, failed: bool) -> None:
         """These blocks are in host memory, or will never be."""
         self._device.free_blocks([self._device.blocks[copy.device] for copy in copies])
         if failed:
             self.counts.blocks_failed += len(copies)
-            self._lost({copy.host for copy in copies})
+            self.saved.lost({copy.host for copy in copies})
         else:
             self.counts.blocks_saved += len(copies)
             for copy in copies:
                 self.memory.written(copy.host)
         self.memory.release(copy.host for copy in copies)
-
-    def _lost(self, hosts: set[int]) -> None:
-        """These blocks were not written: every checkpoint ends before them."""
-        for checkpoint in self._rows.values():
-            if checkpoint.tail in hosts:
-                self._drop_tail(checkpoint)
-            index = next((i for i, host in enumerate(checkpoint.blocks) if host in hosts), None)
-            if index is not None:
-                self._drop_tail(checkpoint)
-                for host in checkpoint.blocks[index:]:
-                    if host in hosts:
-                        self.memory.forget(host)
-                self.memory.release(reversed(checkpoint.blocks[index:]))
-                del checkpoint.blocks[index:]
-                checkpoint.whole = min(checkpoint.whole, index)
 
 
 def confirmed(request: Request) -> int:
@@ -509,3 +366,11 @@ def confirmed(request: Request) -> int:
 def saveable(request: Request) -> bool:
     """Whether the row could go on from a checkpoint; not where logits of its whole prompt are wanted."""
     return not request.skip_reading_prefix_cache
+
+
+def checkpoints_of(connector: Any) -> tuple[Checkpoints | None, str | None]:
+    """Those of the engine's KV connector, or of one of several; or why our connector has none."""
+    for one in getattr(connector, "_connectors", (connector,)):
+        if hasattr(one, "checkpoints"):
+            return one.checkpoints, one.why_not
+    return None, None

@@ -13,6 +13,7 @@ from conserve.engine.vllm.pacing import Installed
 from conserve.engine.vllm.warm_up import WarmUp
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel
+from conserve.profiles.worth import Worth
 
 log = logging.getLogger(__name__)
 SAVE_S = 30.0  # between two saves of what was learned
@@ -35,6 +36,7 @@ class Iterations:
     def __init__(self, installed: Installed) -> None:
         self.model: CorrectedModel | None = installed.model
         self.warm_up = WarmUp() if installed.model is None else None
+        self.worth = Worth.by(installed.model) if installed.model is not None else Worth()
         self.counted = self.planned = self.overruns = 0
         self._correction_file = installed.correction_file
         self._surcharge_ms: float | None = None
@@ -91,7 +93,7 @@ class Iterations:
     def end_warm_up(self) -> None:
         """Fit a model to what was seen, if that is enough by now."""
         if self.warm_up is not None and (model := self.warm_up.fitted()) is not None:
-            self.model, self.warm_up = model, None
+            self.model, self.warm_up, self.worth = model, None, Worth.by(model)
 
     def report(self) -> dict[str, Any]:
         """Counts since the start, for JSON."""

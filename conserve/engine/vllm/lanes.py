@@ -11,6 +11,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 
+TTFT_ARGUMENT = "conserve_ttft_ms"  # in a request's vllm_xargs
+
 
 def is_online(request: Request) -> bool:
     """Whether the request has promises to be kept."""
@@ -20,6 +22,13 @@ def is_online(request: Request) -> bool:
 def is_running(request: Request) -> bool:
     """Whether it takes part in iterations."""
     return bool(request.status == RequestStatus.RUNNING)
+
+
+def ttft_promise(request: Request) -> float | None:
+    """The request's own TTFT promise in ms (`vllm_xargs: {"conserve_ttft_ms": ...}`), if it brings one."""
+    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+    promise = (extra or {}).get(TTFT_ARGUMENT)
+    return float(promise) if isinstance(promise, int | float) and promise > 0 else None
 
 
 class Lanes(RequestQueue):  # type: ignore[misc]

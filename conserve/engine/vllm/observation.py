@@ -34,6 +34,7 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
     online: list[Candidate] = []
     offline: list[Candidate] = []
     holding = list(scheduler.kv_holding_waiting)
+    checkpoints = scheduler.checkpoints
     loading = sum(not _is_ready(scheduler, request) for request in holding)
     for request in scheduler.running:
         context = request.num_computed_tokens
@@ -43,11 +44,9 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
         name = request.request_id
         blocks = len(blocks_of.get(name, ()))
         lane = online if request.priority < OFFLINE_PRIORITY else offline
-        saved = (
-            lane is offline and scheduler.checkpoints is not None and scheduler.checkpoints.has_all_of(name)
-        )
+        saved = checkpoints is not None and lane is offline and checkpoints.has_all_of(name)
         if tokens <= decode_tokens and context >= request.num_prompt_tokens:
-            lane.append(Candidate(name, tokens, context, True, blocks, saved=saved))
+            lane.append(Candidate(name, tokens, context, True, blocks, 0.0, True, 0.0, saved))
         else:
             if lane is offline and (cap := scheduler.preemptions.chunk(name)) is not None:
                 tokens = min(tokens, cap)
@@ -92,7 +91,7 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
             expected * -(-typical // kind.block_size), manager.block_pool.num_gpu_blocks // 2
         ),
         unwritten_blocks=scheduler._inflight_prefill_reserved_blocks()
-        if scheduler.checkpoints is not None and scheduler.checkpoints.any_saved
+        if checkpoints is not None and checkpoints.any_saved
         else 0,
         held=[
             Candidate(
@@ -107,7 +106,7 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
             and r.num_computed_tokens
             and not scheduler._is_blocked_waiting_status(r.status)
         ],
-        coming=scheduler.checkpoints.coming if scheduler.checkpoints is not None else frozenset(),
+        coming=checkpoints.coming if checkpoints is not None else frozenset(),
         block_tokens=kind.block_size,
     )
 

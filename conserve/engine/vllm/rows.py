@@ -11,6 +11,7 @@ were.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from vllm.forward_context import get_forward_context
 from conserve.engine.runtime.safepoint import EVERYBODY
 from conserve.engine.vllm.safepoints import Abandoned, Safepoints
 
+log = logging.getLogger("vllm.conserve")
 Key = int | str  # of a layer's argument: its place or its name
 
 
@@ -91,6 +93,7 @@ class Rows:
         """A decoder layer, on those who are in by then."""
         if self._returns is None and not self._suits([*args, *kw.values()]):
             self.possible = self.busy = False
+            log.info("rows cannot leave after all: the layers get tensors inside of others")
             self._safepoints.abandon_if_asked(index)
             return forward(*args, **kw)
         rows = self._safepoints.rows_to_leave(index)

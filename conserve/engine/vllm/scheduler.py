@@ -7,8 +7,9 @@ nothing of (LoRA limits, encoder inputs, grammars, speculative tokens) stays vLL
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -24,10 +25,11 @@ from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import POLICIES
 from conserve.engine.runtime.traffic import Traffic
-from conserve.engine.vllm.checkpoints import Checkpoints, Counts
+from conserve.engine.vllm.checkpoints import Counts, checkpoints_of
 from conserve.engine.vllm.iterations import Iterations
-from conserve.engine.vllm.lanes import Lanes, is_online, is_running
+from conserve.engine.vllm.lanes import Lanes, is_online, is_running, ttft_promise
 from conserve.engine.vllm.observation import observe, surcharged
+from conserve.engine.vllm.offline_tokens import OfflineTokens
 from conserve.engine.vllm.pacing import Installed, finite, slo_of
 from conserve.engine.vllm.preemptions import Preemptions
 from conserve.engine.vllm.stamp import outcome_of
@@ -35,7 +37,6 @@ from conserve.engine.vllm.warm_up import is_warm_up
 from conserve.profiles.batch import Batch, Slice
 
 SHORT_PROMPT = 128  # tokens
-TTFT_ARGUMENT = "conserve_ttft_ms"  # in a request's vllm_xargs
 RESTORES_PAUSE = 8  # iterations
 LEARN_EVERY = 8  # iterations without a plan: the model follows the machine, and nobody waits for it
 
@@ -70,16 +71,14 @@ class CoServing:
         self._caps: Mapping[str, int] | None = None  # the plan's tokens, while it is applied
         self._stalled = False
         self._unplanned = 0
-        self._computed: dict[str, int] = {}  # tokens that preempted offline requests had computed
+        self._offline_tokens = OfflineTokens(1 + self.num_spec_tokens)
         self.preemptions = Preemptions(
             vllm_config, policy=installed.preemption, every=installed.safepoint_every
         )
         self.checkpoints, self._why_no_checkpoints = checkpoints_of(self.connector)
         self.restores_pause = 0  # iterations for which none begins, since vLLM had no room for one
-        self._recomputed = 0  # tokens of offline requests, after they had lost their memory
         self._caching_waits = False  # for blocks to be computed: iterations that may be preempted
         self._uncached: set[int] = set()  # id()s of their SchedulerOutputs
-        self._let_caching_wait()
         self._follow(installed.policy)
 
     def _follow(self, name: str) -> None:
@@ -87,14 +86,22 @@ class CoServing:
         self._policy = POLICIES[name]()
         self.policy = SchedulingPolicy.FCFS if self._policy.spares_offline else SchedulingPolicy.PRIORITY
 
-    def _let_caching_wait(self) -> None:
+    @contextlib.contextmanager
+    def _caching_later(self) -> Iterator[None]:
         """vLLM registers KV blocks for reuse before they are computed; a preempted row never computes them."""
+        if not self._caching_waits:
+            yield  # a call of ours for each request would take 0.1 ms
+            return
         allocate = self.kv_cache_manager.allocate_slots
 
-        def allocate_slots(*args: Any, delay_cache_blocks: bool = False, **kwargs: Any) -> Any:
-            return allocate(*args, delay_cache_blocks=delay_cache_blocks or self._caching_waits, **kwargs)
+        def allocate_slots(*args: Any, delay_cache_blocks: bool = True, **kwargs: Any) -> Any:
+            return allocate(*args, delay_cache_blocks=True, **kwargs)
 
         self.kv_cache_manager.allocate_slots = allocate_slots
+        try:
+            yield
+        finally:
+            self.kv_cache_manager.allocate_slots = allocate
 
     def conserve(self, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What `GET /conserve` answers, after a change of policy, preemption or SLO if one is given."""
@@ -107,11 +114,13 @@ class CoServing:
         if change and "slo" in change:
             self._slo = slo_of(change["slo"])
         self._end_warm_up()
+        traffic = self._traffic.report(self._slo, now=time.monotonic())
+        traffic["offline"]["work"] = self._offline_tokens.work
         return {
             "policy": self._policy_name,
             "slo": {name: finite(ms) for name, ms in asdict(self._slo).items()},
             "alone": self._alone(),
-            **self._traffic.report(self._slo, now=time.monotonic()),
+            **traffic,
             **self._iterations.report(),
             "preemption": self.preemptions.report(),
             "checkpoint": self._checkpoint_report(),
@@ -142,7 +151,7 @@ class CoServing:
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.preemptions.forget(request.request_id)
         self._offline.discard(request.request_id)
-        self._computed.pop(request.request_id, None)
+        self._offline_tokens.forget(request.request_id)
         self._with_logprobs.discard(request.request_id)
         self._leaving.append(request.request_id)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -155,8 +164,7 @@ class CoServing:
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if request.request_id in self._offline:
-            before = self._computed.get(request.request_id, 0)
-            self._computed[request.request_id] = max(before, request.num_computed_tokens)
+            self._offline_tokens.loses(request)
         self.preemptions.lost_memory(request.request_id)
         if self.checkpoints is not None:
             self.checkpoints.losing(request)
@@ -185,7 +193,7 @@ class CoServing:
             )
             surcharged = self._surcharged(output)
             self._iterations.begin(output, started, batch=batch, plan=plan, surcharged=surcharged)
-            self._count_offline(output, started)
+            self._count_offline(output, batch, started)
             if plan is not None and self._caching_waits:
                 self._uncached.add(id(output))
                 if output.total_num_scheduled_tokens:
@@ -273,7 +281,8 @@ class CoServing:
         if self.checkpoints is not None:
             self.checkpoints.allowed = plan.restored
         try:
-            output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            with self._caching_later():
+                output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.max_num_scheduled_tokens = self._most_tokens
             self._caps = None
@@ -319,7 +328,15 @@ class CoServing:
 
     def _cap_before_lookahead(self, request: Request, computed: int, tokens: int) -> int:
         """Called by vLLM for every request that it is about to schedule: cap its tokens at the plan's."""
-        capped = self._capped(request, tokens)
+        caps = self._caps
+        if (
+            caps is not None
+            and not self.num_spec_tokens
+            and (cap := caps.get(request.request_id)) is not None
+        ):
+            capped = cap if cap < tokens else tokens  # as `_capped` says, without another call
+        else:
+            capped = self._capped(request, tokens)
         if not self.num_prefill_lookahead:
             return capped
         return int(super()._reserve_prefill_lookahead(request, computed, capped))  # type: ignore[misc]
@@ -378,7 +395,10 @@ class CoServing:
                 )
                 continue
             if name in self._offline:
-                self._traffic.offline(-self._new_tokens(request, tokens), at=time.monotonic())
+                counted = self._offline_tokens.left(
+                    request, self._slice(name, tokens), self._iterations.worth
+                )
+                self._traffic.offline(-counted, at=time.monotonic())
             request.num_computed_tokens -= tokens
             request.is_prefill_chunk = request.num_computed_tokens + 1 < request.num_tokens
             if request.is_prefill_chunk:
@@ -387,10 +407,16 @@ class CoServing:
 
     def _checkpoint_report(self) -> dict[str, Any]:
         """What was saved and brought back; `why_off` where nothing is."""
-        said = {"policy": OFF, "why_off": self._why_no_checkpoints, **asdict(Counts()), "tokens_saved": 0}
+        said = {
+            "policy": OFF,
+            "why_off": self._why_no_checkpoints,
+            **asdict(Counts()),
+            "blocks_refused": 0,
+            "tokens_saved": 0,
+        }
         if self.checkpoints is not None:
             said = self.checkpoints.report()
-        return {**said, "tokens_recomputed": self._recomputed}
+        return {**said, "tokens_recomputed": self._offline_tokens.again}
 
     def shutdown(self) -> None:
         """Save what was learned."""
@@ -412,44 +438,18 @@ class CoServing:
         decode = context >= request.num_prompt_tokens and tokens <= 1 + self.num_spec_tokens
         return Slice(tokens, context, decode)
 
-    def _count_offline(self, output: SchedulerOutput, now: float) -> None:
+    def _count_offline(self, output: SchedulerOutput, batch: Batch, now: float) -> None:
         """Count tokens of offline requests."""
-        ours, scheduled = self._offline, output.num_scheduled_tokens
-        if not ours:
-            return
-        tokens = sum(n for name, n in scheduled.items() if name in ours)
-        for name in self._computed.keys() & scheduled.keys():
-            again = scheduled[name] - self._new_tokens(self.requests[name], scheduled[name])
-            self._recomputed += again
-            tokens -= again
-        if tokens:
-            self._traffic.offline(tokens, at=now)
-
-    def _new_tokens(self, request: Request, tokens: int) -> int:
-        """How many of the tokens scheduled just now are not computed again after it had lost its memory."""
-        begun = request.num_computed_tokens - tokens
-        again: int = self._computed.get(request.request_id, 0) - begun
-        return tokens - max(0, min(tokens, again))
+        if self._offline:
+            scheduled, worth = output.num_scheduled_tokens, self._iterations.worth
+            tokens = self._offline_tokens.count(scheduled, self.requests, self._offline, batch, worth)
+            if tokens:
+                self._traffic.offline(tokens, at=now)
 
     def _surcharged(self, output: SchedulerOutput) -> int:
         """Tokens of prompts whose logprobs are wanted."""
         tokens = output.num_scheduled_tokens
         return sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
-
-
-def checkpoints_of(connector: Any) -> tuple[Checkpoints | None, str | None]:
-    """Those of the engine's KV connector, or of one of several; or why our connector has none."""
-    for one in getattr(connector, "_connectors", (connector,)):
-        if hasattr(one, "checkpoints"):
-            return one.checkpoints, one.why_not
-    return None, None
-
-
-def ttft_promise(request: Request) -> float | None:
-    """The request's own TTFT promise in ms (`vllm_xargs: {"conserve_ttft_ms": ...}`), if it brings one."""
-    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
-    promise = (extra or {}).get(TTFT_ARGUMENT)
-    return float(promise) if isinstance(promise, int | float) and promise > 0 else None
 
 
 class Synchronous(CoServing, Scheduler):  # type: ignore[misc]

@@ -1,8 +1,6 @@
 """KV checkpoints on disk: written at a clean stop, taken in by the next engine of the same kind.
 
-The engine core says which blocks (`Spilling`), each worker writes and reads its own part of them (the functions
-below, called in all workers at once). Writing reads host memory only, in a thread, while the engine goes on; blocks
-that are just on the device are copied there first.
+The engine core says which blocks (`Spilling`); each worker writes and reads its own part of them (`spill_worker`).
 """
 
 from __future__ import annotations
@@ -13,39 +11,32 @@ import logging
 import os
 import secrets
 import shutil
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from vllm.distributed import get_tp_group
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed, resolve_kv_cache_block_sizes
 from vllm.version import __version__ as vllm_version
 
+from conserve.engine.runtime.host_memory import HostMemory
 from conserve.engine.runtime.spill_file import (
     Identity,
     Shard,
     Spill,
     discard,
     read_index,
-    read_shard,
     remove,
     require_same,
     write_index,
-    write_shard,
 )
-from conserve.engine.vllm.checkpoints import Checkpoints
-from conserve.engine.vllm.copies import Copies
+from conserve.engine.vllm.checkpoints import Checkpoints, checkpoints_of
 from conserve.engine.vllm.fingerprint import identity_of
-from conserve.engine.vllm.restores import Copy
+from conserve.engine.vllm.spill_worker import begin_writing, read, said, what_was_written
 from conserve.errors import SpillRefused
 
 log = logging.getLogger("vllm.conserve")
 RESERVE = 1 << 30  # bytes that are left to others on the disk: the store may lie there too
-AT_ONCE = 64  # blocks that are copied from the device together
 
 
 @dataclass(slots=True)
@@ -94,7 +85,8 @@ class Spilling:
             log.warning("the KV blocks in %s are not used: %s", self._folder, self.refused)
 
     def _read(self, core: Any, spill: Spill) -> None:
-        memory, hosts = self._checkpoints.memory, self._checkpoints.returned(spill.keys)
+        memory = self._checkpoints.memory
+        hosts = room_for(memory, spill.keys)
         try:
             keys = list(spill.keys[: len(hosts)])
             whys = core.model_executor.collective_rpc(
@@ -172,21 +164,25 @@ class Spilling:
             log.warning("KV blocks of rows in flight are not written to %s: %s", self._folder, why)
 
 
+def room_for(memory: HostMemory, keys: Sequence[str]) -> list[int]:
+    """Host blocks to read these blocks of KV into, the first ones where there are fewer; each held once."""
+    hosts: list[int] = []
+    for key in map(bytes.fromhex, keys):
+        host = memory.allocate(key) if memory.find(key) is None and memory.room else None
+        if host is None:
+            break
+        hosts.append(host)
+    return hosts
+
+
 def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:
     """`take_in`, `begin` or `end`, through vLLM's utility calls; None where nothing goes to disk."""
-    from conserve.engine.vllm.scheduler import checkpoints_of
-
     checkpoints, _ = checkpoints_of(core.scheduler.connector)
     spilling: Spilling | None = checkpoints.spill if checkpoints is not None else None
     if spilling is None:
         return None
     {"take_in": spilling.take_in, "begin": spilling.begin, "end": spilling.end}[what](core)
     return {**spilling.report(), "writing": spilling.writing}
-
-
-def said(error: Exception) -> str:
-    """Why, in a few words."""
-    return str(error) if isinstance(error, SpillRefused) else f"{type(error).__name__}: {error}"
 
 
 def why_not(config: Any) -> str | None:
@@ -222,117 +218,3 @@ def identity(config: Any, kv_cache_config: Any, weights: str) -> Identity:
         "workers": config.parallel_config.world_size,
         "vLLM": vllm_version,
     }
-
-
-# In a worker.
-
-
-class Writing:
-    """A shard on its way to disk."""
-
-    def __init__(self) -> None:
-        self.ended: Shard | str | None = None  # the shard, or why there is none
-
-    def run(self, write: Callable[[], Shard]) -> None:
-        """Write it; `ended` tells when."""
-        try:
-            self.ended = write()
-        except Exception as error:
-            log.exception("KV blocks could not be written")
-            self.ended = said(error)
-
-
-def begin_writing(
-    worker: Any, folder: str, name: str, hosts: Mapping[str, int], copies: Sequence[Copy]
-) -> bool:
-    """Bring blocks to host memory, and begin to write them and others; whether they are there."""
-    ours = copies_here()
-    ours.writing = writing = Writing()
-    try:
-        copy_now(ours, copies)
-        regions = host_regions(ours)
-        blocks = ((key, [region[host] for region in regions]) for key, host in hosts.items())
-        write = functools.partial(
-            write_shard, Path(folder), shard_name(name), blocks, layout=layout(worker, ours)
-        )
-    except Exception as error:
-        writing.ended = said(error)
-        return False
-    threading.Thread(target=writing.run, args=(write,), name="kv-spill", daemon=True).start()
-    return True
-
-
-def what_was_written(worker: Any) -> Shard | str | None:
-    """The shard once it is whole, or why there is none; None meanwhile."""
-    writing: Writing = copies_here().writing
-    return writing.ended
-
-
-def read(
-    worker: Any, folder: str, shards: Sequence[Shard], keys: Sequence[str], hosts: Sequence[int]
-) -> str | None:
-    """Read this worker's part into blocks of host memory; why it cannot be relied on, if so."""
-    try:
-        ours, mine = copies_here(), shard_name("")
-        shard = next((one for one in shards if one.name.endswith(mine)), None)
-        if shard is None:
-            raise SpillRefused("it has no part for every worker")
-        regions = host_regions(ours)
-        targets = ([region[host] for region in regions] for host in hosts)
-        read_shard(Path(folder), shard, keys, targets, layout=layout(worker, ours))
-    except Exception as error:
-        return said(error)
-    return None
-
-
-def copies_here() -> Copies:
-    """This worker's host memory."""
-    connector = get_kv_transfer_group()
-    for one in getattr(connector, "_connectors", (connector,)):
-        if isinstance(copies := getattr(one, "copies", None), Copies):
-            return copies
-    raise SpillRefused("a worker has no KV checkpoints")
-
-
-def copy_now(ours: Copies, copies: Sequence[Copy]) -> None:
-    """Copy from the device, and wait for it."""
-    device, host = ours.gpu_kv_caches, ours.cpu_kv_caches
-    assert device is not None
-    assert host is not None
-    if copies and next(iter(device.values())).device.type != "cpu":
-        torch.accelerator.synchronize()
-    for first in range(0, len(copies), AT_ONCE):
-        some = copies[first : first + AT_ONCE]
-        sources = torch.tensor([copy.device for copy in some])
-        targets = torch.tensor([copy.host for copy in some])
-        for name, cache in device.items():
-            blocks = cache.index_select(0, sources.to(cache.device))  # (n, block bytes)
-            host[name].index_copy_(0, targets, blocks.cpu())
-
-
-def host_regions(ours: Copies) -> list[list[memoryview]]:
-    """The bytes of each block of host memory, by region."""
-    assert ours.cpu_kv_caches is not None
-    regions = []
-    for cache in ours.cpu_kv_caches.values():
-        size, whole = cache[0].nbytes, memoryview(cache.numpy()).cast("B")
-        regions.append([whole[at : at + size] for at in range(0, len(whole), size)])
-    return regions
-
-
-def shard_name(spill: str) -> str:
-    """Of this worker."""
-    return f"{spill}-{get_tp_group().rank_in_group}.kv"
-
-
-def layout(worker: Any, ours: Copies) -> str:
-    """A digest of how KV lies within a block, which attention backends differ in, and of what scales it."""
-    assert ours.cpu_kv_caches is not None
-    parts: list[Any] = [(name, cache[0].nbytes) for name, cache in ours.cpu_kv_caches.items()]
-    for cache in worker.model_runner.kv_caches:
-        strides = cache.stride()
-        parts.append((cache.dtype, sorted(range(cache.dim()), key=strides.__getitem__)))
-    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
-        scales = [getattr(layer, name, None) for name in ("_k_scale_float", "_v_scale_float", "isa")]
-        parts.append((type(getattr(layer, "impl", None)).__qualname__, *scales))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

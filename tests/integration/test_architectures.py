@@ -1,0 +1,74 @@
+"""Models built otherwise than Llama: rows leave at any layer, lose their memory, and answer as if undisturbed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_checkpoints import transfer
+from tests.tiny_models import LAYERS, OTHERS, build_tiny_model
+
+# As in test_embedded_engine.py.
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+ABANDONED_WHOLE = {"Phi"}  # vLLM runs it as transformers builds it, whose layers get positions as a pair
+NOT_SAVED = {"Gemma2"}  # every other layer keeps a window of KV
+STEPS = 4000  # far more than it takes
+
+
+@pytest.fixture(params=OTHERS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def engine(kind: str, demo_model: Path, tmp_path: Path) -> Iterator[Any]:
+    from tests.preempted_engine import started
+
+    model = build_tiny_model(
+        tmp_path / "model", tokenizer_from=demo_model, layers=LAYERS, kind=kind, **OTHERS[kind]
+    )
+    settings = {"policy": "eager", "host_bytes": 16 << 20}
+    with started(model, kv_transfer_config=transfer(settings)) as engine:
+        yield engine
+
+
+def test_rows_leave_and_lose_their_memory(engine: Any, kind: str) -> None:
+    from tests.preempted_engine import Ask, Dice, greedy, prompt
+
+    assert engine.layers == LAYERS
+    asked = [Ask(f"off{n}", prompt(30 + n * 67 % 290, n), greedy(16)) for n in range(5)]
+    asked += [Ask(f"on{n}", prompt(20 + n * 31, 50 + n), greedy(30), offline=False) for n in range(2)]
+    wanted = engine.undisturbed(asked)
+    assert len({token for answer in wanted.values() for token in answer.tokens}) > 10, "nothing to compare"
+    engine.orders.follow(Dice(1, LAYERS))
+    engine.add(*(ask for ask in asked if not ask.offline))
+    engine.step()
+    engine.add(*(ask for ask in asked if ask.offline))
+    dice = random.Random(2)
+    for _ in range(STEPS):
+        if not engine.busy:
+            break
+        engine.step()
+        if dice.random() < 0.25:
+            engine.lose_memory(dice)
+            engine.overwrite_free()
+    answers, engine.answers = engine.answers, {}
+    assert answers == wanted
+    engine.orders.follow(None)
+    engine.assert_nothing_is_left()
+    said = engine.scheduler.conserve()
+    assert said["preemption"]["preemptions"] > 20
+    assert said["preemption"]["rows_go_on"] == (kind not in ABANDONED_WHOLE)
+    assert engine.lost > 5
+    assert bool(said["checkpoint"]["tokens_restored"]) == (kind not in NOT_SAVED)
+    assert bool(said["checkpoint"]["why_off"]) == (kind in NOT_SAVED)

@@ -1,0 +1,61 @@
+"""Tiny models with random weights: float32 and fast, so that runs can be compared token by token."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LAYERS = 6  # of models for tests in which rows leave between layers
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SPREAD = 0.2  # of the weights; the usual 0.02 leaves near-ties, and one token for ever
+WIDTHS = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "initializer_range": SPREAD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+GPT2 = {"n_embd": 64, "n_head": 2, "n_positions": 2048, "initializer_range": SPREAD}
+OPT = {
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "ffn_dim": 128,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 2048,
+    "init_std": SPREAD,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# By the name of transformers' configuration, of other builds than Llama's.
+OTHERS: dict[str, Mapping[str, Any]] = {
+    "Qwen3": WIDTHS,  # norms of queries and keys
+    "Gemma2": {**WIDTHS, "tie_word_embeddings": True, "query_pre_attn_scalar": 32},  # two kinds of KV
+    "OPT": OPT,  # learned positions, which layers do not see
+    "GPT2": GPT2,  # no residual beside the hidden states
+    "Mixtral": {**WIDTHS, **EXPERTS},
+    "Phi": {name: value for name, value in WIDTHS.items() if name != "head_dim"},  # as transformers builds it
+}
+
+
+def build_tiny_model(
+    folder: Path, *, tokenizer_from: Path, layers: int = 2, kind: str = "Llama", **settings: Any
+) -> Path:
+    """Layers of width 64 over the tokenizer of `tokenizer_from`, the same at every call."""
+    import torch
+    import transformers
+
+    vocabulary = json.loads((tokenizer_from / "config.json").read_text())["vocab_size"]
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=vocabulary, num_hidden_layers=layers, dtype="float32", **(settings or WIDTHS)
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.to(torch.float32).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copy(tokenizer_from / name, folder / name)
+    return folder
