@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
 
 import torch
 from vllm.config import VllmConfig
@@ -35,7 +37,7 @@ def engine_config(folder: Path, *, section: Mapping[str, Any] | None, **flags: A
     shape = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 64,
         "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-        "max_position_embeddings": 8192, "torch_dtype": "float32",
+        "max_position_embeddings": flags.get("max_model_len", 8192), "torch_dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(shape))
     chosen = {
@@ -73,6 +75,8 @@ def known_model() -> dict[str, Any]:
 class Clock:
     """Stands in for the module `time` where the adapter reads it: only iterations take time."""
 
+    READERS: ClassVar = ("scheduler", "observation", "preemptions")  # of the adapter's modules
+
     def __init__(self) -> None:
         self.now = 1e6  # s
 
@@ -81,6 +85,14 @@ class Clock:
 
     def time(self) -> float:
         return self.now
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The adapter reads this clock."""
+        with ExitStack() as stack:
+            for module in self.READERS:
+                stack.enter_context(patch(f"conserve.engine.vllm.{module}.time", self))
+            yield
 
 
 class Executed(NamedTuple):
@@ -132,14 +144,29 @@ class BareEngine:
         age_s: float = 0.0,
         **params: Any,
     ) -> Request:
-        """A request with so many prompt tokens (all different from others') or these."""
+        """Have the scheduler take in a new `request`."""
+        request = self.request(prompt, max_tokens, offline=offline, age_s=age_s, **params)
+        self.scheduler.add_request(request)
+        return request
+
+    def request(
+        self,
+        prompt: int | Sequence[int],
+        max_tokens: int = 16,
+        *,
+        offline: bool = False,
+        age_s: float = 0.0,
+        **params: Any,
+    ) -> Request:
+        """One with so many prompt tokens (all different from others') or these."""
         self._numbers += 1
+        again, first = divmod(self._numbers, 997)
         tokens = (
             list(prompt)
             if not isinstance(prompt, int)
-            else [(self._numbers * 7919 + i * 31) % 997 for i in range(prompt)]
+            else [first, again, *((first + i * 31) % 997 for i in range(2, prompt))][:prompt]
         )
-        request = Request(
+        return Request(
             request_id=f"{'off' if offline else 'on'}-{self._numbers}",
             prompt_token_ids=tokens,
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params),
@@ -148,8 +175,6 @@ class BareEngine:
             priority=OFFLINE_PRIORITY if offline else 0,
             block_hasher=self._hasher,
         )
-        self.scheduler.add_request(request)
-        return request
 
     def step(self) -> SchedulerOutput:
         """Schedule, compute nothing, sample a 7 for each request that is due a token."""

@@ -1,6 +1,8 @@
-"""Models on disk for the tests that start the real engine."""
+"""Models on disk for the tests that start the real engine, and time for those that do not."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +35,13 @@ def tiny_llama(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="session")
 def six_layers(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("six-layers"), tokenizer_from=demo_model, layers=LAYERS)
+
+
+@pytest.fixture
+def clock() -> Iterator[Any]:
+    """The adapter reads this one."""
+    from tests.bare_scheduler import Clock
+
+    clock = Clock()
+    with clock.installed():
+        yield clock

@@ -508,16 +508,12 @@ class TestTheSchedulerAlone:
     @pytest.mark.parametrize("blocks", [40, 4096])
     @pytest.mark.parametrize("seed", range(2))
     def test_counters_are_exact_after_any_outcome(
-        self, seed: int, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, seed: int, blocks: int, tmp_path: Path, clock: Any
     ) -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        from tests.bare_scheduler import Clock
         from tests.preempted_scheduler import PreemptedScheduler
 
-        clock = Clock()
-        monkeypatch.setattr("conserve.engine.vllm.scheduler.time", clock)
-        monkeypatch.setattr("conserve.engine.vllm.observation.time", clock)
         engine = PreemptedScheduler(tmp_path, clock, blocks=blocks, seed=seed)
         assert isinstance(engine.scheduler, Scheduler)
         dice = random.Random(seed)

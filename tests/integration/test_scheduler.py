@@ -23,16 +23,6 @@ Make = Callable[..., Any]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from tests.bare_scheduler import Clock
-
-    clock = Clock()
-    monkeypatch.setattr("conserve.engine.vllm.scheduler.time", clock)
-    monkeypatch.setattr("conserve.engine.vllm.observation.time", clock)
-    return clock
-
-
-@pytest.fixture
 def make(tmp_path: Path, clock: Any) -> Make:
     """Engines with the policy, or with vLLM's own scheduler for `policy=None`."""
 

@@ -1,0 +1,101 @@
+"""The simulated engine itself: what its figures are worth depends on when rows leave and where they go on."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve.bench.traces import Arrival
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.engine,
+]
+
+LAYERS = 10
+PROMPT = 200  # tokens of a live request
+ROWS = [(900, 3)] * 40  # prompts of 300 ms each
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(tmp_path: Path, clock: Any) -> Make:
+    """Engines without scatter: every figure below is exact."""
+
+    def make(preemption: str, rows: Sequence[tuple[int, int]] = ROWS) -> Any:
+        from conserve.engine.vllm.pacing import WORKER
+        from tests.bare_scheduler import MODEL, engine_config
+        from tests.simulated_engine import SimulatedEngine
+
+        slo = {"ttft_slo_ms": 1000, "tbt_slo_ms": 400}
+        section = {"policy": "conserve", "preemption": preemption, "safepoint_every": 1, **slo}
+        config = engine_config(tmp_path, section=section, max_num_batched_tokens=1024)
+        config.parallel_config.worker_cls = WORKER
+        return SimulatedEngine(
+            config,
+            clock=clock,
+            model=MODEL,
+            layers=LAYERS,
+            num_blocks=4096,
+            offline=iter(rows),
+            window=8,
+            scatter=0.0,
+            seed=0,
+        )
+
+    return make
+
+
+def prompt_ms() -> float:
+    from conserve.profiles.batch import Batch, Slice
+    from tests.bare_scheduler import MODEL
+
+    return MODEL.predict(Batch.of([Slice(PROMPT, 0)]))
+
+
+def ttft_ms(engine: Any, *, at_s: float) -> float:
+    (answer,) = engine.play([Arrival(at_s, PROMPT, 4)])
+    assert len(answer.token_at_s) == 4
+    assert all(answer.tbts_ms > 0)
+    return float(answer.ttft_ms)
+
+
+def test_an_arrival_alone_takes_as_long_as_its_prompt(make: Make) -> None:
+    assert ttft_ms(make("prompt", rows=[]), at_s=0.0) == pytest.approx(prompt_ms(), abs=1.5)
+
+
+def test_an_arrival_waits_for_a_layer_and_without_preemption_for_the_iteration(make: Make) -> None:
+    waits = {}
+    for preemption in ("prompt", "never"):
+        engine = make(preemption)
+        engine.go_on_until(engine.clock.now + 2.0)
+        waits[preemption] = ttft_ms(engine, at_s=0.05) - prompt_ms()
+    layer_ms = 400 / LAYERS  # of an iteration as long as the TBT allows, at most
+    assert 0 <= waits["prompt"] < 2 * layer_ms
+    assert waits["never"] > 3 * layer_ms
+
+
+def test_rows_that_leave_go_on_where_they_left(make: Make) -> None:
+    """However often they leave, an iteration's time is computed once, and every row ends."""
+    took = {}
+    for preemption in ("prompt", "never"):
+        engine = make(preemption)
+        began = engine.clock.now
+        engine.play([Arrival(0.4 * n, PROMPT, 1) for n in range(20)])
+        while engine.scheduler.requests:
+            engine.go_on_until(engine.clock.now + 0.01)
+        took[preemption] = engine.clock.now - began
+        assert engine.offline_tokens == sum(prompt + answer - 1 for prompt, answer in ROWS)
+        assert (engine.scheduler.preemptions.preemptions > 5) == (preemption == "prompt")
+        assert not engine._suspended
+    assert took["prompt"] == pytest.approx(took["never"], rel=0.1)
+    assert engine.scheduler.preemptions.tokens_wasted == 0
+
+
+def test_prompts_of_as_many_tokens_share_nothing(make: Make) -> None:
+    engine = make("never", rows=[])
+    firsts = {tuple(engine.request(PROMPT).prompt_token_ids[:2]) for _ in range(3000)}
+    assert len(firsts) == 3000

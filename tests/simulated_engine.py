@@ -1,0 +1,225 @@
+"""vLLM's real scheduler with our policies on simulated time: iterations take what a latency model says.
+
+Everything that decides is real: scheduler, plans, the arrival monitor and its flag. The workers are simulated layer
+by layer: requests arrive in the middle of an iteration, rows leave it at a safepoint, and join a later one where
+they left. Hence hundreds of blocks in a minute, the same arrivals for each policy, and no noisy machine.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from conserve.bench.traces import Arrival
+from conserve.engine.runtime.safepoint import EVERYBODY
+from conserve.engine.vllm.stamp import Outcome, Stamp, put, stamp_of
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.model import LatencyModel
+from tests.bare_scheduler import BareEngine, Clock
+
+IDLE_S = 1e-3  # between two looks of an engine that has nothing to compute
+
+
+@dataclass(slots=True)
+class Timed:
+    """An online request's answer."""
+
+    arrived_s: float
+    token_at_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.token_at_s[0] - self.arrived_s) * 1e3
+
+    @property
+    def tbts_ms(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.diff(self.token_at_s) * 1e3
+
+
+class Suspended(NamedTuple):
+    """A row that goes on where it left: as `rows.Suspended`, with nothing in it."""
+
+    layer: int
+    start: int
+    tokens: int
+
+
+class SimulatedEngine(BareEngine):
+    """Plays arrivals beside offline rows, where its clock is installed."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        *,
+        clock: Clock,
+        model: LatencyModel,
+        layers: int,
+        num_blocks: int,
+        offline: Iterator[tuple[int, int]],
+        window: int,
+        scatter: float,
+        seed: int,
+    ) -> None:
+        """`offline`: tokens of prompts and answers, of which `window` rows are in the engine at a time.
+
+        An iteration takes what `model` says times a factor around 1, `scatter` its standard deviation.
+        """
+        super().__init__(config, num_blocks=num_blocks, clock=clock)
+        self._model, self._layers, self._scatter = model, layers, scatter
+        self._offline, self._window = offline, window
+        self._dice = np.random.default_rng(seed)
+        self._due: deque[Request] = deque()  # yet to come
+        self._came: list[Request] = []  # and not yet in the scheduler
+        self._suspended: dict[str, Suspended] = {}
+        self._answers: dict[str, Timed] = {}
+        self._rows = 0  # offline ones in the engine
+
+    @property
+    def offline_tokens(self) -> int:
+        """Computed so far, as the scheduler counts them."""
+        return int(self.scheduler._traffic.offline_tokens)
+
+    def play(self, arrivals: Iterable[Arrival]) -> list[Timed]:
+        """These requests, from now on; returns when all are answered."""
+        began = self.clock.now
+        for arrival in arrivals:
+            due = self.request(arrival.input_tokens, arrival.output_tokens)
+            due.arrival_time = began + arrival.at_s
+            self._due.append(due)
+            self._answers[due.request_id] = Timed(due.arrival_time)
+        while self._due or self._came or any(name in self._answers for name in self.scheduler.requests):
+            self._iterate()
+        answers, self._answers = list(self._answers.values()), {}
+        return answers
+
+    def go_on_until(self, moment: float) -> None:
+        """With offline rows alone."""
+        while self.clock.now < moment:
+            self._iterate(moment)
+
+    def _iterate(self, until: float | None = None) -> None:
+        while self._rows < self._window and (lengths := next(self._offline, None)) is not None:
+            self.scheduler.add_request(self.request(*lengths, offline=True))
+            self._rows += 1
+        self._arrive()
+        for request in self._came:
+            self.scheduler.add_request(request)
+        self._came.clear()
+        output: SchedulerOutput = self.scheduler.schedule()
+        if not output.num_scheduled_tokens:
+            coming = self._due[0].arrival_time if self._due else until
+            self.clock.now = max(self.clock.now + IDLE_S, coming or 0.0)
+        for outputs in self.scheduler.update_from_output(output, self.result(output)).values():
+            for answer in outputs.outputs:
+                if (timed := self._answers.get(answer.request_id)) is not None:
+                    timed.token_at_s += [self.clock.now] * len(answer.new_token_ids)
+                elif answer.finish_reason is not None:
+                    self._rows -= 1
+
+    def _arrive(self) -> None:
+        """Who is due by now reaches the engine: its I/O thread, that is."""
+        now = self.clock.now
+        while self._due and self._due[0].arrival_time <= now:
+            request = self._due.popleft()
+            self.clock.now = request.arrival_time
+            self.scheduler.arriving(request)
+            self._came.append(request)
+        self.clock.now = now
+
+    # The worker.
+
+    def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute, as far as time is concerned; whoever is due a token gets a 7."""
+        requests, names = self.scheduler.requests, list(output.num_scheduled_tokens)
+        due = {name: not requests[name].is_prefill_chunk for name in names}
+        self._forget(output)
+        stamp = stamp_of(output)
+        outcome = self._compute(output, stamp)
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[[7] if due[name] and name not in outcome.left else [] for name in names],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        if stamp is not None or outcome.joined:
+            put(result, outcome)
+        return result
+
+    def _forget(self, output: SchedulerOutput) -> None:
+        """As `Rows.begin`: who finished or lost its memory does not go on."""
+        gone = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
+        gone += output.scheduled_cached_reqs.resumed_req_ids
+        for name in [*gone, *(new.req_id for new in output.scheduled_new_reqs)]:
+            self._suspended.pop(name, None)
+
+    def _compute(self, output: SchedulerOutput, stamp: Stamp | None) -> Outcome:
+        """Layer by layer, as `Rows.run`."""
+        slices = self._slices(output.num_scheduled_tokens)
+        joining: dict[str, int] = {}
+        for name in slices.keys() & self._suspended.keys():
+            one = self._suspended[name]
+            if one.start == slices[name].context and slices[name].tokens <= one.tokens:
+                joining[name] = one.layer
+            else:
+                del self._suspended[name]
+        joined, left, asked, left_before = len(joining), set[str](), 0, 0
+        speed = max(0.5, 1 + self._scatter * self._dice.standard_normal()) / self._layers / 1e3
+        layer_s: float | None = None  # of those who are in
+        for layer in range(self._layers if slices else 0):
+            if layer in joining.values():
+                joining = {name: at for name, at in joining.items() if at != layer}
+                layer_s = None
+            if stamp is not None and layer % stamp.every == 0 and (rows := self._orders(stamp)) > asked:
+                left_before, asked = left_before if asked else layer, rows
+                everybody = rows == EVERYBODY
+                leaving = slices.keys() if everybody else slices.keys() & set(stamp.rows[:rows])
+                for name in leaving - left - joining.keys() if layer else ():
+                    self._suspended[name] = Suspended(layer, slices[name].context, slices[name].tokens)
+                left |= leaving
+                joining = {name: at for name, at in joining.items() if name not in left}
+                layer_s = None
+                if len(left) == len(slices):
+                    break
+            if layer_s is None:
+                inside = [one for name, one in slices.items() if name not in left and name not in joining]
+                layer_s = self._model.predict(Batch.of(inside)) * speed if inside else 0.0
+            self.clock.now += layer_s
+            self._arrive()
+        self._keep_the_rest({name: one.tokens for name, one in slices.items() if name not in left})
+        return Outcome(
+            left=frozenset(left),
+            kept={name: self._suspended[name].layer for name in left & self._suspended.keys()},
+            joined=joined,
+            layers_run=left_before,
+            layers=self._layers,
+            separable=True,
+            safepoints=self._layers,
+        )
+
+    def _orders(self, stamp: Stamp) -> int:
+        flag = self.scheduler.preemptions._flag
+        return int(flag.rows_to_leave(stamp.iteration)) if flag is not None else 0
+
+    def _slices(self, tokens: Mapping[str, int]) -> dict[str, Slice]:
+        """Each request's part in an iteration that was scheduled just now."""
+        found = {}
+        for name, count in tokens.items():
+            request = self.scheduler.requests[name]
+            context = request.num_computed_tokens - count
+            found[name] = Slice(count, context, count == 1 and context >= request.num_prompt_tokens)
+        return found
+
+    def _keep_the_rest(self, computed: Mapping[str, int]) -> None:
+        """As `Rows.end`: who ran only the beginning of what it had keeps the rest."""
+        for name in self._suspended.keys() & computed.keys():
+            one, ran = self._suspended.pop(name), computed[name]
+            if ran < one.tokens:
+                self._suspended[name] = Suspended(one.layer, one.start + ran, one.tokens - ran)
