@@ -31,7 +31,7 @@ format: setup  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## Measure what docs/benchmarks.md reports (about 45 minutes)
+bench: setup  ## Measure what docs/benchmarks.md reports (about an hour)
 	$(BIN)/python -m tests.benchmarks
 
 bench-serve: setup  ## Compare the policies of a served engine on two cores (under 10 minutes)
