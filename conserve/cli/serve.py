@@ -9,6 +9,7 @@ import secrets
 import signal
 import time
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -146,7 +147,7 @@ def serve(
 def drain_s(flags: list[str]) -> float:
     """How long the server may take to end: what vLLM is told, and some seconds more."""
     limit = 30.0
-    for flag, value in zip(flags, [*flags[1:], ""], strict=True):
+    for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
         name, _, joined = flag.partition("=")
         text = joined or value
         if name == "--shutdown-timeout" and text.isdigit():

@@ -76,6 +76,8 @@ def template_renderer(template: str) -> Renderer:
             raise TemplateError(
                 f"the prompt template tries to leave Jinja's sandbox ({error}); use the row's columns only"
             ) from error
+        except _PrintedNull as error:
+            return Rendered(error_type="template", error=str(error))
         except Exception as error:  # whatever a template's expression can raise is the row's error
             return Rendered(error_type="template", error=f"{type(error).__name__}: {error}")
 

@@ -98,6 +98,10 @@ def open_input(path: Path, *, from_stdin: bool, openai: bool) -> Opened:
         raise InputError(f"cannot read {path}: {error.strerror}; check its permissions") from error
     name = "standard input" if from_stdin else str(path)
     rows: Rows
+    if head != b"PAR1" and path.suffix == ".parquet" and not from_stdin:
+        raise InputError(
+            f"{name} is not a Parquet file; write it again, or name it .jsonl if it holds JSON lines"
+        )
     if head == b"PAR1":
         if openai:
             raise InputError(

@@ -103,8 +103,13 @@ def documents_parsed(answer: duckdb.DuckDBPyRelation) -> Iterator[dict[str, Any]
         for row in batch.to_pylist():
             for name in DOCUMENTS:
                 if row.get(name) is not None:
-                    row[name] = raw(row[name].encode())
+                    row[name] = raw(on_one_line(row[name]).encode())
             yield row
+
+
+def on_one_line(document: str) -> str:
+    """The same JSON. In a string a line break is escaped, so that those there are stand between values."""
+    return document.replace("\r", " ").replace("\n", " ")
 
 
 def openai_line(row: dict[str, Any], default_url: str) -> dict[str, Any]:

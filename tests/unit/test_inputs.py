@@ -48,6 +48,7 @@ def everything_in(folder: Path) -> dict[Path, bytes]:
 BAD: list[tuple[str, str | bytes | None, Task, str]] = [
     ("missing.parquet", None, PROMPT, "there is no file"),
     ("truncated.parquet", b"PAR1 and no more", PROMPT, "damaged or truncated"),
+    ("named.parquet", "text", PROMPT, "is not a Parquet file"),
     ("bad.jsonl", '{"q": "a"}\n{"q": "b"\n', PROMPT, "line 2 of .*bad.jsonl is not JSON"),
     ("list.jsonl", '{"q": "a"}\n\n["b"]\n', PROMPT, "line 3 .* is not a JSON object"),
     ("empty.jsonl", "", PROMPT, "has no rows"),

@@ -1,9 +1,12 @@
 """SQL sees journal, shards and inputs as one, and nothing else."""
 
 import asyncio
+import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import duckdb
 import pytest
 
 from conserve.endpoints.fake import FakeEndpoint, Script
@@ -12,7 +15,7 @@ from conserve.errors import QueryError
 from conserve.jobs.harvest import Harvester
 from conserve.jobs.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import shards
+from conserve.store import export, shards
 from conserve.store.query import Views, ask, views
 from conserve.store.store import Store
 from tests.conftest import WriteInput
@@ -158,3 +161,12 @@ def test_a_store_without_jobs_has_empty_views(store: Store) -> None:
     with views(store, now=0.0) as opened:
         for view in ("jobs", "results", "inputs"):
             assert ask(opened.duck, f"select count(*) from {view}").fetchall() == [(0,)]
+
+
+def test_json_that_a_model_wrote_in_lines_is_one_line_of_output() -> None:
+    written = '{\n"a": "b\\nc",\r\n "d":\n\n812\n}'
+    sink = io.BytesIO()
+    found = duckdb.sql("select $1 as json, 2 as n", params=[written])
+    assert export.write_lines(found, sink) == 1
+    (line,) = sink.getvalue().splitlines()
+    assert json.loads(line) == {"json": {"a": "b\nc", "d": 812}, "n": 2}

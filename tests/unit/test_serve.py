@@ -25,6 +25,20 @@ def test_what_conserve_serve_decides_is_refused(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "limit_s"),
+    [
+        ([], 45),
+        (["--max-model-len", "2048"], 45),
+        (["--shutdown-timeout", "7"], 22),
+        (["--shutdown-timeout=7"], 22),
+        (["--dtype", "float32", "--shutdown-timeout"], 45),
+    ],
+)
+def test_the_server_may_take_as_long_to_end_as_vllm_is_told(flags: list[str], limit_s: float) -> None:
+    assert serving.drain_s(flags) == limit_s
+
+
+@pytest.mark.parametrize(
     ("words", "environ", "utility"),
     [
         ((), {}, 0.9),
