@@ -3,11 +3,15 @@
 Everything that decides is real: scheduler, plans, the arrival monitor and its flag. The workers are simulated layer
 by layer: requests arrive in the middle of an iteration, rows leave it at a safepoint, and join a later one where
 they left. Hence hundreds of blocks in a minute, the same arrivals for each policy, and no noisy machine.
+
+What flatters a policy that preempts: planning takes no time, what an iteration takes whatever is in it is spread
+over its layers, so that who leaves early is spared the rest of it, and the policy knows the true model.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +23,7 @@ from vllm.v1.request import Request
 from conserve.bench.traces import Arrival
 from conserve.engine.runtime.safepoint import EVERYBODY
 from conserve.engine.vllm.stamp import Outcome, Stamp, put, stamp_of
-from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.batch import Batch
 from conserve.profiles.model import LatencyModel
 from tests.bare_scheduler import BareEngine, Clock
 
@@ -79,27 +83,33 @@ class SimulatedEngine(BareEngine):
         self._suspended: dict[str, Suspended] = {}
         self._answers: dict[str, Timed] = {}
         self._rows = 0  # offline ones in the engine
+        self.counted = 0  # offline tokens of the last block
 
     @property
     def offline_tokens(self) -> int:
         """Computed so far, as the scheduler counts them."""
         return int(self.scheduler._traffic.offline_tokens)
 
-    def play(self, arrivals: Iterable[Arrival]) -> list[Timed]:
-        """These requests, from now on; returns when all are answered."""
-        began = self.clock.now
+    def play(self, arrivals: Iterable[Arrival], block_s: float = 0.0) -> list[Timed]:
+        """These requests, from now on; returns when all are answered and `block_s` are over.
+
+        `counted` are the offline tokens of the block itself.
+        """
+        began, before = self.clock.now, self.offline_tokens
         for arrival in arrivals:
             due = self.request(arrival.input_tokens, arrival.output_tokens)
             due.arrival_time = began + arrival.at_s
             self._due.append(due)
             self._answers[due.request_id] = Timed(due.arrival_time)
+        self.go_on_until(began + block_s)
+        self.counted = self.offline_tokens - before
         while self._due or self._came or any(name in self._answers for name in self.scheduler.requests):
             self._iterate()
         answers, self._answers = list(self._answers.values()), {}
         return answers
 
     def go_on_until(self, moment: float) -> None:
-        """With offline rows alone."""
+        """With whatever there is."""
         while self.clock.now < moment:
             self._iterate(moment)
 
@@ -113,8 +123,9 @@ class SimulatedEngine(BareEngine):
         self._came.clear()
         output: SchedulerOutput = self.scheduler.schedule()
         if not output.num_scheduled_tokens:
-            coming = self._due[0].arrival_time if self._due else until
-            self.clock.now = max(self.clock.now + IDLE_S, coming or 0.0)
+            idle = not any(name in self._answers for name in self.scheduler.requests)
+            coming = min(self._due[0].arrival_time if self._due else inf, until or inf) if idle else 0.0
+            self.clock.now = max(self.clock.now + IDLE_S, coming if coming < inf else 0.0)
         for outputs in self.scheduler.update_from_output(output, self.result(output)).values():
             for answer in outputs.outputs:
                 if (timed := self._answers.get(answer.request_id)) is not None:
@@ -162,7 +173,9 @@ class SimulatedEngine(BareEngine):
 
     def _compute(self, output: SchedulerOutput, stamp: Stamp | None) -> Outcome:
         """Layer by layer, as `Rows.run`."""
-        slices = self._slices(output.num_scheduled_tokens)
+        slices = {
+            name: self.scheduler._slice(name, tokens) for name, tokens in output.num_scheduled_tokens.items()
+        }
         joining: dict[str, int] = {}
         for name in slices.keys() & self._suspended.keys():
             one = self._suspended[name]
@@ -207,15 +220,6 @@ class SimulatedEngine(BareEngine):
     def _orders(self, stamp: Stamp) -> int:
         flag = self.scheduler.preemptions._flag
         return int(flag.rows_to_leave(stamp.iteration)) if flag is not None else 0
-
-    def _slices(self, tokens: Mapping[str, int]) -> dict[str, Slice]:
-        """Each request's part in an iteration that was scheduled just now."""
-        found = {}
-        for name, count in tokens.items():
-            request = self.scheduler.requests[name]
-            context = request.num_computed_tokens - count
-            found[name] = Slice(count, context, count == 1 and context >= request.num_prompt_tokens)
-        return found
 
     def _keep_the_rest(self, computed: Mapping[str, int]) -> None:
         """As `Rows.end`: who ran only the beginning of what it had keeps the rest."""

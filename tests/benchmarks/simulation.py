@@ -1,19 +1,21 @@
 """Policies on simulated time: the real scheduler, the same arrivals for each, and as many blocks as it takes.
 
-What chance decides among two hundred live requests, the slowest of them above all, is settled by thousands here.
+What chance decides among two hundred live requests, the slowest of them above all, is seen here over many more.
 What is real and what is not stands in `tests.simulated_engine`.
 """
 
 import itertools
 import os
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from conserve.bench.deployment import Counters
 from conserve.bench.measure import Limits
 from conserve.bench.offline import like_papers
 from conserve.bench.presets import CPU
@@ -61,11 +63,12 @@ def demo(name: str, arrivals: Callable[[int], Trace], *, block_s: float, blocks:
     """The CPU preset."""
     given = dict(zip(CPU.engine_flags[::2], CPU.engine_flags[1::2], strict=True))
     flags = {flag.removeprefix("--").replace("-", "_"): int(value) for flag, value in given.items()}
+    kv_bytes = flags.pop("kv_cache_memory_bytes")
     return Setting(
         name=name,
         model=ConServeModel.of(*(ms / FASTER for ms in DEMO)),
         layers=DEMO_LAYERS,
-        num_blocks=flags.pop("kv_cache_memory_bytes") // (flags["block_size"] * DEMO_KV_BYTES),
+        num_blocks=kv_bytes // (flags["block_size"] * DEMO_KV_BYTES),
         flags=flags,
         arrivals=arrivals,
         block_s=block_s,
@@ -98,7 +101,7 @@ def phases() -> Setting:
 
 def paper(rate: float) -> Setting:
     """Of conserve-2026's figure 6 and its ablation: Llama-3.1 8B on an H100, 4,096 tokens in, 256 out, CV 0.5."""
-    profile, block_s, block_size = Book(Path("nowhere")).named("llama-3.1-8b-h100"), 60.0, 64
+    profile, block_s, block_size = Book(Path("nowhere")).named("llama-3.1-8b-h100"), 30.0, 64
     return Setting(
         name=f"the paper's, {rate:g}/s",
         model=ConServeModel(profile.models["conserve"].coefficients),
@@ -112,7 +115,7 @@ def paper(rate: float) -> Setting:
         num_blocks=int(PAPERS_KV_MEMORY / (block_size * PAPERS_KV_BYTES)),
         arrivals=lambda seed: gamma(rate, 0.5, block_s, 4096, 256, seed),
         block_s=block_s,
-        blocks=4,
+        blocks=RUN,
         longest_row=32768,
         rows_factor=1.0,
         window=256,
@@ -121,11 +124,11 @@ def paper(rate: float) -> Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What live requests got under one policy, and the offline rows beside them."""
+    """What live requests got under one policy, and the offline rows beside them, block by block."""
 
-    ttft_ms: Sequence[Floats]  # by block
+    ttft_ms: Sequence[Floats]
     tbt_ms: Sequence[Floats]
-    offline_per_s: Floats = field(default_factory=lambda: np.zeros(0))
+    offline_tokens: Sequence[int] = ()  # computed while requests arrived, as `conserve bench` counts them
     wasted: float = 0.0  # of offline tokens
     busy: float = 0.0  # of the time
 
@@ -137,7 +140,7 @@ class Seen:
                 self,
                 **{
                     name: getattr(self, name)[at : at + RUN]
-                    for name in ("ttft_ms", "tbt_ms", "offline_per_s")
+                    for name in ("ttft_ms", "tbt_ms", "offline_tokens")
                 },
             )
             for at in starts
@@ -176,8 +179,7 @@ def simulate(setting: Setting, policy: str, slo: Limits | None = None) -> Seen:
     }
     rows = like_papers(1 << 16, factor=setting.rows_factor, most=setting.longest_row, seed=SEED)
     clock = Clock()
-    began = clock.now
-    answers, offline_per_s = [], []
+    answers, offline_tokens = [], []
     with tempfile.TemporaryDirectory() as folder, clock.installed():
         config = engine_config(Path(folder), section=section, **setting.flags)
         config.parallel_config.worker_cls = WORKER
@@ -193,29 +195,34 @@ def simulate(setting: Setting, policy: str, slo: Limits | None = None) -> Seen:
             seed=SEED,
         )
         engine.go_on_until(clock.now + setting.block_s)
+        began, before = clock.now, Counters.of(engine.scheduler.conserve())
         for seed in range(setting.blocks):
-            block_began, before = clock.now, engine.offline_tokens
-            answers.append(engine.play(setting.arrivals(seed)))
-            engine.go_on_until(block_began + setting.block_s)
-            offline_per_s.append((engine.offline_tokens - before) / (clock.now - block_began))
-        said = engine.scheduler.conserve()
+            answers.append(engine.play(setting.arrivals(seed), setting.block_s))
+            offline_tokens.append(engine.counted)
+        counted = Counters.of(engine.scheduler.conserve()).since(before)
         engine.scheduler.shutdown()
     return Seen(
         ttft_ms=[np.array([answer.ttft_ms for answer in block]) for block in answers],
         tbt_ms=[np.concatenate([answer.tbts_ms for answer in block]) for block in answers],
-        offline_per_s=np.array(offline_per_s),
-        wasted=said["preemption"]["tokens_wasted"] / max(1, said["offline"]["tokens"]),
-        busy=said["busy_s"] / (clock.now - began),
+        offline_tokens=offline_tokens,
+        wasted=counted["tokens_wasted"] / max(1, counted["offline_tokens"]),
+        busy=counted["busy_s"] / (clock.now - began),
     )
 
 
 def prompts_alone(setting: Setting) -> Seen:
-    """The least that can be asked for: prompts one after the other as they came, and nothing else ever."""
-    ttft_ms = []
+    """First come, first served cannot do with less: each prompt's own work, and nothing else ever.
+
+    What every iteration takes whatever is in it is counted once for as long as somebody waits, as if all of their
+    prompts were in one.
+    """
+    constant_ms, ttft_ms = setting.model.predict(Batch()), []
     for seed in range(setting.blocks):
         free_s, block = 0.0, []
         for arrival in setting.arrivals(seed):
             prompt_ms = setting.model.predict(Batch.of([Slice(arrival.input_tokens, 0)]))
+            if arrival.at_s < free_s:
+                prompt_ms -= constant_ms
             free_s = max(free_s, arrival.at_s) + prompt_ms / 1e3
             block.append((free_s - arrival.at_s) * 1e3)
         ttft_ms.append(np.array(block))
@@ -225,12 +232,12 @@ def prompts_alone(setting: Setting) -> Seen:
 def measure() -> list[Figure]:
     """Each setting under three policies."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    settings = [phases(), bursty(0.2), bursty(0.4), bursty(0.8), paper(1), paper(3)]
+    settings = [phases(), bursty(0.2), bursty(0.4), bursty(0.8), paper(1), paper(2)]
     return list(itertools.chain.from_iterable(map(figures, settings)))
 
 
 def figures(setting: Setting) -> Iterator[Figure]:
-    """Of one setting: each a sample for every `RUN` blocks, and the figure of all of them in its note."""
+    """Of one setting: each a sample for every `RUN` blocks, in its note the figure of all of them."""
     alone = simulate(setting, ALONE)
     ours, uninterrupted = (simulate(setting, policy, alone.slo) for policy in (OURS, UNINTERRUPTED))
     least = prompts_alone(setting)
@@ -245,15 +252,16 @@ def figures(setting: Setting) -> Iterator[Figure]:
         at_most: bool = False,
         note: str = "",
     ) -> Figure:
-        everything = of(ours, beside)
+        samples = [of(*pair) for pair in zip(ours.runs(), beside.runs(), strict=True)]
+        middle = statistics.median(samples)
         return Figure(
             name=f"{setting.name}: {name}",
             unit="",
-            samples=[of(*pair) for pair in zip(ours.runs(), beside.runs(), strict=True)],
+            samples=samples,
             target=f"{'<=' if at_most else '>='} {floor:g}",
-            reached=everything <= floor if at_most else everything >= floor,
+            reached=middle <= floor if at_most else middle >= floor,
             command=COMMAND,
-            note=f"all {requests:,} requests {everything:.3g}{note}",
+            note=f"all {requests:,} requests {of(ours, beside):.3g}{note}",
         )
 
     yield figure(
@@ -287,7 +295,7 @@ def figures(setting: Setting) -> Iterator[Figure]:
     )
     yield figure(
         "offline throughput to uninterrupted",
-        lambda one, other: float(one.offline_per_s.mean() / other.offline_per_s.mean()),
+        lambda one, other: sum(one.offline_tokens) / sum(other.offline_tokens),
         uninterrupted,
         0.97,
         note=f"; {ours.wasted:.2%} wasted",

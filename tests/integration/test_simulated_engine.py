@@ -78,6 +78,16 @@ def test_an_arrival_waits_for_a_layer_and_without_preemption_for_the_iteration(m
     assert waits["never"] > 3 * layer_ms
 
 
+def test_who_decodes_beside_rows_stays_when_they_leave(make: Make) -> None:
+    engine = make("prompt")
+    engine.go_on_until(engine.clock.now + 2.0)
+    first, second = engine.play([Arrival(0.05, PROMPT, 6), Arrival(0.6, PROMPT, 1)])
+    preemptions = engine.scheduler.preemptions
+    assert (preemptions.preemptions, preemptions.abandoned) == (2, 1), "the second one's iteration goes on"
+    assert len(first.token_at_s) == 6
+    assert second.ttft_ms < 1.1 * prompt_ms() + 2 * 400 / LAYERS, "and with less in it is soon over"
+
+
 def test_rows_that_leave_go_on_where_they_left(make: Make) -> None:
     """However often they leave, an iteration's time is computed once, and every row ends."""
     took = {}
