@@ -13,7 +13,7 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev
     exit 2
 fi
 
-echo "setup: creating .venv and installing the locked dependencies (2.6 GB on disk, a minute or two)" >&2
+echo "setup: creating .venv and installing the locked dependencies (3 GB on disk, a minute or two)" >&2
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/bootstrap.lock
 
