@@ -135,17 +135,9 @@ class BareEngine:
         self._numbers = 0
         self._under_way: dict[int, Executed] = {}  # by id() of vLLM's SchedulerOutput
 
-    def add(
-        self,
-        prompt: int | Sequence[int],
-        max_tokens: int = 16,
-        *,
-        offline: bool = False,
-        age_s: float = 0.0,
-        **params: Any,
-    ) -> Request:
+    def add(self, *args: Any, **rest: Any) -> Request:
         """Have the scheduler take in a new `request`."""
-        request = self.request(prompt, max_tokens, offline=offline, age_s=age_s, **params)
+        request = self.request(*args, **rest)
         self.scheduler.add_request(request)
         return request
 

@@ -10,6 +10,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -279,20 +280,15 @@ def figures(setting: Setting) -> Iterator[Figure]:
         0.3,
         note=f"; prompts alone {1 - least.worst_ms / uninterrupted.worst_ms:.3g}",
     )
-    yield figure(
-        "P99 TTFT to online-only's",
-        lambda one, other: p99(one.ttft_ms) / p99(other.ttft_ms),
-        alone,
-        1.1,
-        at_most=True,
-    )
-    yield figure(
-        "P99 TBT to online-only's",
-        lambda one, other: p99(one.tbt_ms) / p99(other.tbt_ms),
-        alone,
-        1.1,
-        at_most=True,
-    )
+    for what in ("TTFT", "TBT"):
+        of = attrgetter(f"{what.lower()}_ms")
+        yield figure(
+            f"P99 {what} to online-only's",
+            lambda one, other, of=of: p99(of(one)) / p99(of(other)),
+            alone,
+            1.1,
+            at_most=True,
+        )
     yield figure(
         "offline throughput to uninterrupted",
         lambda one, other: sum(one.offline_tokens) / sum(other.offline_tokens),
