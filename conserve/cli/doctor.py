@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shlex
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ import typer
 from conserve import __version__
 from conserve.cli import exits, output
 from conserve.cli.context import Context
-from conserve.config import Settings, settings_files
+from conserve.config import DEMO_MODEL, Settings, settings_files
 from conserve.errors import ConserveError
 
 EXAMPLE = """
@@ -22,7 +23,8 @@ conserve doctor
 conserve doctor --json
 """
 
-LITTLE_DISK_BYTES = 1 << 30
+GIB = 1 << 30
+LITTLE_DISK_BYTES = GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,55 @@ def engine(settings: Settings) -> list[Finding]:
     findings = [Finding("engine", name), Finding("device", found.device or "none")]
     findings += [Finding("engine", p.cause, ok=False, fix=p.fix) for p in found.problems]
     findings.append(model(settings))
+    if found.device == "cpu":
+        findings += [cores(), memory()]
+        findings += [] if found.problems else [number_format(settings)]
     return findings
+
+
+def cores() -> Finding:
+    """The cores that the engine computes on, and what limits them."""
+    from conserve.engine.runtime.machine import cores, cpu_model
+    from conserve.engine.vllm.environment import BINDING
+
+    found = cores()
+    limits = [f"{found.online} in the machine", f"{found.allowed} by affinity"]
+    limits += [f"{found.quota:g} by control group"] if found.quota is not None else []
+    bound = os.environ.get(BINDING)
+    how = f"bound by {BINDING}={bound}" if bound else f"{output.count(found.usable, 'thread')} compute"
+    return Finding("cores", f"{cpu_model()}: {', '.join(limits)}; {how}")
+
+
+def memory() -> Finding:
+    """The memory that the engine may take, and what of it would be KV cache."""
+    from conserve.engine.runtime.machine import memory_bytes, memory_limit
+    from conserve.engine.vllm.flags import kv_bytes
+
+    whole, free = memory_bytes()
+    limit = ", by control group" if memory_limit() is not None else ""
+    kv = f"up to {kv_bytes(free) / GIB:.1f} GiB of KV cache"
+    return Finding("memory", f"{whole / GIB:.1f} GiB{limit}, {free / GIB:.1f} free; {kv}")
+
+
+def number_format(settings: Settings) -> Finding:
+    """The format that the engine computes in, and the speeds that decided; measured now if they never were."""
+    from conserve.engine.vllm.demo_model import converted
+    from conserve.engine.vllm.number_format import format_of, names_format
+
+    flags = shlex.split(settings.engine_args)
+    if names_format(flags):
+        return Finding("format", f"as CONSERVE_ENGINE_ARGS says: {settings.engine_args}")
+    model = converted(settings.models_folder) if settings.model == DEMO_MODEL else Path(settings.model)
+    if model is None or not model.expanduser().is_dir():
+        return Finding("format", f"measured when the engine first starts with {settings.model}")
+    chosen = format_of(str(model.expanduser()))
+    if chosen is None:
+        return Finding("format", "vLLM's choice")
+    figures = "; ".join(
+        f"{name}: prefill {speed.prefill:,.0f}, decode {speed.decode:,.0f} GFLOP/s"
+        for name, speed in chosen.speeds.items()
+    )
+    return Finding("format", f"{chosen.name} ({figures})")
 
 
 def model(settings: Settings) -> Finding:
@@ -116,7 +166,7 @@ def store(settings: Settings) -> list[Finding]:
         Finding("store", f"{where(settings)}: {output.count(len(jobs), 'job')}, {unfinished} unfinished"),
         Finding(
             "disk",
-            f"{free / (1 << 30):.1f} GiB free",
+            f"{free / GIB:.1f} GiB free",
             ok=free >= LITTLE_DISK_BYTES,
             fix=None
             if free >= LITTLE_DISK_BYTES

@@ -205,10 +205,10 @@ def checkpointing(
 
 
 def host_bytes(text: str | None) -> int:
-    """The size in bytes; without one 4 GiB, or a quarter of a small machine."""
-    import psutil
+    """The size in bytes; without one 4 GiB, or a quarter of a small machine or container."""
+    from conserve.engine.runtime.machine import memory_bytes
 
-    whole = int(psutil.virtual_memory().total)
+    whole, _ = memory_bytes()
     if text is None:
         return min(HOST_BYTES, whole // 4)
     found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)

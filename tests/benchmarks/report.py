@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from conserve.engine.vllm.profile_key import cpu_model
+from conserve.engine.runtime.machine import cpu_model
 
 REPOSITORY = Path(__file__).parents[2]
 RAW = REPOSITORY / ".bench"

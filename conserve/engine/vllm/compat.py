@@ -17,6 +17,8 @@ INTERNALS = {
     "vllm.engine.arg_utils.AsyncEngineArgs": "parses the user's engine flags and makes the configuration",
     "vllm.utils.argparse_utils.FlexibleArgumentParser": "the parser those flags are added to",
     "vllm.platforms.current_platform": "is this the CPU or the CUDA build",
+    "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": "the kernels whose speed decides the format",
+    "vllm.platforms.current_platform.supported_dtypes": "the formats there are",
     "vllm.utils.cpu_resource_utils.get_memory_node_info": "free memory as the CPU worker will see it",
     "vllm.v1.engine.async_llm.AsyncLLM": "the engine: generate, errored, renderer, configuration, shutdown",
     "vllm.v1.engine.output_processor.OutputProcessor.propagate_error": "ends the calls in flight on close",
@@ -219,12 +221,12 @@ def _torch_problem() -> Problem | None:
 
 def _vision_problem() -> Problem | None:
     # torchvision's CUDA build beside torch's CPU build fails to import, and transformers with it.
-    if platform.system() != "Linux" or "+cpu" not in _version("torch"):
+    if platform.system() != "Linux" or "+cpu" not in installed_version("torch"):
         return None
     mismatched = [
         name
         for name in ("torchvision", "torchaudio", "torchcodec")
-        if _version(name) and "+cpu" not in _version(name)
+        if installed_version(name) and "+cpu" not in installed_version(name)
     ]
     if not mismatched:
         return None
@@ -235,7 +237,8 @@ def _vision_problem() -> Problem | None:
     )
 
 
-def _version(distribution: str) -> str:
+def installed_version(distribution: str) -> str:
+    """The version of an installed distribution; empty where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -20,14 +20,21 @@ def demo_model_installed() -> bool:
     return all(find_spec(name) is not None for name in (PACKAGE, "gguf", "accelerate", "transformers"))
 
 
+def converted(cache_dir: Path) -> Path | None:
+    """The demo model's folder if it was converted already."""
+    folder = cache_dir / FOLDER
+    return folder if (folder / "config.json").exists() else None
+
+
 def ensure_demo_model(cache_dir: Path) -> Path:
     """The model's folder under `cache_dir`, converted first if need be (20 s, 270 MB).
 
     Raises `EndpointUnusable` where the packages are missing or the folder cannot be written.
     """
+    done = converted(cache_dir)
+    if done is not None:
+        return done
     folder = cache_dir / FOLDER
-    if (folder / "config.json").exists():
-        return folder
     if not demo_model_installed():
         raise EndpointUnusable('the demo model is not installed; run: pip install "conserve[demo]"')
     try:

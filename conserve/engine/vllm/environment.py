@@ -10,7 +10,10 @@ import warnings
 from io import TextIOWrapper
 from pathlib import Path
 
+from conserve.engine.runtime.machine import Cores, cores
+
 LOG_VARIABLE = "CONSERVE_ENGINE_LOG"
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 CONSEQUENCES = ("initialization failed", "EngineDeadError")  # what one process says when another has failed
 
 
@@ -27,8 +30,20 @@ def prepare_environment(*, offline: bool, served: bool = False) -> None:
     # A server's front end is not idle: there vLLM's choice stands.
     if not served:
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    bind_threads(cores())
     if offline:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def bind_threads(found: Cores) -> None:
+    """Compute on as many threads as the control group gives time for, unless the user bound them.
+
+    vLLM binds a thread to each core of its affinity. With a quota of two cores' time on 64 cores, 64 threads would
+    wait for each other to be let run.
+    """
+    if found.bounded_by_quota and BINDING not in os.environ:
+        os.environ[BINDING] = "nobind"
+        os.environ.setdefault("OMP_NUM_THREADS", str(found.usable))
 
 
 def quiet_warnings() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from conserve.engine.runtime.machine import memory_headroom
+from conserve.engine.vllm.number_format import FLOAT32, Chosen, format_of, names_format
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -13,9 +15,7 @@ if TYPE_CHECKING:
 
 KV_BYTES_MAX = 8 << 30  # more only helps thousands of rows in flight
 KV_BYTES_MIN = 256 << 20
-PROCESS_BYTES = (
-    2 << 30
-)  # what three Python processes with torch and the activations take beside weights and KV
+PROCESS_BYTES = 2 << 30  # of three Python processes with torch, and of activations
 
 
 def parse_flags(model: str, flags: Sequence[str]) -> AsyncEngineArgs:
@@ -28,7 +28,7 @@ def parse_flags(model: str, flags: Sequence[str]) -> AsyncEngineArgs:
         raise SettingsError("--model is no engine flag: name the model itself")
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="", add_help=False))
     setattr(parser, "error", _refuse)  # noqa: B010  argparse prints its usage and exits; a library must not
-    defaults = [*_common_defaults(), *(cpu_defaults(model) if current_platform.is_cpu() else ())]
+    defaults = [*_common_defaults(), *(cpu_defaults(model, flags) if current_platform.is_cpu() else ())]
     try:
         parsed = parser.parse_args([*defaults, *flags, "--model", model])
         return AsyncEngineArgs.from_cli_args(parsed)
@@ -53,19 +53,42 @@ def _common_defaults() -> list[str]:
     return ["--disable-log-stats", "--no-use-tqdm-on-load", "--enable-prefix-caching"]
 
 
-def cpu_defaults(model: str) -> list[str]:
-    """What suits a CPU where the user says nothing else."""
+def cpu_defaults(model: str, flags: Sequence[str]) -> list[str]:
+    """What suits a CPU where the user's flags say nothing else."""
     # Compiling takes a minute to win 10-20 %, and changes greedy text on near-ties.
-    return ["--enforce-eager", "--kv-cache-memory-bytes", str(_kv_bytes(model))]
+    defaults = ["--enforce-eager"]
+    available, weights = _available_bytes(), _weight_bytes(Path(model))
+    chosen = None if names_format(flags) else format_of(model)
+    if chosen is not None:
+        name = affordable(chosen, available=available, weights=weights)
+        weights *= 2 if name == FLOAT32 else 1
+        defaults += ["--dtype", name]
+    return [*defaults, "--kv-cache-memory-bytes", str(kv_bytes(available - weights))]
 
 
-def _kv_bytes(model: str) -> int:
-    """Half of what the weights and the processes leave free, within bounds; vLLM's own choice is 92 % of the
-    machine's memory, and it refuses to start where anything else runs."""
+def affordable(chosen: Chosen, *, available: int, weights: int) -> str:
+    """The chosen format, or the half-precision one where weights of twice the bytes would leave no room for KV."""
+    others = [name for name in chosen.speeds if name != FLOAT32]
+    if chosen.name != FLOAT32 or not others or available - 2 * weights - PROCESS_BYTES >= KV_BYTES_MIN:
+        return chosen.name
+    return others[0]
+
+
+def kv_bytes(left: int) -> int:
+    """Half of what the processes leave of these bytes, within bounds.
+
+    vLLM's own choice is 92 % of the machine's memory, and it refuses to start where anything else runs.
+    """
+    return int(max(KV_BYTES_MIN, min(KV_BYTES_MAX, (left - PROCESS_BYTES) // 2)))
+
+
+def _available_bytes() -> int:
+    """Memory that a CPU worker may take, by the machine and by the control group."""
     from vllm.utils.cpu_resource_utils import get_memory_node_info
 
-    left = get_memory_node_info(0).available_memory - _weight_bytes(Path(model)) - PROCESS_BYTES
-    return int(max(KV_BYTES_MIN, min(KV_BYTES_MAX, left // 2)))
+    free = int(get_memory_node_info(0).available_memory)
+    headroom = memory_headroom()
+    return free if headroom is None else min(free, headroom)
 
 
 def _weight_bytes(model: Path) -> int:

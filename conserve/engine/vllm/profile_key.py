@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conserve.engine.runtime.machine import cores, cpu_model
 from conserve.engine.vllm.compat import installed_engine
 from conserve.engine.vllm.fingerprint import folder_of, model_identity
 from conserve.profiles.points import Limits
@@ -67,16 +67,6 @@ def device() -> str:
 
     if not current_platform.is_cpu():
         return str(current_platform.get_device_name())
-    cores = len(os.sched_getaffinity(0))
     reserved = os.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU", "default")
     bind = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
-    return f"{cpu_model()}, {cores} cores, {reserved} reserved, threads bound {bind}"
-
-
-def cpu_model() -> str:
-    """The processor's name as Linux has it."""
-    try:
-        with Path("/proc/cpuinfo").open() as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return "CPU"
+    return f"{cpu_model()}, {cores().usable} cores, {reserved} reserved, threads bound {bind}"

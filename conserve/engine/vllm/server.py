@@ -41,7 +41,7 @@ def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, mode
     defaults = ["--served-model-name", model, "--shutdown-timeout", str(DRAIN_S)]
     defaults += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     defaults += ["--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
-    defaults += cpu_defaults(path) if current_platform.is_cpu() else []
+    defaults += cpu_defaults(path, flags) if current_platform.is_cpu() else []
     defaults += synchronous(flags) if section.get("preemption") != OFF else []
     defaults = without(defaults, flags)
     ours = ["--scheduling-policy", "priority", "--additional-config", json.dumps({SECTION: section})]

@@ -1,0 +1,128 @@
+"""The cores and the memory that this process may use: its affinity, its control group, the machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_GROUP = Path("/proc/self/cgroup")
+CPU_INFO = Path("/proc/cpuinfo")
+UNLIMITED = 1 << 60  # bytes; version 1 of control groups writes a huge number for no limit
+
+
+class Cores(NamedTuple):
+    """How many cores there are to compute on, by each of the limits."""
+
+    online: int  # of the machine
+    allowed: int  # by this process's affinity
+    quota: float | None  # by its control group: cores' worth of time a second; None without a limit
+
+    @property
+    def usable(self) -> int:
+        """Threads that can compute at once."""
+        return max(
+            1, self.allowed if self.quota is None else min(self.allowed, math.floor(self.quota + 0.01))
+        )
+
+    @property
+    def bounded_by_quota(self) -> bool:
+        """True if the control group gives less time than the cores have: a thread per core would be throttled."""
+        return self.usable < self.allowed
+
+
+def cores() -> Cores:
+    """As this process sees them now."""
+    online = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else online
+    return Cores(online=online, allowed=allowed, quota=cpu_quota())
+
+
+def compute_threads() -> int:
+    """Threads that can compute at once."""
+    return cores().usable
+
+
+def cpu_quota(root: Path = CGROUPS, own: Path = OWN_GROUP) -> float | None:
+    """Cores' worth of time that the control groups of this process leave it; None without a limit."""
+    found = []
+    for folder in group_folders(root, own, "cpu"):
+        words = _read(folder / "cpu.max").split()  # version 2: "200000 100000" or "max 100000"
+        if not words:
+            words = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+        if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
+            found.append(int(words[0]) / int(words[1]))
+    return min(found, default=None)
+
+
+def memory_limit(root: Path = CGROUPS, own: Path = OWN_GROUP) -> int | None:
+    """Bytes that the control groups of this process let it have; None without a limit."""
+    found = []
+    for folder in group_folders(root, own, "memory"):
+        text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        if text.isdigit() and int(text) < UNLIMITED:
+            found.append(int(text))
+    return min(found, default=None)
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Memory of this machine or of the tightest control group: all of it, and what is free."""
+    import psutil
+
+    memory, limit, headroom = psutil.virtual_memory(), memory_limit(), memory_headroom()
+    whole, free = int(memory.total), int(memory.available)
+    return (
+        whole if limit is None else min(whole, limit),
+        free if headroom is None else min(free, headroom),
+    )
+
+
+def memory_headroom(root: Path = CGROUPS, own: Path = OWN_GROUP) -> int | None:
+    """Bytes that the control groups still let this process take, file cache included; None without a limit."""
+    found = []
+    for folder in group_folders(root, own, "memory"):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        if limit.isdigit() and int(limit) < UNLIMITED and used.isdigit():
+            cache = _read(folder / "memory.stat").splitlines()
+            inactive = next((line.split()[1] for line in cache if line.startswith("inactive_file ")), "0")
+            found.append(max(0, int(limit) - int(used) + int(inactive)))
+    return min(found, default=None)
+
+
+def group_folders(root: Path, own: Path, controller: str) -> list[Path]:
+    """The folders of this process's control group and of all groups around it, of version 2 or 1.
+
+    In a container the group is often mounted as the root and its own path does not exist below: the root counts.
+    """
+    folders = {root, root / controller}
+    for line in _read(own).splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" or controller in controllers.split(","):
+            base = root if number == "0" else root / controllers
+            group = base / path.lstrip("/")
+            folders |= {folder for folder in (group, *group.parents) if folder.is_relative_to(root)}
+    return sorted(folders)
+
+
+def cpu_model(info: Path = CPU_INFO) -> str:
+    """The processor's name as Linux has it; ARM kernels give numbers of maker and part instead."""
+    fields: dict[str, str] = {}
+    for line in _read(info).splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    if "model name" in fields:
+        return fields["model name"]
+    if "CPU part" in fields:
+        return f"ARM {fields.get('CPU implementer', '?')}/{fields['CPU part']}"
+    return "CPU"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,170 @@
+"""The number format of a CPU engine: measured once per machine, model shape and library version."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from conserve.engine.runtime.machine import compute_threads, cpu_model
+from conserve.engine.runtime.number_format import Products, Shapes, Speed, choose, measure
+from conserve.engine.vllm.compat import installed_engine, installed_version
+from conserve.profiles.whole import write_whole
+
+if TYPE_CHECKING:
+    import torch
+
+FLOAT32 = "float32"
+HALVES = ("bfloat16", "float16")
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # which cut the processor down
+
+
+class Chosen(NamedTuple):
+    """A format and what it was chosen by."""
+
+    name: str
+    speeds: dict[str, Speed]
+
+
+def names_format(flags: Sequence[str]) -> bool:
+    """True if these engine flags say in which format to compute, or what is decided by it."""
+    return any(flag.split("=")[0] in ("--dtype", "--quantization", "-q") for flag in flags)
+
+
+def format_of(model: str) -> Chosen | None:
+    """The faster format for this model on this machine; None where vLLM is to decide. Imports torch and vLLM.
+
+    vLLM decides for quantised models, and where the configuration cannot be read.
+    """
+    config = read_config(model)
+    if config is None or config.get("quantization_config"):
+        return None
+    try:
+        shapes = Shapes.of(config)
+    except KeyError:
+        return None
+    known = recall(config)
+    if known is not None:
+        return known
+    own = own_format(config)
+    speeds = measure(vllms_products, shapes, supported(own, FLOAT32))
+    if not speeds:
+        return None
+    chosen = Chosen(choose(speeds, own), speeds)
+    remember(config, chosen)
+    return chosen
+
+
+def recall(config: dict[str, Any]) -> Chosen | None:
+    """What was measured earlier for models of this shape on this machine."""
+    return _read(formats_file()).get(_key(config))
+
+
+def remember(config: dict[str, Any], chosen: Chosen) -> None:
+    """Keep a choice; where the folder cannot be written, the next start measures again."""
+    path = formats_file()
+    try:
+        write_whole(path, msgspec.json.format(msgspec.json.encode({**_read(path), _key(config): chosen})))
+    except OSError:
+        return
+
+
+def formats_file() -> Path:
+    """Where choices are kept, for all stores of the user."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("conserve") / "number-formats.json"
+
+
+def read_config(model: str) -> dict[str, Any] | None:
+    """The model's own configuration; None where there is none to be read."""
+    folder = Path(model)
+    if folder.is_dir():
+        try:
+            found: dict[str, Any] = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict)
+        except (OSError, msgspec.DecodeError):
+            return None
+        return found
+    if folder.exists():
+        return None
+    from transformers import PretrainedConfig
+
+    try:
+        fetched: dict[str, Any] = PretrainedConfig.get_config_dict(model)[0]
+    except Exception:  # vLLM asks for it next, and says what is wrong
+        return None
+    return fetched
+
+
+def own_format(config: dict[str, Any]) -> str:
+    """The half-precision format that vLLM would choose: the one of the weights, else bfloat16."""
+    text = config.get("text_config") or {}
+    said = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "")
+    said = said.removeprefix("torch.")
+    return said if said in HALVES else HALVES[0]
+
+
+def supported(*names: str) -> list[str]:
+    """Those of the formats that vLLM computes in on this processor."""
+    from vllm.platforms import current_platform
+
+    known = {str(dtype).removeprefix("torch.") for dtype in current_platform.supported_dtypes}
+    return [name for name in names if name in known]
+
+
+def vllms_products(name: str, shapes: Shapes, layers: int) -> Products:
+    """Products through the kernels that vLLM chooses for a layer of this format and size."""
+    import torch
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    dtype = getattr(torch, name)
+    threads = compute_threads()
+
+    def layer(given: int, wanted: int) -> torch.nn.Module:
+        made = torch.nn.Linear(given, wanted, bias=False, device="meta")
+        made.weight = torch.nn.Parameter(torch.full((wanted, given), 0.01, dtype=dtype), requires_grad=False)
+        dispatch_cpu_unquantized_gemm(made, remove_weight=False)
+        return made
+
+    stack = [[layer(*product) for product in shapes.products] for _ in range(layers)]
+
+    def run(tokens: int, layers: int) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            with torch.inference_mode():
+                inputs = [torch.full((tokens, given), 0.01, dtype=dtype) for given, _ in shapes.products]
+                for products in stack[:layers]:
+                    for x, linear in zip(inputs, products, strict=True):
+                        linear.cpu_linear(x, linear.weight, None)  # (tokens, wanted)
+        finally:
+            torch.set_num_threads(before)
+
+    return run
+
+
+def _key(config: dict[str, Any]) -> str:
+    """What a choice is valid for."""
+    engine = installed_engine()
+    shape = "x".join(f"{given}-{wanted}" for given, wanted in Shapes.of(config).products)
+    cut = " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
+    parts = (
+        cpu_model(),
+        f"{compute_threads()} threads",
+        f"torch {installed_version('torch')}",
+        f"{engine.distribution} {engine.version}" if engine else "no engine",
+        own_format(config),
+        shape,
+        cut,
+    )
+    return ", ".join(part for part in parts if part)
+
+
+def _read(path: Path) -> dict[str, Chosen]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Chosen])
+    except (OSError, msgspec.DecodeError):
+        return {}
