@@ -2,9 +2,10 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS ?= 2
 export CONSERVE_MODELS ?= $(CURDIR)/.demo/models
 
-.PHONY: help setup demo test soak check format bench bench-serve clean
+.PHONY: help setup demo test test-full soak check format bench bench-serve clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,8 +16,11 @@ setup:  ## Make .venv with the locked CPU dependencies
 demo: setup  ## Run 200 GSM8K questions through the embedded engine and query the answers
 	@bash examples/demo.sh
 
-test: setup  ## Run the tests, the real engine included (about 25 minutes on two cores)
-	$(BIN)/pytest -m "not soak"
+test: setup  ## Run the tests, the real engine included (under ten minutes on two cores)
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not soak and not full"
+
+test-full: setup  ## Also run what is statistical or exhaustive, before a release
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not soak" --timeout 1800
 
 soak: setup  ## Kill a run 1,000 times
 	$(BIN)/pytest -m soak --timeout 7200

@@ -1,6 +1,7 @@
-"""Every test gets an environment of its own; the stores and inputs that most of them need."""
+"""Every test gets an environment of its own; the stores and inputs that most of them need; where the time goes."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,31 @@ from conserve.store.store import Store
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests that share an engine in one worker, and those that start engine processes one after the other."""
+    for item in items:
+        if item.get_closest_marker("server"):
+            item.add_marker(pytest.mark.xdist_group("servers"))
+        elif item.get_closest_marker("engine"):
+            assert item.parent is not None
+            item.add_marker(pytest.mark.xdist_group(item.parent.nodeid))  # its class or module
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many seconds each folder of tests took, all processes together."""
+    seconds: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for report in (report for of in terminalreporter.stats.values() for report in of):
+        if isinstance(report, pytest.TestReport):
+            folder = report.nodeid.rpartition("/")[0]
+            seconds[folder] += report.duration
+            tests[folder] += report.when == "call"
+    if len(seconds) > 1:
+        terminalreporter.section("seconds by folder")
+        for folder, total in seconds.most_common():
+            terminalreporter.write_line(f"{folder:<20} {tests[folder]:>6,} tests {total:>8,.1f} s")
 
 
 @pytest.fixture(autouse=True)
