@@ -1,4 +1,7 @@
-"""The harvester against a scripted endpoint: what fails, what waits, what goes on where it stopped."""
+"""The harvester against a scripted endpoint: what fails, what waits, what goes on where it stopped.
+
+All of it runs in virtual time: seconds are the harvester's and the endpoint's, never the machine's.
+"""
 
 import asyncio
 import errno
@@ -21,15 +24,11 @@ from conserve.store import catalog, home, journal, queue, shards
 from conserve.store.query import views
 from conserve.store.states import JobState
 from conserve.store.store import Store
+from tests import virtual_time
 from tests.conftest import WriteInput
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 Row = tuple[int, str | None, str | None, int, int]
-
-
-@pytest.fixture(autouse=True)
-def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "FIRST_BACKOFF_S", 0.01)
 
 
 @pytest.fixture
@@ -43,6 +42,11 @@ def queue_up(store: Store, write_input: WriteInput) -> Callable[..., str]:
     return queue_up
 
 
+def harvester(store: Store, endpoint: FakeEndpoint, **named: Any) -> Harvester:
+    """A harvester that goes by the clock of the running loop."""
+    return Harvester(store, endpoint, clock=asyncio.get_running_loop().time, **named)
+
+
 def harvest(
     store: Store, endpoint: FakeEndpoint, *, stop_after_s: float | None = None, **named: object
 ) -> Tally:
@@ -50,9 +54,9 @@ def harvest(
         stop = asyncio.Event()
         if stop_after_s is not None:
             asyncio.get_running_loop().call_later(stop_after_s, stop.set)
-        return await Harvester(store, endpoint, **named).run(stop)  # type: ignore[arg-type]
+        return await harvester(store, endpoint, **named).run(stop)
 
-    return asyncio.run(run())
+    return virtual_time.run(run())
 
 
 def results(store: Store, job_id: str) -> list[Row]:
@@ -139,7 +143,7 @@ def test_tokens_are_saved_every_64_without_a_stop(store: Store, queue_up: Callab
 
     async def crash() -> None:
         running = asyncio.create_task(
-            Harvester(store, FakeEndpoint(Script(token_ms=2, tokens=400))).run(asyncio.Event())
+            harvester(store, FakeEndpoint(Script(token_ms=2, tokens=400))).run(asyncio.Event())
         )
         while not saved:
             await asyncio.sleep(0.02)
@@ -150,7 +154,7 @@ def test_tokens_are_saved_every_64_without_a_stop(store: Store, queue_up: Callab
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    asyncio.run(crash())
+    virtual_time.run(crash())
     assert saved[0] % 64 == 0
 
 
@@ -181,14 +185,14 @@ def test_a_job_told_to_stop_gives_its_rows_back(
 
     async def run() -> Tally:
         running = asyncio.create_task(
-            Harvester(store, FakeEndpoint(Script(token_ms=20, tokens=1000))).run(asyncio.Event())
+            harvester(store, FakeEndpoint(Script(token_ms=20, tokens=1000))).run(asyncio.Event())
         )
         await asyncio.sleep(0.2)
         with store.write() as tx:
             catalog.move(tx, job_id, verb, now=0.0)
         return await asyncio.wait_for(running, 20)
 
-    tally = asyncio.run(run())
+    tally = virtual_time.run(run())
     assert job(store, job_id).state is state
     assert tally.cancelled == ([job_id] if verb == "cancel" else [])
     with store.read() as tx:
@@ -203,16 +207,31 @@ def test_a_job_told_to_stop_gives_its_rows_back(
 def test_a_row_whose_lease_was_lost_is_not_written_twice(store: Store, queue_up: Callable[..., str]) -> None:
     job_id = queue_up("a", "b", "c")
 
+    class Gated(FakeEndpoint):
+        """Holds every answer back until it is opened."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.opened = asyncio.Event()
+
+        async def complete(self, *arguments: Any) -> Any:
+            done = await super().complete(*arguments)
+            await self.opened.wait()
+            return done
+
     async def race() -> tuple[Tally, Tally]:
-        slow = Harvester(store, FakeEndpoint(Script(request_ms=600)))
+        endpoint = Gated()
+        slow = harvester(store, endpoint)
         first = asyncio.create_task(slow.run(asyncio.Event()))
-        await asyncio.sleep(0.2)
+        while endpoint.calls < 3:
+            await asyncio.sleep(0.01)
         with store.write() as tx:
             queue.abandon(tx, [slow.owner])
-        quick = await Harvester(store, FakeEndpoint()).run(asyncio.Event())
+        quick = await harvester(store, FakeEndpoint()).run(asyncio.Event())
+        endpoint.opened.set()
         return await first, quick
 
-    late, quick = asyncio.run(race())
+    late, quick = virtual_time.run(race())
     assert (quick.done, late.done, late.late) == (3, 0, 3)
     assert len(results(store, job_id)) == 3
 
@@ -223,10 +242,10 @@ def test_two_harvesters_on_one_store_share_the_rows(store: Store, queue_up: Call
     async def both() -> list[Tally]:
         script = Script(request_ms=5, capacity=32)
         return await asyncio.gather(
-            *(Harvester(store, FakeEndpoint(script)).run(asyncio.Event()) for _ in range(2))
+            *(harvester(store, FakeEndpoint(script)).run(asyncio.Event()) for _ in range(2))
         )
 
-    tallies = asyncio.run(both())
+    tallies = virtual_time.run(both())
     assert sum(tally.done for tally in tallies) == 400
     assert all(tally.done and not tally.late for tally in tallies)
     assert [row[0] for row in results(store, job_id)] == list(range(400))
@@ -312,11 +331,12 @@ class Following:
 
     def __init__(self, store: Store, endpoint: FakeEndpoint, **named: object) -> None:
         self.said: list[str] = []
-        self.harvester = Harvester(store, endpoint, follow=True, say=self.said.append, **named)  # type: ignore[arg-type]
+        self.harvester = harvester(store, endpoint, follow=True, say=self.said.append, **named)
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(self.harvester.run(self.stop))
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Return once the condition holds, within so many virtual seconds."""
         async with asyncio.timeout(seconds):
             while not condition():
                 assert not self.task.done(), self.task
@@ -324,7 +344,7 @@ class Following:
 
     async def end(self) -> Tally:
         self.stop.set()
-        return await asyncio.wait_for(self.task, 20)
+        return await asyncio.wait_for(self.task, 60)
 
     @property
     def headlines(self) -> list[str]:
@@ -346,7 +366,7 @@ def test_one_who_follows_works_on_what_comes_later(store: Store, queue_up: Calla
         assert (await following.end()).done == 3
         assert following.said == []
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_idling_writes_nothing(store: Store, queue_up: Callable[..., str]) -> None:
@@ -363,7 +383,7 @@ def test_idling_writes_nothing(store: Store, queue_up: Callable[..., str]) -> No
         await asyncio.sleep(1.0)
         await following.end()
 
-    asyncio.run(run())
+    virtual_time.run(run())
     idle, last = begun[:-2], begun[-2:]
     assert len(idle) > 5
     assert all("read_only" in options for options in idle)
@@ -379,7 +399,7 @@ def test_one_who_follows_closes_jobs_that_have_ended(store: Store, queue_up: Cal
         await following.until(lambda: not following.harvester._ledger._workload.seen())
         await following.end()
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_retried_job_is_opened_again(store: Store, queue_up: Callable[..., str]) -> None:
@@ -393,7 +413,7 @@ def test_a_retried_job_is_opened_again(store: Store, queue_up: Callable[..., str
         await following.until(lambda: following.harvester.tally.done == 3)
         await following.end()
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_store_that_goes_away_and_comes_back_loses_and_doubles_nothing(
@@ -415,7 +435,7 @@ def test_a_store_that_goes_away_and_comes_back_loses_and_doubles_nothing(
         await following.end()
         return following
 
-    following = asyncio.run(run())
+    following = virtual_time.run(run())
     assert [row[:2] for row in results(store, job_id)] == [(n, answer(p, 40)) for n, p in enumerate(prompts)]
     assert following.headlines == OUTAGE
     assert not store.home.with_name("away").exists()
@@ -436,7 +456,7 @@ def test_a_store_that_cannot_be_written_is_waited_for(store: Store, queue_up: Ca
         await following.end()
         return following
 
-    following = asyncio.run(run())
+    following = virtual_time.run(run())
     assert [row[0] for row in results(store, job_id)] == list(range(40))
     assert following.headlines == OUTAGE
 
@@ -456,7 +476,7 @@ def test_a_stop_during_an_outage_is_a_stop(store: Store, queue_up: Callable[...,
         await following.until(lambda: bool(following.said))
         await following.end()
 
-    asyncio.run(run())
+    virtual_time.run(run())
     assert not store.home.exists(), "no empty store was made in its place"
     away.rename(store.home)
     store.close()
@@ -481,7 +501,7 @@ def test_a_store_that_was_replaced_is_noticed(
         assert "replaced" in following.said[0]
         await following.end()
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_job_whose_requests_are_gone_holds_up_no_other(store: Store, queue_up: Callable[..., str]) -> None:
