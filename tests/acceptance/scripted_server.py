@@ -18,6 +18,9 @@ class Script:
 
     BUSY: 429. FAULT: 500. GARBAGE: no JSON. BREAK: the connection ends half-way. ABORT: the answer is given
     up. DIES: an event says that the engine is dead. DIED: as DIES, and /health says so too from then on.
+
+    Answers stop after `pause_at` tokens, those in one piece before they begin, and go on once it is None or
+    larger: a test waits for `paused` and knows how far every row is, however slow the machine.
     """
 
     coserves: bool = True
@@ -25,6 +28,7 @@ class Script:
     max_num_seqs: int = 8
     tokens: int = 8
     token_s: float = 0.0
+    pause_at: int | None = None
     metrics: str | None = None
     priorities: bool = True
     status: int | None = None  # answers everything with it
@@ -52,6 +56,7 @@ class ScriptedServer:
     continued: list[int] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
+    paused: int = 0  # answers that have come to `pause_at`
     port: int = 0
     _excused: set[str] = field(default_factory=set)
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -159,6 +164,7 @@ class ScriptedServer:
         ids = answer_tokens(text, int(body.get("max_tokens", self.script.tokens)))
         if body.get("stream"):
             return await self._stream(writer, path, body, ids, word)
+        await self._pause(0)
         await asyncio.sleep(self.script.token_s * len(ids))
         if word == "GARBAGE":
             return await reply(writer, 200, "<html>")
@@ -167,6 +173,20 @@ class ScriptedServer:
         said = {"text": words(ids)} if path == "/v1/completions" else {"message": {"content": words(ids)}}
         choice = {"index": 0, "finish_reason": "abort" if word == "ABORT" else "stop", **said}
         return await reply(writer, 200, {"choices": [choice], "model": "served", "usage": usage(ids)})
+
+    async def _pause(self, tokens: int) -> None:
+        """Wait while an answer of so many tokens is not to go on; an engine that dies goes on."""
+
+        def held() -> bool:
+            return self.script.healthy and self.script.pause_at is not None and tokens >= self.script.pause_at
+
+        if held():
+            self.paused += 1
+            try:
+                while held():
+                    await asyncio.sleep(0.002)
+            finally:
+                self.paused -= 1
 
     def _misbehaviour(self, text: str) -> str | None:
         word = next(
@@ -190,10 +210,11 @@ class ScriptedServer:
         )
         start = 0
         for stop in range(len(saved) or 1, len(ids) + 1):
+            if word is not None and stop > len(ids) // 2:
+                break
+            await self._pause(start)
             if not self.script.healthy:
                 word = "DIED"
-                break
-            if word is not None and stop > len(ids) // 2:
                 break
             await asyncio.sleep(self.script.token_s)
             await event(writer, piece(path, ids, start, stop, reasons=self.script.reasons))

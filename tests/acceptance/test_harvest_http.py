@@ -1,7 +1,7 @@
 """Harvesting over HTTP on a real server that misbehaves: no row is lost, doubled or blamed for it."""
 
 import asyncio
-import time
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -18,6 +18,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.query import views
 from conserve.store.store import Store
 from tests.acceptance.scripted_server import ScriptedServer
+from tests.commands import HANGS_S
 from tests.conftest import WriteInput
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
@@ -39,8 +40,10 @@ def server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def queue_up(store: Store, write_input: WriteInput) -> QueueUp:
+    numbers = itertools.count()
+
     def queue_up(prompts: Sequence[str], **params: object) -> str:
-        path = write_input(f"input-{time.monotonic_ns()}.parquet", q=list(prompts))
+        path = write_input(f"input-{next(numbers)}.parquet", q=list(prompts))
         return submit(store, str(path), Task(kind=Kind.PROMPT, template="{{ q }}", params=params)).job_id
 
     return queue_up
@@ -58,21 +61,26 @@ class Harvest:
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(self.harvester.run(self.stop))
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {seconds} s: {self.harvester.tally}, {self.said}"
-            assert not self.task.done() or condition(), self.task
-            await asyncio.sleep(0.01)
+    @property
+    def tokens(self) -> list[int]:
+        """How many tokens of each row in flight have arrived."""
+        return [len(flight.tokens) for flight in self.harvester._flights]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return once the condition holds; only a harvester that hangs takes as long as is allowed."""
+        async with asyncio.timeout(HANGS_S):
+            while not condition():
+                assert not self.task.done() or condition(), (self.task, self.harvester.tally, self.said)
+                await asyncio.sleep(0.01)
 
     async def end(self) -> Tally:
         self.stop.set()
-        return await asyncio.wait_for(self.task, 20)
+        return await asyncio.wait_for(self.task, HANGS_S)
 
 
 def drain(store: Store, server: ScriptedServer, **named: object) -> Tally:
     async def run() -> Tally:
-        return await asyncio.wait_for(Harvest(store, server, **named).task, 60)  # type: ignore[arg-type]
+        return await asyncio.wait_for(Harvest(store, server, **named).task, HANGS_S)  # type: ignore[arg-type]
 
     return asyncio.run(run())
 
@@ -89,13 +97,20 @@ def check(store: Store, job_id: str, prompts: Sequence[str], *, tokens: int = 8,
 def test_a_coserving_server_gets_streams_with_its_priority(
     store: Store, server: ScriptedServer, queue_up: QueueUp
 ) -> None:
-    server.script.token_s = 0.003
+    server.script.pause_at = 1
     prompts = [f"row {n}" for n in range(100)]
     job_id = queue_up(prompts)
-    tally = drain(store, server)
+
+    async def fill() -> Tally:
+        harvest = Harvest(store, server)
+        await harvest.until(lambda: server.paused == 16)
+        server.script.pause_at = None
+        return await asyncio.wait_for(harvest.task, HANGS_S)
+
+    tally = asyncio.run(fill())
     check(store, job_id, prompts)
     assert all(r.body["stream"] and r.body["priority"] == 1000 for r in server.requests)
-    assert 8 < server.most_in_flight <= 16, "twice max_num_seqs keep it busy"
+    assert server.most_in_flight == 16, "twice max_num_seqs keep it busy"
     assert (tally.prompt_tokens, tally.completion_tokens) == (300, 800)
 
 
@@ -121,44 +136,46 @@ def test_answers_with_reasoning_are_read_in_one_piece(
 def test_tokens_are_saved_at_a_stop_and_continued(
     store: Store, server: ScriptedServer, queue_up: QueueUp
 ) -> None:
-    server.script.tokens, server.script.token_s = 100, 0.01
+    server.script.tokens, server.script.pause_at = 100, 40
     prompts = ["one", "two"]
     job_id = queue_up(prompts)
 
     async def cut() -> None:
         harvest = Harvest(store, server)
-        await harvest.until(lambda: server.in_flight == 2)
-        await asyncio.sleep(0.3)
+        await harvest.until(lambda: harvest.tokens == [40, 40])
         await harvest.end()
 
     asyncio.run(cut())
+    server.script.pause_at = None
     tally = drain(store, server)
     check(store, job_id, prompts, tokens=100)
-    assert len(server.continued) == 2
-    assert tally.resumed_tokens == sum(server.continued) > 0
+    assert server.continued == [40, 40]
+    assert tally.resumed_tokens == 80
 
 
 def test_a_server_that_dies_and_comes_back_keeps_the_tokens(
     store: Store, server: ScriptedServer, queue_up: QueueUp
 ) -> None:
-    server.script.tokens, server.script.token_s = 60, 0.01
+    server.script.tokens = 60
     prompts = [f"row {n}" for n in range(12)]
     job_id = queue_up(prompts)
 
     async def flap() -> Harvest:
         harvest = Harvest(store, server, max_attempts=1)
-        for _ in range(3):
-            await harvest.until(lambda: server.in_flight >= 4)
-            await asyncio.sleep(0.15)
+        for count in (10, 20, 30):
+            server.script.pause_at = count
+            await harvest.until(lambda: harvest.tokens == [server.script.pause_at] * 12)
             await asyncio.to_thread(server.down)
-            await asyncio.sleep(0.2)
+            await harvest.until(lambda: harvest.harvester.tally.in_flight == 0)
             await asyncio.to_thread(server.up)
-        await asyncio.wait_for(harvest.task, 60)
+        server.script.pause_at = None
+        await asyncio.wait_for(harvest.task, HANGS_S)
         return harvest
 
     harvest = asyncio.run(flap())
     check(store, job_id, prompts, tokens=60)
-    assert harvest.harvester.tally.resumed_tokens > 0
+    assert sorted(server.continued) == [10] * 12 + [20] * 12 + [30] * 12
+    assert harvest.harvester.tally.resumed_tokens == 12 * 30
     assert any("harvesting waits" in line for line in harvest.said)
     assert "the endpoint answers again; harvesting goes on" in harvest.said
 
@@ -166,17 +183,16 @@ def test_a_server_that_dies_and_comes_back_keeps_the_tokens(
 def test_tokens_of_a_server_that_came_back_as_another_are_not_continued(
     store: Store, server: ScriptedServer, queue_up: QueueUp
 ) -> None:
-    server.script.tokens, server.script.token_s = 80, 0.01
+    server.script.tokens, server.script.pause_at = 80, 30
     job_id = queue_up(["a", "b"])
 
     async def swap() -> None:
         harvest = Harvest(store, server)
-        await harvest.until(lambda: server.in_flight == 2)
-        await asyncio.sleep(0.3)
+        await harvest.until(lambda: harvest.tokens == [30, 30])
         await asyncio.to_thread(server.down)
-        server.script.identity = "another model"
+        server.script.identity, server.script.pause_at = "another model", None
         await asyncio.to_thread(server.up)
-        await asyncio.wait_for(harvest.task, 60)
+        await asyncio.wait_for(harvest.task, HANGS_S)
 
     asyncio.run(swap())
     check(store, job_id, ["a", "b"], tokens=80)
@@ -209,16 +225,17 @@ def test_a_row_whose_answers_are_always_faulty_fails_in_the_end(
 
 
 def test_a_dead_engine_blames_no_row(store: Store, server: ScriptedServer, queue_up: QueueUp) -> None:
-    server.script.tokens, server.script.token_s = 20, 0.01
+    server.script.tokens = 20
     prompts = ["DIED", *(f"row {n}" for n in range(60))]
     job_id = queue_up(prompts)
 
     async def run() -> Harvest:
         harvest = Harvest(store, server, max_attempts=1)
         await harvest.until(lambda: not server.script.healthy)
-        await asyncio.sleep(0.5)
+        server.gets.clear()
+        await harvest.until(lambda: "/health" in server.gets)
         server.script.healthy = True
-        await asyncio.wait_for(harvest.task, 60)
+        await asyncio.wait_for(harvest.task, HANGS_S)
         return harvest
 
     harvest = asyncio.run(run())
@@ -229,18 +246,19 @@ def test_a_dead_engine_blames_no_row(store: Store, server: ScriptedServer, queue
 def test_an_engine_killed_again_and_again_blames_no_row(
     store: Store, server: ScriptedServer, queue_up: QueueUp
 ) -> None:
-    server.script.tokens, server.script.token_s = 20, 0.005
+    server.script.tokens, server.script.pause_at = 20, 10
     prompts = [f"row {n}" for n in range(40)]
     job_id = queue_up(prompts)
 
     async def run() -> Harvest:
         harvest = Harvest(store, server, max_attempts=1, max_deaths=5)
         for _ in range(4):
-            await harvest.until(lambda: server.in_flight > 0)
+            await harvest.until(lambda: server.paused > 0)
             server.script.healthy = False
             await harvest.until(lambda: server.in_flight == 0)
             server.script.healthy = True
-        await asyncio.wait_for(harvest.task, 60)
+        server.script.pause_at = None
+        await asyncio.wait_for(harvest.task, HANGS_S)
         return harvest
 
     assert asyncio.run(run()).harvester.tally.failed == 0
@@ -289,35 +307,37 @@ def test_any_other_server_is_harvested_too(store: Store, server: ScriptedServer,
 def test_the_window_opens_while_calm_and_closes_under_pressure(
     store: Store, server: ScriptedServer, queue_up: QueueUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "LOOK_EVERY_S", 0.05)
-    server.script.coserves, server.script.metrics, server.script.token_s = False, CALM, 0.005
-    prompts = [f"row {n}" for n in range(400)]
+    monkeypatch.setattr(http, "LOOK_EVERY_S", 0.02)
+    server.script.coserves, server.script.metrics, server.script.pause_at = False, CALM, 0
+    prompts = [f"row {n}" for n in range(100)]
     job_id = queue_up(prompts)
 
     async def run() -> None:
         harvest = Harvest(store, server)
-        await harvest.until(lambda: harvest.harvester.ready_at is not None)
-        await harvest.until(lambda: harvest.endpoint.capacity >= 6)
+        await harvest.until(lambda: server.paused >= 6)
         server.script.metrics = PRESSED
         await harvest.until(lambda: harvest.endpoint.capacity == 1)
+        sent = len(server.requests)
+        server.script.pause_at = None
         await harvest.until(lambda: server.in_flight <= 1)
+        server.most_in_flight = 0
+        await harvest.until(lambda: len(server.requests) >= sent + 5)
+        assert server.most_in_flight == 1
         server.script.metrics = CALM
-        await harvest.task
+        await asyncio.wait_for(harvest.task, HANGS_S)
 
     asyncio.run(run())
     check(store, job_id, prompts)
 
 
-def test_one_who_follows_takes_a_later_job_within_a_second(
-    store: Store, server: ScriptedServer, queue_up: QueueUp
-) -> None:
+def test_one_who_follows_takes_later_jobs(store: Store, server: ScriptedServer, queue_up: QueueUp) -> None:
     async def run() -> None:
         harvest = Harvest(store, server, follow=True)
-        await asyncio.sleep(0.5)
+        await harvest.until(lambda: harvest.harvester.ready_at is not None)
         job_id = await asyncio.to_thread(queue_up, ["a", "b"])
-        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id], 2.0)
+        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id])
         later = await asyncio.to_thread(queue_up, ["c"])
-        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id, later], 2.0)
+        await harvest.until(lambda: harvest.harvester.tally.completed == [job_id, later])
         tally = await harvest.end()
         assert tally.done == 3
 
@@ -332,7 +352,7 @@ def test_one_who_follows_waits_for_a_server_that_is_not_there_yet(
 
     async def run() -> Harvest:
         harvest = Harvest(store, server, follow=True)
-        await asyncio.sleep(0.4)
+        await harvest.until(lambda: bool(harvest.said))
         await asyncio.to_thread(server.up)
         await harvest.until(lambda: harvest.harvester.tally.completed == [job_id])
         await harvest.end()
@@ -355,7 +375,7 @@ def test_a_key_that_is_refused_ends_a_run_but_not_one_that_follows(
 
     async def run() -> Harvest:
         harvest = Harvest(store, server, follow=True)
-        await asyncio.sleep(0.3)
+        await harvest.until(lambda: bool(harvest.said))
         server.script.status = None
         await harvest.until(lambda: harvest.harvester.tally.completed == [job_id])
         await harvest.end()

@@ -1,31 +1,20 @@
 """The command line as a user meets it: what goes where, exit codes, help."""
 
 import json
-import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 import typer
 
 from conserve.cli.app import app
+from conserve.config import load
+from conserve.store.readings import read_jobs
+from tests.commands import conserve, ended, process, start, until
 from tests.conftest import WriteInput
 
 COMMANDS = list(typer.main.get_group(app).commands)
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def conserve(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "conserve", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **variables},
-        check=False,
-        timeout=60,
-    )
 
 
 def submit(path: Path, *arguments: str) -> str:
@@ -35,14 +24,17 @@ def submit(path: Path, *arguments: str) -> str:
 
 
 def test_the_main_job_from_submit_to_sql(write_input: WriteInput, tmp_path: Path) -> None:
-    job_id = submit(write_input(q=["a", "b"], n=[1, 2]))
-    ran = conserve("run", "--endpoint", "fake:", "--json")
+    """In processes of their own: every module is imported where it is needed, output ends up whole."""
+    submitted = process("submit", str(write_input(q=["a", "b"], n=[1, 2])), "--prompt", "{{ q }}")
+    assert submitted.returncode == 0, submitted.stderr
+    job_id = submitted.stdout.strip()
+    ran = process("run", "--endpoint", "fake:", "--json")
     assert ran.returncode == 0
     assert json.loads(ran.stdout)["jobs"] == {job_id: "completed"}
-    status = json.loads(conserve("status", job_id, "--json").stdout)
+    status = json.loads(process("status", job_id, "--json").stdout)
     assert (status["state"], status["rows"], status["succeeded"], status["waiting"]) == ("completed", 2, 2, 0)
     assert [job["id"] for job in json.loads(conserve("jobs", "--json").stdout)] == [job_id]
-    lines = conserve("results", job_id).stdout.splitlines()
+    lines = process("results", job_id).stdout.splitlines()
     assert [json.loads(line)["row_index"] for line in lines] == [0, 1]
     out = tmp_path / "out.csv"
     assert conserve("results", "last", "-o", str(out), "--with-inputs").returncode == 0
@@ -51,7 +43,7 @@ def test_the_main_job_from_submit_to_sql(write_input: WriteInput, tmp_path: Path
     assert json.loads(openai[0])["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     query = "select i.n, r.submitted_at from results r join inputs i using (job_id, row_index) order by n"
     assert conserve("sql", query).stdout.splitlines()[0].split() == ["n", "submitted_at"]
-    assert json.loads(conserve("sql", "--json", query).stdout.splitlines()[1])["n"] == 2
+    assert json.loads(process("sql", "--json", query).stdout.splitlines()[1])["n"] == 2
 
 
 def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:
@@ -65,12 +57,10 @@ def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:
 
 def test_a_cancelled_job_exits_3(write_input: WriteInput) -> None:
     job_id = submit(write_input(q=["a"] * 4))
-    command = [sys.executable, "-m", "conserve", "run", "--endpoint", "fake:?token_ms=50&tokens=10000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        while json.loads(conserve("status", job_id, "--json").stdout)["running"] == 0:
-            pass
-        assert conserve("cancel", job_id).stdout == f"{job_id}: cancelled\n"
-        assert running.wait(30) == 3
+    running = start("run", "--endpoint", "fake:?token_ms=50&tokens=10000")
+    until(lambda: read_jobs(load(), now=time.time())[0].running > 0, running)
+    assert process("cancel", job_id).stdout == f"{job_id}: cancelled\n"
+    assert ended(running).returncode == 3
 
 
 @pytest.mark.parametrize(
@@ -122,6 +112,15 @@ def test_nothing_is_coloured_off_a_terminal(write_input: WriteInput) -> None:
     submit(write_input(q=["a"]))
     for command in (["status"], ["jobs"], ["doctor"], ["run", "--endpoint", "fake:"], ["--help"]):
         done = conserve(*command, FORCE_COLOR="", TERM="xterm-256color")
+        assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_libraries_that_look_for_a_terminal_at_import_find_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for command, code in ((["--help"], 0), (["frobnicate"], 2)):
+        done = process(*command)
+        assert done.returncode == code
         assert "\x1b" not in done.stdout + done.stderr
 
 

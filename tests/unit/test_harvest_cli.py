@@ -1,12 +1,9 @@
 """`conserve harvest` as a user meets it: what it says, when it ends, what it exits with."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import pytest
 from conserve.config import load
 from conserve.store.readings import read_jobs
 from tests.acceptance.scripted_server import ScriptedServer
+from tests.commands import conserve, ended, process, start, until
 from tests.conftest import WriteInput
 
 
@@ -23,37 +21,10 @@ def server() -> Iterator[ScriptedServer]:
         yield running
 
 
-def conserve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "conserve", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **variables},
-        check=False,
-        timeout=60,
-    )
-
-
 def submit(path: Path) -> str:
     done = conserve("submit", str(path), "--prompt", "{{ q }}")
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def start(*arguments: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "conserve", "harvest", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def states() -> list[str]:
@@ -62,7 +33,7 @@ def states() -> list[str]:
 
 def test_until_empty_ends_with_the_queue(server: ScriptedServer, write_input: WriteInput) -> None:
     job_id = submit(write_input(q=["a", "b"]))
-    done = conserve("harvest", "--endpoint", server.url, "--until-empty", "--json")
+    done = process("harvest", "--endpoint", server.url, "--until-empty", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["jobs"] == {job_id: "completed"}
     assert f"{server.url} co-serves served: at most 16 rows at once" in done.stderr
@@ -76,13 +47,13 @@ def test_one_that_follows_takes_later_jobs_and_a_signal_is_its_normal_end(
     server: ScriptedServer, write_input: WriteInput, number: signal.Signals
 ) -> None:
     first = submit(write_input(q=["a"]))
-    running = start("--endpoint", server.url, "--window", "1")
-    until(lambda: states() == ["completed"])
+    running = start("harvest", "--endpoint", server.url, "--window", "1")
+    until(lambda: states() == ["completed"], running)
     second = submit(write_input("later.parquet", q=["b", "c"]))
-    until(lambda: states() == ["completed", "completed"])
+    until(lambda: states() == ["completed", "completed"], running)
     running.send_signal(number)
-    _, stderr = running.communicate(timeout=30)
-    assert running.returncode == 0, stderr
+    code, _, stderr = ended(running)
+    assert code == 0, stderr
     assert "Traceback" not in stderr
     for job_id in (first, second):
         assert f"{job_id}: completed" in stderr
@@ -90,16 +61,15 @@ def test_one_that_follows_takes_later_jobs_and_a_signal_is_its_normal_end(
 
 
 def test_a_stop_saves_progress(server: ScriptedServer, write_input: WriteInput) -> None:
-    server.script.tokens, server.script.token_s = 300, 0.01
+    server.script.tokens, server.script.pause_at = 300, 40
     submit(write_input(q=["a", "b"]))
-    running = start("--endpoint", server.url)
-    until(lambda: server.in_flight == 2)
-    time.sleep(0.5)
+    running = start("harvest", "--endpoint", server.url)
+    until(lambda: server.paused == 2, running)
     running.send_signal(signal.SIGTERM)
-    _, stderr = running.communicate(timeout=30)
-    assert running.returncode == 0
+    code, _, stderr = ended(running)
+    assert code == 0, stderr
     assert "saving progress" in stderr
-    server.script.token_s = 0.0
+    server.script.pause_at = None
     assert conserve("harvest", "--endpoint", server.url, "--until-empty").returncode == 0
     assert len(server.continued) == 2
 
@@ -110,13 +80,12 @@ def test_a_server_that_is_not_there_is_waited_for_or_named(write_input: WriteInp
     done = conserve("harvest", "--endpoint", url, "--until-empty")
     assert done.returncode == 1
     assert "no OpenAI-compatible server answers" in done.stderr
-    running = start("--endpoint", url)
+    running = start("harvest", "--endpoint", url)
     assert running.stderr is not None
     assert any("harvesting waits" in line for line in running.stderr)  # until it ends, if it never says so
     assert running.poll() is None
     running.send_signal(signal.SIGTERM)
-    running.communicate(timeout=30)
-    assert running.returncode == 0
+    assert ended(running).returncode == 0
 
 
 def test_without_a_server_the_next_command_is_named() -> None:

@@ -17,8 +17,8 @@ from conserve.store import home
 from conserve.store.query import views
 from conserve.store.readings import row_order
 from conserve.store.store import Store
+from tests.commands import conserve
 from tests.conftest import WriteInput
-from tests.unit.test_cli import conserve
 
 QUESTIONS = ["b 2", "a 1", None, "b 1", "REJECT", "a 2", None, "a 1"]
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}", order=Order.PREFIX)

@@ -26,8 +26,8 @@ from conserve.profiles.parallelism import separate, siblings
 from conserve.profiles.points import Limits, plan
 from conserve.profiles.profile import Profile, read, write
 from conserve.profiles.session import Header, Record, conclude, measure
+from tests.commands import conserve
 from tests.fake_rig import KEY, LIMITS, TRUTH, FakeRig
-from tests.unit.test_cli import conserve
 
 COMMAND = "conserve profile fake-model"
 

@@ -1,0 +1,87 @@
+"""Commands for tests: in this process, or in one of their own where the process itself is the point."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+from conserve.cli.app import main
+
+HANGS_S = 240.0  # only a command that hangs takes as long; below the limit of a test, to show what it said
+
+
+class Done(NamedTuple):
+    """A command that has ended, as `subprocess.run` would show it."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def conserve(*arguments: str, stdin: str = "", **variables: str) -> Done:
+    """Run a command in this process, from its arguments to its exit code as `conserve` itself does.
+
+    That saves the second an interpreter takes to start. What it cannot show is a function that forgets an
+    import which the tests made, output that is lost at exit, a thread that keeps the process alive, and
+    settings that are read at import: `process` is for these.
+    """
+    with redirected(stdin) as (stdout, stderr), mock.patch.dict(os.environ, variables):
+        with mock.patch.object(sys, "argv", ["conserve", *arguments]):
+            code = main()
+        sys.stdout.flush()
+        return Done(code, stdout.getvalue().decode(), stderr.getvalue())
+
+
+@contextlib.contextmanager
+def redirected(stdin: str) -> Iterator[tuple[io.BytesIO, io.StringIO]]:
+    """Standard streams that are no terminals; stdin and stdout have a `buffer`."""
+    out, err = io.BytesIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.TextIOWrapper(out, write_through=True)))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        stack.enter_context(mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))))
+        yield out, err
+
+
+def process(*arguments: str, stdin: str = "", **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "conserve", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANGS_S,
+        **options,
+    )
+
+
+def start(*arguments: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+    """Start a command in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "conserve", *arguments],
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(running: "subprocess.Popen[str]") -> Done:
+    """Wait until a command has ended."""
+    stdout, stderr = running.communicate(timeout=HANGS_S)
+    return Done(running.returncode, stdout, stderr)
+
+
+def until(condition: Callable[[], bool], running: "subprocess.Popen[str] | None" = None) -> None:
+    """Return once the condition holds; fail if the process that should bring it about has ended without."""
+    while not condition():
+        if running is not None and running.poll() is not None and not condition():
+            raise AssertionError(f"ended with {running.returncode}: {ended(running).stderr}")
+        time.sleep(0.01)
