@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 from conserve.cli.app import main
 
+REPOSITORY = Path(__file__).parents[1]
 HANGS_S = 240.0  # only a command that hangs takes as long; below the limit of a test, to show what it said
 
 
@@ -61,10 +63,11 @@ def process(*arguments: str, stdin: str = "", **options: Any) -> "subprocess.Com
     )
 
 
-def start(*arguments: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
-    """Start a command in a process group of its own."""
+def start(arguments: Sequence[str], env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+    """Start Python with these arguments, in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "conserve", *arguments],
+        [sys.executable, *arguments],
+        cwd=REPOSITORY,
         env={**os.environ, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,10 +1,9 @@
-"""Kills the real `conserve run` or `harvest` at random moments; every row must be there exactly once."""
+"""Kills the real `conserve run` or `harvest`, aimed or at random; every row must be there exactly once."""
 
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,9 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.query import views
 from conserve.store.readings import JobReading, read_jobs
 from conserve.store.store import Store
+from tests import commands
+from tests.acceptance import aimed
+from tests.acceptance.aimed import Shot
 
 
 @dataclass(slots=True)
@@ -51,20 +53,22 @@ class Harness:
         self.job_id = submit(store, str(path), self.task).job_id
         store.close()
 
-    def start(self) -> "subprocess.Popen[str]":
-        """A real `conserve run` or `harvest` in a process group of its own."""
-        arguments = ["run", "--endpoint", f"fake:?{self.script}"]
+    def start(self, *shots: Shot, options: Sequence[str] = (), **constants: int) -> "subprocess.Popen[str]":
+        """A real `conserve run` or `harvest`, which fires these shots at itself."""
+        arguments = ["run", "--endpoint", f"fake:?{self.script}", *options]
         if self.server is not None:
-            arguments = ["harvest", "--until-empty", "--endpoint", self.server]
-        command = [sys.executable, "-m", "conserve", *arguments]
-        return subprocess.Popen(
-            command,
-            env={**os.environ, "CONSERVE_HOME": str(self.home)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+            arguments = ["harvest", "--until-empty", "--endpoint", self.server, *options]
+        program = aimed.command(shots, *arguments, **constants) if shots else ["-m", "conserve", *arguments]
+        return commands.start(program, env={"CONSERVE_HOME": str(self.home)})
+
+    def kill(self, *shots: Shot, **constants: int) -> None:
+        """Work until the shot that kills; what is in the store by then is right."""
+        done = commands.ended(self.start(*shots, **constants))
+        assert done.returncode == -signal.SIGKILL, (shots, done)
+        self.kills += 1
+        rows = self.results()
+        assert len({row[0] for row in rows}) == len(rows), f"{shots} left a row twice"
+        assert all(row[1:] == self.expected(row[0]) for row in rows)
 
     def kill_after(self, process: "subprocess.Popen[str]", seconds: float) -> bool:
         """SIGKILL the whole group after a while; False if it had finished by then."""
@@ -89,10 +93,9 @@ class Harness:
 
     def finish(self) -> int:
         """Let one process run to the end; returns its exit code."""
-        process = self.start()
-        _, stderr = process.communicate(timeout=120)
-        assert "Traceback" not in stderr, stderr
-        return process.returncode
+        done = commands.ended(self.start())
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode
 
     def reading(self) -> JobReading:
         """The job's counters."""
@@ -100,21 +103,26 @@ class Harness:
         (reading,) = (reading for reading in readings if reading.id == self.job_id)
         return reading
 
-    def check(self) -> None:
-        """Every row exactly once, the answer the fake's own to the byte, the counters right."""
+    def results(self) -> list[tuple[int, str | None, str | None]]:
+        """Row, text and error of every result there is."""
         store = Store.open(load({"home": self.home}, environ={}))
         with views(store, now=time.time(), only=[self.job_id]) as opened:
-            rows = opened.duck.execute(
-                "select row_index, text, error_type from results order by row_index"
-            ).fetchall()
+            query = "select row_index, text, error_type from results order by row_index"
+            rows: list[tuple[int, str | None, str | None]] = opened.duck.execute(query).fetchall()
         store.close()
+        return rows
+
+    def expected(self, row: int) -> tuple[str | None, str | None]:
+        """Text and error of a row that nothing ever interrupts."""
+        if "REJECT" in self.prompts[row]:
+            return None, "invalid_request"
+        return answer(self.task, self.prompts[row], Script.from_url(f"fake:?{self.script}").tokens), None
+
+    def check(self) -> None:
+        """Every row exactly once, the answer the fake's own to the byte, the counters right."""
+        rows = self.results()
         assert [row[0] for row in rows] == list(range(len(self.prompts)))
-        tokens = Script.from_url(f"fake:?{self.script}").tokens
-        for (_, text, error_type), prompt in zip(rows, self.prompts, strict=True):
-            if "REJECT" in prompt:
-                assert (text, error_type) == (None, "invalid_request")
-            else:
-                assert (text, error_type) == (answer(self.task, prompt, tokens), None)
+        assert all(row[1:] == self.expected(row[0]) for row in rows)
         reading = self.reading()
         poison = sum("REJECT" in prompt for prompt in self.prompts)
         assert (reading.succeeded, reading.failed) == (len(self.prompts) - poison, poison)

@@ -7,36 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.acceptance.aimed import Shot
 from tests.acceptance.kill_harness import Harness
+from tests.commands import ended, process
 
-LONG = "token_ms=10&tokens=300&capacity=16"
-
-
-def conserve(*arguments: str, home: Path, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "conserve", *arguments],
-        env={**os.environ, "CONSERVE_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        **options,  # type: ignore[call-overload]
-    )
-
-
-def started(harness: Harness) -> "subprocess.Popen[str]":
-    """A run that has rows in flight."""
-    process = harness.start()
-    while harness.reading().running == 0:
-        assert process.poll() is None
-        time.sleep(0.02)
-    time.sleep(0.3)
-    return process
+LONG = "token_ms=1&tokens=150&capacity=16"
+PAUSES = (
+    16 * 20
+)  # in lockstep: 16 rows begin and have had about 18 tokens each, too few to be saved by the way
+UNDER_WAY = {"at": "conserve.endpoints.fake:FakeEndpoint._pause", "call": PAUSES}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -45,26 +28,22 @@ def test_the_first_signal_saves_progress_and_the_next_run_goes_on(
 ) -> None:
     harness = Harness(tmp_path / "home", [f"q{n}" for n in range(16)], script=LONG)
     harness.submit()
-    process = started(harness)
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "saving progress" in stderr
-    assert "Traceback" not in stderr
+    done = ended(harness.start(Shot(number=number, **UNDER_WAY)))
+    assert done.returncode == 130
+    assert "saving progress" in done.stderr
+    assert "Traceback" not in done.stderr
     assert harness.reading().running == 0
     assert harness.finish() == 0
     harness.check()
-    assert harness.reading().resumed_tokens > 0
+    assert harness.reading().resumed_tokens >= PAUSES - 2 * 16, "every token but those on their way"
 
 
 def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
     harness = Harness(tmp_path / "home", [f"q{n}" for n in range(16)], script=LONG)
     harness.submit()
-    process = started(harness)
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 130
+    saving = Shot(at="conserve.jobs.ledger:Ledger.give_back", number=signal.SIGINT, holds=True)
+    done = ended(harness.start(Shot(number=signal.SIGINT, **UNDER_WAY), saving))
+    assert done.returncode == 130, "although saving would have taken for ever"
     assert harness.finish() == 0
     harness.check()
 
@@ -76,9 +55,9 @@ def small_files() -> None:
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path) -> None:
-    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(20_000)], script="tokens=8")
+    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(5_000)], script="tokens=8")
     harness.submit()
-    full = conserve("run", "--endpoint", "fake:?tokens=8", home=harness.home, preexec_fn=small_files)
+    full = process("--home", str(harness.home), "run", "--endpoint", "fake:?tokens=8", preexec_fn=small_files)
     assert full.returncode == 1
     assert "no space left" in full.stderr
     assert "Traceback" not in full.stderr
@@ -90,9 +69,8 @@ def test_submit_on_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     harness = Harness(tmp_path / "home", ["q"])
     harness.submit()
     rows = "".join(json.dumps({"q": os.urandom(100).hex()}) + "\n" for _ in range(5000))
-    full = conserve(
-        "submit", "-", "--prompt", "{{ q }}", home=harness.home, input=rows, preexec_fn=small_files
-    )
+    arguments = ("--home", str(harness.home), "submit", "-", "--prompt", "{{ q }}")
+    full = process(*arguments, stdin=rows, preexec_fn=small_files)
     assert (full.returncode, full.stdout) == (1, "")
     assert "no space left" in full.stderr
     assert [path.name for path in (harness.home / "jobs").iterdir()] == [harness.job_id]

@@ -57,7 +57,7 @@ def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:
 
 def test_a_cancelled_job_exits_3(write_input: WriteInput) -> None:
     job_id = submit(write_input(q=["a"] * 4))
-    running = start("run", "--endpoint", "fake:?token_ms=50&tokens=10000")
+    running = start(["-m", "conserve", "run", "--endpoint", "fake:?token_ms=50&tokens=10000"])
     until(lambda: read_jobs(load(), now=time.time())[0].running > 0, running)
     assert process("cancel", job_id).stdout == f"{job_id}: cancelled\n"
     assert ended(running).returncode == 3

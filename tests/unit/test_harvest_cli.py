@@ -47,7 +47,7 @@ def test_one_that_follows_takes_later_jobs_and_a_signal_is_its_normal_end(
     server: ScriptedServer, write_input: WriteInput, number: signal.Signals
 ) -> None:
     first = submit(write_input(q=["a"]))
-    running = start("harvest", "--endpoint", server.url, "--window", "1")
+    running = start(["-m", "conserve", "harvest", "--endpoint", server.url, "--window", "1"])
     until(lambda: states() == ["completed"], running)
     second = submit(write_input("later.parquet", q=["b", "c"]))
     until(lambda: states() == ["completed", "completed"], running)
@@ -63,7 +63,7 @@ def test_one_that_follows_takes_later_jobs_and_a_signal_is_its_normal_end(
 def test_a_stop_saves_progress(server: ScriptedServer, write_input: WriteInput) -> None:
     server.script.tokens, server.script.pause_at = 300, 40
     submit(write_input(q=["a", "b"]))
-    running = start("harvest", "--endpoint", server.url)
+    running = start(["-m", "conserve", "harvest", "--endpoint", server.url])
     until(lambda: server.paused == 2, running)
     running.send_signal(signal.SIGTERM)
     code, _, stderr = ended(running)
@@ -80,7 +80,7 @@ def test_a_server_that_is_not_there_is_waited_for_or_named(write_input: WriteInp
     done = conserve("harvest", "--endpoint", url, "--until-empty")
     assert done.returncode == 1
     assert "no OpenAI-compatible server answers" in done.stderr
-    running = start("harvest", "--endpoint", url)
+    running = start(["-m", "conserve", "harvest", "--endpoint", url])
     assert running.stderr is not None
     assert any("harvesting waits" in line for line in running.stderr)  # until it ends, if it never says so
     assert running.poll() is None

@@ -1,0 +1,110 @@
+"""Starts a command that sends itself a signal at one exact point of its work.
+
+    python -m tests.acceptance.aimed '[{"at": "conserve.store.journal:commit", ...}]' run --endpoint fake:
+
+The process, its files and its signals are real; only when the signal comes is chosen: a kill between two
+statements of a transaction, which random ones find by luck, happens every time.
+"""
+
+import functools
+import importlib
+import inspect
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+CONTINUED = threading.Event()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shot:
+    """A signal to the process itself, before or after the `call`-th call of a function.
+
+    Calls count from the first call of `since` on, if it is given. `holds` leaves the calling thread hanging
+    afterwards until a SIGCONT comes; a SIGSTOP needs it, since other threads may run on for a moment.
+    """
+
+    at: str  # "module:function" or "module:Class.method"
+    call: int = 1
+    since: str | None = None
+    after: bool = False
+    number: int = signal.SIGKILL
+    holds: bool = False
+
+
+def command(shots: Sequence[Shot], *arguments: str, **constants: int) -> list[str]:
+    """Arguments for the interpreter: `conserve` with these shots; constants are named as `module__NAME=1`."""
+    aim = json.dumps({"shots": [asdict(shot) for shot in shots], "constants": constants})
+    return ["-m", "tests.acceptance.aimed", aim, *arguments]
+
+
+def take_aim(shot: Shot) -> None:
+    """Have the signal sent at its call."""
+    calls = itertools.count(1)
+    due = threading.Event()
+    if shot.since is None:
+        due.set()
+    else:
+        wrap(shot.since, before=due.set)
+
+    def strike() -> None:
+        if due.is_set() and next(calls) == shot.call:
+            fire(shot)
+
+    wrap(shot.at, **{"after" if shot.after else "before": strike})
+
+
+def nothing() -> None:
+    """Do nothing before, or after, a call."""
+
+
+def wrap(at: str, *, before: Callable[[], None] = nothing, after: Callable[[], None] = nothing) -> None:
+    """Call these before and after each call of the function."""
+    module_name, _, path = at.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *classes, name = path.split(".")
+    for one in classes:
+        owner = getattr(owner, one)
+    function = getattr(owner, name)
+    assert after is nothing or not inspect.iscoroutinefunction(function), f"{at} ends later than its call"
+
+    @functools.wraps(function)
+    def calling(*arguments: Any, **named: Any) -> Any:
+        before()
+        result = function(*arguments, **named)
+        after()
+        return result
+
+    setattr(owner, name, calling)
+
+
+def fire(shot: Shot) -> None:
+    """Send the signal; with `holds`, never return."""
+    os.kill(os.getpid(), shot.number)
+    if shot.holds:
+        CONTINUED.wait()
+
+
+def main() -> None:
+    """Take aim and run the command."""
+    from conserve.__main__ import main as run
+
+    aim = json.loads(sys.argv[1])
+    sys.argv[:] = ["conserve", *sys.argv[2:]]
+    for name, value in aim["constants"].items():
+        module_name, _, constant = name.rpartition("__")
+        setattr(importlib.import_module(module_name.replace("__", ".")), constant, value)
+    signal.signal(signal.SIGCONT, lambda *_: CONTINUED.set())
+    for shot in aim["shots"]:
+        take_aim(Shot(**shot))
+    run()
+
+
+if __name__ == "__main__":
+    main()
