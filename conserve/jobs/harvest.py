@@ -341,11 +341,20 @@ class Harvester:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Write the outbox; rows that were in it are out of our hands afterwards."""
+        """Write the outbox; rows that were in it are out of our hands afterwards.
+
+        A stop waits for a write: one that the store's thread has yet to begin would never begin otherwise,
+        and its rows be done again.
+        """
         outbox, self._outbox = self._outbox, Outbox()
         if not outbox:
             return
-        await self._in_store(self._ledger.write, outbox)
+        writing = asyncio.ensure_future(self._in_store(self._ledger.write, outbox))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.gather(writing, return_exceptions=True)
+            raise
         self._outage.forget()
         self._held.subtract(outbox.epochs)
         self._held += Counter()  # drops those that have come to zero

@@ -6,6 +6,7 @@ All of it runs in virtual time: seconds are the harvester's and the endpoint's, 
 import asyncio
 import errno
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,31 @@ def test_a_stop_saves_tokens_and_the_next_run_continues_from_them(
     assert [row[1] for row in rows] == [answer("long one", 100), answer("long two", 100)]
     assert [row[4] for row in rows] == second.continued
     assert tally.resumed_tokens == sum(second.continued)
+
+
+def test_a_stop_writes_what_waits_for_the_stores_thread(store: Store, queue_up: Callable[..., str]) -> None:
+    queue_up("a", "b", "c")
+
+    async def run() -> Tally:
+        stop, idle = asyncio.Event(), threading.Event()
+        harvesting = harvester(store, FakeEndpoint())
+        running = asyncio.create_task(harvesting.run(stop))
+        while len(harvesting._outbox.finished) < 3:
+            await asyncio.sleep(0)
+        harvesting._thread.submit(idle.wait)  # it is busy with something else
+        harvesting._outbox_full.set()
+        while harvesting._outbox:
+            await asyncio.sleep(0)
+        stop.set()
+        for _ in range(100):  # turns of the loop, of which the stop takes a few
+            await asyncio.sleep(0)
+        idle.set()
+        return await running
+
+    assert virtual_time.run(run()).succeeded == 3
+    again = FakeEndpoint()
+    harvest(store, again)
+    assert again.calls == 0
 
 
 def test_tokens_are_saved_every_64_without_a_stop(store: Store, queue_up: Callable[..., str]) -> None:
