@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 BEGIN_S = 1e9  # like the system's clock, for code that asks for the time of day
-TICK_S = 1e-6  # that a turn of the loop takes, so that code which looks at the clock until it is time ends
+TICK_S = 1e-5  # that a turn of the loop takes, so that code which looks at the clock until it is time ends
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

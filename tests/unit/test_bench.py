@@ -3,13 +3,14 @@
 import asyncio
 import json
 import re
+import socket
 import subprocess
 import sys
-import time
 import xml.dom.minidom
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -29,6 +30,7 @@ from conserve.bench.traces import Arrival, Trace
 from conserve.cli.bench import facts, lengths, preempts, which
 from conserve.engine.policy.preemption import OFF, PREEMPTIONS
 from conserve.errors import ConserveError, EndpointUnusable, InputError, SettingsError
+from tests import virtual_time
 from tests.conftest import WriteInput
 
 AZURE_CODE = "azure_code_2023_10min_bursty.parquet"
@@ -162,28 +164,30 @@ async def send(writer: asyncio.StreamWriter, *pieces: bytes) -> None:
         await writer.drain()
 
 
-@asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
-    """A server that answers every request as the handler does, on a port of its own."""
-    under_way: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def serve(handler: Handler, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer the one request of a connection as the handler does."""
+    try:
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
         length = re.search(rb"Content-Length: (\d+)", head)
         assert length
         await handler(json.loads(await reader.readexactly(int(length[1]))), writer)
+    except (ConnectionError, asyncio.CancelledError):
+        pass
+    finally:
+        writer.transport.abort()
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    """A server that answers every request as the handler does, on a port of its own."""
+    under_way: set[asyncio.Task[None]] = set()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task
         under_way.add(task)
-        try:
-            await serve(reader, writer)
-        except (ConnectionError, asyncio.CancelledError):
-            pass
-        finally:
-            writer.transport.abort()
+        await serve(handler, reader, writer)
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     try:
@@ -196,15 +200,29 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
 
 
 def load(handler: Handler, trace: Trace, *, late_s: float = 0.0, timeout_s: float = 30.0) -> list[Answer]:
+    """Play a trace in virtual time, over socket pairs: on these what one end sends is at the other at once."""
+    under_way: list[asyncio.Task[None]] = []
+    open_connection = asyncio.open_connection
+
+    async def connect(*_: Any, limit: int, **__: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        ours, theirs = socket.socketpair()
+        under_way.append(asyncio.create_task(serve(handler, *await open_connection(sock=theirs))))
+        return await open_connection(sock=ours, limit=limit)
+
     async def go() -> list[Answer]:
-        async with serving(handler) as base_url:
-            target = Target(base_url=base_url, model="m", timeout_s=timeout_s)
-            start_at = time.monotonic() - late_s if late_s else None
-            answers = await play(trace, target, seed=0, start_at=start_at)
+        clock = asyncio.get_running_loop().time
+        target = Target(base_url="http://127.0.0.1:1", model="m", timeout_s=timeout_s)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio, "open_connection", connect)
+            patch.setattr("conserve.bench.load.time", SimpleNamespace(monotonic=clock))
+            answers = await play(trace, target, seed=0, start_at=clock() - late_s if late_s else None)
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way)
         await asyncio.sleep(0)
         return answers
 
-    return asyncio.run(go())
+    return virtual_time.run(go())
 
 
 async def three_tokens(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -221,33 +239,32 @@ def test_tokens_are_timed_from_when_the_request_was_due() -> None:
     for answer in answers:
         assert (answer.status, answer.tokens) == (Status.OK, 3)
         assert answer.due_s <= answer.sent_s < answer.token_at_s[0] < answer.token_at_s[-1] <= answer.ended_s
-        assert answer.ttft_ms is not None
-        assert 45 < answer.ttft_ms < 2000
+        assert answer.ttft_ms == pytest.approx(50, abs=2)
         assert answer.ttft_ms == pytest.approx((answer.token_at_s[0] - answer.due_s) * 1e3)
-        assert all(20 < gap_ms < 2000 for gap_ms in answer.tbt_ms)
+        assert list(answer.tbt_ms) == pytest.approx([50, 50], abs=2)
 
 
 def test_a_server_that_never_answers_holds_up_no_later_request() -> None:
     came: list[float] = []
 
     async def never(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        came.append(time.monotonic())
+        came.append(asyncio.get_running_loop().time())
         await asyncio.Event().wait()
 
     answers = load(never, even(40), timeout_s=2.0)
     assert [answer.status for answer in answers] == [Status.TIMEOUT] * 40
     assert len(came) == 40
-    assert came[-1] - came[0] < 2.0  # all were sent before the first was given up
-    assert all(answer.due_s <= answer.sent_s < answer.due_s + 1 for answer in answers)
-    assert all(answer.ended_s - answer.sent_s > 1.9 for answer in answers)
+    assert [at - came[0] for at in came] == pytest.approx([n * 0.02 for n in range(40)], abs=0.002)
+    assert all(answer.sent_s == pytest.approx(answer.due_s, abs=0.002) for answer in answers)
+    assert all(answer.ended_s - answer.sent_s == pytest.approx(2.0, abs=0.002) for answer in answers)
 
 
 def test_a_late_generator_says_so_and_its_lateness_counts() -> None:
     answers = load(three_tokens, even(3), late_s=5.0)
-    assert all(answer.late_ms > 4000 for answer in answers)
-    assert all(answer.ttft_ms is not None and answer.ttft_ms > answer.late_ms for answer in answers)
+    assert [answer.late_ms for answer in answers] == pytest.approx([5000, 4980, 4960], abs=2)
+    assert [answer.ttft_ms for answer in answers] == pytest.approx([5050, 5030, 5010], abs=2)
     assert lateness(answers).share == 1.0
-    assert lateness(answers).max_ms > 4900
+    assert lateness(answers).max_ms == pytest.approx(5000, abs=2)
 
 
 def test_tokens_are_counted_as_the_server_says_and_lines_may_come_in_pieces() -> None:

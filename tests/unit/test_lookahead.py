@@ -25,6 +25,7 @@ from conserve.store import catalog, choice, home, queue, shards
 from conserve.store.query import views
 from conserve.store.states import JobState
 from conserve.store.store import Store
+from tests import virtual_time
 from tests.conftest import WriteInput
 
 CHAT = "/v1/chat/completions"
@@ -58,19 +59,24 @@ def queue_up(store: Store, write_input: WriteInput) -> QueueUp:
     return queue_up
 
 
+def harvester(store: Store, endpoint: FakeEndpoint, **named: Any) -> Harvester:
+    """A harvester that goes by the clock of the running loop."""
+    return Harvester(store, endpoint, clock=asyncio.get_running_loop().time, **named)
+
+
 def harvest(store: Store, endpoint: FakeEndpoint, *, stop_after: int | None = None, **named: Any) -> Tally:
     """Drain the store, or stop once so many rows were sent."""
 
     async def run() -> Tally:
         stop = asyncio.Event()
-        running = asyncio.create_task(Harvester(store, endpoint, **named).run(stop))
+        running = asyncio.create_task(harvester(store, endpoint, **named).run(stop))
         while stop_after is not None and endpoint.calls < stop_after and not running.done():
             await asyncio.sleep(0)
         if stop_after is not None:
             stop.set()
         return await running
 
-    return asyncio.run(run())
+    return virtual_time.run(run())
 
 
 def rows_of(store: Store, *job_ids: str) -> list[tuple[str, int, int]]:
@@ -202,7 +208,7 @@ def test_two_harvesters_on_one_store_need_not_agree(store: Store, queue_up: Queu
             begun.add(id(self))
             if len(begun) == 2:
                 both_have.set()
-            await asyncio.wait_for(both_have.wait(), 30)
+            await both_have.wait()
             return await super().complete(call, on_tokens)
 
     endpoints = [Together(capacity=16), Together(capacity=16)]
@@ -210,12 +216,12 @@ def test_two_harvesters_on_one_store_need_not_agree(store: Store, queue_up: Queu
     async def both() -> list[Tally]:
         return await asyncio.gather(
             *(
-                Harvester(store, endpoint, utility=utility).run(asyncio.Event())
+                harvester(store, endpoint, utility=utility).run(asyncio.Event())
                 for endpoint, utility in zip(endpoints, (0.9, 0.5), strict=True)
             )
         )
 
-    tallies = asyncio.run(both())
+    tallies = virtual_time.run(both())
     assert sum(tally.done for tally in tallies) == 450
     assert all(tally.done and not tally.late for tally in tallies)
     assert rows_of(store, *jobs) == sorted((job, n, 1) for job in jobs for n in range(150))

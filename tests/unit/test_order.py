@@ -153,7 +153,7 @@ class Cached(FakeEndpoint):
         self.answers -= 1
         if self.answers < 0:
             self.enough.set()
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()  # until the stop
         done = await super().complete(call, on_tokens)
         return replace(done, prompt_tokens=8, cached_tokens=6)
 

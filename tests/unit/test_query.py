@@ -18,13 +18,22 @@ from conserve.jobs.task import Kind, Task
 from conserve.store import export, shards
 from conserve.store.query import Views, ask, views
 from conserve.store.store import Store
+from tests import virtual_time
 from tests.conftest import WriteInput
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
 
 
 def drain(store: Store, **script: object) -> None:
-    asyncio.run(Harvester(store, FakeEndpoint(Script(**script))).run(asyncio.Event()))  # type: ignore[arg-type]
+    async def run() -> None:
+        await harvester(store, FakeEndpoint(Script(**script))).run(asyncio.Event())  # type: ignore[arg-type]
+
+    virtual_time.run(run())
+
+
+def harvester(store: Store, endpoint: FakeEndpoint) -> Harvester:
+    """A harvester that goes by the clock of the running loop."""
+    return Harvester(store, endpoint, clock=asyncio.get_running_loop().time)
 
 
 @pytest.fixture
@@ -102,19 +111,19 @@ def test_a_running_job_shows_journal_and_shards_together(store: Store, write_inp
 
     async def stop_half_way() -> None:
         endpoint, stop = Rationed(), asyncio.Event()
-        harvester = Harvester(store, endpoint)
-        running = asyncio.create_task(harvester.run(stop))
+        harvesting = harvester(store, endpoint)
+        running = asyncio.create_task(harvesting.run(stop))
         for rows_done in (10, 20):
             for _ in range(10):
                 endpoint.answers.release()
-            while harvester.tally.done < rows_done:
+            while harvesting.tally.done < rows_done:
                 await asyncio.sleep(0.01)
             if rows_done == 10:
                 assert shards.compact(store, job_id, now=0.0)
         stop.set()
         await running
 
-    asyncio.run(stop_half_way())
+    virtual_time.run(stop_half_way())
     with views(store, now=0.0) as opened:
         rows, distinct = opened.duck.execute(
             "select count(*), count(distinct row_index) from results"
