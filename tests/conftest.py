@@ -14,8 +14,10 @@ import pytest
 from conserve.config import Settings, load
 from conserve.store.store import Store
 
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("local", deadline=None)
+# Of the examples that a property names, a run of minutes tries a quarter and one before a release twice as many.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
+hypothesis.settings.register_profile("local", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=200, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
@@ -42,6 +44,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("seconds by folder")
         for folder, total in seconds.most_common():
             terminalreporter.write_line(f"{folder:<20} {tests[folder]:>6,} tests {total:>8,.1f} s")
+
+
+def examples(number: int) -> int:
+    """So many examples where the profile has Hypothesis's hundred, else as large a share of them."""
+    return number * hypothesis.settings.default.max_examples // 100
 
 
 @pytest.fixture(autouse=True)

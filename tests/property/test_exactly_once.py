@@ -24,6 +24,7 @@ from conserve.store.queue import Lease, SavedTokens
 from conserve.store.results import Result
 from conserve.store.states import JobState
 from conserve.store.store import Store
+from tests.conftest import examples
 
 LEASE_S = 10.0
 OWNERS = ("ann", "ben")
@@ -276,4 +277,4 @@ class Queue(RuleBasedStateMachine):
 
 
 TestQueue = Queue.TestCase
-TestQueue.settings = hypothesis_settings(max_examples=100, stateful_step_count=40)
+TestQueue.settings = hypothesis_settings(max_examples=examples(100), stateful_step_count=40)

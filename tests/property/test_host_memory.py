@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from conserve.engine.runtime.host_memory import HostMemory
+from tests.conftest import examples
 
 CAPACITY = 5
 keys = st.integers(0, 9)
@@ -85,7 +86,7 @@ class Memory(RuleBasedStateMachine):
 
 
 TestMemory = Memory.TestCase
-TestMemory.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestMemory.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 
 
 def test_what_was_released_first_goes_first() -> None:

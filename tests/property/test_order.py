@@ -19,6 +19,7 @@ from conserve.jobs.order import prompt_key, sort_key
 from conserve.jobs.rendering import Rendered
 from conserve.jobs.request_file import RequestFile, RequestWriter, to_table
 from conserve.jobs.task import Kind, Order, Task
+from tests.conftest import examples
 
 words = st.text(st.sampled_from('ab"\\\né\U0001f600'), max_size=6)
 keys = st.one_of(st.none(), words)
@@ -35,7 +36,7 @@ def in_batches(values: Sequence[str | None], sizes: Sequence[int]) -> list[pa.Ta
     return [table for table in tables if table.num_rows]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.lists(keys, max_size=60),
     st.lists(st.integers(1, 12), max_size=8),
@@ -56,7 +57,7 @@ def test_what_is_sorted_on_disk_is_what_a_stable_sort_in_memory_gives(
     assert found == sorted(range(len(values)), key=lambda n: (values[n] is None, values[n] or ""))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.integers(0, 40), max_size=50),
     st.lists(st.integers(1, 9), max_size=6),
@@ -86,7 +87,7 @@ def test_row_groups_are_neither_longer_nor_heavier_than_a_claim_can_read(
         assert len(group) == most_rows or sum(map(len, group)) >= most_bytes, "a group for nothing"
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.permutations(range(30)), st.integers(0, 30), st.sets(st.integers(0, 29)), st.integers(1, 12))
 def test_the_first_of_the_rows_that_wait_is_found_in_any_order(
     row_indexes: list[int], start: int, returned: set[int], group_rows: int
@@ -134,7 +135,7 @@ def chat_lines(draw: st.DrawFn) -> tuple[Steps, Rendered]:
     return steps(chat), Rendered(msgspec.json.encode(dict(fields)).decode(), url=Url.CHAT)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(chat_lines(), min_size=2, max_size=12))
 def test_the_order_walks_the_tree_of_what_the_engine_sees(lines: list[tuple[Steps, Rendered]]) -> None:
     """Depth first: whatever two rows share, all rows between them share too."""

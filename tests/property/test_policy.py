@@ -23,8 +23,9 @@ from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.model import LatencyModel, LinearModel
 from conserve.profiles.profile import MODELS
+from tests.conftest import examples
 
-EXAMPLES = 400
+EXAMPLES = examples(400)
 ROUNDING = 1 + 1e-9  # of sums of surcharges, which are added up in another order here
 PLANNING = [Conserve(), OnlineOnly(), Paced()]
 
@@ -704,7 +705,7 @@ class Engine:
         )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_offline_work_is_always_finished_and_little_of_it_done_twice(data: st.DataObject) -> None:
     draw = data.draw

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from conserve.jobs.prefix_tree import Branch, Leaf, PrefixTree
+from tests.conftest import examples
 
 Key = tuple[int, ...]
 WORDS = st.lists(st.integers(0, 2), max_size=6)
@@ -121,7 +122,7 @@ class Trees(RuleBasedStateMachine):
 
 
 TestTrees = Trees.TestCase
-TestTrees.settings = hypothesis_settings(max_examples=200, stateful_step_count=60)
+TestTrees.settings = hypothesis_settings(max_examples=examples(200), stateful_step_count=60)
 
 
 @given(rows=st.lists(WORDS, min_size=1, max_size=40), spare=st.integers(0, 3))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from conserve.jobs.waiting import Row, Window, uniform
+from tests.conftest import examples
 from tests.property.test_prefix_tree import WORDS, Key, chained, next_of
 
 JOBS = 3
@@ -72,7 +73,7 @@ class Windows(RuleBasedStateMachine):
 
 
 TestWindows = Windows.TestCase
-TestWindows.settings = hypothesis_settings(max_examples=100, stateful_step_count=50)
+TestWindows.settings = hypothesis_settings(max_examples=examples(100), stateful_step_count=50)
 
 
 @pytest.mark.parametrize("utility", [0.0, 0.25, 0.9, 0.99, 1.0])
