@@ -11,7 +11,7 @@ budget / (scale * margin) lets at most about 1 % of them overrun while residuals
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import ceil, exp, log
+from math import ceil, exp, inf, log
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +41,16 @@ def margin_near(residuals: Sequence[Residual], at_ms: float, share: float) -> fl
     """The margin for iterations of about `at_ms`: from the quarter of the residuals that are nearest to it."""
     nearest = sorted(residuals, key=lambda r: max(r.predicted_ms, at_ms) / min(r.predicted_ms, at_ms))
     return quantile_margin([r.ratio for r in nearest[: max(LEAST_NEAR, len(nearest) // 4)]], share)
+
+
+def margin_beyond(margin: float, at_ms: float, longest_ms: float) -> float:
+    """The margin for iterations of `at_ms` where none longer than `longest_ms` was measured.
+
+    What it is above 1 counts once more for each doubling: an extrapolated time is less certain.
+    """
+    if at_ms <= longest_ms:
+        return margin
+    return margin + max(0.0, margin - 1) * log(at_ms / longest_ms, 2)
 
 
 def quantile_margin(ratios: Sequence[float], share: float) -> float:
@@ -114,7 +124,9 @@ class CorrectedModel:
         self._log_scale = start.log_scale
         self._error = start.error
         self._seen = start.seen
-        self._residuals = deque(start.residuals or residuals, maxlen=WINDOW)
+        profiled = list(residuals)
+        self._residuals = deque(start.residuals or profiled, maxlen=WINDOW)
+        self._longest_ms = max((r.predicted_ms for r in (*profiled, *start.residuals)), default=inf)
         self._scale = exp(self._log_scale)
         self._margins: dict[int, float] = {}  # by time, in steps of a quarter of its logarithm
 
@@ -124,10 +136,15 @@ class CorrectedModel:
         return self._scale
 
     def margin(self, at_ms: float) -> float:
-        """Factor on predictions of about `at_ms` that at most `overrun_share` of recent iterations exceeded."""
+        """Factor on predictions of about `at_ms` that at most `overrun_share` of recent iterations exceeded.
+
+        It is larger where no iteration was as long, neither in the profile nor since.
+        """
         step = round(STEPS * log(at_ms, 2))
         if step not in self._margins:
-            self._margins[step] = margin_near(self._residuals, 2 ** (step / STEPS), self.overrun_share)
+            rounded_ms = 2 ** (step / STEPS)
+            near = margin_near(self._residuals, rounded_ms, self.overrun_share)
+            self._margins[step] = margin_beyond(near, rounded_ms, self._longest_ms)
         return self._margins[step]
 
     @property
@@ -171,5 +188,7 @@ class CorrectedModel:
         self._log_scale = max(-bound, min(bound, self._log_scale + forget * step))
         self._scale = exp(self._log_scale)
         self._residuals.append(Residual(predicted, residual))
+        if self._longest_ms < predicted:
+            self._longest_ms = predicted
         if self._seen % REFRESH == 0:
             self._margins.clear()
