@@ -21,6 +21,11 @@ KEY = ProfileKey(
 )
 
 
+def slower(model: ConServeModel, slowness: float) -> ConServeModel:
+    """The model of an engine that takes so many times longer for everything."""
+    return ConServeModel.of(*[slowness * ms for ms in model.coefficients.values()])
+
+
 class FakeRig:
     """Implements `Rig` in simulated time. Dies at iteration `dies_at`; `interrupt_at` stands for Ctrl-C."""
 
@@ -32,9 +37,11 @@ class FakeRig:
         key: ProfileKey = KEY,
         dies_at: int | None = None,
         interrupt_at: int | None = None,
+        slowness: float = 1.0,
     ) -> None:
         self.name, self.key, self.limits = "fake-model", key, limits
         self.noise, self.dies_at, self.interrupt_at = noise, dies_at, interrupt_at
+        self.truth = slower(TRUTH, slowness)
         self.batches: list[tuple[Slice, ...]] = []
         self.now_s = 0.0
         self._dice = random.Random(1)
@@ -43,6 +50,8 @@ class FakeRig:
         return self.now_s
 
     def measure(self, slices: Sequence[Slice], repeats: int) -> list[float]:
+        if decodes := [piece for piece in slices if piece.decode]:
+            self.now_s += self.truth.predict(Batch.of(decodes)) / 1e3  # in which the real rig starts them
         return [self._iterate(tuple(slices)) for _ in range(repeats)]
 
     def _iterate(self, slices: tuple[Slice, ...]) -> float:
@@ -52,7 +61,7 @@ class FakeRig:
             raise KeyboardInterrupt
         assert self.limits.hold(slices)
         self.batches.append(slices)
-        ms = TRUTH.predict(Batch.of(slices)) * max(0.5, self._dice.gauss(1, self.noise))
+        ms = self.truth.predict(Batch.of(slices)) * max(0.5, self._dice.gauss(1, self.noise))
         self.now_s += ms / 1e3
         return ms
 

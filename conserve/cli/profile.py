@@ -17,6 +17,7 @@ from conserve.cli.context import Context, engine_flags, split_flags
 
 if TYPE_CHECKING:
     from conserve.profiles.correction import Correction
+    from conserve.profiles.itinerary import Stretch
     from conserve.profiles.points import Point
     from conserve.profiles.profile import Profile
     from conserve.profiles.session import Progress, Rig
@@ -96,7 +97,7 @@ def measure(
         )
     finally:
         rig.close()
-    output.say(f"wrote {path}")
+    output.say(f"wrote {path}: {', '.join(range_words(profile))}")
     show_profile(profile, None, Book(settings.profiles_folder).all(), as_json=as_json)
 
 
@@ -151,13 +152,20 @@ def require_writable(folder: Path) -> None:
 
 
 def profiled(
-    rig: "Rig", folder: Path, *, budget_s: float, max_context: int | None, seed: int
+    rig: "Rig",
+    folder: Path,
+    *,
+    budget_s: float,
+    max_context: int | None,
+    seed: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> "tuple[Profile, Path]":
     """Measure and save; an interrupted session is gone on with."""
     from conserve.errors import ProfilingFailed
     from conserve.profiles.book import Book
     from conserve.profiles.points import plan
-    from conserve.profiles.session import Header, Record, conclude
+    from conserve.profiles.record import Header, Record
+    from conserve.profiles.session import conclude
     from conserve.profiles.session import measure as measure_points
 
     book = Book(folder)
@@ -168,7 +176,15 @@ def profiled(
         output.say(f"going on with {output.count(len(record.visits), 'batch', 'batches')} measured earlier")
     try:
         with shown_progress() as on_progress:
-            measure_points(rig, points, record, budget_s=budget_s, on_progress=on_progress)
+            measure_points(
+                rig,
+                points,
+                record,
+                budget_s=budget_s,
+                on_progress=on_progress,
+                on_stretch=say_stretch,
+                clock=clock,
+            )
         profile = conclude(rig, record)
         path = book.save(profile)
     except KeyboardInterrupt:
@@ -183,6 +199,15 @@ def profiled(
         ) from error
     record.discard()
     return profile, path
+
+
+def say_stretch(stretch: "Stretch") -> None:
+    """Say that the budget is too small, and by how much."""
+    output.say(
+        "the budget is too small for a profile of this engine: measuring takes about "
+        f"{output.duration(stretch.more_s)} longer, for {stretch.batches} more batches "
+        "(Ctrl-C keeps what was measured)"
+    )
 
 
 def plan_digest(points: "Sequence[Point]") -> str:
@@ -210,7 +235,7 @@ def shown_progress() -> "Iterator[Callable[[Progress], None]]":
         shown = bar.add_task("", total=1.0)
         yield lambda progress: bar.update(
             shown,
-            completed=min(1.0, progress.seconds / progress.budget_s),
+            completed=min(1.0, progress.seconds / progress.expected_s),
             description=f"{progress.points} batches",
         )
 
@@ -222,7 +247,8 @@ def line_now_and_then() -> "Callable[[Progress], None]":
         nonlocal said_at
         if progress.seconds >= said_at + LINE_S:
             said_at = progress.seconds
-            output.say(f"{progress.points} batches, {progress.seconds:.0f} of {progress.budget_s:.0f} s")
+            batches = output.count(progress.points, "batch", "batches")
+            output.say(f"{batches}, {progress.seconds:.0f} of {progress.expected_s:.0f} s")
 
     return on_progress
 
@@ -267,6 +293,7 @@ def as_document(profile: "Profile", learned: "Correction | None") -> dict[str, A
         **whole,
         "digest": profile.key.digest,
         "best": profile.best,
+        "measured": asdict(profile.measured) if profile.measured is not None else None,
         "models": models,
         "correction": correction,
     }
@@ -277,6 +304,8 @@ def heading(profile: "Profile") -> list[str]:
     how = f"{profile.how} {profile.measured_at}".strip()
     size = f", {len(profile.samples)} batches in {profile.seconds:.0f} s" if profile.samples else ""
     lines = [f"{profile.name}: {how}{size}", f"{key.device}; {key.engine}; {key.dtype}; {key.parallelism}"]
+    if words := range_words(profile):
+        lines.append(f"measured: {', '.join(words)}; longer iterations (~) are extrapolated")
     if profile.noise is not None:
         lines.append(
             f"noise of the machine: the same batch varies by {percent(profile.noise.back_to_back)} at once, "
@@ -327,6 +356,17 @@ def error_table(profile: "Profile") -> list[str]:
     return output.columns(header, rows, right=range(1, len(header))) if rows else []
 
 
+def range_words(profile: "Profile") -> list[str]:
+    """How large the measured batches were, each beside what the engine takes."""
+    if (largest := profile.measured) is None or profile.limits is None:
+        return []
+    return [
+        f"iterations of up to {largest.ms:,.0f} ms",
+        f"{largest.tokens:,} of {profile.limits.tokens:,} tokens",
+        f"contexts of up to {largest.context:,} of {profile.limits.context:,}",
+    ]
+
+
 def coefficient_table(profile: "Profile") -> list[str]:
     from conserve.profiles.profile import MODELS
 
@@ -339,22 +379,24 @@ def coefficient_table(profile: "Profile") -> list[str]:
 
 
 def time_table(profile: "Profile") -> list[str]:
-    """What a chunk takes by its size and context, according to the best model."""
+    """What a chunk takes by its size and context, according to the best model; ~ where it extrapolates."""
     from conserve.profiles.batch import Batch, Slice
 
-    model = profile.model()
+    model, measured = profile.model(), profile.measured
+
+    def cell(slices: list[Slice]) -> str:
+        ms = model.predict(Batch.of(slices))
+        return f"{'~' if measured is not None and ms > measured.ms else ''}{ms:.1f}"
+
     longest = profile.limits.context if profile.limits else TABLE_CONTEXTS[-1] + 1
     largest = profile.limits.tokens if profile.limits else TABLE_TOKENS[-1]
     contexts = [c for c in TABLE_CONTEXTS if c < longest]
     rows = [
-        [f"{tokens} tokens", *[f"{model.predict(Batch.of([Slice(tokens, c)])):.1f}" for c in contexts]]
+        [f"{tokens} tokens", *[cell([Slice(tokens, c)]) for c in contexts]]
         for tokens in TABLE_TOKENS
         if tokens <= largest
     ]
-    rows += [
-        [f"{n} decodes", *[f"{model.predict(Batch.of([Slice(1, c, True)] * n)):.1f}" for c in contexts]]
-        for n in (1, 16, 64)
-    ]
+    rows += [[f"{n} decodes", *[cell([Slice(1, c, True)] * n) for c in contexts]] for n in (1, 16, 64)]
     return output.columns(
         ["MS AFTER CONTEXT OF", *map(str, contexts)], rows, right=range(1, len(contexts) + 1)
     )

@@ -41,6 +41,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self.ms)
 
+    def of_rows(self, rows: NDArray[np.bool_]) -> Self:
+        """The samples where `rows`, of shape (n,), is true."""
+        return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
     def predictions(self, model: LinearModel) -> Floats:
         """What the model says of each, shape (n,)."""
         ms = np.zeros(len(self))

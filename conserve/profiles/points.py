@@ -17,6 +17,8 @@ MIXED_PER_GRID = 3
 MIXED = 600  # random batches, more than any budget allows on a CPU
 HELD_OUT = 4  # every fourth mixture is not fitted but predicted
 NOISE_EVERY = 12  # points between two measurements of the same batch
+FITTED = ("prefill", "decode", "mixed")  # kinds of points that models are fitted to
+FIRST = ("p16@0", "d@256", "p64@0", "8*d@256", "p64@1024", "8*d@1024", "p256@0", "p256@1024")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,15 @@ def plan(limits: Limits, *, seed: int, max_context: int | None = None) -> list[P
         points += [corner] if corner is not None else []
         points += three or []
     return list(with_noise(points, limits))
+
+
+def first_points(points: Sequence[Point]) -> list[Point]:
+    """The grid points of a plan that a session begins with, small ones first.
+
+    They differ in every sum that the models know, so what they take says what all others will.
+    """
+    grid = {write_slices(point.slices): point for point in points if point.kind in ("prefill", "decode")}
+    return [grid[name] for name in FIRST if name in grid]
 
 
 def narrowed(limits: Limits, max_context: int) -> Limits:

@@ -85,6 +85,16 @@ class Noise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The largest figures of the batches in a profile; predictions beyond them are extrapolated."""
+
+    ms: float  # of an iteration (median of its visits)
+    tokens: int  # computed in an iteration
+    requests: int
+    context: int  # of one request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """One engine's latency profile."""
 
@@ -118,6 +128,19 @@ class Profile:
     def stamp(self) -> str:
         """Which coefficients its corrections were learned on."""
         return f"{self.best} {self.measured_at}"
+
+    @property
+    def measured(self) -> Measured | None:
+        """The range that was measured; None in a derived profile."""
+        samples = [read_sample(line) for line in self.samples]
+        if not samples:
+            return None
+        return Measured(
+            ms=max(statistics.median(ms) for _, ms in samples),
+            tokens=max(point.batch.tokens for point, _ in samples),
+            requests=max(len(point.slices) for point, _ in samples),
+            context=max(piece.context for point, _ in samples for piece in point.slices),
+        )
 
     def require(self, key: ProfileKey, *, command: str) -> None:
         """Raise unless it was measured on an engine with this key."""

@@ -3,19 +3,20 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import msgspec
+import numpy as np
 
 from conserve.errors import ProfilingFailed
 from conserve.profiles.batch import Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel, Residual, quantile_margin
-from conserve.profiles.fit import Samples, errors, fit
-from conserve.profiles.points import NOISE_EVERY, Limits, Point
+from conserve.profiles.fit import Floats, Samples, errors, fit
+from conserve.profiles.forecast import SHORT_MS, SHORT_REPEATS
+from conserve.profiles.itinerary import Itinerary, Stretch
+from conserve.profiles.model import LinearModel
+from conserve.profiles.points import FITTED, Limits, Point
 from conserve.profiles.profile import (
     MODELS,
     FittedModel,
@@ -26,14 +27,14 @@ from conserve.profiles.profile import (
     Safepoint,
     write_sample,
 )
-from conserve.profiles.whole import write_whole
+from conserve.profiles.record import Record, Visit
 
 VISITS = 3  # times each point is measured, far apart, so that a neighbour's busy second spoils one of them
-SHORT_MS = 60.0  # iterations under this are repeated at once
-SHORT_REPEATS = 3
 RESERVE_S = 8.0  # kept for copies, safepoints and the fit
 COPY_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 OVERRUN_SHARE = 0.01
+LEAST_HELD_OUT = 20  # batches that judge models which were not fitted to them
+FOLDS = 8  # where there are fewer: parts of the batches, each predicted from the others
 
 
 class Rig(Protocol):
@@ -56,84 +57,11 @@ class Rig(Protocol):
         """Time a look at the preemption flag."""
 
 
-class Visit(NamedTuple):
-    """One line of the session's file: a point, its times, and what the visit cost."""
-
-    point: str
-    ms: list[float]
-    seconds: float
-
-
-class Header(NamedTuple):
-    """The first line: sessions of other engines or plans are not continued."""
-
-    key: str
-    plan: str
-
-
-@dataclass(slots=True)
-class Record:
-    """What a session has measured, kept in a file as it grows."""
-
-    path: Path | None
-    header: Header
-    visits: dict[str, list[list[float]]] = field(default_factory=dict)  # point -> the times of each visit
-    seconds: float = 0.0
-
-    @classmethod
-    def open(cls, path: Path | None, header: Header) -> "Record":
-        """Go on from the file if it is of the same engine and plan, else start it anew."""
-        record = cls(path, header)
-        if path is None:
-            return record
-        earlier = read_visits(path, header)
-        for visit in earlier:
-            record._count(visit)
-        # Written again, so that a line which a crash cut off does not swallow the next one.
-        lines = [msgspec.json.encode(line) for line in (header, *earlier)]
-        write_whole(path, b"\n".join(lines) + b"\n")
-        return record
-
-    @property
-    def ms(self) -> dict[str, list[float]]:
-        """All times of each point."""
-        return {point: [ms for visit in visits for ms in visit] for point, visits in self.visits.items()}
-
-    def add(self, visit: Visit) -> None:
-        """Keep a visit."""
-        self._count(visit)
-        if self.path is not None:
-            with self.path.open("ab") as file:
-                file.write(msgspec.json.encode(visit) + b"\n")
-
-    def _count(self, visit: Visit) -> None:
-        self.visits.setdefault(visit.point, []).append(visit.ms)
-        self.seconds += visit.seconds
-
-    def discard(self) -> None:
-        """The profile is written; the file has done its duty."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-
-def read_visits(path: Path, header: Header) -> list[Visit]:
-    """The visits in a session's file, up to the first line that is damaged; none if it is of another session."""
-    visits: list[Visit] = []
-    try:
-        first, *lines = path.read_bytes().splitlines()
-        if msgspec.json.decode(first, type=Header) == header:
-            for line in lines:
-                visits.append(msgspec.json.decode(line, type=Visit))  # noqa: PERF401  keeps those before a bad one
-    except (FileNotFoundError, ValueError, msgspec.DecodeError):
-        pass
-    return visits
-
-
 class Progress(NamedTuple):
     """How far a session is."""
 
     seconds: float  # of measuring, those before an interruption included
-    budget_s: float
+    expected_s: float  # the budget, or what it is stretched to
     points: int  # measured at least once
 
 
@@ -145,49 +73,34 @@ def measure(
     budget_s: float,
     visits: int = VISITS,
     on_progress: Callable[[Progress], None] = lambda _: None,
+    on_stretch: Callable[[Stretch], None] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Visit points until the budget is used up: as many as leave time to visit each of them `visits` times.
+    """Visit points in the order of an `Itinerary`, until the budget is used up and there is enough to fit.
 
-    Visits of one point lie far apart, since what disturbs a measurement lasts longer than an iteration.
+    `on_stretch` is told, once, if the second takes longer than the first.
     """
     usable_s = max(budget_s - RESERVE_S, budget_s / 2)
-    rig.measure(points[0].slices, 2)  # the first iteration allocates and compiles
-
-    def visit(point: Point) -> None:
+    itinerary = Itinerary(points, record, usable_s=usable_s, visits=visits, on_stretch=on_stretch)
+    rig.measure(itinerary.smallest.slices, 2)  # the first iteration allocates and compiles
+    for point in itinerary:
         begun = clock()
         ms = rig.measure(point.slices, 2 if point.kind == "noise" else 1)
         if ms[0] < SHORT_MS and point.kind != "noise":
             ms = rig.measure(point.slices, SHORT_REPEATS)
         record.add(Visit(str(point), ms, clock() - begun))
-        on_progress(Progress(record.seconds, budget_s, len(record.visits)))
-
-    for point in points:
-        if record.seconds >= usable_s / visits:
-            break
-        if point.kind == "noise" or str(point) not in record.visits:
-            visit(point)
-    known = [point for point in map(Point.parse, record.visits) if point.kind != "noise"]
-    noise = next((point for point in points if point.kind == "noise"), None)
-    for round_number in range(2, visits + 1):
-        for number, point in enumerate(known):
-            if record.seconds >= usable_s:
-                return
-            if noise is not None and number % NOISE_EVERY == 0:
-                visit(noise)
-            if len(record.visits[str(point)]) < round_number:
-                visit(point)
+        on_progress(Progress(record.seconds, budget_s + itinerary.more_s, len(record.visits)))
 
 
 def conclude(rig: Rig, record: Record) -> Profile:
     """Fit the models to what was measured, and measure what is left; raises `ProfilingFailed`."""
     measured = {Point.parse(name): ms for name, ms in record.ms.items()}
-    fitted_points = {p: ms for p, ms in measured.items() if p.kind in ("prefill", "decode", "mixed")}
+    fitted_points = {p: ms for p, ms in measured.items() if p.kind in FITTED}
     held_out = {p: ms for p, ms in measured.items() if p.kind == "held-out"}
     if len(fitted_points) < 2 * max(len(model.terms) for model in MODELS.values()):
         raise ProfilingFailed(
-            f"only {len(fitted_points)} batches were measured in {record.seconds:.0f} s, too few to fit; "
-            "run the command again with a larger --budget"
+            f"only {len(fitted_points)} different batches fit into this engine, too few for a profile; raise "
+            "--max-context, or give the engine more with: -- --kv-cache-memory-bytes BYTES"
         )
     return Profile(
         name=rig.name,
@@ -215,13 +128,19 @@ def samples_of(points: dict[Point, list[float]]) -> Samples:
 def fit_models(
     fitted_points: dict[Point, list[float]], held_out: dict[Point, list[float]]
 ) -> dict[str, FittedModel]:
-    """Every model, fitted to the one set and judged by the other (by the first, where the other is empty)."""
-    train, judged_by = samples_of(fitted_points), held_out or fitted_points
-    test = samples_of(judged_by)
+    """Every model, fitted to the one set and judged by the other.
+
+    With less than `LEAST_HELD_OUT` to judge by, all points are fitted and each is judged by a model that
+    does not know it: a handful of batches may please a model that misses what it has not to predict there.
+    """
+    few = len(held_out) < LEAST_HELD_OUT
+    known = fitted_points | held_out if few else fitted_points
+    judged_by = known if few else held_out
+    train, test = samples_of(known), samples_of(judged_by)
     models = {}
     for name, kind in MODELS.items():
         model = fit(kind, train)
-        predicted = test.predictions(model)
+        predicted = cross_predictions(kind, test) if few else test.predictions(model)
         single = [
             [Residual(float(p), float(ms / p)) for ms in times]
             for times, p in zip(judged_by.values(), predicted, strict=True)
@@ -238,6 +157,15 @@ def fit_models(
             residuals=[Residual(round(r.predicted_ms, 3), round(r.ratio, 4)) for r in flat],
         )
     return models
+
+
+def cross_predictions(kind: type[LinearModel], samples: Samples) -> Floats:
+    """What models of this kind say of each sample, each fitted without the fold that the sample is in; (n,)."""
+    predicted = np.zeros(len(samples))
+    for fold in range(FOLDS):
+        inside = np.arange(len(samples)) % FOLDS == fold
+        predicted[inside] = samples.of_rows(inside).predictions(fit(kind, samples.of_rows(~inside)))
+    return predicted
 
 
 def overruns(one: Sequence[Sequence[Residual]], other: Sequence[Sequence[Residual]]) -> float:

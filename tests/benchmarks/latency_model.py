@@ -24,7 +24,8 @@ from conserve.profiles.correction import CorrectedModel
 from conserve.profiles.fit import Errors, Samples, errors, fit
 from conserve.profiles.points import Limits, plan, write_slices
 from conserve.profiles.profile import MODELS, Profile
-from conserve.profiles.session import Header, Record, conclude
+from conserve.profiles.record import Header, Record
+from conserve.profiles.session import conclude
 from conserve.profiles.session import measure as measure_points
 from tests.benchmarks.report import RAW, Figure
 

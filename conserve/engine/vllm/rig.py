@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 EMPTY_REPEATS = 20
+EMPTY_S = 2.0  # on a slow engine, fewer repeats
 PROBE = "conserve.engine.vllm.worker_probe.WorkerProbe"
 
 
@@ -99,8 +100,9 @@ class EngineRig:
     def empty_iteration_ms(self) -> float:
         """The median time of an iteration without tokens: what scheduler, executor and workers cost."""
         with self._alive():
-            times = []
-            for _ in range(EMPTY_REPEATS):
+            times: list[float] = []
+            ends_at = time.perf_counter() + EMPTY_S
+            while len(times) < EMPTY_REPEATS and (time.perf_counter() < ends_at or not times):
                 self._add(1, 0, max_tokens=2)
                 self._step()
                 self._core.abort_requests(list(self._core.scheduler.requests))

@@ -1,0 +1,82 @@
+"""What a profiling session has measured, in a file that survives its interruption and its failure."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from conserve.profiles.whole import write_whole
+
+
+class Visit(NamedTuple):
+    """One line of the session's file: a point, its times, and what the visit cost."""
+
+    point: str
+    ms: list[float]
+    seconds: float
+
+
+class Header(NamedTuple):
+    """The first line: sessions of other engines or plans are not continued."""
+
+    key: str
+    plan: str
+
+
+@dataclass(slots=True)
+class Record:
+    """What a session has measured, kept in a file as it grows."""
+
+    path: Path | None
+    header: Header
+    visits: dict[str, list[list[float]]] = field(default_factory=dict)  # point -> the times of each visit
+    seconds: float = 0.0
+
+    @classmethod
+    def open(cls, path: Path | None, header: Header) -> "Record":
+        """Go on from the file if it is of the same engine and plan, else start it anew."""
+        record = cls(path, header)
+        if path is None:
+            return record
+        earlier = read_visits(path, header)
+        for visit in earlier:
+            record._count(visit)
+        # Written again, so that a line which a crash cut off does not swallow the next one.
+        lines = [msgspec.json.encode(line) for line in (header, *earlier)]
+        write_whole(path, b"\n".join(lines) + b"\n")
+        return record
+
+    @property
+    def ms(self) -> dict[str, list[float]]:
+        """All times of each point."""
+        return {point: [ms for visit in visits for ms in visit] for point, visits in self.visits.items()}
+
+    def add(self, visit: Visit) -> None:
+        """Keep a visit."""
+        self._count(visit)
+        if self.path is not None:
+            with self.path.open("ab") as file:
+                file.write(msgspec.json.encode(visit) + b"\n")
+
+    def _count(self, visit: Visit) -> None:
+        self.visits.setdefault(visit.point, []).append(visit.ms)
+        self.seconds += visit.seconds
+
+    def discard(self) -> None:
+        """The profile is written; the file has done its duty."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def read_visits(path: Path, header: Header) -> list[Visit]:
+    """The visits in a session's file, up to the first line that is damaged; none if it is of another session."""
+    visits: list[Visit] = []
+    try:
+        first, *lines = path.read_bytes().splitlines()
+        if msgspec.json.decode(first, type=Header) == header:
+            for line in lines:
+                visits.append(msgspec.json.decode(line, type=Visit))  # noqa: PERF401  keeps those before a bad one
+    except (FileNotFoundError, ValueError, msgspec.DecodeError):
+        pass
+    return visits
