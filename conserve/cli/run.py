@@ -176,6 +176,7 @@ def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint
             engine_flags=engine_flags(settings, flags),
             cache_dir=settings.models_folder,
             pacing=make_pacing(settings, flags, pace) if pace.asked_for else None,
+            say=output.say,
         )
     if pace.asked_for:
         raise SettingsError("--tbt-ms and --profile are for the embedded engine, and --endpoint was given")

@@ -14,6 +14,7 @@ M = TypeVar("M", bound=LinearModel)
 Floats = NDArray[np.float64]
 ROBUST_ROUNDS = 2
 HUBER = 2.0  # times the median error: further off counts less
+FOLDS = 8  # parts of the samples, each predicted from the others
 SUMS = tuple(field.name for field in fields(Batch))
 
 
@@ -70,6 +71,15 @@ def fit(model: type[M], samples: Samples) -> M:
             break
         coefficients = non_negative(rows, np.sqrt(np.minimum(1, typical / np.maximum(off, typical))))
     return model.of(*coefficients)
+
+
+def cross_predictions(kind: type[LinearModel], samples: Samples) -> Floats:
+    """What models of this kind say of each sample, each fitted without the fold that the sample is in; (n,)."""
+    predicted = np.zeros(len(samples))
+    for fold in range(FOLDS):
+        inside = np.arange(len(samples)) % FOLDS == fold
+        predicted[inside] = samples.of_rows(inside).predictions(fit(kind, samples.of_rows(~inside)))
+    return predicted
 
 
 def non_negative(rows: Floats, weights: Floats) -> Floats:

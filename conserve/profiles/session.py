@@ -6,16 +6,13 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from conserve.errors import ProfilingFailed
 from conserve.profiles.batch import Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel, Residual, quantile_margin
-from conserve.profiles.fit import Floats, Samples, errors, fit
+from conserve.profiles.fit import Samples, cross_predictions, errors, fit
 from conserve.profiles.forecast import SHORT_MS, SHORT_REPEATS
 from conserve.profiles.itinerary import Itinerary, Stretch
-from conserve.profiles.model import LinearModel
 from conserve.profiles.points import FITTED, Limits, Point
 from conserve.profiles.profile import (
     MODELS,
@@ -34,7 +31,6 @@ RESERVE_S = 8.0  # kept for copies, safepoints and the fit
 COPY_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 OVERRUN_SHARE = 0.01
 LEAST_HELD_OUT = 20  # batches that judge models which were not fitted to them
-FOLDS = 8  # where there are fewer: parts of the batches, each predicted from the others
 
 
 class Rig(Protocol):
@@ -157,15 +153,6 @@ def fit_models(
             residuals=[Residual(round(r.predicted_ms, 3), round(r.ratio, 4)) for r in flat],
         )
     return models
-
-
-def cross_predictions(kind: type[LinearModel], samples: Samples) -> Floats:
-    """What models of this kind say of each sample, each fitted without the fold that the sample is in; (n,)."""
-    predicted = np.zeros(len(samples))
-    for fold in range(FOLDS):
-        inside = np.arange(len(samples)) % FOLDS == fold
-        predicted[inside] = samples.of_rows(inside).predictions(fit(kind, samples.of_rows(~inside)))
-    return predicted
 
 
 def overruns(one: Sequence[Sequence[Residual]], other: Sequence[Sequence[Residual]]) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
+log = logging.getLogger(__name__)
 ROWS_PER_SLOT = 2  # calls in flight per sequence the engine batches, so that a freed slot never waits for us
 
 
@@ -45,7 +47,8 @@ class EmbeddedEndpoint:
     """One model on vLLM's AsyncLLM, unmodified, in this process and two of its children.
 
     `model` is a folder, a hub id or "smollm2-demo"; `engine_flags` are vLLM's own and override our defaults;
-    with `pacing`, iterations are predicted by a latency profile and held under a time.
+    with `pacing`, iterations are predicted by a latency profile and held under a time; `say` tells the user
+    why the start takes longer.
     Where the engine dies, calls in flight raise `EngineDied` and the next one starts it again.
     """
 
@@ -56,8 +59,10 @@ class EmbeddedEndpoint:
         engine_flags: Sequence[str] = (),
         cache_dir: Path,
         pacing: Pacing | None = None,
+        say: Callable[[str], None] = log.info,
     ) -> None:
         self._model = model
+        self._say = say
         self._pacing = pacing
         self._engine_flags = tuple(engine_flags)
         self._cache_dir = cache_dir
@@ -138,7 +143,7 @@ class EmbeddedEndpoint:
         try:
             require_engine()
             path = await asyncio.to_thread(resolve_model, self._model, self._cache_dir)
-            return await _Engine.start(self._model, path, self._engine_flags, self._pacing)
+            return await _Engine.start(self._model, path, self._engine_flags, self._pacing, self._say)
         except (ConserveError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -153,7 +158,9 @@ class _Engine:
         self.serving = serving
 
     @classmethod
-    async def start(cls, name: str, path: str, flags: Sequence[str], pacing: Pacing | None) -> _Engine:
+    async def start(
+        cls, name: str, path: str, flags: Sequence[str], pacing: Pacing | None, say: Callable[[str], None]
+    ) -> _Engine:
         prepare_environment(offline=Path(path).exists())
         quiet_warnings()
         arguments = await asyncio.to_thread(parse_flags, path, flags)
@@ -167,7 +174,7 @@ class _Engine:
             if "generate" not in await llm.get_supported_tasks():
                 raise EndpointUnusable(f"{name} does not generate text; name a model that does")
             if pacing is not None and pacing.profile == AUTO:
-                await warm_up(llm)
+                await warm_up(llm, say=say)
             return cls(launch, Serving(llm, name))
         except BaseException:
             await launch.stop()

@@ -189,9 +189,11 @@ class Surface:
         section = config.additional_config.get(SECTION, {})
         if section.get("model", "") is None or section.get("profile") == "auto":
             log.info("learning how long iterations take")
-            await warm_up(engine_client)
-            # The first request of somebody else ends the warm-up; be that somebody.
-            await scheduler_says(engine_client, {})
+            await warm_up(engine_client, say=log.warning)
+            # A request from outside would end the warm-up; so does this question.
+            said = await scheduler_says(engine_client, {})
+            if said is not None and said["alone"] is None:
+                log.warning("the warm-up taught too little; the first requests go on with it")
         if config.kv_transfer_config is not None:
             await engine_client.engine_core.call_utility_async("conserve_spill", "take_in")
 

@@ -1,4 +1,4 @@
-"""A latency model from a warm-up: random requests that the engine serves before anybody else's.
+"""A latency model from a warm-up: random requests that the engine serves before all others.
 
 It is rougher than a profile (contexts only as long as the prompts, seconds instead of minutes), and its
 margin says so: few residuals make `quantile_margin` step beyond the largest of them.
@@ -10,12 +10,15 @@ import asyncio
 import math
 import random
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from conserve.profiles.batch import Batch
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel, Residual
-from conserve.profiles.fit import Samples, fit
+from conserve.profiles.fit import Samples, cross_predictions, fit, non_negative
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -23,7 +26,14 @@ if TYPE_CHECKING:
 PREFIX = "conserve-warm-up-"
 WARM_UP_S = 12.0
 LONGEST_PROMPT = 3000
+MOST_TOGETHER = 32
 LEAST_SAMPLES = 4 * len(ConServeModel.terms)
+LEAST_PREFILLS = 2 * len(ConServeModel.terms)  # of these, iterations with a prompt in them
+FIRST_TOKENS = 16  # prompt tokens of the first group
+GROWTH = 4  # times as many tokens in a group as in any before, at most
+GROUP_SHARE = 0.2  # of the time, for the largest group
+FLOOR_TOKENS = 256  # prompt tokens of the largest group on an engine of any speed
+ANSWER = (4, 12)  # tokens; fewer where a decode step takes long
 
 
 def is_warm_up(request_id: str) -> bool:
@@ -37,37 +47,149 @@ class WarmUp:
     def __init__(self) -> None:
         self._batches: list[Batch] = []
         self._ms: list[float] = []
+        self._prefills = 0
 
     def add(self, batch: Batch, ms: float) -> None:
         """Keep an iteration."""
         self._batches.append(batch)
         self._ms.append(ms)
+        self._prefills += batch.prefills > 0
 
     def fitted(self) -> CorrectedModel | None:
-        """The model that fits them, with their residuals; None while they are too few."""
-        if len(self._ms) < LEAST_SAMPLES:
+        """The model that fits them, with residuals of batches it did not know; None while they are too few.
+
+        Whatever requests come next, their iterations are added until there are enough.
+        """
+        if len(self._ms) < LEAST_SAMPLES or self._prefills < LEAST_PREFILLS:
             return None
         samples = Samples.of(self._batches, self._ms)
-        model = fit(ConServeModel, samples)
-        predicted = samples.predictions(model)
-        return CorrectedModel(model, map(Residual, predicted.tolist(), (samples.ms / predicted).tolist()))
+        predicted = cross_predictions(ConServeModel, samples)
+        residuals = map(Residual, predicted.tolist(), (samples.ms / predicted).tolist())
+        return CorrectedModel(fit(ConServeModel, samples), residuals)
 
 
-async def warm_up(llm: AsyncLLM, *, seconds: float = WARM_UP_S) -> None:
-    """Have the engine serve random requests, a few at a time, of all sizes."""
-    dice = random.Random(0)
-    longest = min(LONGEST_PROMPT, llm.model_config.max_model_len - 64)
-    most = llm.vllm_config.scheduler_config.max_num_seqs
-    ends_at = time.monotonic() + seconds
+class Group(NamedTuple):
+    """Requests that are served together: the tokens of each prompt and of each answer."""
+
+    prompts: tuple[int, ...]
+    answers: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(self.prompts)
+
+    @property
+    def iterations(self) -> int:
+        """Iterations that it takes at least."""
+        return max(self.answers)
+
+
+class Growth:
+    """Random groups of requests, small ones first, the size of later ones by what earlier ones took."""
+
+    def __init__(self, *, seconds: float, longest: int, most: int, engines: int = 1) -> None:
+        """`longest` prompt in tokens, `most` requests at once; `engines` share the requests."""
+        self._dice = random.Random(0)
+        self._seconds, self._longest, self._most, self._engines = seconds, longest, most, engines
+        self._served: list[tuple[Group, float]] = []
+
+    @property
+    def missing(self) -> int:
+        """Groups to go until every engine has seen enough for a model, if they are like the last ones."""
+        if not self._served:
+            return LEAST_PREFILLS * self._engines
+        iterations = sum(group.iterations for group, _ in self._served)
+        each = iterations / len(self._served)
+        by_iterations = (LEAST_SAMPLES * self._engines - iterations) / each
+        return max(0, LEAST_PREFILLS * self._engines - len(self._served), math.ceil(by_iterations))
+
+    @property
+    def left_s(self) -> float:
+        """What the missing groups take, by the later half of those served: the first ones are smaller."""
+        later = [seconds for _, seconds in self._served[len(self._served) // 2 :]]
+        return self.missing * sum(later) / max(1, len(later))
+
+    def served(self, group: Group, seconds: float) -> None:
+        """Learn from what a group took."""
+        self._served.append((group, seconds))
+
+    def next(self) -> Group:
+        """A group whose size is random up to what is affordable."""
+        tokens, answer = self._affordable()
+        dice, low = self._dice, min(ANSWER[0], answer)
+        together = min(
+            self._most, int(math.exp(dice.uniform(0, math.log(MOST_TOGETHER)))), max(1, tokens // 8)
+        )
+        longest = max(9.0, tokens / together)
+        prompts = [int(math.exp(dice.uniform(math.log(8), math.log(longest)))) for _ in range(together)]
+        if together == 1 and self._largest < tokens:
+            prompts = [tokens]
+        return Group(tuple(prompts), tuple(dice.randint(low, answer) for _ in prompts))
+
+    @property
+    def _largest(self) -> int:
+        return max((group.tokens for group, _ in self._served), default=0)
+
+    def _affordable(self) -> tuple[int, int]:
+        """The most tokens of a group's prompts and of an answer, each for half of a group's share of the time."""
+        if not self._served:
+            return min(FIRST_TOKENS, self._longest), 2
+        took = np.array([seconds for _, seconds in self._served])
+        work = np.array([(group.iterations, group.tokens) for group, _ in self._served], dtype=np.float64)
+        step_s, token_s = non_negative(work / took[:, None], np.ones(len(took)))
+        half_s = self._seconds * GROUP_SHARE / 2
+        by_time = half_s / token_s if token_s > 0 else math.inf
+        tokens = min(self._longest, GROWTH * self._largest, max(FLOOR_TOKENS, by_time))
+        answer = half_s / step_s if step_s > 0 else math.inf
+        return int(tokens), int(max(2, min(ANSWER[1], answer)))
+
+
+async def grow(
+    growth: Growth,
+    serve: Callable[[Group], Awaitable[None]],
+    *,
+    seconds: float,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Serve groups for so long, and longer, with a sentence, until there is enough for a model."""
+    begun, said = clock(), False
+    while (now := clock()) - begun < seconds or growth.missing:
+        if now - begun >= seconds and not said:
+            said = True
+            say(
+                f"this engine is slow: {seconds:.0f} s are too little to learn how long iterations take; "
+                f"about {max(1.0, growth.left_s):.0f} s more (conserve profile measures it once for all starts)"
+            )
+        group = growth.next()
+        await serve(group)
+        growth.served(group, clock() - now)
+
+
+async def warm_up(llm: AsyncLLM, *, say: Callable[[str], None], seconds: float = WARM_UP_S) -> None:
+    """Have the engine serve random requests, a few at a time, of all sizes that it is fast enough for."""
+    dice, config = random.Random(0), llm.vllm_config
+    growth = Growth(
+        seconds=seconds,
+        longest=min(LONGEST_PROMPT, llm.model_config.max_model_len - 64),
+        most=config.scheduler_config.max_num_seqs,
+        engines=config.parallel_config.data_parallel_size,
+    )
     number = 0
-    while time.monotonic() < ends_at:
-        together = min(most, int(math.exp(dice.uniform(0, math.log(32)))))
-        requests = []
-        for _ in range(together):
-            number += 1
-            length = int(math.exp(dice.uniform(math.log(8), math.log(max(9, longest / together)))))
-            requests.append(_request(llm, f"{PREFIX}{number}", length, dice.randint(4, 12), dice))
-        await asyncio.gather(*requests)
+
+    async def serve(group: Group) -> None:
+        nonlocal number
+        names = [f"{PREFIX}{number + place}" for place in range(len(group.prompts))]
+        number += len(names)
+        await asyncio.gather(
+            *(
+                _request(llm, name, length, answer, dice)
+                for name, length, answer in zip(names, *group, strict=True)
+            )
+        )
+
+    await grow(growth, serve, seconds=seconds, say=say)
 
 
 async def _request(llm: AsyncLLM, name: str, length: int, max_tokens: int, dice: random.Random) -> None:
