@@ -5,9 +5,14 @@ import sys
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    from conserve.cli.app import main as run
+    from conserve.cli.shortcuts import answered
 
-    sys.exit(run())
+    code = answered(sys.argv[1:])
+    if code is None:
+        from conserve.cli.app import main as run
+
+        code = run()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The command line: its commands, and how errors leave it."""
 
-import sys
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -8,6 +8,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from conserve import __version__
 from conserve.cli import exits, output
+from conserve.cli.commands import COMMANDS, OPTIONS, SUMMARY, overview
 from conserve.cli.context import Context
 from conserve.errors import ConserveError
 
@@ -30,10 +31,28 @@ class Command(TyperCommand):
     format_help = example_first
 
 
+PASSING_ON = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True}
+SETTINGS = {"serve": PASSING_ON, "bench": PASSING_ON}  # what stands behind MODEL goes to vLLM
+
+
 class Group(TyperGroup):
-    """The program itself; commands in the order in which one needs them."""
+    """Commands in the order in which one needs them."""
 
     format_help = example_first
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+
+class Program(Group):
+    """The program itself; a command's module is imported when the command is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = Loaded()  # type: ignore[assignment]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(overview())
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -41,8 +60,34 @@ class Group(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(exits.INTERRUPTED) from None
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.commands)
+
+class Loaded(Mapping[str, Any]):
+    """Command by name, made when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        entry = COMMANDS[name]
+        module = entry.load()
+        if name == "profile":
+            return measuring(module, entry.summary)
+        example = getattr(module, "EXAMPLES", {}).get(name) or module.EXAMPLE
+        alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+        alone.command(
+            name,
+            cls=Command,
+            epilog=example,
+            short_help=entry.summary,
+            context_settings=SETTINGS.get(name),
+        )(getattr(module, name))
+        return typer.main.get_command(alone)
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
 
 
 class MeasuringGroup(Group):
@@ -54,18 +99,29 @@ class MeasuringGroup(Group):
         return super().parse_args(ctx, args)
 
 
+def measuring(module: Any, summary: str) -> Any:
+    """`conserve profile`, a group of its own."""
+    profiles = typer.Typer(
+        name="profile",
+        cls=MeasuringGroup,
+        help=f"{summary[:-1]}; `profile MODEL` measures.",
+        short_help=summary,
+        epilog=module.EXAMPLE,
+        rich_markup_mode=None,
+        add_completion=False,
+    )
+    profiles.command("measure", cls=Command, epilog=module.EXAMPLE)(module.measure)
+    profiles.command("show", cls=Command, epilog=module.SHOW_EXAMPLE)(module.show)
+    return typer.main.get_command(profiles)
+
+
 app = typer.Typer(
     name="conserve",
-    cls=Group,
+    cls=Program,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="""
-    conserve submit data.parquet --prompt "Summarize: {{ text }}" --max-tokens 128
-    conserve run
-    conserve results last -o answers.parquet
-    """,
 )
 
 
@@ -76,68 +132,16 @@ def show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(help=SUMMARY)
 def program(
     ctx: typer.Context,
-    home: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder of the store, instead of CONSERVE_HOME.")
-    ] = None,
+    home: Annotated[str | None, typer.Option(metavar="DIR", help=OPTIONS["--home DIR"])] = None,
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit."),
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help=OPTIONS["--version"])
     ] = False,
 ) -> None:
-    """Run batch LLM work from a durable queue; no row is lost or answered twice."""
+    """Keep the program's own flags for the command."""
     ctx.obj = Context(home=home)
-
-
-def command(name: str, example: str, **settings: Any) -> Any:
-    """Register a command with the example that its help begins with."""
-    return app.command(name, cls=Command, epilog=example, **settings)
-
-
-def register() -> None:
-    """Attach every command, in the order of the help."""
-    from conserve.cli import (
-        bench,
-        control,
-        doctor,
-        harvest,
-        help,
-        jobs,
-        profile,
-        results,
-        run,
-        serve,
-        sql,
-        status,
-        submit,
-    )
-
-    command("submit", submit.EXAMPLE)(submit.submit)
-    command("run", run.EXAMPLE)(run.run)
-    passing_on = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True}
-    command("serve", serve.EXAMPLE, context_settings=passing_on)(serve.serve)
-    command("harvest", harvest.EXAMPLE)(harvest.harvest)
-    command("status", status.EXAMPLE)(status.status)
-    command("jobs", jobs.EXAMPLE)(jobs.jobs)
-    command("results", results.EXAMPLE)(results.results)
-    command("sql", sql.EXAMPLE)(sql.sql)
-    command("pause", "conserve pause gsm8k-k3f9")(control.pause)
-    command("resume", "conserve resume gsm8k-k3f9")(control.resume)
-    command("cancel", "conserve cancel gsm8k-k3f9")(control.cancel)
-    command("retry", "conserve retry gsm8k-k3f9 && conserve run")(control.retry)
-    profiles = typer.Typer(cls=MeasuringGroup, rich_markup_mode=None, epilog=profile.EXAMPLE)
-    profiles.command("measure", cls=Command, epilog=profile.EXAMPLE)(profile.measure)
-    profiles.command("show", cls=Command, epilog=profile.SHOW_EXAMPLE)(profile.show)
-    help_text = "Measure how long the engine's iterations take, and show it; `profile MODEL` measures."
-    app.add_typer(profiles, name="profile", help=help_text)
-    command("bench", bench.EXAMPLE, context_settings=passing_on)(bench.bench)
-    command("doctor", "conserve doctor")(doctor.doctor)
-    command("help", "conserve help submit")(help.help)
-
-
-register()
 
 
 def main() -> int:
@@ -147,6 +151,5 @@ def main() -> int:
     except SystemExit as leaving:  # how typer ends, with the code of the command or of a usage error
         return leaving.code if isinstance(leaving.code, int) else exits.DONE
     except ConserveError as error:
-        output.say(f"{output.coloured('conserve:', 'red', sys.stderr)} {error}")
-        return error.exit_code
+        return output.failed(error)
     return exits.DONE

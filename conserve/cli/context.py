@@ -4,23 +4,12 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from conserve.config import Settings, load
 
 if TYPE_CHECKING:
     from conserve.store.store import Store
-
-
-Utility = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SHARE",
-        help="Of several jobs' rows, choose so many for the prefix they share, the rest by age (0 to 1).",
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,13 @@ import typer
 from conserve.cli import output
 from conserve.cli.context import Context, job_ids
 
+EXAMPLES = {
+    "pause": "conserve pause gsm8k-k3f9",
+    "resume": "conserve resume gsm8k-k3f9",
+    "cancel": "conserve cancel gsm8k-k3f9",
+    "retry": "conserve retry gsm8k-k3f9 && conserve run",
+}
+
 Jobs = Annotated[
     list[str],
     typer.Argument(metavar="JOB...", help="Job ids, or beginnings of them.", autocompletion=job_ids),

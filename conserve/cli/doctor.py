@@ -18,6 +18,8 @@ from conserve.cli.context import Context
 from conserve.config import DEMO_MODEL, Settings, settings_files
 from conserve.errors import ConserveError
 
+EXAMPLE = "conserve doctor"
+
 EXAMPLE = """
 conserve doctor
 conserve doctor --json

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.context import Context, Utility, job_ids
+from conserve.cli.context import Context, job_ids
+from conserve.cli.options import Utility
 from conserve.cli.progress import Progress
 from conserve.cli.run import Pace, Times, make_endpoint, report, supervise, unfinished, unfinished_rows
 from conserve.config import DEMO_MODEL, Settings

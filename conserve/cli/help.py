@@ -7,6 +7,8 @@ import typer
 from conserve.cli import output
 from conserve.errors import UsageError
 
+EXAMPLE = "conserve help submit"
+
 
 def help(
     ctx: typer.Context,

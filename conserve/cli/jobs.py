@@ -7,7 +7,7 @@ import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.cli.status import document, table
+from conserve.cli.standing import document, table
 from conserve.store.readings import read_jobs
 
 EXAMPLE = """

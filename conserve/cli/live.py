@@ -1,8 +1,5 @@
 """What `conserve status` shows of the servers that run over this store."""
 
-import json
-import urllib.error
-import urllib.request
 from typing import Any
 
 from conserve.cli import output
@@ -19,6 +16,10 @@ def live(settings: Settings) -> list[dict[str, Any]]:
 
 def ask(server: Running, settings: Settings) -> dict[str, Any]:
     """Its `GET /v1/conserve`, through the standard library: status starts in a blink."""
+    import json
+    import urllib.error
+    import urllib.request
+
     headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     request = urllib.request.Request(f"{server.url}/v1/conserve", headers=headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -32,7 +33,7 @@ def ask(server: Running, settings: Settings) -> dict[str, Any]:
 
 def unanswered(error: Exception) -> str:
     """Why it said nothing."""
-    if isinstance(error, urllib.error.HTTPError) and error.code in (401, 403):
+    if getattr(error, "code", None) in (401, 403):  # an HTTPError's
         return "wants another key; set CONSERVE_API_KEY"
     return "does not answer (starting, or starting again)"
 

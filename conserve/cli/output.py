@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-import typer
+from conserve.errors import ConserveError
 
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 STATE_COLOURS = {
@@ -18,6 +18,15 @@ STATE_COLOURS = {
     "failed": "red",
     "cancelled": "magenta",
 }
+CODES = {
+    "red": 31,
+    "green": 32,
+    "yellow": 33,
+    "blue": 34,
+    "magenta": 35,
+    "cyan": 36,
+    "bright_black": 90,
+}  # of ANSI
 
 
 def colourful(stream: TextIO) -> bool:
@@ -28,6 +37,12 @@ def colourful(stream: TextIO) -> bool:
 def say(message: str) -> None:
     """A word to the user, on stderr."""
     print(message, file=sys.stderr, flush=True)
+
+
+def failed(error: ConserveError) -> int:
+    """Say what went wrong, on stderr; returns the exit code."""
+    say(f"{coloured('conserve:', 'red', sys.stderr)} {error}")
+    return error.exit_code
 
 
 def data(text: str) -> None:
@@ -47,7 +62,9 @@ def data_json(value: Any) -> None:
 
 def coloured(text: str, colour: str | None, stream: TextIO | None = None) -> str:
     """The text in a colour, where the stream shows colours."""
-    return typer.style(text, fg=colour) if colour and colourful(stream or sys.stdout) else text
+    if not colour or not colourful(stream or sys.stdout):
+        return text
+    return f"\x1b[{CODES[colour]}m{text}\x1b[0m"
 
 
 def state(name: str) -> str:

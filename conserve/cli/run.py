@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.context import Context, Utility, engine_flags, job_ids, split_flags
+from conserve.cli.context import Context, engine_flags, job_ids, split_flags
+from conserve.cli.options import Utility
 from conserve.cli.progress import Progress
 from conserve.config import DEMO_MODEL, Settings
 from conserve.errors import SettingsError

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.context import Context, Utility, engine_flags
+from conserve.cli.context import Context, engine_flags
+from conserve.cli.options import Utility
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS, HOST_BYTES, policy_named
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS

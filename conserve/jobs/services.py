@@ -6,11 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from conserve.config import Settings
-from conserve.jobs import owner as owners
-from conserve.profiles.whole import write_whole
 
 FOLDER = "serving"
 
@@ -26,8 +22,13 @@ class Running:
 @contextmanager
 def announce(settings: Settings, url: str) -> Iterator[None]:
     """Be found by `running` while this lasts."""
+    import msgspec
+
+    from conserve.jobs.owner import this_process
+    from conserve.profiles.whole import write_whole
+
     path = settings.home / FOLDER / f"{os.getpid()}.json"
-    write_whole(path, msgspec.json.encode(Running(url=url, owner=owners.this_process())))
+    write_whole(path, msgspec.json.encode(Running(url=url, owner=this_process())))
     try:
         yield
     finally:
@@ -36,10 +37,15 @@ def announce(settings: Settings, url: str) -> Iterator[None]:
 
 def running(settings: Settings) -> list[Running]:
     """The servers whose processes live; what others left behind is swept up."""
+    paths = sorted((settings.home / FOLDER).glob("[0-9]*.json"))
+    if not paths:  # the usual case: status imports nothing for it
+        return []
+    from conserve.jobs.owner import is_dead
+
     found = []
-    for path in sorted((settings.home / FOLDER).glob("[0-9]*.json")):
+    for path in paths:
         record = read(path)
-        if record is not None and not owners.is_dead(record.owner):
+        if record is not None and not is_dead(record.owner):
             found.append(record)
         else:
             path.unlink(missing_ok=True)
@@ -48,6 +54,8 @@ def running(settings: Settings) -> list[Running]:
 
 def read(path: Path) -> Running | None:
     """The record in a file, if it is one."""
+    import msgspec
+
     try:
         return msgspec.json.decode(path.read_bytes(), type=Running)
     except (OSError, msgspec.DecodeError):

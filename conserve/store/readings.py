@@ -4,7 +4,6 @@ Plain SQL, because these commands and shell completion must answer in an instant
 longer than all the rest, so an SQLite store is read through the standard library, other databases through it.
 """
 
-import difflib
 import json
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,6 +187,8 @@ def resolve(known: Sequence[str], wanted: str) -> str:
         return matches[0]
     if matches:
         raise JobNotFound(f"{wanted!r} could be {', '.join(matches)}; type more of it")
+    import difflib
+
     nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}?" if nearest else "run: conserve jobs"
     raise JobNotFound(f"there is no job {wanted!r}; {hint}")

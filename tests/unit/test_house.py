@@ -20,6 +20,8 @@ REPOSITORY = Path(__file__).parents[2]
 ENGINE = {"torch", "vllm", "transformers"}
 DATA = {"duckdb", "pyarrow", "sqlalchemy"}
 OTHERS = {"httpx", "jinja2", "rich"}
+SLOW = {"typer", "pydantic", "asyncio", "msgspec", "psutil", "platformdirs", "tomllib", "difflib", "numpy"}
+RUN = "from conserve.__main__ import main\ntry: main()\nexcept SystemExit: pass"
 
 
 def loaded_by(code: str) -> set[str]:
@@ -41,15 +43,19 @@ def loaded_by(code: str) -> set[str]:
         ("import conserve", ENGINE | DATA | OTHERS),
         ("import conserve.cli.app", ENGINE | DATA | OTHERS),
         (
-            "import sys; sys.argv[1:] = ['--help']; from conserve.cli.app import main; main()",
-            ENGINE | DATA | OTHERS,
+            f"import sys; sys.argv[1:] = ['--help']\n{RUN}",
+            ENGINE | DATA | OTHERS | SLOW | {"dataclasses", "pathlib", "json", "sqlite3"},
         ),
         (
-            "import sys; sys.argv[1:] = ['status']; from conserve.cli.app import main; main()",
-            ENGINE | DATA | OTHERS,
+            f"import sys; sys.argv[1:] = ['status']\n{RUN}",
+            ENGINE | DATA | OTHERS | SLOW | {"http", "ssl"},
         ),
         (
-            "import sys; sys.argv[1:] = ['doctor']; from conserve.cli.app import main; main()",
+            f"import sys; sys.argv[1:] = ['jobs']\n{RUN}",
+            ENGINE | DATA | OTHERS | {"msgspec", "psutil"},
+        ),
+        (
+            f"import sys; sys.argv[1:] = ['doctor']\n{RUN}",
             ENGINE | {"duckdb"},
         ),
         ("import conserve.engine.vllm.embedded", ENGINE | DATA),

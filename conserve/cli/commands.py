@@ -1,0 +1,69 @@
+"""The commands: the module of each, and its line in the program's help. Loads none of them."""
+
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+EXAMPLE = """
+conserve submit data.parquet --prompt "Summarize: {{ text }}" --max-tokens 128
+conserve run
+conserve results last -o answers.parquet
+"""
+SUMMARY = "Run batch LLM work from a durable queue; no row is lost or answered twice."
+OPTIONS = {
+    "--home DIR": "Folder of the store, instead of CONSERVE_HOME.",
+    "--version": "Show the version and exit.",
+    "--install-completion": "Install completion for the current shell.",
+    "--show-completion": "Print the completion script of the current shell.",
+    "-h, --help": "Show this message and exit.",
+}
+
+
+class Entry(NamedTuple):
+    """One command; the module has a function of the command's name, and the summary fits on a line of 80."""
+
+    module: str
+    summary: str
+
+    def load(self) -> ModuleType:
+        """Import the module."""
+        return import_module(f"conserve.cli.{self.module}")
+
+
+COMMANDS = {
+    "submit": Entry("submit", "Queue a file of prompts and print the job's id."),
+    "run": Entry("run", "Run queued rows until none is left."),
+    "serve": Entry("serve", "Serve a model like vllm serve, and run queued rows beside."),
+    "harvest": Entry("harvest", "Send queued rows to a server that serves live requests too."),
+    "status": Entry("status", "Show how far the jobs are, and how live requests fare."),
+    "jobs": Entry("jobs", "List all jobs, the newest first."),
+    "results": Entry("results", "Write the answers a job has so far, in input order."),
+    "sql": Entry("sql", "Query the views jobs, results and inputs with DuckDB."),
+    "pause": Entry("control", "Stop taking rows of a job."),
+    "resume": Entry("control", "Let a paused job go on, or a refused one try again."),
+    "cancel": Entry("control", "Stop a job for good; the results it has are kept."),
+    "retry": Entry("control", "Put the failed rows of a job back into the queue."),
+    "profile": Entry("profile", "Measure how long the engine's iterations take, and show it."),
+    "bench": Entry("bench", "Play live traffic under each policy in turn, and compare."),
+    "doctor": Entry("doctor", "Check the installation, the engine, the device and the store."),
+    "help": Entry("help", "Explain the program, or one command."),
+}
+
+
+def overview() -> str:
+    """The program's help; the example first, since that is what most people look for."""
+    example = "\n".join(f"  {line}" for line in EXAMPLE.strip().splitlines())
+    commands = {name: entry.summary for name, entry in COMMANDS.items()}
+    return (
+        f"Example:\n{example}\n\n"
+        "Usage: conserve [OPTIONS] COMMAND [ARGS]...\n\n"
+        f"  {SUMMARY}\n\n"
+        f"Options:\n{definitions(OPTIONS)}\n\n"
+        f"Commands:\n{definitions(commands)}\n"
+    )
+
+
+def definitions(terms: dict[str, str]) -> str:
+    """Terms and what they mean, in two columns."""
+    width = max(map(len, terms))
+    return "\n".join(f"  {term:<{width}}  {meaning}" for term, meaning in terms.items())

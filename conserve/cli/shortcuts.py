@@ -1,0 +1,73 @@
+"""Command lines that are answered without typer, whose import takes longer than all the rest of them.
+
+`--help`, `--version` and `status` in their plain spelling: what is spelled otherwise, or wrongly, is left to typer.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from conserve.cli import exits
+from conserve.errors import ConserveError
+
+COMPLETION = "_CONSERVE_COMPLETE"  # set by the shell that asks for completions
+
+
+class Asked(NamedTuple):
+    """A `conserve status` as it was typed."""
+
+    home: str | None
+    job: str | None
+    flags: frozenset[str]
+
+
+def answered(words: Sequence[str]) -> int | None:
+    """Answer a command line and return its exit code; None for one that typer is to read."""
+    if COMPLETION in os.environ:
+        return None
+    asked = status_asked(words)
+    if asked is None and (len(words) != 1 or words[0] not in ("--help", "-h", "help")):
+        return None
+    try:
+        return overview() if asked is None else status(asked)
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exits.FAILED
+
+
+def status_asked(words: Sequence[str]) -> Asked | None:
+    """What `[--home DIR] status [JOB] [--watch] [--json]` asks for; None for anything else."""
+    home = None
+    if len(words) > 2 and words[0] == "--home" and not words[1].startswith("-"):
+        home, words = words[1], words[2:]
+    if not words or words[0] != "status":
+        return None
+    flags = frozenset(word for word in words[1:] if word.startswith("-"))
+    jobs = [word for word in words[1:] if not word.startswith("-")]
+    if flags - {"--watch", "--json"} or len(jobs) > 1:
+        return None
+    return Asked(home, jobs[0] if jobs else None, flags)
+
+
+def overview() -> int:
+    """`conserve --help`; returns the exit code."""
+    from conserve.cli import commands
+
+    print(commands.overview(), end="", flush=True)
+    return exits.DONE
+
+
+def status(asked: Asked) -> int:
+    """`conserve status`; returns the exit code."""
+    from conserve.cli import output, standing
+    from conserve.config import load
+
+    question = standing.Question(asked.job, "--watch" in asked.flags, "--json" in asked.flags)
+    try:
+        standing.answer(load({"home": asked.home}), question)
+    except ConserveError as error:
+        return output.failed(error)
+    return exits.DONE

@@ -1,0 +1,182 @@
+"""How jobs and servers stand, as `conserve status` and `conserve jobs` print it. Loads no typer: see shortcuts."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from conserve.cli import live, output
+from conserve.config import Settings
+from conserve.store.readings import JobReading, read_jobs, resolve
+
+WATCH_S = 1.0
+TIMES = ("submitted_at", "started_at", "finished_at")
+
+
+class Question(NamedTuple):
+    """What a `conserve status` asks for."""
+
+    job: str | None = None
+    watch: bool = False
+    as_json: bool = False
+
+
+def answer(settings: Settings, question: Question) -> None:
+    """Print how the jobs stand, once or until the work is done and nothing serves."""
+    job, as_json = question.job, question.as_json
+    if not question.watch:
+        show(selected(settings, job), live.live(settings), job, as_json)
+        return
+    job = resolve([reading.id for reading in read_jobs(settings, now=time.time())], job) if job else None
+    repaint = Repaint(enabled=not as_json and output.colourful(sys.stdout))
+    while True:
+        seen, servers = selected(settings, job), live.live(settings)
+        repaint.before([*live.lines(servers), *lines(seen, job)] if not as_json else [])
+        show(seen, servers, job, as_json)
+        over = all(reading.state.final or reading.state == "paused" for reading in seen.readings)
+        if over and (job is not None or not servers):
+            return
+        time.sleep(WATCH_S)
+
+
+class Oldest(NamedTuple):
+    """The first row of a job's input that nobody works on, and how long it has waited."""
+
+    row_index: int
+    waited_s: float
+
+
+class Seen(NamedTuple):
+    """The jobs to show; `oldest` is looked for where one was asked for."""
+
+    readings: list[JobReading]
+    oldest: Oldest | None = None
+
+
+def selected(settings: Settings, job: str | None) -> Seen:
+    """The one job, or all that are not over; where all are over, the newest."""
+    now = time.time()
+    readings = read_jobs(settings, now=now)
+    if job is None:
+        return Seen([reading for reading in readings if not reading.state.final] or readings[-1:])
+    wanted = resolve([reading.id for reading in readings], job)
+    (reading,) = [reading for reading in readings if reading.id == wanted]
+    return Seen([reading], oldest(settings, reading, now))
+
+
+def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None:
+    """Which row of the job has waited for longest: all since it was submitted, so the first of the input."""
+    if not reading.waiting or reading.state.final:
+        return None
+    from conserve.jobs.request_file import first_waiting
+
+    row_index = first_waiting(settings, reading.id)
+    return None if row_index is None else Oldest(row_index, now - reading.submitted_at)
+
+
+def show(seen: Seen, servers: list[dict[str, Any]], job: str | None, as_json: bool) -> None:
+    """Print the servers and the readings."""
+    if as_json:
+        documents = [document(reading) for reading in seen.readings]
+        output.data_json({**documents[0], "oldest_waiting": waiting(seen.oldest)} if job else documents)
+    elif seen.readings or servers:
+        output.data("\n".join([*live.lines(servers), *lines(seen, job)]))
+    else:
+        output.say('no jobs yet; queue one with: conserve submit data.parquet --prompt "..."')
+
+
+def lines(seen: Seen, job: str | None) -> list[str]:
+    """The readings for people."""
+    return detail(seen.readings[0], seen.oldest) if job and seen.readings else table(seen.readings)
+
+
+def table(readings: Sequence[JobReading]) -> list[str]:
+    """One line a job."""
+    rows = [
+        [
+            reading.id,
+            output.state(reading.state),
+            f"{reading.done:,}/{reading.rows:,}",
+            percent(reading),
+            output.coloured(f"{reading.failed:,}", "red" if reading.failed else None),
+            f"{reading.running:,}",
+            output.moment(reading.submitted_at),
+        ]
+        for reading in readings
+    ]
+    return output.columns(
+        ("JOB", "STATE", "ROWS", "DONE", "FAILED", "RUNNING", "SUBMITTED"), rows, right=(2, 3, 4, 5)
+    )
+
+
+def detail(reading: JobReading, oldest: Oldest | None) -> list[str]:
+    """Everything about one job."""
+    pairs = [
+        ("job", reading.id),
+        ("state", output.state(reading.state) + (f" ({reading.error})" if reading.error else "")),
+        (
+            "rows",
+            f"{reading.done:,} of {reading.rows:,} done ({percent(reading)}), {reading.failed:,} failed",
+        ),
+        (
+            "left",
+            f"{reading.waiting:,} waiting, {reading.running:,} running, {reading.retries:,} retries so far",
+        ),
+        ("oldest", waited(oldest)),
+        ("order", reading.row_order),
+        ("tokens", tokens(reading)),
+        ("submitted", output.moment(reading.submitted_at)),
+        ("started", output.moment(reading.started_at)),
+        ("finished", output.moment(reading.finished_at)),
+    ]
+    if reading.failed:
+        pairs.append(("failed rows", f"conserve retry {reading.id}"))
+    return [f"{output.coloured(f'{name:<11}', 'bright_black')} {value}" for name, value in pairs]
+
+
+def tokens(reading: JobReading) -> str:
+    """Token counts in words."""
+    share = "" if reading.hit_rate is None else f", {100 * reading.hit_rate:.1f} %"
+    parts = [f"{reading.prompt_tokens:,} prompt ({reading.cached_tokens:,} cached{share})"]
+    parts.append(
+        f"{reading.completion_tokens:,} completion ({reading.resumed_tokens:,} resumed after a stop)"
+    )
+    return ", ".join(parts)
+
+
+def waited(oldest: Oldest | None) -> str:
+    """The row that has waited for longest, in words."""
+    if oldest is None:
+        return "-"
+    return f"row {oldest.row_index:,} of the input has waited for {output.duration(oldest.waited_s)}"
+
+
+def waiting(oldest: Oldest | None) -> dict[str, Any] | None:
+    """The same for JSON."""
+    return None if oldest is None else oldest._asdict()
+
+
+def percent(reading: JobReading) -> str:
+    """How much is done; 100 % only when all is."""
+    return f"{100 * reading.done // reading.rows} %" if reading.rows else "-"
+
+
+def document(reading: JobReading) -> dict[str, Any]:
+    """A reading for JSON (docs/scripting.md)."""
+    fields = dataclasses.asdict(reading)
+    return {**fields, **{name: output.iso(fields[name]) for name in TIMES}, "hit_rate": reading.hit_rate}
+
+
+class Repaint:
+    """Writes each picture over the last one, on a terminal."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._height = 0
+
+    def before(self, picture: Sequence[str]) -> None:
+        """Make room for the next picture where the last one stands."""
+        if self._enabled and self._height:
+            sys.stdout.write(f"\x1b[{self._height}F\x1b[J")
+        self._height = len(picture)
