@@ -122,7 +122,8 @@ def work(
         say=output.say,
     )
     begun = time.monotonic()
-    interrupted = asyncio.run(supervise(harvester, lambda: show(harvester, settings, only)))
+    lines = until_empty or output.colourful(sys.stderr)
+    interrupted = asyncio.run(supervise(harvester, lambda: show(harvester, settings, only, lines=lines)))
     ready_at = harvester.ready_at or time.monotonic()
     work_s = max(0.0, (harvester.ended_at or time.monotonic()) - ready_at)
     times = Times(start_s=ready_at - begun, work_s=work_s)
@@ -141,12 +142,15 @@ def server(settings: Settings, window: int | None) -> "Endpoint":
     return HttpEndpoint(address, api_key=settings.api_key, model=model, most_rows=window, considerate=True)
 
 
-async def show(harvester: "Harvester", settings: Settings, only: list[str] | None) -> None:
-    """Say what the server is; then a bar on a terminal, and elsewhere a line when a job begins or ends."""
-    if not output.colourful(sys.stderr):
+async def show(harvester: "Harvester", settings: Settings, only: list[str] | None, *, lines: bool) -> None:
+    """Say what the server is; then the progress of a run, or just a line when a job begins or ends.
+
+    Off a terminal the latter is for a harvester that follows the queue: for days, and idle for most of them.
+    """
+    if not lines:
         await Announcer(harvester, settings).announce()
-    bar = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr)
-    await asyncio.gather(bar.show(), Announcer(harvester, settings, jobs=False).announce())
+    progress = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr)
+    await asyncio.gather(progress.show(), Announcer(harvester, settings, jobs=False).announce())
 
 
 class Announcer:

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a run: a bar on a terminal; elsewhere a line when something else is done, and every 30 s."""
 
 import asyncio
 import time
@@ -6,20 +6,47 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from conserve.cli import output
+from conserve.config import Settings
 
 if TYPE_CHECKING:
+    from conserve.jobs.forecast import Left, Seen
     from conserve.jobs.harvest import Harvester, Tally
 
 BAR_S = 0.25
-LINE_S = 10.0
+LOOK_S = 0.5  # how soon a line says that something else is done
+LINE_S = 30.0
+
+
+def first_step(settings: Settings) -> str:
+    """What a run does first, as its endpoint will call it; said before anything slow is imported."""
+    address = settings.endpoint
+    if address is None:
+        return f"starting {settings.model}: importing vLLM"
+    if address.startswith("fake:"):
+        return "starting the fake endpoint"
+    return f"asking {address.rstrip('/').removesuffix('/v1')} what it serves"
 
 
 class Progress:
-    """Shows a harvester's tally until it is cancelled."""
+    """Shows how far a harvester is until it is cancelled; `said` is the step that the user knows of."""
 
-    def __init__(self, harvester: "Harvester", rows_left: Callable[[], int], stream: TextIO) -> None:
-        self._harvester, self._rows_left, self._stream = harvester, rows_left, stream
-        self._begun = time.monotonic()
+    def __init__(
+        self,
+        harvester: "Harvester",
+        rows_left: Callable[[], int],
+        stream: TextIO,
+        *,
+        said: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from conserve.jobs.forecast import Rate
+
+        self._harvester, self._rows_left, self._stream, self._clock = harvester, rows_left, stream, clock
+        self._begun = clock()
+        self._rate = Rate()
+        self._per_s = 0.0
+        self._key: object = said
+        self._line_at = self._begun + LINE_S
 
     @property
     def _tally(self) -> "Tally":
@@ -29,27 +56,43 @@ class Progress:
         """Keep showing; ends by cancellation."""
         if output.colourful(self._stream):
             await self._bar()
-        else:
-            await self._lines()
-
-    async def _lines(self) -> None:
         while True:
-            await asyncio.sleep(LINE_S if self._harvester.ready_at else LINE_S / 2)
-            if self._harvester.ready_at is None:
-                output.say(f"starting the engine ({time.monotonic() - self._begun:.0f} s)")
-                continue
-            done, left = self._tally.done, self._rows_left()
-            output.say(f"{done:,}/{done + left:,} rows, {self._rate()}{self._trouble()}")
+            line = self.line()
+            if line is not None:
+                output.say(line)
+            await asyncio.sleep(LOOK_S)
+
+    def line(self) -> str | None:
+        """The line that is due now, if one is: something else is done than at the last line, or 30 s are over."""
+        now = self._clock()
+        step = self._harvester.doing
+        working = step is None and (self._tally.in_flight or self._tally.done)
+        if step is None:
+            self._per_s = self._rate.look(now, self._harvester.seen(0).tokens)
+        key = step or ((self._tally.waiting_for is not None) if working else self._key)
+        if key == self._key and now < self._line_at:
+            return None
+        self._key, self._line_at = key, now + LINE_S
+        if step is not None:
+            return f"{step} ({now - self._begun:.0f} s)"
+        done, rows_left = self._tally.done, self._rows_left()
+        return f"{done:,}/{done + rows_left:,} rows, {self._pace(self._harvester.seen(rows_left))}"
+
+    def _pace(self, seen: "Seen") -> str:
+        """Tokens a second, rows in flight, time left, and what is wrong, if so."""
+        from conserve.jobs.forecast import left
+
+        per_s = self._per_s
+        parts = [] if seen.rows_done or not seen.rows_in_flight else [first_wave(seen)]
+        parts += [f"{per_s:,.0f} tokens/s"] if per_s else []
+        parts += [f"{seen.rows_in_flight:,} running"] if seen.rows_done or not parts else []
+        parts += [time_left(forecast)] if (forecast := left(seen, per_s)) else []
+        parts += [f"{self._tally.failed:,} failed"] if self._tally.failed else []
+        return ", ".join(parts) + (f" ({self._tally.waiting_for})" if self._tally.waiting_for else "")
 
     async def _bar(self) -> None:
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            SpinnerColumn,
-            TaskProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn
         from rich.progress import Progress as Bar
 
         columns = (
@@ -57,27 +100,39 @@ class Progress:
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
             TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[pace]}"),
         )
         with Bar(*columns, console=Console(file=self._stream), transient=True) as bar:
-            shown = bar.add_task("starting the engine", total=None, rate="")
+            shown = bar.add_task(self._harvester.doing or "", total=None, pace="")
             while True:
+                if (step := self._harvester.doing) is not None:
+                    bar.update(shown, description=step, total=None, pace="")
+                else:
+                    done, rows_left = self._tally.done, self._rows_left()
+                    total, seen = done + rows_left, self._harvester.seen(rows_left)
+                    self._per_s = self._rate.look(self._clock(), seen.tokens)
+                    pace = self._pace(seen)
+                    title = f"{done:,}/{total:,} rows"
+                    bar.update(shown, description=title, completed=done, total=total, pace=pace)
                 await asyncio.sleep(BAR_S)
-                if self._harvester.ready_at is not None:
-                    done, left = self._tally.done, self._rows_left()
-                    title = f"{done:,}/{done + left:,} rows"
-                    rate = self._rate() + self._trouble()
-                    bar.update(shown, description=title, completed=done, total=done + left, rate=rate)
 
-    def _rate(self) -> str:
-        """Tokens a second since the endpoint was ready, and rows in flight."""
-        tokens = self._tally.prompt_tokens + self._tally.completion_tokens
-        elapsed_s = time.monotonic() - (self._harvester.ready_at or time.monotonic())
-        speed = f"{tokens / elapsed_s:,.0f} tokens/s, " if elapsed_s > 1 else ""
-        return f"{speed}{self._tally.in_flight} running"
 
-    def _trouble(self) -> str:
-        """Failures, and why nothing moves, if so."""
-        failed = f", {self._tally.failed:,} failed" if self._tally.failed else ""
-        return failed + (f" ({self._tally.waiting_for})" if self._tally.waiting_for else "")
+def first_wave(seen: "Seen") -> str:
+    """What there is to see before a row has been answered."""
+    return f"first wave of {seen.rows_in_flight:,}: {output.count(seen.tokens_in_flight, 'token')} so far"
+
+
+def time_left(forecast: "Left") -> str:
+    """`about 4 min left`; `at most about 4 min left` where answers may end early."""
+    return f"{'at most ' if forecast.at_most else ''}about {rounded(forecast.seconds)} left"
+
+
+def rounded(seconds: float) -> str:
+    """A duration that claims no more than is known: `20 s`, `4 min`, `2 h 10 min`."""
+    if seconds < 55:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{max(1, minutes)} min"
+    tens = round(minutes / 10)
+    return f"{tens // 6} h" + (f" {tens % 6 * 10} min" if tens % 6 else "")

@@ -16,10 +16,10 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.context import Context, engine_flags, job_ids, split_flags
 from conserve.cli.options import Utility
-from conserve.cli.progress import Progress
+from conserve.cli.progress import Progress, first_step
 from conserve.config import DEMO_MODEL, Settings
 from conserve.errors import SettingsError
-from conserve.store.readings import JobReading, read_jobs
+from conserve.store.readings import JobReading, read_jobs, resolve
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint
@@ -111,18 +111,18 @@ def run(
 
 def drain(settings: Settings, jobs: list[str], flags: list[str], pace: Pace, *, as_json: bool) -> int:
     """Run the harvester to the end and report; returns the exit code."""
+    known = [reading.id for reading in read_jobs(settings, now=time.time())] if jobs else []
+    only = [resolve(known, job) for job in jobs] or None
+    if not unfinished(settings, only):
+        output.say("nothing to run; queue a job with: conserve submit")
+        return exits.DONE
+    check_endpoint(settings, flags, pace)
+    said = begin(settings)
     from conserve.jobs.harvest import Harvester
-    from conserve.store import catalog
     from conserve.store.store import Store
 
     store = Store.open(settings)
     try:
-        with store.read() as tx:
-            only = [catalog.get(tx, job).id for job in jobs] if jobs else None
-        before = unfinished(settings, only)
-        if not before:
-            output.say("nothing to run; queue a job with: conserve submit")
-            return exits.DONE
         endpoint = make_endpoint(settings, flags, pace)
         harvester = Harvester(
             store,
@@ -133,7 +133,7 @@ def drain(settings: Settings, jobs: list[str], flags: list[str], pace: Pace, *, 
             utility=settings.utility,
         )
         begun = time.monotonic()
-        progress = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr)
+        progress = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr, said=said)
         interrupted = asyncio.run(supervise(harvester, progress.show))
         ready_at = harvester.ready_at or time.monotonic()
         ended_at = harvester.ended_at or time.monotonic()
@@ -141,6 +141,15 @@ def drain(settings: Settings, jobs: list[str], flags: list[str], pace: Pace, *, 
         return report(harvester.tally, settings, interrupted, times, as_json=as_json)
     finally:
         store.close()
+
+
+def begin(settings: Settings) -> str | None:
+    """Say what comes first, before slow imports; on a terminal the bar says it. Returns what was said."""
+    if output.colourful(sys.stderr):
+        return None
+    step = first_step(settings)
+    output.say(step)
+    return step
 
 
 def unfinished(settings: Settings, only: list[str] | None) -> list[JobReading]:
@@ -164,11 +173,25 @@ def make_pacing(settings: Settings, flags: list[str], pace: Pace) -> "Pacing":
     )
 
 
-def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint":
-    """The fake, an HTTP server or the embedded engine, as the settings say."""
+def check_endpoint(settings: Settings, flags: list[str], pace: Pace) -> None:
+    """Raise `SettingsError` for an address, or for flags beside it, that no endpoint can be made from."""
     address = settings.endpoint
     if pace.tbt_ms is not None and not 0 < pace.tbt_ms < float("inf"):
         raise SettingsError(f"--tbt-ms {pace.tbt_ms:g} leaves no time for an iteration; give milliseconds")
+    if address is None:
+        return
+    if pace.asked_for:
+        raise SettingsError("--tbt-ms and --profile are for the embedded engine, and --endpoint was given")
+    if flags:
+        raise SettingsError("flags for vLLM go to the embedded engine, and --endpoint was given")
+    if not address.startswith(("fake:", "http://", "https://")):
+        raise SettingsError(f"--endpoint takes an http:// or https:// address, not {address!r}")
+
+
+def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint":
+    """The fake, an HTTP server or the embedded engine, as the settings say."""
+    check_endpoint(settings, flags, pace)
+    address = settings.endpoint
     if address is None:
         from conserve.engine.vllm.embedded import EmbeddedEndpoint
 
@@ -179,16 +202,10 @@ def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint
             pacing=make_pacing(settings, flags, pace) if pace.asked_for else None,
             say=output.say,
         )
-    if pace.asked_for:
-        raise SettingsError("--tbt-ms and --profile are for the embedded engine, and --endpoint was given")
-    if flags:
-        raise SettingsError("flags for vLLM go to the embedded engine, and --endpoint was given")
     if address.startswith("fake:"):
         from conserve.endpoints.fake import FakeEndpoint, Script
 
         return FakeEndpoint(Script.from_url(address))
-    if not address.startswith(("http://", "https://")):
-        raise SettingsError(f"--endpoint takes an http:// or https:// address, not {address!r}")
     from conserve.endpoints.http import HttpEndpoint
 
     model = None if settings.model == DEMO_MODEL else settings.model

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from conserve.endpoints.protocol import Call, Choice, Completion, OnTokens
+from conserve.endpoints.protocol import Call, Choice, Completion, InFlight, OnTokens
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
@@ -30,6 +30,7 @@ WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath",
 class Script:
     """How the fake behaves. A request whose text contains a trigger word misbehaves, every time."""
 
+    start_ms: float = 0.0  # until it is ready
     request_ms: float = 0.0  # before the first token
     token_ms: float = 0.0  # between tokens
     tokens: int = 8  # per answer, unless the request says max_tokens
@@ -66,6 +67,8 @@ class FakeEndpoint:
         self.deaths = 0
         self._excused: set[str] = set()
         self._in_flight: set[asyncio.Future[None]] = set()
+        self.doing: str | None = "starting the fake endpoint"
+        self.in_flight = InFlight(0, 0)
 
     @property
     def identity(self) -> str:
@@ -76,7 +79,8 @@ class FakeEndpoint:
         return self.script.capacity
 
     async def start(self) -> None:
-        pass
+        await asyncio.sleep(self.script.start_ms / 1e3)
+        self.doing = None
 
     async def close(self) -> None:
         pass
@@ -121,16 +125,28 @@ class FakeEndpoint:
         """Take the scripted time; die, with everybody else in flight, if the request says so."""
         died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._in_flight.add(died)
+        most = len(text.split()) + len(token_ids)
+        computed = 0
+        self._count(0, most)
         try:
             await self._pause(self.script.request_ms, died)
             if self.script.kill in text:
                 self._die()
+            computed = len(text.split()) + already
+            self._count(computed)
             for count in range(already + 1, len(token_ids) + 1):
                 await self._pause(self.script.token_ms, died)
+                computed += 1
+                self._count(1)
                 if on_tokens is not None:
                     on_tokens(token_ids[:count])
         finally:
             self._in_flight.discard(died)
+            self._count(-computed, -most)
+
+    def _count(self, computed: int, most: int = 0) -> None:
+        """Add to the tokens in flight."""
+        self.in_flight = InFlight(self.in_flight.computed + computed, (self.in_flight.most or 0) + most)
 
     async def _pause(self, ms: float, died: asyncio.Future[None]) -> None:
         if ms:

@@ -10,7 +10,7 @@ import httpx
 
 from conserve.endpoints.answers import completion, refusal
 from conserve.endpoints.discovery import MOST_ROWS, Mode, Server, discover, healthy, metrics, served_models
-from conserve.endpoints.protocol import Call, Completion, KvCache, OnTokens, Url
+from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url
 from conserve.endpoints.stream import NotFaithful, Pieces, events
 from conserve.endpoints.window import Latencies, MetricsPressure, Window
 from conserve.errors import (
@@ -58,6 +58,7 @@ class HttpEndpoint:
         self._window = Window(high=MOST_ROWS)
         self._streams = True
         self._in_flight = 0
+        self._streamed: set[Pieces] = set()
         self._look_again = False  # the server may be another one by now
         self._looking = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
@@ -80,6 +81,16 @@ class HttpEndpoint:
     @property
     def identity(self) -> str:
         return self.server.identity
+
+    @property
+    def doing(self) -> str | None:
+        """What it does before it is ready."""
+        return None if self._server else f"asking {self.base_url} what it serves"
+
+    @property
+    def in_flight(self) -> InFlight:
+        """Tokens that streams have brought; a row that is not streamed shows its tokens when it ends."""
+        return InFlight(sum(pieces.computed_tokens for pieces in self._streamed))
 
     @property
     def kv_cache(self) -> KvCache:
@@ -183,6 +194,7 @@ class HttpEndpoint:
         if call.resume_from:
             body["vllm_xargs"] = {"conserve_resume": list(call.resume_from)}
         pieces = Pieces(call.url, on_tokens)
+        self._streamed.add(pieces)
         try:
             async with self._client.stream("POST", call.url, json=body) as answer:
                 if answer.status_code != httpx.codes.OK:
@@ -196,6 +208,8 @@ class HttpEndpoint:
             raise await self._trouble(error) from error
         except MALFORMED as error:
             raise EndpointFault(f"the stream is no completion: {error}") from error
+        finally:
+            self._streamed.discard(pieces)
 
     async def _trouble(self, error: httpx.HTTPError) -> EndpointError:
         """What a connection that broke or stayed silent amounts to.

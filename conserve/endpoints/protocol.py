@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Url(StrEnum):
@@ -59,12 +59,23 @@ class KvCache:
     num_blocks: int | None = None  # unknown
 
 
+class InFlight(NamedTuple):
+    """Tokens of the calls in flight: those computed so far (prompts once they are, and answers), and all of them
+    if no answer ends before its limit, where that is known."""
+
+    computed: int = 0
+    most: int | None = None
+
+
 OnTokens = Callable[[Sequence[int]], None]
 """Called with every output token id generated so far, resumed ones included; must return quickly."""
 
 
 class Endpoint(Protocol):
     """Something that completes requests, many at a time; it may have a `kv_cache: KvCache` of which it knows.
+
+    For the display it may have `doing: str | None`, what it does while it is not ready ("starting MODEL: loading
+    the weights"), and `in_flight: InFlight`. Both are read a few times a second and must be cheap.
 
     `complete` raises `RequestRejected` for a request that can never succeed and a `RetryableError` for one
     that may; cancelling it withdraws the request. Every method runs in one event loop.

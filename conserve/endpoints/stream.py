@@ -24,9 +24,15 @@ class Pieces:
         self._url, self._on_tokens = url, on_tokens
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._prompt_tokens = 0  # known from the first piece on
         self._finish_reason: str | None = None
         self._usage: Mapping[str, Any] | None = None
         self._model = ""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of the prompt, once it is computed, and of the answer so far."""
+        return self._prompt_tokens + len(self._token_ids)
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Take one event; raises what an error event amounts to, or whatever a malformed event raises."""
@@ -35,12 +41,16 @@ class Pieces:
             raise error_of(int(error.get("code") or 500), str(error.get("message", error)))
         self._model = str(event.get("model") or self._model)
         self._usage = event.get("usage") or self._usage
+        if prompt := event.get("prompt_token_ids"):  # of a chat; a completion has them in its choice
+            self._prompt_tokens = len(prompt)
         for choice in event["choices"]:
             self._add_choice(choice)
 
     def _add_choice(self, choice: Mapping[str, Any]) -> None:
         if choice.get("index"):
             raise ValueError(f"choice {choice['index']} was not asked for")
+        if prompt := choice.get("prompt_token_ids"):
+            self._prompt_tokens = len(prompt)
         self._texts.append(self._text(choice))
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if token_ids := choice.get("token_ids"):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from conserve.config import UTILITY
-from conserve.endpoints.protocol import Endpoint, KvCache
+from conserve.endpoints.protocol import Endpoint, InFlight, KvCache
 from conserve.errors import (
     ConserveError,
     EndpointError,
@@ -25,6 +25,7 @@ from conserve.errors import (
     EndpointUnusable,
     StoreError,
 )
+from conserve.jobs.forecast import Seen
 from conserve.jobs.hold import Hold
 from conserve.jobs.ledger import Ledger
 from conserve.jobs.outage import Outage, elapsed_or_set
@@ -102,6 +103,23 @@ class Harvester:
     def owner(self) -> str:
         """Who holds its leases."""
         return self._ledger.owner
+
+    @property
+    def doing(self) -> str | None:
+        """What the endpoint does while it is not ready; None if it does not say."""
+        return getattr(self.endpoint, "doing", None)
+
+    def seen(self, rows_left: int) -> Seen:
+        """How far it is; `rows_left` rows of the queue have no durable result."""
+        tally, in_flight = self.tally, getattr(self.endpoint, "in_flight", None) or InFlight()
+        return Seen(
+            rows_done=tally.answered,
+            rows_in_flight=tally.in_flight,
+            rows_waiting=max(0, rows_left - (tally.answered - tally.succeeded) - tally.in_flight),
+            tokens_done=tally.answered_tokens,
+            tokens_in_flight=in_flight.computed,
+            most_in_flight=in_flight.most,
+        )
 
     async def run(self, stop: asyncio.Event) -> Tally:
         """Work until the queue is empty or `stop` is set; then what is in flight goes back with its tokens.
@@ -277,6 +295,7 @@ class Harvester:
             self._judge(flight, EndpointFault(f"{type(error).__name__}: {error}"))
         else:
             self._hold.end()
+            self.tally.answer(completion)
             self._finish(work, success(work, completion, now=self.clock()))
         finally:
             self._flights.discard(flight)

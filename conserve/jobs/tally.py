@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from conserve.endpoints.protocol import Completion
 from conserve.store.journal import Committed
 
 
@@ -17,6 +18,8 @@ class Tally:
     completion_tokens: int = 0
     resumed_tokens: int = 0
     in_flight: int = 0
+    answered: int = 0  # rows, whether durable by now or not
+    answered_tokens: int = 0  # theirs, prompts and answers
     waiting_for: str | None = None  # why nothing runs just now
     jobs: list[str] = field(default_factory=list)  # those it took rows of
     completed: list[str] = field(default_factory=list)  # those it wrote the last result of
@@ -34,6 +37,11 @@ class Tally:
             self.jobs.append(job_id)
         if job_id in self.completed:
             self.completed.remove(job_id)
+
+    def answer(self, completion: Completion) -> None:
+        """Count a row that was answered, before it is durable."""
+        self.answered += 1
+        self.answered_tokens += completion.prompt_tokens + completion.completion_tokens
 
     def count(self, committed: Committed) -> None:
         """Add what a transaction has made durable."""

@@ -26,6 +26,11 @@ def converted(cache_dir: Path) -> Path | None:
     return folder if (folder / "config.json").exists() else None
 
 
+def is_to_convert(model: str, cache_dir: Path) -> bool:
+    """True if this is the demo model and it has to be converted first."""
+    return model == DEMO_MODEL and converted(cache_dir) is None
+
+
 def ensure_demo_model(cache_dir: Path) -> Path:
     """The model's folder under `cache_dir`, converted first if need be (20 s, 270 MB).
 

@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conserve.endpoints.protocol import Call, Completion, KvCache, OnTokens
+from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens
 from conserve.engine.vllm.compat import require_engine
 from conserve.engine.vllm.continuation import continued
-from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
+from conserve.engine.vllm.demo_model import DEMO_MODEL, is_to_convert, resolve_model
 from conserve.engine.vllm.environment import (
     engine_log,
     prepare_environment,
@@ -24,8 +24,10 @@ from conserve.engine.vllm.fingerprint import identity_of
 from conserve.engine.vllm.flags import parse_flags
 from conserve.engine.vllm.launch import Launch
 from conserve.engine.vllm.pacing import AUTO, Pacing
+from conserve.engine.vllm.phases import CONVERTING, IMPORTING, LEARNING, PROCESSES, Phases
 from conserve.engine.vllm.requests import Prepared, Prompt, prepare, rejection
 from conserve.engine.vllm.serving import Serving
+from conserve.engine.vllm.token_watch import in_flight
 from conserve.engine.vllm.warm_up import warm_up
 from conserve.errors import (
     ConserveError,
@@ -71,6 +73,8 @@ class EmbeddedEndpoint:
         self._capacity = 0
         self.kv_cache = KvCache()
         self._closed = False
+        self._phases = Phases()
+        self._phases.begin(IMPORTING)
 
     @property
     def identity(self) -> str:
@@ -83,6 +87,20 @@ class EmbeddedEndpoint:
     def capacity(self) -> int:
         """Twice the sequences that the engine batches at once."""
         return self._capacity
+
+    @property
+    def doing(self) -> str | None:
+        """The step of the engine's start, also where it starts again; None while it runs."""
+        step = self._phases.now
+        return None if step is None else f"starting {self._model}: {step}"
+
+    @property
+    def in_flight(self) -> InFlight:
+        """Read off vLLM's bookkeeping when asked, at no cost per token."""
+        running = self._running
+        if running is None or not running.done() or running.cancelled() or running.exception() is not None:
+            return InFlight()
+        return in_flight(running.result().serving.llm)
 
     async def start(self) -> None:
         """Start the engine (a minute where it was never imported before, else half of it or less)."""
@@ -142,12 +160,17 @@ class EmbeddedEndpoint:
             await dead.result().stop()
         try:
             require_engine()
+            converts = is_to_convert(self._model, self._cache_dir)
+            self._phases.begin(CONVERTING if converts else IMPORTING)
             path = await asyncio.to_thread(resolve_model, self._model, self._cache_dir)
-            return await _Engine.start(self._model, path, self._engine_flags, self._pacing, self._say)
+            say = self._say
+            return await _Engine.start(self._model, path, self._engine_flags, self._pacing, self._phases, say)
         except (ConserveError, asyncio.CancelledError):
             raise
         except Exception as error:
             raise EndpointUnusable(why_not_started(self._model, error)) from error
+        finally:
+            self._phases.end()
 
 
 class _Engine:
@@ -159,8 +182,15 @@ class _Engine:
 
     @classmethod
     async def start(
-        cls, name: str, path: str, flags: Sequence[str], pacing: Pacing | None, say: Callable[[str], None]
+        cls,
+        name: str,
+        path: str,
+        flags: Sequence[str],
+        pacing: Pacing | None,
+        phases: Phases,
+        say: Callable[[str], None],
     ) -> _Engine:
+        phases.begin(IMPORTING)
         prepare_environment(offline=Path(path).exists())
         quiet_warnings()
         arguments = await asyncio.to_thread(parse_flags, path, flags)
@@ -168,12 +198,14 @@ class _Engine:
         log.capture_loggers()
         log.mark()
         launch = Launch(arguments, log_descriptor=log.fileno(), pacing=pacing)
+        phases.begin(PROCESSES, log.tail)
         llm = await launch.run()
         log.capture_loggers()
         try:
             if "generate" not in await llm.get_supported_tasks():
                 raise EndpointUnusable(f"{name} does not generate text; name a model that does")
             if pacing is not None and pacing.profile == AUTO:
+                phases.begin(LEARNING)
                 await warm_up(llm, say=say)
             return cls(launch, Serving(llm, name))
         except BaseException:

@@ -1,5 +1,6 @@
 """What vLLM reads from the environment and where it writes, settled before it is imported."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -7,20 +8,23 @@ import re
 import tempfile
 import textwrap
 import warnings
+from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
 
 from conserve.engine.runtime.machine import Cores, cores
 
+QUIET = "ERROR"
 LOG_VARIABLE = "CONSERVE_ENGINE_LOG"
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+TAIL_BYTES = 65_536
 CONSEQUENCES = ("initialization failed", "EngineDeadError")  # what one process says when another has failed
 
 
 def prepare_environment(*, offline: bool, served: bool = False) -> None:
     """Choose quiet, private defaults where the user chose none; `offline` where the model is a folder."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if served or os.environ.get(LOG_VARIABLE) else "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if served or os.environ.get(LOG_VARIABLE) else QUIET)
     os.environ.setdefault(
         "VLLM_LOGGING_STREAM", "ext://sys.stderr"
     )  # vLLM's own choice is stdout, our data's
@@ -44,6 +48,19 @@ def bind_threads(found: Cores) -> None:
     if found.bounded_by_quota and BINDING not in os.environ:
         os.environ[BINDING] = "nobind"
         os.environ.setdefault("OMP_NUM_THREADS", str(found.usable))
+
+
+@contextlib.contextmanager
+def telling_children() -> Iterator[None]:
+    """Have processes that start meanwhile write their steps to the log, where the display finds them."""
+    level = os.environ.get("VLLM_LOGGING_LEVEL")
+    if level == QUIET and LOG_VARIABLE not in os.environ:
+        os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
+    try:
+        yield
+    finally:
+        if level is not None:
+            os.environ["VLLM_LOGGING_LEVEL"] = level
 
 
 def quiet_warnings() -> None:
@@ -83,9 +100,14 @@ class EngineLog:
 
     def last_error(self) -> str | None:
         """The last exception since the mark: vLLM's front end learns only that its processes failed."""
+        return last_error(self.tail())
+
+    def tail(self) -> str:
+        """The end of what was written since the mark."""
         size = os.fstat(self.fileno()).st_size
-        tail = os.pread(self.fileno(), 65_536, max(self._mark, size - 65_536)).decode(errors="replace")
-        return last_error(tail)
+        return os.pread(self.fileno(), TAIL_BYTES, max(self._mark, size - TAIL_BYTES)).decode(
+            errors="replace"
+        )
 
 
 def last_error(log: str) -> str | None:

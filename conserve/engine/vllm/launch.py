@@ -16,6 +16,8 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeVar
 
+from conserve.engine.vllm.environment import telling_children
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -90,7 +92,7 @@ class Launch:
             raise asyncio.CancelledError
         if self._pacing is not None:
             await on_thread(partial(self._pacing.install, config))
-        with output_to(self._log_descriptor):
+        with output_to(self._log_descriptor), telling_children():
             building = asyncio.ensure_future(on_thread(lambda: _build(config, self._arguments)))
             cores = await self._wait_for_cores(building, config.parallel_config.data_parallel_size_local)
         self._watchdogs = [Watchdog(core.pid) for core in cores if core.pid is not None]

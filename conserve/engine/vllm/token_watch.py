@@ -12,6 +12,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from conserve.endpoints.protocol import InFlight
+
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
@@ -44,6 +46,27 @@ class Watched:
         processor = self._llm.output_processor
         internal = processor.external_req_ids.get(self._key)
         return processor.request_states.get(internal[0]) if internal else None
+
+
+def in_flight(llm: AsyncLLM) -> InFlight:
+    """Tokens of all requests in the engine: a prompt counts with the first token of its answer."""
+    states = llm.output_processor.request_states.values()
+    return InFlight(sum(map(_computed, states)), sum(map(_most, states)))
+
+
+def _computed(state: RequestState) -> int:
+    if state.is_prefilling or state.detokenizer is None:
+        return 0
+    return _prompt(state) + int(state.detokenizer.num_output_tokens())
+
+
+def _most(state: RequestState) -> int:
+    return _prompt(state) + int(state.max_tokens_param or 0)
+
+
+def _prompt(state: RequestState) -> int:
+    """Tokens of the prompt; the answers to one request share it, and the first counts it."""
+    return 0 if state.request_index else int(state.prompt_len)
 
 
 class TokenWatch:

@@ -1,0 +1,75 @@
+"""The forecast: how long the rest of a queue takes, from the tokens computed so far. Pure."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WINDOW_S = 60.0  # the rate is that of the last minute: machines and prompts change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a harvester has done by now, and what there is to do."""
+
+    rows_done: int  # rows that were answered
+    rows_in_flight: int
+    rows_waiting: int
+    tokens_done: int  # of rows that were answered
+    tokens_in_flight: int  # computed so far, of rows in flight
+    most_in_flight: int | None = None  # tokens those come to if no answer ends early; None if unknown
+
+    @property
+    def tokens(self) -> int:
+        """All tokens computed so far."""
+        return self.tokens_done + self.tokens_in_flight
+
+
+class Left(NamedTuple):
+    """Seconds left; `at_most` while no row has been answered and answers count in full length."""
+
+    seconds: float
+    at_most: bool
+
+
+def left(seen: Seen, tokens_per_s: float) -> Left | None:
+    """Seconds until no row is left; None while neither rows nor tokens allow a forecast."""
+    tokens = tokens_left(seen)
+    if tokens is None or tokens_per_s <= 0:
+        return None
+    return Left(tokens / tokens_per_s, at_most=not seen.rows_done)
+
+
+def tokens_left(seen: Seen) -> float | None:
+    """Tokens still to compute.
+
+    Short answers end first, so the mean of the answered rows is too small while others are in flight. All tokens
+    by the number of answered rows is the mean that allows for that (answers that end at a constant rate); no row
+    is expected to exceed its limit.
+    """
+    rest = None if seen.most_in_flight is None else seen.most_in_flight - seen.tokens_in_flight
+    limit = seen.most_in_flight / seen.rows_in_flight if seen.most_in_flight and seen.rows_in_flight else None
+    if not seen.rows_done:
+        return None if rest is None or limit is None else rest + seen.rows_waiting * limit
+    mean = seen.tokens / seen.rows_done
+    in_flight = seen.rows_in_flight * mean
+    return (in_flight if rest is None else min(in_flight, rest)) + seen.rows_waiting * (
+        mean if limit is None else min(mean, limit)
+    )
+
+
+class Rate:
+    """Tokens per second over the last minute, or since the first look if that is less long ago."""
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, int]] = deque()  # (seconds, tokens by then)
+
+    def look(self, now: float, tokens: int) -> float:
+        """Note the tokens computed by now; returns the rate, 0 at the first look."""
+        while self._looks and tokens < self._looks[-1][1]:
+            self._looks.pop()  # rows were withdrawn: their tokens count again when they are computed again
+        self._looks.append((now, tokens))
+        while len(self._looks) > 2 and now - self._looks[1][0] >= WINDOW_S:
+            self._looks.popleft()
+        begun, before = self._looks[0]
+        elapsed_s = now - begun
+        return (tokens - before) / elapsed_s if elapsed_s > 0 else 0.0
