@@ -6,26 +6,20 @@ export CONSERVE_HOME=${CONSERVE_HOME:-$PWD/.demo/store}
 export CONSERVE_MODELS=${CONSERVE_MODELS:-$PWD/.demo/models}
 PATH=$PWD/.venv/bin:$PATH
 
-say() { printf '\n$ %s\n' "$1" >&2; }
+# What is shown is what is run.
+show() { printf '\n$ %s\n' "$1" >&2; eval "$1"; }
 
-prompt='{{ question }}'
-say "conserve submit examples/gsm8k.parquet --prompt \"$prompt\" --max-tokens 96 --temperature 0"
-job=$(conserve submit examples/gsm8k.parquet --prompt "$prompt" --max-tokens 96 --temperature 0)
+job=$(show 'conserve submit examples/gsm8k.parquet --prompt "{{ question }}" --max-tokens 96 --temperature 0')
 echo "$job"
 
-say "conserve run $job"
-conserve run "$job"
+show "conserve run $job"
 
-few="select row_index, i.question, r.text as answer
-  from results r join inputs i using (job_id, row_index) order by row_index limit 3"
-say "conserve sql --job $job \"$few\""
-conserve sql --job "$job" "$few"
+show "conserve sql --job $job \"select row_index, i.question, r.text as answer
+  from results r join inputs i using (job_id, row_index) order by row_index limit 3\""
 
-score="select finish_reason, count(*) as answers, round(avg(completion_tokens), 1) as mean_tokens,
+show "conserve sql --job $job \"select finish_reason, count(*) as answers, round(avg(completion_tokens), 1) as mean_tokens,
     sum((regexp_extract_all(r.text, '[0-9]+')[-1] = split_part(i.answer, '#### ', 2))::int) as right_answers
-  from results r join inputs i using (job_id, row_index) group by 1 order by 1"
-say "conserve sql --job $job \"$score\""
-conserve sql --job "$job" "$score"
+  from results r join inputs i using (job_id, row_index) group by 1 order by 1\""
 
 printf '\nThe answers as a file: CONSERVE_HOME=%s .venv/bin/conserve results %s -o answers.parquet\n' \
-    "$CONSERVE_HOME" "$job" >&2
+    "${CONSERVE_HOME#"$PWD"/}" "$job" >&2

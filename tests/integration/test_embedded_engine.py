@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from conserve.endpoints.protocol import Call, Completion, OnTokens, Url
+from conserve.endpoints.protocol import Call, Completion, InFlight, OnTokens, Url
 from conserve.engine.vllm.demo_model import DEMO_MODEL
 from conserve.engine.vllm.embedded import EmbeddedEndpoint
+from conserve.engine.vllm.environment import engine_log
+from conserve.engine.vllm.phases import told
 from conserve.errors import EndpointUnusable, EngineDied, RequestRejected, SettingsError
 
 T = TypeVar("T")
@@ -171,6 +173,27 @@ class TestResuming:
         assert whole.prompt_tokens + whole.completion_tokens == 512
         for cut in (1, 100, len(tokens) - 1, len(tokens)):
             assert facts(tiny.complete(body, resume_from=tokens[:cut])) == facts(whole), cut
+
+    def test_the_start_told_its_steps_and_ended_them(self, tiny: Engine) -> None:
+        assert told(engine_log().tail()) == "preparing the model"
+        assert tiny.endpoint.doing is None
+
+    def test_tokens_in_flight_are_counted_without_streaming(self, tiny: Engine) -> None:
+        async def watch() -> list[InFlight]:
+            body = {"messages": FRANCE, "temperature": 0, "ignore_eos": True, "max_tokens": 200}
+            call = asyncio.create_task(tiny.endpoint.complete(tiny.call(body)))
+            seen = []
+            while not call.done():
+                await asyncio.sleep(0)
+                seen.append(tiny.endpoint.in_flight)
+            return [*seen, tiny.endpoint.in_flight, InFlight((await call).prompt_tokens)]
+
+        *seen, after, whole = tiny.run(watch())
+        computed = [look.computed for look in seen]
+        assert after == InFlight()
+        assert {look.most for look in seen} == {0, whole.computed + 200}
+        assert any(whole.computed < tokens <= whole.computed + 200 for tokens in computed)
+        assert all(not tokens or tokens > whole.computed for tokens in computed), "a prompt counts as a whole"
 
     def test_a_killed_engine_fails_its_calls_and_comes_back(self, tiny: Engine) -> None:
         async def kill_midway() -> list[Any]:

@@ -15,7 +15,7 @@ from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, InFlight, Url
 from conserve.endpoints.stream import Pieces
-from conserve.engine.vllm import environment, phases
+from conserve.engine.vllm import phases
 from conserve.engine.vllm.token_watch import in_flight
 from conserve.jobs.forecast import WINDOW_S, Left, Rate, Seen, left, tokens_left
 from conserve.jobs.harvest import Harvester
@@ -271,15 +271,3 @@ def test_the_last_telling_line_of_the_log_is_the_step() -> None:
     assert start.now == "learning the machine's speed"
     start.end()
     assert start.now is None
-
-
-@pytest.mark.parametrize(("level", "kept", "seen"), [("ERROR", False, "INFO"), ("ERROR", True, "ERROR")])
-def test_processes_tell_their_steps_unless_the_user_reads_the_log(
-    level: str, kept: bool, seen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
-    if kept:
-        monkeypatch.setenv(environment.LOG_VARIABLE, "engine.log")
-    with environment.telling_children():
-        assert environment.os.environ["VLLM_LOGGING_LEVEL"] == seen
-    assert environment.os.environ["VLLM_LOGGING_LEVEL"] == level

@@ -42,6 +42,7 @@ INTERNALS = {
     "AsyncLLM.output_processor.{external_req_ids,request_states}": "tokens in flight, without streaming",
     "vllm.v1.engine.output_processor.RequestState.detokenizer": "its output_token_ids, only read",
     "RequestState.{is_prefilling,prompt_len,max_tokens_param,request_index}": "tokens in flight, for the display",
+    "VllmConfig.logging_config, vllm.logger._last_configured_logging_config": "its processes tell their steps",
     "the lines of vLLM's log in phases.TOLD": "the step of a start, for the display",
     "vllm.outputs.{RequestOutput,CompletionOutput}": "results, and RequestOutput.add to merge deltas",
     "vllm.sampling_params.{SamplingParams,RequestOutputKind}": "final or delta outputs; cut to resume",

@@ -1,6 +1,5 @@
 """What vLLM reads from the environment and where it writes, settled before it is imported."""
 
-import contextlib
 import functools
 import logging
 import os
@@ -8,13 +7,11 @@ import re
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
 
 from conserve.engine.runtime.machine import Cores, cores
 
-QUIET = "ERROR"
 LOG_VARIABLE = "CONSERVE_ENGINE_LOG"
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 TAIL_BYTES = 65_536
@@ -24,7 +21,7 @@ CONSEQUENCES = ("initialization failed", "EngineDeadError")  # what one process 
 def prepare_environment(*, offline: bool, served: bool = False) -> None:
     """Choose quiet, private defaults where the user chose none; `offline` where the model is a folder."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if served or os.environ.get(LOG_VARIABLE) else QUIET)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if served or os.environ.get(LOG_VARIABLE) else "ERROR")
     os.environ.setdefault(
         "VLLM_LOGGING_STREAM", "ext://sys.stderr"
     )  # vLLM's own choice is stdout, our data's
@@ -48,19 +45,6 @@ def bind_threads(found: Cores) -> None:
     if found.bounded_by_quota and BINDING not in os.environ:
         os.environ[BINDING] = "nobind"
         os.environ.setdefault("OMP_NUM_THREADS", str(found.usable))
-
-
-@contextlib.contextmanager
-def telling_children() -> Iterator[None]:
-    """Have processes that start meanwhile write their steps to the log, where the display finds them."""
-    level = os.environ.get("VLLM_LOGGING_LEVEL")
-    if level == QUIET and LOG_VARIABLE not in os.environ:
-        os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
-    try:
-        yield
-    finally:
-        if level is not None:
-            os.environ["VLLM_LOGGING_LEVEL"] = level
 
 
 def quiet_warnings() -> None:

@@ -12,11 +12,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeVar
-
-from conserve.engine.vllm.environment import telling_children
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,9 +89,10 @@ class Launch:
         config = await on_thread(self._arguments.create_engine_config)
         if self._abandoned:
             raise asyncio.CancelledError
+        tell_steps(config)
         if self._pacing is not None:
             await on_thread(partial(self._pacing.install, config))
-        with output_to(self._log_descriptor), telling_children():
+        with output_to(self._log_descriptor):
             building = asyncio.ensure_future(on_thread(lambda: _build(config, self._arguments)))
             cores = await self._wait_for_cores(building, config.parallel_config.data_parallel_size_local)
         self._watchdogs = [Watchdog(core.pid) for core in cores if core.pid is not None]
@@ -126,6 +126,18 @@ class Launch:
         for watchdog in self._watchdogs:
             watchdog.dismiss()
         self._watchdogs = []
+
+
+def tell_steps(config: VllmConfig) -> None:
+    """Have vLLM's processes write their steps to the log, where the display finds them (phases.TOLD).
+
+    This process keeps its own level: vLLM takes the configuration for one that is applied already.
+    """
+    import vllm.logger
+
+    if config.logging_config.log_level == "ERROR":
+        config.logging_config = replace(config.logging_config, log_level="INFO")
+        vllm.logger._last_configured_logging_config = config.logging_config
 
 
 def _build(config: VllmConfig, arguments: AsyncEngineArgs) -> AsyncLLM:
