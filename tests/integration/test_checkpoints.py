@@ -296,7 +296,10 @@ class TestWithPrefixCaching(Checkpointed):
         assert engine.drain() == {"live": wanted}
         assert counts(engine)["tokens_restored"] == before["tokens_restored"]
 
-    @pytest.mark.parametrize("losses", [1500, pytest.param(10_000, marks=pytest.mark.soak)])
+    @pytest.mark.parametrize(
+        "losses",
+        [200, pytest.param(1500, marks=pytest.mark.full), pytest.param(10_000, marks=pytest.mark.soak)],
+    )
     def test_losses_leak_nothing(self, engine: Any, losses: int) -> None:
         asked = rows(41, count=6, tokens=12)
         wanted = engine.undisturbed(asked)

@@ -402,7 +402,10 @@ class TestWithPrefixCaching(Rows):
         engine.assert_nothing_is_left()
         engine.forget()
 
-    @pytest.mark.parametrize("preemptions", [2000, pytest.param(10_000, marks=pytest.mark.soak)])
+    @pytest.mark.parametrize(
+        "preemptions",
+        [300, pytest.param(2000, marks=pytest.mark.full), pytest.param(10_000, marks=pytest.mark.soak)],
+    )
     def test_a_storm_of_preemptions(self, engine: Any, preemptions: int) -> None:
         storm(engine, preemptions)
 

@@ -128,7 +128,9 @@ def test_the_demo_prints_what_the_readme_shows(tmp_path: Path) -> None:
     assert shape(printed, home=str(home)) == shape(readme_block(), home=".demo/store")
 
 
+@pytest.mark.full
 @pytest.mark.engine
+@pytest.mark.server
 @pytest.mark.timeout(1800)
 def test_the_real_demo_prints_what_the_readme_shows(tmp_path: Path, demo_cache: Path) -> None:
     home = tmp_path / "store"
