@@ -244,7 +244,7 @@ class PreemptedEngine:
         """Whether there is anything to step for, be it that the worker forgets those who are gone."""
         return bool(self.llm.has_unfinished_requests() or self.scheduler.has_requests())
 
-    def drain(self, within_s: float = 60.0) -> dict[str, Answer]:
+    def drain(self, within_s: float = 240.0) -> dict[str, Answer]:
         """Until everybody is done; returns the answers, and forgets them."""
         end = time.monotonic() + within_s  # not steps, which cost nothing while a grammar is compiled
         while self.busy and time.monotonic() < end:

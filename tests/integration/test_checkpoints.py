@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ pytestmark = [
 
 BLOCK = 32  # tokens
 BLOCK_BYTES = 2 * BLOCK * 64 * 4  # of a layer: keys and values, 64 float32 a token
-PATIENCE_S = 20.0
+PATIENCE_S = 240.0  # reached by a hang alone
 
 
 @pytest.fixture(scope="class")
@@ -179,13 +180,29 @@ class Checkpointed:
             until(engine, lambda: saved(engine, "row2") >= BLOCK)
         copies = copy_thread()
         real = copies._copy
-        monkeypatch.setattr(copies, "_copy", lambda *args: (time.sleep(0.05), real(*args)))
+        gone = threading.Event()  # no copy ends before the row has
+
+        def copy(source: Any, target: Any, is_store: bool) -> None:
+            if is_store == (moment != "restored"):
+                gone.wait(PATIENCE_S)
+            real(source, target, is_store)
+
+        monkeypatch.setattr(copies, "_copy", copy)
         if moment == "copied":
             until(engine, lambda: bool(checkpoints._stores))
         else:
             engine.take_memory("row2")
             if moment == "restored":
                 until(engine, lambda: engine.internal("row2") in checkpoints._restores)
+        finish = engine.scheduler.finish_requests
+
+        def finishing(*args: Any) -> Any:
+            try:
+                return finish(*args)
+            finally:
+                gone.set()
+
+        monkeypatch.setattr(engine.scheduler, "finish_requests", finishing)
         engine.abort("row2")
         answers = engine.drain()
         answers.pop("row2", None)

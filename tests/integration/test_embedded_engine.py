@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -199,8 +198,14 @@ class TestResuming:
     def test_a_killed_engine_fails_its_calls_and_comes_back(self, tiny: Engine) -> None:
         async def kill_midway() -> list[Any]:
             body = {"messages": FRANCE, "ignore_eos": True, "max_tokens": 400}
-            calls = [asyncio.create_task(tiny.endpoint.complete(tiny.call(body))) for _ in range(3)]
-            await asyncio.sleep(0.3)
+            begun = [asyncio.Event() for _ in range(3)]
+            calls = [
+                asyncio.create_task(
+                    tiny.endpoint.complete(tiny.call(body), lambda _, event=event: event.set())
+                )
+                for event in begun
+            ]
+            await asyncio.gather(*(event.wait() for event in begun))
             (core,) = engine_cores()
             core.kill()
             return await asyncio.gather(*calls, return_exceptions=True)
@@ -307,8 +312,10 @@ class TestAnswers:
     def test_cancelling_withdraws_the_request(self, demo: Engine) -> None:
         async def cancel_midway() -> int:
             body = {"messages": FRANCE, "ignore_eos": True}
-            calling = asyncio.create_task(demo.endpoint.complete(demo.call(body)))
-            await asyncio.sleep(0.5)
+            begun = asyncio.Event()
+            on_tokens = lambda _: begun.set()  # noqa: E731
+            calling = asyncio.create_task(demo.endpoint.complete(demo.call(body), on_tokens))
+            await begun.wait()
             calling.cancel()
             assert isinstance(
                 (await asyncio.gather(calling, return_exceptions=True))[0], asyncio.CancelledError
@@ -322,7 +329,7 @@ class TestAnswers:
         (core,) = engine_cores()
         for process in (core, *core.children(recursive=True)):
             process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        # Neither process can answer before it has been interrupted, if it can be.
         assert demo.complete(GREEDY).choices[0].finish_reason == "stop"
 
 
@@ -395,7 +402,6 @@ def test_cancelling_the_start_leaves_no_process(tiny_llama: Path, tmp_path: Path
         starting = asyncio.create_task(endpoint.start())
         while not engine_cores() and not starting.done():
             await asyncio.sleep(0.05)
-        await asyncio.sleep(1)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
 

@@ -19,7 +19,7 @@ from tests.tiny_models import LAYERS
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.server,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
@@ -27,7 +27,7 @@ pytestmark = [
 
 ENOUGH = 40  # preemptions
 LOSSES = 20  # of a row's memory
-WITHIN_S = 60.0
+WITHIN_S = 240.0  # reached by a hang alone
 SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would bind each rank to a NUMA node of its own; there is one
     "OMP_NUM_THREADS": "1",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import queue
 import random
 import re
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -319,7 +317,7 @@ class TestWithPrefixCaching(Rows):
             assert engine.drain() == wanted
             assert (counts(engine) - before)["preemptions"] == 1
 
-    def test_arrivals_in_another_thread_preempt_in_real_time(self, engine: Any) -> None:
+    def test_arrivals_in_another_thread_preempt_the_iteration_under_way(self, engine: Any) -> None:
         """The whole way: vLLM's I/O thread, the monitor, the shared word, the worker, the rewinding."""
         from tests.preempted_engine import Ask, greedy, prompt
 
@@ -328,28 +326,18 @@ class TestWithPrefixCaching(Rows):
         wanted = engine.undisturbed([*rows, *online])
         before = counts(engine)
         engine.scheduler.conserve({"preemption": "all-offline", "slo": {"ttft_ms": 1.0}})
-        came: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        dice = random.Random(1)
-
-        def come() -> None:
-            for ask in online:
-                time.sleep(dice.uniform(0.001, 0.02))
-                came.put(engine.prepared(ask))
-
-        with real_flag(engine):
-            thread = threading.Thread(target=come)
-            thread.start()
+        with arrivals(engine, online, seed=1) as coming:
             engine.add(*rows)
-            while engine.busy or thread.is_alive() or not came.empty():
-                while not came.empty():
-                    engine.add_prepared(came.get())
+            while engine.busy or coming.left:
+                for prepared in coming.taken():
+                    engine.add_prepared(prepared)
                 engine.step()
-            thread.join()
         answers = engine.drain()
         engine.scheduler.conserve({"preemption": "prompt", "slo": {}})
         assert answers == wanted
         new = counts(engine) - before
-        assert new["preemptions"] > 3
+        assert coming.midway > 20, "of the arrivals, those in the middle of an iteration"
+        assert new["preemptions"] >= coming.midway // 2, new
         engine.assert_nothing_is_left()
         engine.forget()
 
@@ -623,6 +611,57 @@ def real_flag(engine: Any) -> Iterator[None]:
         yield
     finally:
         engine.worker._safepoints._orders = engine.orders
+
+
+class Arrivals:
+    """Implements `safepoints.Orders`: the shared word, read after a request has come in another thread."""
+
+    heard = True
+
+    def __init__(self, engine: Any, asked: Sequence[Any], seed: int) -> None:
+        self._engine, self._asked, self._dice = engine, list(asked), random.Random(seed)
+        self._thread = ThreadPoolExecutor(1)
+        self._come: list[Any] = []
+        self._iteration = self._at = self._layer = 0
+        self.midway = 0
+
+    @property
+    def left(self) -> bool:
+        return bool(self._asked or self._come)
+
+    def taken(self) -> list[Any]:
+        """Requests for the main thread; one comes between two iterations where none has run for it to come in."""
+        if not self._engine.busy and self._asked:
+            self._arrive()
+        come, self._come = self._come, []
+        return come
+
+    def rows_to_leave(self, stamp: Any) -> int:
+        if stamp.iteration != self._iteration:
+            self._iteration, self._layer, self._at = stamp.iteration, -1, self._dice.randrange(LAYERS)
+        self._layer += 1
+        if self._layer == self._at and stamp.rows and self._asked:
+            self._arrive()
+            self.midway += 1
+        return int(self._engine.real_orders.rows_to_leave(stamp))
+
+    def _arrive(self) -> None:
+        self._come.append(self._thread.submit(self._engine.prepared, self._asked.pop(0)).result(timeout=120))
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+@contextmanager
+def arrivals(engine: Any, asked: Sequence[Any], *, seed: int) -> Iterator[Arrivals]:
+    """Requests that come at random layers of iterations, one an iteration, in a thread of their own."""
+    coming = Arrivals(engine, asked, seed)
+    engine.worker._safepoints._orders = coming
+    try:
+        yield coming
+    finally:
+        engine.worker._safepoints._orders = engine.orders
+        coming.close()
 
 
 def storm(engine: Any, preemptions: int, *, kinds: int = 40, longest: int = 12, losing: float = 0.05) -> int:

@@ -236,7 +236,7 @@ def test_a_request_that_is_too_long_disturbs_nobody(service: Service, client: op
 def ask_until_refused(client: openai.OpenAI) -> None:
     """One request may still slip in before the death is noticed."""
     while True:
-        client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=200, timeout=30)
+        client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=200, timeout=200)
 
 
 def test_a_killed_engine_comes_back_and_no_row_is_lost_or_doubled(
@@ -245,10 +245,9 @@ def test_a_killed_engine_comes_back_and_no_row_is_lost_or_doubled(
     job_id = service.conserve("submit", str(rows_file(tmp_path, 8, max_tokens=150, ignore_eos=True)))
     service.until(lambda: service.job(job_id)["running"])
     service.engine_core().kill()
-    begun = time.monotonic()
-    with pytest.raises((openai.APIStatusError, openai.APIConnectionError)):
+    with pytest.raises((openai.APIStatusError, openai.APIConnectionError)) as refused:
         ask_until_refused(client)
-    assert time.monotonic() - begun < 30
+    assert not isinstance(refused.value, openai.APITimeoutError), "a request of a dead engine hangs"
     service.until(lambda: service.says("serving again"))
     answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=24)
     assert "Paris" in (answer.choices[0].message.content or "")

@@ -62,7 +62,7 @@ def ask(engine: Any, what: str) -> dict[str, Any]:
 def spill(engine: Any, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """As at a clean stop: rows go on while it is written."""
     said = ask(engine, "begin")
-    give_up_at = time.monotonic() + 30
+    give_up_at = time.monotonic() + 240
     while said["writing"]:
         assert time.monotonic() < give_up_at
         meanwhile()
