@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from conserve.engine.policy.preemption import (
     UnderWay,
     spare_tokens,
 )
+from conserve.engine.runtime import safepoint
 from conserve.engine.runtime.safepoint import EVERYBODY, PreemptionFlag, check_us
 from conserve.profiles.batch import Batch, Slice
 
@@ -193,8 +195,10 @@ class TestFlag:
         with pytest.raises(OSError):
             PreemptionFlag.attach(flag.name)
 
-    def test_a_look_costs_next_to_nothing(self) -> None:
-        assert 0 < check_us(2000) < 100
+    def test_the_cost_of_a_look_is_its_share_of_the_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock_s = [5.0, 5.006]
+        monkeypatch.setattr(safepoint, "time", SimpleNamespace(perf_counter=lambda: clock_s.pop(0)))
+        assert check_us(2000) == pytest.approx(3.0)
 
 
 class FakeOrders:
