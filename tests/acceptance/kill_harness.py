@@ -24,6 +24,20 @@ from tests import commands
 from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
 
+STEPS = (
+    "conserve.store.queue:claim",
+    "conserve.store.queue:save_tokens",
+    "conserve.store.choice:choose",
+    "conserve.store.journal:commit",
+    "conserve.store.journal:count",
+    "conserve.store.shards:to_arrow",
+    "conserve.store.shards:register",
+    "conserve.store.home:write_durably",
+    "conserve.jobs.workload:Workload.load",
+    "conserve.jobs.recorder:Recorder.write",
+)
+"""Where a process may be killed: everything that it does to the store."""
+
 
 @dataclass(slots=True)
 class Harness:
@@ -70,26 +84,32 @@ class Harness:
         assert len({row[0] for row in rows}) == len(rows), f"{shots} left a row twice"
         assert all(row[1:] == self.expected(row[0]) for row in rows)
 
-    def kill_after(self, process: "subprocess.Popen[str]", seconds: float) -> bool:
-        """SIGKILL the whole group after a while; False if it had finished by then."""
-        try:
-            process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            self.kills += 1
-            return True
-        return False
-
     def storm(self, kills: int, *, longest_s: float) -> None:
-        """Start and kill until that many were killed or the job is done; now and then two at a time."""
-        while self.kills < kills and self.reading().state not in ("completed",):
-            processes = [self.start() for _ in range(self.dice.choice((1, 1, 1, 2)))]
-            for process in processes:
-                if self.dice.random() < 0.2:  # a clean stop, cut short by the kill
-                    time.sleep(self.dice.uniform(0, longest_s / 2))
-                    process.send_signal(signal.SIGINT)
-                self.kill_after(process, self.dice.uniform(0.1, longest_s))
+        """Start and kill until that many were killed or the job is done."""
+        while self.kills < kills and self.reading().state != "completed":
+            if self.dice.random() < 0.5:
+                self.kill_at_a_random_call()
+            else:
+                self.kill_at_a_random_moment(longest_s)
+
+    def kill_at_a_random_call(self) -> None:
+        """Kill at the n-th call of some step, if it comes to that."""
+        shot = Shot(at=self.dice.choice(STEPS), call=self.dice.randint(1, 20), after=self.dice.random() < 0.5)
+        self.kills += commands.ended(self.start(shot)).returncode == -signal.SIGKILL
+
+    def kill_at_a_random_moment(self, longest_s: float) -> None:
+        """Kill the whole group some time after rows were leased; now and then two, or after a clean stop began."""
+        for process in [self.start() for _ in range(self.dice.choice((1, 1, 1, 2)))]:
+            while process.poll() is None and self.reading().running == 0:
+                time.sleep(0.01)
+            time.sleep(self.dice.uniform(0, longest_s))  # the moment of the kill is what is random
+            if self.dice.random() < 0.2 and process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                time.sleep(self.dice.uniform(0, longest_s / 4))
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                self.kills += 1
+            commands.ended(process)
 
     def finish(self) -> int:
         """Let one process run to the end; returns its exit code."""

@@ -10,6 +10,8 @@ import pytest
 
 from conserve.config import load
 from conserve.store.readings import read_jobs
+from tests.acceptance import aimed
+from tests.acceptance.aimed import Shot
 from tests.acceptance.scripted_server import ScriptedServer
 from tests.commands import conserve, ended, process, start, until
 from tests.conftest import WriteInput
@@ -63,15 +65,13 @@ def test_one_that_follows_takes_later_jobs_and_a_signal_is_its_normal_end(
 def test_a_stop_saves_progress(server: ScriptedServer, write_input: WriteInput) -> None:
     server.script.tokens, server.script.pause_at = 300, 40
     submit(write_input(q=["a", "b"]))
-    running = start(["-m", "conserve", "harvest", "--endpoint", server.url])
-    until(lambda: server.paused == 2, running)
-    running.send_signal(signal.SIGTERM)
-    code, _, stderr = ended(running)
+    both_have_40 = Shot(at="conserve.endpoints.stream:Pieces.add", call=80, after=True, number=signal.SIGTERM)
+    code, _, stderr = ended(start(aimed.command([both_have_40], "harvest", "--endpoint", server.url)))
     assert code == 0, stderr
     assert "saving progress" in stderr
     server.script.pause_at = None
     assert conserve("harvest", "--endpoint", server.url, "--until-empty").returncode == 0
-    assert len(server.continued) == 2
+    assert server.continued == [40, 40]
 
 
 def test_a_server_that_is_not_there_is_waited_for_or_named(write_input: WriteInput) -> None:

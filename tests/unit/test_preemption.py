@@ -179,7 +179,7 @@ class TestFlag:
         with PreemptionFlag.create() as flag:
             flag.raise_for(6, 4)
             command = [sys.executable, "-c", read, flag.name]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
             assert done.stdout.split() == ["0", "4"]
             with PreemptionFlag.attach(flag.name) as other:
                 assert other.rows_to_leave(6) == 4

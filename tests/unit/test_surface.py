@@ -18,6 +18,7 @@ from conserve.engine.policy.preemption import OFF, PREEMPTIONS
 from conserve.engine.vllm import plugin
 from conserve.engine.vllm.metrics import COUNTS, Metrics
 from conserve.engine.vllm.plugin import Surface
+from tests import virtual_time
 
 SAID: dict[str, Any] = {
     "policy": "conserve",
@@ -124,7 +125,7 @@ pytestmark = [
 
 def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
     client = EngineClient()
-    answer = asyncio.run(get(app_for(client), "/metrics"))
+    answer = virtual_time.run(get(app_for(client), "/metrics"))
     found = ours(answer)
     assert found == {
         "conserve_online_requests_total": 12,
@@ -157,12 +158,12 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
 
 def test_metrics_leave_out_what_a_report_lacks() -> None:
     said = {"iterations": 5, "preemption": {"preemptions": 0, "reaction_ms": {"p50": None, "p99": None}}}
-    found = ours(asyncio.run(get(app_for(EngineClient(lambda: said)), "/metrics")))
+    found = ours(virtual_time.run(get(app_for(EngineClient(lambda: said)), "/metrics")))
     assert found == {"conserve_iterations_total": 5, "conserve_preemptions_total": 0}
 
 
 def test_beside_another_scheduler_metrics_are_vllms() -> None:
-    answer = asyncio.run(get(app_for(EngineClient(lambda: None)), "/metrics"))
+    answer = virtual_time.run(get(app_for(EngineClient(lambda: None)), "/metrics"))
     assert ours(answer) == {}
     assert "python_info" in answer.text
 
@@ -188,7 +189,7 @@ def test_a_scheduler_that_does_not_answer_in_time_is_asked_once_and_shown_as_it_
         assert ours(await get(app, "/metrics")) == {"conserve_iterations_total": 2}
         assert ours(await get(app, "/metrics")) == {"conserve_iterations_total": 3}
 
-    asyncio.run(go())
+    virtual_time.run(go())
 
 
 def test_a_dead_engine_does_not_take_the_metrics_with_it() -> None:
@@ -202,13 +203,13 @@ def test_a_dead_engine_does_not_take_the_metrics_with_it() -> None:
         for _ in range(3):
             assert ours(await get(app, "/metrics"))["conserve_preemptions_total"] == 4
 
-    asyncio.run(go())
+    virtual_time.run(go())
 
 
 @pytest.mark.parametrize("name", [*PREEMPTIONS, OFF])
 def test_preemption_is_changed_over_http(name: str) -> None:
     client = EngineClient()
-    answer = asyncio.run(post(app_for(client), {"policy": "conserve", "preemption": name}))
+    answer = virtual_time.run(post(app_for(client), {"policy": "conserve", "preemption": name}))
     assert answer.status_code == 200
     assert answer.json()["preemption"]["preemptions"] == 4
     assert client.asked == [{"policy": "conserve", "preemption": name}]
@@ -234,7 +235,7 @@ def test_preemption_is_changed_over_http(name: str) -> None:
 )
 def test_a_wrong_change_is_refused_with_an_example_and_the_names(wrong: Any) -> None:
     client = EngineClient()
-    answer = asyncio.run(post(app_for(client), wrong))
+    answer = virtual_time.run(post(app_for(client), wrong))
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     for words in ('"preemption": "off"', '"checkpoint": "on"', *PREEMPTIONS, OFF):
@@ -244,7 +245,7 @@ def test_a_wrong_change_is_refused_with_an_example_and_the_names(wrong: Any) -> 
 
 def test_without_control_nothing_is_changed() -> None:
     client = EngineClient(control=False)
-    assert asyncio.run(post(app_for(client), {"preemption": "off"})).status_code == 403
+    assert virtual_time.run(post(app_for(client), {"preemption": "off"})).status_code == 403
     assert client.asked == []
 
 
@@ -273,7 +274,7 @@ def test_only_who_started_the_server_has_kv_written(
         ) as http:
             return await http.post(plugin.SPILL_PATH, headers={plugin.SUPERVISOR: sent.encode()})
 
-    answered = asyncio.run(ask())
+    answered = virtual_time.run(ask())
     assert answered.status_code == status
     if status == 200:
         assert answered.json() == {"writing": False, "blocks_spilled": 7}
