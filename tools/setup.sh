@@ -30,4 +30,5 @@ torch=$(grep '^torch==' requirements/cpu.lock)
 "${install[@]}" "$torch" 2>/dev/null || "${install[@]}" --torch-backend cpu "$torch"
 "${install[@]}" -r requirements/cpu.lock
 "${install[@]}" --no-build-isolation --editable .
+.venv/bin/python -m compileall -q conserve  # which the editable install leaves where it is
 echo "$wanted" > .venv/.locked

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from tests.benchmarks.inputs import short_rows
-from tests.benchmarks.report import Figure, conserve, timed
+from tests.benchmarks.report import Figure, Finished, conserve, timed
 
 RUNS = 10
 AT_MOST_MS = {"--help": 100.0, "status": 150.0}
@@ -23,19 +23,22 @@ def measure() -> list[Figure]:
     return [figure(name, [taken[name] for taken in rounds], bare) for name in AT_MOST_MS]
 
 
-def one_round(home: Path) -> dict[str, float]:
-    """Milliseconds that each of the processes takes."""
-    taken_s = {"python": timed([sys.executable, "-c", "pass"]).wall_s}
-    taken_s |= {name: conserve(name, home=home).wall_s for name in AT_MOST_MS}
-    return {name: wall_s * 1e3 for name, wall_s in taken_s.items()}
+def one_round(home: Path) -> dict[str, Finished]:
+    """Each of the processes once."""
+    bare = timed([sys.executable, "-c", "pass"])
+    return {"python": bare, **{name: conserve(name, home=home) for name in AT_MOST_MS}}
 
 
-def figure(name: str, samples: list[float], bare: list[float]) -> Figure:
+def figure(name: str, runs: list[Finished], bare: list[Finished]) -> Figure:
     """One command, and how many times as long as Python alone it took in the same round."""
-    ratios = [sample / alone for sample, alone in zip(samples, bare, strict=True)]
+    samples = [run.wall_s * 1e3 for run in runs]
+    alone = [run.wall_s * 1e3 for run in bare]
+    ratios = [run.wall_s / python.wall_s for run, python in zip(runs, bare, strict=True)]
+    cpu_ms, alone_cpu_ms = (1e3 * statistics.median(run.cpu_s for run in which) for which in (runs, bare))
     note = (
-        f"python alone {statistics.median(bare):.3g} ms ({min(bare):.3g} to {max(bare):.3g}), "
-        f"ratio {statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})"
+        f"python alone {statistics.median(alone):.3g} ms ({min(alone):.3g} to {max(alone):.3g}), "
+        f"ratio {statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g}); "
+        f"processor time {cpu_ms:.3g} and {alone_cpu_ms:.3g} ms"
     )
     return Figure(
         name=f"conserve {name}",

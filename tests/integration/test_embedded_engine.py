@@ -190,7 +190,7 @@ class TestResuming:
 
         *seen, after, whole = tiny.run(watch())
         computed = [look.computed for look in seen]
-        assert after == InFlight()
+        assert after == InFlight(0, 0)
         assert {look.most for look in seen} == {0, whole.computed + 200}
         assert any(whole.computed < tokens <= whole.computed + 200 for tokens in computed)
         assert all(not tokens or tokens > whole.computed for tokens in computed), "a prompt counts as a whole"

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -158,11 +158,17 @@ def streamed(
     async def go() -> Completion:
         endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
         await endpoint.start()
-        assert (endpoint.identity, endpoint.capacity) == ("model and weights", 8)
+        assert (endpoint.identity, endpoint.capacity, endpoint.doing) == ("model and weights", 8, None)
+
+        def on_tokens(tokens: Sequence[int]) -> None:
+            seen.append(list(tokens))
+            assert endpoint.in_flight.computed == len(tokens)
+
         try:
             asked = replace(call, resume_from=resume_from or ())
-            return await endpoint.complete(asked, lambda tokens: seen.append(list(tokens)))
+            return await endpoint.complete(asked, on_tokens)
         finally:
+            assert endpoint.in_flight.computed == 0
             await endpoint.close()
 
     return asyncio.run(go()), seen, sent

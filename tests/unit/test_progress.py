@@ -201,8 +201,9 @@ def test_tokens_of_withdrawn_rows_make_no_negative_rate() -> None:
     rate = Rate()
     rate.look(0.0, 0)
     rate.look(1.0, 500)
-    assert rate.look(2.0, 100) == 50.0
-    assert rate.look(3.0, 200) == pytest.approx(200 / 3)
+    rate.look(1.0 + WINDOW_S, 500)  # the rate is since the look at 1.0 from here on
+    assert rate.look(2.0 + WINDOW_S, 100) == 0.0
+    assert rate.look(3.0 + WINDOW_S, 200) == 100.0
 
 
 # Tokens in flight.
