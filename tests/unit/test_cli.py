@@ -46,6 +46,21 @@ def test_the_main_job_from_submit_to_sql(write_input: WriteInput, tmp_path: Path
     assert json.loads(process("sql", "--json", query).stdout.splitlines()[1])["n"] == 2
 
 
+def test_a_run_says_what_it_does_from_the_start_to_the_end(write_input: WriteInput) -> None:
+    job_id = submit(write_input(q=["a", "b"]))
+    said = conserve("run", "--endpoint", "fake:?request_ms=1").stderr.splitlines()
+    assert said[0] == "starting the fake endpoint"
+    assert said[-2] == f"{job_id}: completed, 2 of 2 rows done"
+    assert said[-1].startswith("2 rows in ")
+    assert all("rows, " in line for line in said[1:-2])
+
+
+def test_a_run_that_cannot_begin_says_nothing_but_why(write_input: WriteInput) -> None:
+    submit(write_input(q=["a"]))
+    (said,) = conserve("run", "--endpoint", "ftp://server").stderr.splitlines()
+    assert said.startswith("conserve: --endpoint takes")
+
+
 def test_failed_rows_exit_5_and_can_be_retried(write_input: WriteInput) -> None:
     job_id = submit(write_input(q=["a", "REJECT"]))
     assert conserve("run", "--endpoint", "fake:").returncode == 5

@@ -11,10 +11,13 @@ from sqlalchemy import inspect, text
 
 from conserve.config import Settings
 from conserve.errors import StoreTooNew
+from conserve.jobs.submit import submit
+from conserve.jobs.task import Kind, Task
 from conserve.store import schema
 from conserve.store.readings import read_jobs
 from conserve.store.store import Store
 from conserve.store.versions import LATEST
+from tests.conftest import WriteInput
 
 REPOSITORY = Path(__file__).parents[2]
 ENGINE = {"torch", "vllm", "transformers"}
@@ -66,6 +69,21 @@ def loaded_by(code: str) -> set[str]:
 )
 def test_nothing_heavy_is_loaded_before_it_is_needed(code: str, heavy: set[str], store: Store) -> None:
     assert loaded_by(code) & heavy == set()
+
+
+def test_a_run_says_its_first_word_before_anything_slow_is_imported(
+    store: Store, write_input: WriteInput
+) -> None:
+    submit(store, str(write_input(q=["a"])), Task(kind=Kind.PROMPT, template="{{ q }}"))
+    run = (
+        "from conserve.cli import output, run\n"
+        "from conserve.config import load\n"
+        "def leave(message): assert message.startswith('starting '); raise SystemExit\n"
+        "output.say = leave\n"
+        "try: run.drain(load(), [], [], run.Pace(), as_json=False); raise AssertionError\n"
+        "except SystemExit: pass"
+    )
+    assert loaded_by(run) & (ENGINE | DATA | OTHERS | {"numpy", "scipy", "msgspec"}) == set()
 
 
 def test_the_migrations_arrive_at_the_schema(store: Store) -> None:
