@@ -17,9 +17,5 @@ show "conserve run $job"
 show "conserve sql --job $job \"select row_index, i.question, r.text as answer
   from results r join inputs i using (job_id, row_index) order by row_index limit 3\""
 
-show "conserve sql --job $job \"select finish_reason, count(*) as answers, round(avg(completion_tokens), 1) as mean_tokens,
-    sum((regexp_extract_all(r.text, '[0-9]+')[-1] = split_part(i.answer, '#### ', 2))::int) as right_answers
-  from results r join inputs i using (job_id, row_index) group by 1 order by 1\""
-
 printf '\nThe answers as a file: CONSERVE_HOME=%s .venv/bin/conserve results %s -o answers.parquet\n' \
     "${CONSERVE_HOME#"$PWD"/}" "$job" >&2

@@ -85,6 +85,16 @@ def demo(home: Path, **variables: str) -> str:
     return screen.text
 
 
+def score(home: Path) -> str:
+    """What the query in examples/README.md prints about the demo's job."""
+    block = re.search(r"```sh\n(.*?)```", (REPOSITORY / "examples" / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    query = block[1].replace(".demo/store", str(home))
+    return subprocess.run(
+        ["bash", "-ec", query], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout
+
+
 def read(terminal: int) -> bytes:
     """The next piece of output; none once all writers have gone."""
     try:
@@ -105,16 +115,11 @@ def shape(text: str, *, home: str) -> list[str]:
         else:
             quotes = 0
             shaped.append(sentence(line))
-    return [line for number, line in enumerate(shaped) if line != ENDED or shaped[number - 1] != ENDED]
-
-
-ENDED = "so many answers ended so"
+    return shaped
 
 
 def sentence(line: str) -> str:
     """A line of output without what differs from run to run."""
-    if re.match(r"(stop|length) +\d+ +[\d.]+ +(\d+|-)$", line):
-        return ENDED
     if row := re.match(r"( +\d  \S.*?…)  +\S.*$", line):  # row_index, question, answer
         return f"{row[1]}  ANSWER"
     line = re.sub(r"(\d+ h )?(\d+ min )?\d[\d,.]* s\b", "N s", line)
@@ -125,16 +130,7 @@ def test_the_demo_prints_what_the_readme_shows(tmp_path: Path) -> None:
     home = tmp_path / "store"
     printed = demo(home, CONSERVE_ENDPOINT="fake:?token_ms=1&start_ms=300")
     assert "\x1b" not in printed
-    assert shape(printed, home=str(home)) == shape(readme_block(), home=".demo/store")
-
-
-@pytest.mark.full
-@pytest.mark.engine
-@pytest.mark.server
-@pytest.mark.timeout(1800)
-def test_the_real_demo_prints_what_the_readme_shows(tmp_path: Path, demo_cache: Path) -> None:
-    home = tmp_path / "store"
-    printed = demo(home, CONSERVE_MODELS=str(demo_cache))
+    assert "right_answers" in score(home)
     assert shape(printed, home=str(home)) == shape(readme_block(), home=".demo/store")
 
 
@@ -146,7 +142,7 @@ def test_the_real_demo_prints_what_the_readme_shows(tmp_path: Path, demo_cache: 
         ("rows done", "rows answered"),
         ("tokens/s", "tokens per second"),
         ("Janet", "Jane"),
-        ("mean_tokens  right_answers", "right_answers  mean_tokens"),
+        ("row_index  question  ", "question  row_index  "),
     ],
 )
 def test_the_comparison_sees_another_command_and_another_sentence(shown: str, changed: str) -> None:
