@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.store import home
-from conserve.store.query import literal, literals
+from conserve.store.query import ROW, columns_of, literal, literals, prefixed, quoted
 from conserve.store.store import Store
 
 
@@ -34,18 +34,23 @@ SUFFIXES = {
 }
 SUFFIXES[".csv"] = Format.CSV
 
-DOCUMENTS = ("json", "choices", "logprobs")  # columns of JSON text
+DOCUMENTS = ("json", "choices", "logprobs")  # columns of JSON text; one of the user's may be called so too
 BATCH_ROWS = 8192
 
 
 def ordered(duck: duckdb.DuckDBPyConnection, job_id: str, *, with_inputs: bool) -> duckdb.DuckDBPyRelation:
-    """The job's results by input row, with the input's own columns behind them if asked."""
-    joined = (
-        "select r.*, i.* exclude (job_id, row_index) from results r join inputs i using (job_id, row_index)"
-        if with_inputs
-        else "select r.* from results r"
-    )
-    return duck.sql(f"{joined} where r.job_id = {literal(job_id)} order by r.row_index")
+    """The job's results by input row, with the input's own columns behind them if asked.
+
+    An input column that is called like one of the results', such as `text`, gets the prefix `input_`.
+    """
+    chosen, joined = ["r.*"], "results r"
+    if with_inputs:
+        taken = columns_of(duck, "results")
+        theirs = [name for name in columns_of(duck, "inputs") if name not in ROW]
+        chosen += [f"i.{quoted(name)} as {quoted(alias)}" for name, alias in prefixed(theirs, taken).items()]
+        joined = "results r join inputs i using (job_id, row_index)"
+    where = f"r.job_id = {literal(job_id)}"
+    return duck.sql(f"select {', '.join(chosen)} from {joined} where {where} order by r.row_index")
 
 
 def with_urls(duck: duckdb.DuckDBPyConnection, store: Store, job_id: str) -> duckdb.DuckDBPyRelation:
@@ -99,10 +104,12 @@ def write_csv(answer: duckdb.DuckDBPyRelation, sink: BinaryIO) -> int:
 def documents_parsed(answer: duckdb.DuckDBPyRelation) -> Iterator[dict[str, Any]]:
     """Rows as dictionaries with their JSON columns parsed."""
     raw = msgspec.Raw
+    kinds = zip(answer.columns, answer.types, strict=True)
+    documents = [name for name, kind in kinds if name in DOCUMENTS and str(kind) == "JSON"]
     for batch in answer.to_arrow_reader(BATCH_ROWS):
         for row in batch.to_pylist():
-            for name in DOCUMENTS:
-                if row.get(name) is not None:
+            for name in documents:
+                if row[name] is not None:
                     row[name] = raw(on_one_line(row[name]).encode())
             yield row
 

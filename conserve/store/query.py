@@ -27,6 +27,8 @@ SETTINGS = {
     "preserve_insertion_order": True,
 }
 
+ROW = ("job_id", "row_index")  # what names a row in the views `results` and `inputs`
+
 NUMBERS = {"TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "FLOAT", "DOUBLE"}
 
 REACH = "conserve sql reads the views jobs, results and inputs and nothing else"
@@ -201,11 +203,23 @@ def disagreeing(files: Sequence[dict[str, str]]) -> set[str]:
 def input_select(job_id: str, path: Path, types: dict[str, str], as_text: set[str]) -> str:
     """One job's input rows; a column of the user's that is called like one of ours gets a prefix."""
     chosen = [f"{literal(job_id)} as job_id", "file_row_number as row_index"]
-    for name in types:
-        alias = f"input_{name}" if name.lower() in ("job_id", "row_index") else name
+    for name, alias in prefixed(list(types), ROW).items():
         cast = "::varchar" if name in as_text else ""
         chosen.append(f"{quoted(name)}{cast} as {quoted(alias)}")
     return f"select {', '.join(chosen)} from read_parquet({literals([path])}, file_row_number = true)"
+
+
+def prefixed(names: Sequence[str], taken: Sequence[str]) -> dict[str, str]:
+    """What columns are called beside those taken: `input_` goes in front as often as it must."""
+    clashing = {name.lower() for name in taken}  # to SQL, `Text` is `text`
+    occupied = clashing | {name.lower() for name in names}
+    aliases = {name: name for name in names}
+    for name in names:
+        if name.lower() in clashing:
+            while aliases[name].lower() in occupied:
+                aliases[name] = f"input_{aliases[name]}"
+            occupied.add(aliases[name].lower())
+    return aliases
 
 
 def seal(duck: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:

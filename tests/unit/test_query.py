@@ -1,12 +1,15 @@
 """SQL sees journal, shards and inputs as one, and nothing else."""
 
 import asyncio
+import csv
 import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import duckdb
+import pyarrow.parquet as pq
 import pytest
 
 from conserve.endpoints.fake import FakeEndpoint, Script
@@ -145,6 +148,47 @@ def test_columns_of_the_user_called_like_ours_get_a_prefix(store: Store, write_i
     assert rows == [(0, "theirs", 99)]
 
 
+def test_a_prefix_never_meets_a_column_that_is_there(store: Store, write_input: WriteInput) -> None:
+    columns = {"q": ["a"], "Job_ID": ["theirs"], "input_Job_ID": ["before"]}
+    submit(store, str(write_input(**columns)), TASK)
+    with views(store, now=0.0) as opened:
+        rows = ask(opened.duck, "select input_job_id, input_input_job_id from inputs").fetchall()
+    assert rows == [("before", "theirs")]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_inputs_beside_results_hide_no_answer(store: Store, write_input: WriteInput, kind: str) -> None:
+    """An input column may be called like a column of results; both are there, the answer under its own name."""
+    path = write_input(text=["to be classified"], Model=["theirs"], json=["{no json"], input_text=["more"])
+    job_id = submit(store, str(path), Task(kind=Kind.PROMPT, template="{{ text }}")).job_id
+    drain(store)
+    with views(store, now=0.0, only=[job_id]) as opened:
+        sink, answer = io.BytesIO(), export.ordered(opened.duck, job_id, with_inputs=True)
+        {"jsonl": export.write_lines, "csv": export.write_csv, "parquet": export.write_parquet}[kind](
+            answer, sink
+        )
+        (text,) = opened.duck.execute("select text from results").fetchone() or ()
+    (row,) = read_back(sink, kind)
+    assert (row["text"], row["model"]) == (text, "fake")
+    assert (row["input_input_text"], row["input_text"]) == ("to be classified", "more")
+    assert (row["input_Model"], row["input_json"]) == ("theirs", "{no json")
+
+
+def read_back(sink: io.BytesIO, kind: str) -> list[dict[str, Any]]:
+    """What an export wrote, row by row."""
+    if kind == "parquet":
+        sink.seek(0)
+        return pq.read_table(sink).to_pylist()
+    lines = sink.getvalue().decode().splitlines()
+    return [json.loads(line) for line in lines] if kind == "jsonl" else list(csv.DictReader(lines))
+
+
+def test_text_of_the_user_in_a_column_called_json_stays_text() -> None:
+    sink = io.BytesIO()
+    export.write_lines(duckdb.sql("select '{no json' as json"), sink)
+    assert json.loads(sink.getvalue()) == {"json": "{no json"}
+
+
 def test_jobs_whose_columns_disagree_in_type_are_both_shown(store: Store, write_input: WriteInput) -> None:
     submit(store, str(write_input("one.parquet", q=["a"], x=[{"y": 1}])), TASK)
     submit(store, str(write_input("two.parquet", q=["b"], x=[[1.5]])), TASK)
@@ -175,7 +219,7 @@ def test_a_store_without_jobs_has_empty_views(store: Store) -> None:
 def test_json_that_a_model_wrote_in_lines_is_one_line_of_output() -> None:
     written = '{\n"a": "b\\nc",\r\n "d":\n\n812\n}'
     sink = io.BytesIO()
-    found = duckdb.sql("select $1 as json, 2 as n", params=[written])
+    found = duckdb.sql("select $1::json as json, 2 as n", params=[written])
     assert export.write_lines(found, sink) == 1
     (line,) = sink.getvalue().splitlines()
     assert json.loads(line) == {"json": {"a": "b\nc", "d": 812}, "n": 2}
