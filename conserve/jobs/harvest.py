@@ -271,7 +271,20 @@ class Harvester:
             other.alone = False
         self._flights.add(flight)
         flight.task = asyncio.create_task(self._work(flight))
+        flight.task.add_done_callback(lambda task: self._land(flight, withdrawn=task.cancelled()))
         self.tally.in_flight = len(self._flights)
+
+    def _land(self, flight: Flight, *, withdrawn: bool) -> None:
+        """Take a row off the endpoint's hands; one that was withdrawn goes back with its tokens.
+
+        Not a part of `_work`, of which nothing runs where a row is withdrawn before its task has begun.
+        """
+        if withdrawn and not flight.lost:
+            self._save_tokens(flight)
+            self._put_back(flight.work, RetryDecision())
+        self._flights.discard(flight)
+        self.tally.in_flight = len(self._flights)
+        self._landed.set()
 
     async def _work(self, flight: Flight) -> None:
         """Send one row and pass on what becomes of it."""
@@ -280,11 +293,6 @@ class Harvester:
         on_tokens = self._token_saver(flight) if work.can_resume else None
         try:
             completion = await self.endpoint.complete(work.call, on_tokens)
-        except asyncio.CancelledError:
-            if not flight.lost:
-                self._save_tokens(flight)
-                self._put_back(work, RetryDecision())
-            raise
         except EndpointUnusable as error:
             self._broken = error
             self._put_back(work, RetryDecision())
@@ -297,10 +305,6 @@ class Harvester:
             self._hold.end()
             self.tally.answer(completion)
             self._finish(work, success(work, completion, now=self.clock()))
-        finally:
-            self._flights.discard(flight)
-            self.tally.in_flight = len(self._flights)
-            self._landed.set()
 
     def _token_saver(self, flight: Flight) -> Callable[[Sequence[int]], None]:
         """Takes the tokens as they come and has every sixty-fourth saved."""
