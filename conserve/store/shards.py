@@ -2,12 +2,12 @@
 
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import ColumnElement, delete, insert, select, update
 
 from conserve.errors import JobRefused
 from conserve.store import catalog, home, queue, schema
@@ -74,7 +74,7 @@ def write_shard(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool,
             home.write_durably(path, scratch)
         finally:
             scratch.unlink(missing_ok=True)
-    registered = register(store, job_id, path, positions, failed=failed, now=now)
+    registered = register(store, job_id, path, rows, failed=failed, now=now)
     if not registered:
         path.unlink(missing_ok=True)
     return registered
@@ -84,32 +84,38 @@ class _SomeoneElseMovedThem(Exception):
     """Rolls the registering transaction back."""
 
 
-def register(
-    store: Store, job_id: str, path: Path, positions: Sequence[int], *, failed: bool, now: float
-) -> bool:
-    """Swap journal rows for the shard that holds them, or change nothing and say False."""
+def register(store: Store, job_id: str, path: Path, rows: Sequence[Any], *, failed: bool, now: float) -> bool:
+    """Swap journal rows for the shard that holds them, or change nothing and say False.
+
+    That is said where rows have been moved meanwhile, where `retry` has had failed ones done again, and where
+    this process slept for so long that another one has swept the file up.
+    """
     try:
         with store.write() as tx:
             gone = sum(
-                tx.execute(
-                    delete(journal).where(journal.c.job_id == job_id, journal.c.position.in_(chunk))
-                ).rowcount
-                for chunk in queue.chunks(positions)
+                tx.execute(delete(journal).where(*chunk)).rowcount for chunk in as_read(job_id, rows, failed)
             )
-            if gone != len(positions):
+            if gone != len(rows) or not path.exists():
                 raise _SomeoneElseMovedThem
             tx.execute(
                 insert(shard).values(
                     job_id=job_id,
                     file=str(path.relative_to(store.home)),
                     failed=failed,
-                    num_rows=len(positions),
+                    num_rows=len(rows),
                     created_at=now,
                 )
             )
     except _SomeoneElseMovedThem:
         return False
     return True
+
+
+def as_read(job_id: str, rows: Sequence[Any], failed: bool) -> Iterator[list[ColumnElement[bool]]]:
+    """Conditions for these journal rows as they were read. Only failed ones ever change, by `retry`."""
+    for chunk in queue.chunks(rows):
+        found = [journal.c.job_id == job_id, journal.c.position.in_([row.position for row in chunk])]
+        yield [*found, journal.c.payload.in_([row.payload for row in chunk])] if failed else found
 
 
 def compact_finished(store: Store, *, now: float) -> None:
@@ -129,27 +135,33 @@ def compact_finished(store: Store, *, now: float) -> None:
 def sweep(store: Store, *, now: float) -> int:
     """Delete what a crash left behind: shards and job folders that no transaction ever registered.
 
-    Young ones stay, since some process may be about to register them. Returns how many went.
+    Young ones stay, since some process may be about to register them; what is registered meanwhile waits for
+    the end of this transaction, and finds that it is gone. Returns how many went.
     """
-    with store.read() as tx:
+    with store.write() as tx:
         shards = {store.home / file for file in tx.scalars(select(shard.c.file))}
         folders = {home.job_folder(store.home, job_id) for job_id in catalog.ids(tx)}
-    jobs = home.jobs_folder(store.home)
-    orphans = [path for path in jobs.glob(f"*/{home.RESULTS}/*") if path not in shards]
-    orphans += [path for path in jobs.glob("*") if path not in folders]
-    stale = [path for path in orphans if modified_at(path) < now - STALE_AFTER_S]
-    for path in stale:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        jobs = home.jobs_folder(store.home)
+        orphans = [path for path in jobs.glob("*") if path not in folders]
+        orphans += [
+            path for folder in folders for path in (folder / home.RESULTS).glob("*") if path not in shards
+        ]
+        stale = [path for path in orphans if modified_at(path) < now - STALE_AFTER_S]
+        for path in stale:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
     return len(stale)
 
 
 def modified_at(path: Path) -> float:
-    """When the file changed last; now or later if it is gone already."""
+    """When the file changed last, or any in the folder: a submit that is long at it writes to what is there.
+
+    Now or later if it is gone already.
+    """
     try:
-        return path.stat().st_mtime
+        return max(each.stat().st_mtime for each in (path, *path.rglob("*")))
     except FileNotFoundError:
         return float("inf")
 
@@ -179,6 +191,7 @@ def retry_failed(store: Store, job_id: str, *, now: float) -> int:
             .values(
                 failed=job.c.failed - len(positions),
                 finished_at=None,
+                error=None,
                 state=JobState.PAUSED.value if current.state is JobState.PAUSED else JobState.QUEUED.value,
             )
         )

@@ -1,0 +1,87 @@
+"""Rows on their way through a store, without a harvester: what most tests of the store begin with."""
+
+from collections.abc import Collection
+from typing import Any
+
+from sqlalchemy import text
+
+from conserve.store import catalog, home, journal, queue
+from conserve.store.catalog import Source
+from conserve.store.journal import Committed, Finished
+from conserve.store.queue import Lease
+from conserve.store.results import Result
+from conserve.store.store import Store
+
+LEASE_S = 10.0
+
+
+def add_job(store: Store, job_id: str = "job-1", rows: int = 4, **named: Any) -> str:
+    """A queued job of so many rows, with its folder."""
+    home.job_folder(store.home, job_id).mkdir(parents=True)
+    values = {"task": '{"kind":"prompt"}', "priority": 0, "now": 0.0} | named
+    with store.write() as tx:
+        source = Source(path="input.parquet", format="parquet")
+        catalog.add(tx, job_id=job_id, source=source, num_rows=rows, **values)
+    return job_id
+
+
+def claim(store: Store, *, now: float = 0.0, **named: Any) -> Lease | None:
+    """The next lease of up to eight rows for Ann, if there is one."""
+    values = {"owner": "ann", "lease_s": LEASE_S, "limit": 8} | named
+    with store.write() as tx:
+        return queue.claim(tx, now=now, **values)
+
+
+def leased(store: Store, *, now: float = 0.0, **named: Any) -> Lease:
+    """The next lease, which there must be."""
+    lease = claim(store, now=now, **named)
+    assert lease is not None
+    return lease
+
+
+def positions(lease: Lease | None) -> list[int]:
+    """The rows of a lease."""
+    return [row.position for row in lease.rows] if lease else []
+
+
+def result(position: int, *, failed: bool = False, **values: Any) -> Result:
+    """An answer, or an error."""
+    found = {"error_type": "scripted", "error": "no"} if failed else {"text": "yes"}
+    times = {"submitted_at": 0.0, "started_at": 1.0, "finished_at": 2.0}
+    return Result(**{"row_index": position, **found, **times, **values})
+
+
+def finish(
+    store: Store,
+    lease: Lease,
+    *,
+    of: Collection[int] | None = None,
+    failed: Collection[int] = (),
+    now: float = 0.0,
+    **values: Any,
+) -> Committed:
+    """Commit results of the rows of a lease, or of some of them; some `failed`."""
+    finished = [
+        Finished(lease.epoch, lease.job_id, p, result(p, failed=p in failed, **values))
+        for p in (positions(lease) if of is None else of)
+    ]
+    with store.write() as tx:
+        return journal.commit(tx, finished, now=now)
+
+
+def put_back(store: Store, lease: Lease, position: int, **named: Any) -> None:
+    """Return one row of a lease to the queue."""
+    with store.write() as tx:
+        queue.put_back(tx, epoch=lease.epoch, job_id=lease.job_id, position=position, **named)
+
+
+def job(store: Store, job_id: str = "job-1") -> catalog.Job:
+    """A job as it stands."""
+    with store.read() as tx:
+        return catalog.get(tx, job_id)
+
+
+def select(store: Store, query: str) -> list[tuple[Any, ...]]:
+    """What the database says."""
+    with store.read() as tx:
+        return [tuple(row) for row in tx.execute(text(query))]

@@ -1,0 +1,278 @@
+"""Shards: every result is in the journal or in one file, whatever was done and crashed meanwhile."""
+
+import os
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from conserve.errors import JobRefused, StoreFull
+from conserve.store import catalog, home, queue, shards
+from conserve.store.states import JobState
+from conserve.store.store import Store
+from tests.store_rows import add_job, claim, finish, job, leased, positions, select
+
+HOUR_S = 3600.0
+
+
+def files(store: Store, job_id: str = "job-1") -> list[Path]:
+    """All files of its results folder."""
+    return sorted((home.job_folder(store.home, job_id) / home.RESULTS).glob("*"))
+
+
+def shard_rows(store: Store) -> list[tuple[str, list[int], bool]]:
+    """Of each registered shard its job, its positions and whether its rows failed."""
+    found = select(store, "select job_id, file, failed from shard order by id")
+    return [
+        (job_id, pq.read_table(store.home / file)["position"].to_pylist(), bool(failed))
+        for job_id, file, failed in found
+    ]
+
+
+def finished_job(store: Store, rows: int = 4, failed: tuple[int, ...] = (), job_id: str = "job-1") -> str:
+    add_job(store, job_id, rows=rows)
+    finish(store, leased(store, limit=rows, only=[job_id]), failed=failed)
+    return job_id
+
+
+def journalled(store: Store) -> list[int]:
+    return [position for (position,) in select(store, "select position from journal order by 1")]
+
+
+def test_compaction_moves_every_result_into_shards(store: Store) -> None:
+    """Failed rows into one of their own, in the order of their positions."""
+    finished_job(store, 6, failed=(1, 4))
+    assert shards.compact(store, "job-1", now=7.0) == 6
+    assert journalled(store) == []
+    assert shard_rows(store) == [("job-1", [0, 2, 3, 5], False), ("job-1", [1, 4], True)]
+    assert select(store, "select num_rows, created_at from shard order by id") == [(4, 7.0), (2, 7.0)]
+    assert [store.home / file for (file,) in select(store, "select file from shard order by id")] == files(
+        store
+    )
+    table = pq.read_table(files(store)[0])
+    assert table["job_id"].to_pylist() == ["job-1"] * 4
+    assert table["row_index"].to_pylist() == [0, 2, 3, 5]
+    assert shards.compact(store, "job-1", now=8.0) == 0
+
+
+def test_only_the_jobs_own_results_are_moved(store: Store) -> None:
+    for job_id in ("one", "other"):
+        finished_job(store, 2, job_id=job_id)
+    assert shards.compact(store, "one", now=0.0) == 2
+    assert select(store, "select distinct job_id from journal") == [("other",)]
+
+
+def test_a_shard_takes_so_many_rows(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_ROWS", 3)
+    finished_job(store, 7)
+    assert shards.compact(store, "job-1", now=0.0) == 7
+    assert [rows for _, rows, _ in shard_rows(store)] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_a_shard_takes_so_many_bytes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row that reaches them is its last."""
+    finished_job(store, 5)
+    ((size,),) = select(store, "select distinct length(payload) from journal")
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2 * size)
+    assert shards.compact(store, "job-1", now=0.0) == 5
+    assert [rows for _, rows, _ in shard_rows(store)] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize(("limit", "moved"), [("rows", 6), ("bytes", 4)])
+def test_less_than_a_shard_waits_where_only_full_ones_are_wanted(
+    store: Store, monkeypatch: pytest.MonkeyPatch, limit: str, moved: int
+) -> None:
+    finished_job(store, 7)
+    ((size,),) = select(store, "select distinct length(payload) from journal")
+    monkeypatch.setattr(shards, "SHARD_ROWS", 3 if limit == "rows" else 100)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 4 * size if limit == "bytes" else 1 << 20)
+    assert shards.compact(store, "job-1", now=0.0, at_least=shards.SHARD_ROWS) == moved
+    assert journalled(store) == list(range(moved, 7))
+
+
+def test_of_two_compactors_the_second_withdraws(store: Store) -> None:
+    finished_job(store, 3)
+    rows = shards.oldest(store, "job-1", failed=False, at_least=1)
+    assert shards.compact(store, "job-1", now=0.0) == 3
+    assert not shards.write_shard(store, "job-1", rows, failed=False, now=0.0)
+    assert shard_rows(store) == [("job-1", [0, 1, 2], False)]
+    assert len(files(store)) == 1, "its file is gone"
+
+
+def test_a_compactor_that_finds_some_of_its_rows_gone_moves_none(store: Store) -> None:
+    finished_job(store, 3)
+    rows = shards.oldest(store, "job-1", failed=False, at_least=1)
+    assert shards.write_shard(store, "job-1", rows[:1], failed=False, now=0.0)
+    assert not shards.write_shard(store, "job-1", rows, failed=False, now=0.0)
+    assert journalled(store) == [1, 2]
+    assert shard_rows(store) == [("job-1", [0], False)]
+
+
+@pytest.mark.parametrize("fails_again", [False, True])
+def test_a_compactor_that_slept_through_a_retry_does_not_bring_old_results_back(
+    store: Store, fails_again: bool
+) -> None:
+    finished_job(store, 2, failed=(1,))
+    slept = shards.oldest(store, "job-1", failed=True, at_least=1)
+    assert shards.retry_failed(store, "job-1", now=1.0) == 1
+    lease = leased(store, now=1.0)
+    finish(store, lease, failed=positions(lease) if fails_again else (), attempts=9)
+    assert not shards.write_shard(store, "job-1", slept, failed=True, now=0.0)
+    assert job(store).failed == fails_again
+    shards.compact(store, "job-1", now=0.0)
+    assert shard_rows(store) == [
+        ("job-1", rows, failed)
+        for rows, failed in ([([0], False), ([1], True)] if fails_again else [([0, 1], False)])
+    ]
+    attempts = [pq.read_table(file)["attempts"].to_pylist() for file in files(store)]
+    assert attempts == ([[1], [9]] if fails_again else [[1, 9]])
+
+
+def test_a_compactor_that_slept_until_its_file_was_swept_up_moves_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished_job(store, 2)
+    write_durably = home.write_durably
+
+    def then_sleep(path: Path, scratch: Path) -> None:
+        write_durably(path, scratch)
+        assert shards.sweep(store, now=path.stat().st_mtime + HOUR_S + 1) == 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(home, "write_durably", then_sleep)
+        assert shards.compact(store, "job-1", now=0.0) == 0
+    assert journalled(store) == [0, 1]
+    assert shards.compact(store, "job-1", now=0.0) == 2
+
+
+def test_a_disk_that_is_full_leaves_the_journal_and_no_file(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    finished_job(store, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(home, "sync", full)
+        with pytest.raises(StoreFull):
+            shards.compact(store, "job-1", now=0.0)
+    assert (journalled(store), files(store)) == ([0, 1], [])
+
+
+def test_jobs_that_ended_are_compacted_and_others_are_not(store: Store) -> None:
+    for job_id in ("completed", "cancelled", "refused", "running"):
+        add_job(store, job_id, rows=2)
+        finish(store, leased(store, only=[job_id], limit=2 if job_id == "completed" else 1))
+    with store.write() as tx:
+        catalog.move(tx, "cancelled", "cancel", now=0.0)
+        catalog.refuse(tx, "refused", "its input changed", now=0.0)
+    shards.compact_finished(store, now=5.0)
+    assert select(store, "select job_id from journal") == [("running",)]
+    assert {job_id: rows for job_id, rows, _ in shard_rows(store)} == {
+        "completed": [0, 1],
+        "cancelled": [0],
+        "refused": [0],
+    }
+    assert select(store, "select distinct created_at from shard") == [(5.0,)]
+
+
+def test_a_sweep_takes_what_nothing_names_and_leaves_the_rest(store: Store) -> None:
+    finished_job(store, 2)
+    shards.compact(store, "job-1", now=0.0)
+    kept = everything(store)
+    results = home.job_folder(store.home, "job-1") / home.RESULTS
+    (results / "crashed.parquet").write_bytes(b"no transaction names it")
+    (results / "crashed.tmp").write_bytes(b"nor this")
+    unknown = home.job_folder(store.home, "unknown")
+    unknown.mkdir()
+    (unknown / home.REQUESTS).write_bytes(b"of a job that never came to be")
+    (home.jobs_folder(store.home) / "file").write_bytes(b"")
+    youngest = max(path.stat().st_mtime for path in home.jobs_folder(store.home).rglob("*"))
+    assert shards.sweep(store, now=youngest + HOUR_S - 10) == 0
+    assert shards.sweep(store, now=youngest + HOUR_S + 1) == 4
+    assert everything(store) == kept
+    assert shards.sweep(store, now=youngest + 2 * HOUR_S) == 0
+
+
+def everything(store: Store) -> set[Path]:
+    return set(home.jobs_folder(store.home).rglob("*"))
+
+
+def test_a_sweep_leaves_a_submit_alone_that_has_been_at_it_for_hours(store: Store) -> None:
+    """Its folder is as old as its first file; what it is writing to is young."""
+    with home.new_job_folder(store.home) as folder:
+        nested = folder / "sort-1"
+        nested.mkdir()
+        young = nested / "run.arrow"
+        young.write_bytes(b"being written")
+        now = young.stat().st_mtime
+        for path in (folder, nested):
+            os.utime(path, (now - 9 * HOUR_S,) * 2)
+        assert shards.sweep(store, now=now) == 0
+        os.utime(young, (now - 9 * HOUR_S,) * 2)
+        assert shards.sweep(store, now=now) == 1
+        assert not folder.exists()
+
+
+def test_what_is_gone_already_is_as_young_as_can_be(tmp_path: Path) -> None:
+    assert shards.modified_at(tmp_path / "gone") == float("inf")
+
+
+def test_a_sweep_of_a_store_without_jobs_finds_nothing(store: Store) -> None:
+    assert shards.sweep(store, now=1e12) == 0
+
+
+def test_a_retry_puts_back_the_failed_rows_and_no_others(store: Store) -> None:
+    """Of the journal and of shards; they start anew and wait for nothing."""
+    finished_job(store, 6, failed=(1, 4))
+    finished_job(store, 2, failed=(0,), job_id="other")
+    shards.compact(store, "job-1", now=0.0)
+    finish_again(store, now=1.0, failed=(4,))
+    assert shard_rows(store) == [("job-1", [0, 2, 3, 5], False)]
+    shards.compact(store, "job-1", now=2.0)
+    assert shards.retry_failed(store, "job-1", now=3.0) == 1
+    assert shards.retry_failed(store, "job-1", now=3.0) == 0
+    assert select(store, "select job_id, position, epoch, attempts, failures, available_at from request") == [
+        ("job-1", 4, None, 0, 0, 3.0)
+    ]
+    assert sorted(rows for _, rows, _ in shard_rows(store)) == [[0, 2, 3, 5], [1]]
+    assert len(files(store)) == 2, "the file of the failed rows is gone"
+    assert (job(store).failed, job(store).succeeded) == (0, 5)
+    assert (job(store).state, job(store).finished_at) == (JobState.QUEUED, None)
+    assert (job(store, "other").failed, job(store, "other").state) == (1, JobState.COMPLETED)
+    assert claim(store, now=2.9) is None
+    assert [(row.position, row.attempts) for row in leased(store, now=3.0).rows] == [(4, 1)]
+
+
+def finish_again(store: Store, *, now: float, failed: tuple[int, ...]) -> None:
+    shards.retry_failed(store, "job-1", now=now)
+    finish(store, leased(store, now=now), failed=failed)
+
+
+def test_a_retry_leaves_a_paused_job_paused_and_refuses_a_cancelled_one(store: Store) -> None:
+    for job_id, verb in (("paused", "pause"), ("cancelled", "cancel")):
+        add_job(store, job_id, rows=2)
+        finish(store, leased(store, only=[job_id], limit=1), failed=(0,))
+        with store.write() as tx:
+            catalog.move(tx, job_id, verb, now=0.0)
+    assert shards.retry_failed(store, "paused", now=0.0) == 1
+    assert job(store, "paused").state is JobState.PAUSED
+    with pytest.raises(JobRefused, match="cancelled was cancelled; submit it again"):
+        shards.retry_failed(store, "cancelled", now=0.0)
+
+
+def test_a_retry_of_a_refused_job_drops_the_reason(store: Store) -> None:
+    add_job(store, rows=2)
+    finish(store, leased(store, limit=1), failed=(0,))
+    with store.write() as tx:
+        catalog.refuse(tx, "job-1", "its input changed", now=0.0)
+    assert shards.retry_failed(store, "job-1", now=0.0) == 1
+    assert (job(store).state, job(store).error) == (JobState.QUEUED, None)
+
+
+def test_shards_of_more_rows_than_a_list_takes_are_registered_whole(store: Store) -> None:
+    finished_job(store, 1100, failed=tuple(range(0, 1100, 2)))
+    assert shards.compact(store, "job-1", now=0.0) == 1100
+    assert [len(rows) for _, rows, _ in shard_rows(store)] == [550, 550]
+    with store.read() as tx:
+        assert queue.backlog(tx).waiting == 0
