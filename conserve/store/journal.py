@@ -101,15 +101,15 @@ def count(tx: Connection, written: Sequence[Finished]) -> list[str]:
 
 
 def complete(tx: Connection, job_id: str, now: float) -> bool:
-    """Mark the job completed if every row has its result."""
+    """Mark the job completed if every row has its result, even if it was to wait or must not run any more."""
     done = tx.execute(
         update(job)
         .where(
             job.c.id == job_id,
-            job.c.state.in_((JobState.QUEUED.value, JobState.PAUSED.value)),
+            job.c.state.in_((JobState.QUEUED.value, JobState.PAUSED.value, JobState.FAILED.value)),
             job.c.succeeded + job.c.failed == job.c.num_rows,
         )
-        .values(state=JobState.COMPLETED.value, finished_at=now)
+        .values(state=JobState.COMPLETED.value, finished_at=now, error=None)
     )
     return done.rowcount == 1
 
