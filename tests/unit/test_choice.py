@@ -1,0 +1,176 @@
+"""Leases of rows that a window has chosen: each row is in one place still, whoever chose what."""
+
+from typing import Any
+
+from conserve.store import catalog, choice, queue
+from conserve.store.choice import Terms
+from conserve.store.queue import Lease
+from conserve.store.store import Store
+from tests.store_rows import LEASE_S, add_job, finish, job, leased, positions, put_back, select
+
+TERMS = Terms("ann", 5.0, LEASE_S)
+
+
+def choose(store: Store, *chosen: tuple[str, int], terms: Terms = TERMS) -> list[Lease]:
+    with store.write() as tx:
+        return choice.choose(tx, chosen, terms)
+
+
+def reclaim(store: Store, priority: int = 0, limit: int = 8, now: float = 5.0) -> Lease | None:
+    with store.write() as tx:
+        return choice.reclaim(
+            tx, queue.runnable_jobs(tx, None), priority, Terms("ann", now, LEASE_S), limit=limit
+        )
+
+
+def contenders(store: Store) -> list[str]:
+    with store.read() as tx:
+        return [found.id for found in choice.contenders(tx, queue.runnable_jobs(tx, None))]
+
+
+def never_leased(store: Store, job_id: str = "job-1", **named: Any) -> list[int]:
+    with store.read() as tx:
+        return choice.never_leased(tx, job_id, **{"start": 0, "limit": 100} | named)
+
+
+def passed_over(store: Store, job_id: str = "job-1", **named: Any) -> list[int]:
+    with store.read() as tx:
+        return list(choice.passed_over(tx, job_id, **named))
+
+
+def test_chosen_rows_are_leased_and_those_in_front_wait(store: Store) -> None:
+    add_job(store, rows=8)
+    (lease,) = choose(store, ("job-1", 5), ("job-1", 2))
+    assert [(row.position, row.attempts, row.failures, row.started_at) for row in lease.rows] == [
+        (5, 1, 0, 5.0),
+        (2, 1, 0, 5.0),
+    ]
+    assert (lease.job_id, lease.expires_at) == ("job-1", 5.0 + LEASE_S)
+    assert select(store, "select epoch, owner, claimed_at, expires_at from lease") == [
+        (lease.epoch, "ann", 5.0, 15.0)
+    ]
+    assert select(store, "select position, epoch, attempts, started_at from request order by 1") == [
+        (0, None, 0, None),
+        (1, None, 0, None),
+        (2, lease.epoch, 1, 5.0),
+        (3, None, 0, None),
+        (4, None, 0, None),
+        (5, lease.epoch, 1, 5.0),
+    ]
+    assert job(store).next_position == 6
+    assert passed_over(store) == [0, 1, 3, 4]
+    assert never_leased(store) == [0, 1, 3, 4, 6, 7]
+
+
+def test_rows_that_were_passed_over_can_be_chosen_later(store: Store) -> None:
+    add_job(store, rows=4)
+    choose(store, ("job-1", 2))
+    (lease,) = choose(store, ("job-1", 3), ("job-1", 1), terms=TERMS._replace(now=7.0))
+    assert positions(lease) == [3, 1]
+    assert select(
+        store, f"select position, attempts, started_at from request where epoch = {lease.epoch} order by 1"
+    ) == [(1, 1, 7.0), (3, 1, 7.0)]
+    assert passed_over(store) == [0]
+
+
+def test_rows_that_others_have_are_left_out(store: Store) -> None:
+    add_job(store, rows=3)
+    theirs = leased(store, limit=2)
+    (lease,) = choose(store, ("job-1", 0), ("job-1", 2), ("job-1", 1))
+    assert positions(lease) == [2]
+    assert choose(store, ("job-1", 0), ("job-1", 2)) == []
+    assert finish(store, theirs).late == []
+    assert select(store, "select count(*) from lease") == [(1,)]
+
+
+def test_each_job_gets_a_lease_of_its_own_and_one_that_stopped_none(store: Store) -> None:
+    for name in ("one", "other", "paused"):
+        add_job(store, name, rows=2)
+    with store.write() as tx:
+        catalog.move(tx, "paused", "pause", now=0.0)
+    leases = choose(store, ("other", 0), ("paused", 0), ("one", 1), ("other", 1))
+    assert {lease.job_id: positions(lease) for lease in leases} == {"one": [1], "other": [0, 1]}
+
+
+def test_a_job_that_is_not_chosen_from_is_left_alone(store: Store) -> None:
+    for name in ("one", "other"):
+        add_job(store, name, rows=2)
+    choose(store, ("one", 1))
+    assert (job(store, "one").next_position, job(store, "other").next_position) == (2, 0)
+    assert never_leased(store, "other") == [0, 1]
+
+
+def test_looking_ahead_begins_where_it_is_told_and_ends_with_the_limit(store: Store) -> None:
+    add_job(store, rows=9)
+    choose(store, ("job-1", 2), ("job-1", 5))
+    assert passed_over(store, start=1) == [1, 3, 4]
+    assert passed_over(store, start=1, limit=2) == [1, 3]
+    assert never_leased(store, start=3, limit=3) == [3, 4, 6]
+    assert never_leased(store, start=4, limit=3) == [4, 6, 7]
+    assert never_leased(store, start=8, limit=3) == [8]
+    assert never_leased(store, start=9, limit=3) == []
+    assert never_leased(store, limit=2) == [0, 1]
+
+
+def test_rows_that_a_retry_put_back_were_leased_before(store: Store) -> None:
+    from conserve.store import shards
+
+    add_job(store, rows=2)
+    finish(store, leased(store), failed=[0])
+    shards.retry_failed(store, "job-1", now=3.0)
+    assert passed_over(store) == []
+    assert contenders(store) == []
+    assert positions(reclaim(store)) == [0]
+
+
+def test_only_jobs_of_the_highest_priority_that_have_rows_contend(store: Store) -> None:
+    for name, priority in (("low", 0), ("high", 1), ("higher", 2), ("high2", 1)):
+        add_job(store, name, rows=2, priority=priority)
+    assert contenders(store) == ["higher"]
+    leased(store, only=["higher"])
+    assert contenders(store) == ["high", "high2"]
+    choose(store, ("high", 1))
+    assert contenders(store) == ["high", "high2"], "of which a row was passed over"
+    leased(store, only=["high"])
+    leased(store, only=["high2"])
+    assert contenders(store) == ["low"]
+    leased(store)
+    assert contenders(store) == []
+
+
+def test_what_came_back_is_leased_before_anything_is_chosen(store: Store) -> None:
+    """But not suspects, what was passed over, what is in backoff, or rows of a lower priority."""
+    for name, priority in (("low", 0), ("first", 1), ("second", 1)):
+        add_job(store, name, rows=6, priority=priority)
+    (held,) = choose(store, *(("first", position) for position in (1, 2, 3, 4)))
+    put_back(store, held, 1, suspect=True)
+    put_back(store, held, 2, available_at=6.0)
+    assert reclaim(store, priority=1) is None
+    lease = reclaim(store, priority=1, now=6.0)
+    assert lease is not None
+    assert (lease.job_id, positions(lease), lease.expires_at) == ("first", [2], 16.0)
+    (row,) = lease.rows
+    assert (row.attempts, row.started_at) == (2, 5.0)
+    assert select(store, "select attempts from request where position = 2") == [(2,)]
+    (low,) = choose(store, ("low", 0))
+    put_back(store, low, 0)
+    assert reclaim(store, priority=1) is None
+    assert positions(reclaim(store, priority=0)) == [0]
+
+
+def test_so_many_come_back_as_there_is_room_for(store: Store) -> None:
+    add_job(store, rows=4)
+    held = leased(store)
+    for position in (3, 1, 2):
+        put_back(store, held, position)
+    assert positions(reclaim(store, limit=2)) == [1, 2]
+
+
+def test_a_place_is_remembered_until_the_next(store: Store) -> None:
+    with store.write() as tx:
+        assert choice.remembered(tx) is None
+        choice.remember(tx, "1 a 2")
+        assert choice.remembered(tx) == "1 a 2"
+        choice.remember(tx, "2 b 3")
+        assert choice.remembered(tx) == "2 b 3"
+    assert select(store, "select value from meta where key = 'version'") == [("1",)]

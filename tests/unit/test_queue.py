@@ -1,0 +1,240 @@
+"""Leases: each row is with one owner at most, comes back when it must, and late writers are told so."""
+
+import pytest
+
+from conserve.store import catalog, queue
+from conserve.store.queue import Backlog, SavedTokens
+from conserve.store.store import Store
+from tests.store_rows import LEASE_S, add_job, claim, finish, job, leased, positions, put_back, select
+
+
+def expire(store: Store, now: float) -> int:
+    with store.write() as tx:
+        return queue.expire(tx, now=now)
+
+
+def backlog(store: Store, only: list[str] | None = None) -> Backlog:
+    with store.read() as tx:
+        return queue.backlog(tx, only=only)
+
+
+def test_claims_walk_through_a_job_and_no_row_is_given_out_twice(store: Store) -> None:
+    add_job(store, rows=5)
+    first, second = leased(store, limit=3), leased(store, limit=3)
+    assert (positions(first), positions(second)) == ([0, 1, 2], [3, 4])
+    assert first.epoch != second.epoch
+    assert claim(store) is None
+
+
+def test_the_highest_priority_goes_first_then_the_oldest_job(store: Store) -> None:
+    for name, priority in (("old", 0), ("new", 0), ("urgent", 1)):
+        add_job(store, name, rows=1, priority=priority)
+    assert [leased(store).job_id for _ in range(3)] == ["urgent", "old", "new"]
+
+
+def test_only_the_wanted_jobs_are_claimed(store: Store) -> None:
+    for name in ("one", "other"):
+        add_job(store, name, rows=1)
+    assert leased(store, only=["other"]).job_id == "other"
+    assert claim(store, only=["other"]) is None
+
+
+def test_a_lease_names_its_rows_its_end_and_the_attempt(store: Store) -> None:
+    add_job(store, rows=1)
+    lease = leased(store, now=100.0)
+    (row,) = lease.rows
+    assert (lease.job_id, lease.expires_at) == ("job-1", 100.0 + LEASE_S)
+    assert (row.attempts, row.failures, row.started_at, row.suspect) == (1, 0, 100.0, False)
+    assert select(store, "select epoch, job_id, owner, claimed_at, expires_at from lease") == [
+        (lease.epoch, "job-1", "ann", 100.0, 110.0)
+    ]
+    assert select(store, "select epoch, attempts, failures, started_at from request") == [
+        (lease.epoch, 1, 0, 100.0)
+    ]
+
+
+def test_a_job_starts_once(store: Store) -> None:
+    add_job(store)
+    leased(store, now=5.0, limit=1)
+    leased(store, now=7.0, limit=1)
+    assert job(store).started_at == 5.0
+
+
+def test_an_expired_lease_is_claimed_once(store: Store) -> None:
+    """At its last instant a lease is over; before, it is not."""
+    add_job(store, rows=2)
+    lost = leased(store, now=1.0)
+    assert expire(store, 0.999 + LEASE_S) == 0
+    assert expire(store, 1.0 + LEASE_S) == 1
+    assert expire(store, 1.0 + LEASE_S) == 0
+    again = leased(store, now=20.0, owner="ben")
+    assert positions(again) == [0, 1]
+    assert [(row.attempts, row.started_at) for row in again.rows] == [(2, 1.0)] * 2
+    assert select(store, "select attempts, started_at from request") == [(2, 1.0)] * 2
+    assert claim(store, now=20.0) is None
+    assert finish(store, lost).written == []
+    assert len(finish(store, again).written) == 2
+
+
+def test_rows_that_came_back_go_before_rows_never_leased(store: Store) -> None:
+    add_job(store, rows=6)
+    lost = leased(store, limit=2)
+    kept = leased(store, limit=1)
+    put_back(store, lost, 1)
+    assert positions(leased(store, limit=3)) == [1, 3, 4]
+    assert positions(kept) == [2]
+
+
+def test_a_row_in_backoff_waits_for_its_time(store: Store) -> None:
+    add_job(store, rows=1)
+    put_back(store, leased(store), 0, available_at=30.0, failed=True)
+    assert claim(store, now=29.9) is None
+    assert backlog(store) == Backlog(0, 1, 30.0)
+    (row,) = leased(store, now=30.0).rows
+    assert (row.attempts, row.failures) == (2, 1)
+    assert job(store).retries == 1
+
+
+def test_a_row_put_back_because_we_stop_costs_it_nothing(store: Store) -> None:
+    add_job(store, rows=1)
+    put_back(store, leased(store), 0)
+    (row,) = leased(store).rows
+    assert (row.attempts, row.failures, row.suspect) == (2, 0, False)
+    assert job(store).retries == 0
+
+
+def test_suspects_run_alone_and_only_where_they_are_asked_for(store: Store) -> None:
+    add_job(store, rows=4)
+    lease = leased(store, limit=3)
+    for position in (0, 1):
+        put_back(store, lease, position, suspect=True)
+    assert positions(leased(store)) == [3]
+    assert claim(store) is None
+    alone = leased(store, suspect=True, limit=8)
+    assert positions(alone) == [0]
+    assert alone.rows[0].suspect
+    assert positions(leased(store, suspect=True)) == [1]
+    assert claim(store, suspect=True) is None
+
+
+def test_a_row_that_is_no_longer_a_suspect_runs_with_others_again(store: Store) -> None:
+    add_job(store, rows=2)
+    put_back(store, leased(store, limit=1), 0, suspect=True)
+    put_back(store, leased(store, suspect=True), 0)
+    assert positions(leased(store)) == [0, 1]
+
+
+def test_a_late_put_back_changes_nothing(store: Store) -> None:
+    add_job(store, rows=2)
+    lost = leased(store)
+    expire(store, LEASE_S)
+    leased(store, owner="ben")
+    before = select(store, "select * from request")
+    put_back(store, lost, 0, available_at=99.0, suspect=True)
+    assert select(store, "select * from request") == before
+
+
+def test_renewed_leases_live_on_and_those_that_are_gone_are_told(store: Store) -> None:
+    add_job(store, rows=3)
+    renewed, left, gone = (leased(store, limit=1) for _ in range(3))
+    with store.write() as tx:
+        assert queue.end(tx, [gone.epoch]) == 1
+        assert queue.renew(tx, {renewed.epoch, gone.epoch}, now=8.0, lease_s=LEASE_S) == {renewed.epoch}
+    assert expire(store, LEASE_S) == 1
+    with store.read() as tx:
+        assert queue.held(tx, {renewed.epoch, left.epoch, gone.epoch}) == {renewed.epoch}
+    assert expire(store, 18.0) == 1
+
+
+def test_abandoned_owners_lose_their_rows_and_others_keep_theirs(store: Store) -> None:
+    add_job(store, rows=4)
+    leased(store, owner="dead", limit=1)
+    leased(store, owner="dead", limit=1)
+    alive = leased(store, owner="alive", limit=1)
+    with store.write() as tx:
+        assert queue.owners(tx) == {"dead", "alive"}
+        assert queue.abandon(tx, ["dead", "unknown"]) == 2
+        assert queue.owners(tx) == {"alive"}
+    assert positions(leased(store)) == [0, 1, 3]
+    assert finish(store, alive).late == []
+
+
+def test_leases_end_with_their_last_row(store: Store) -> None:
+    add_job(store, rows=2)
+    held, empty = leased(store, limit=1), leased(store, limit=1)
+    put_back(store, empty, 1)
+    with store.write() as tx:
+        queue.end_if_empty(tx, [held.epoch, empty.epoch])
+        assert queue.held(tx, {held.epoch, empty.epoch}) == {held.epoch}
+
+
+def test_hundreds_of_leases_end_together(store: Store) -> None:
+    """More than one list of parameters takes."""
+    add_job(store, rows=1101)
+    epochs = [leased(store, limit=1).epoch for _ in range(2)]
+    first = leased(store, limit=1099)
+    with store.write() as tx:
+        assert queue.end(tx, [*range(-600, 0), *epochs, first.epoch]) == 603
+    assert positions(leased(store, limit=2000)) == list(range(1101))
+    assert select(store, "select count(*) from lease") == [(1,)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 500, 501, 1000, 1001])
+def test_chunks_hold_every_value_once(count: int) -> None:
+    found = list(queue.chunks(range(count)))
+    assert [value for chunk in found for value in chunk] == list(range(count))
+    assert all(0 < len(chunk) <= 500 for chunk in found)
+
+
+def test_tokens_are_kept_for_the_next_attempt_and_late_ones_are_not(store: Store) -> None:
+    add_job(store, rows=3)
+    lease = leased(store, limit=2)
+    other = leased(store, limit=1)
+    packed = queue.pack_tokens([7, 8])
+
+    def save(epoch: int, position: int, job_id: str = "job-1") -> None:
+        with store.write() as tx:
+            queue.save_tokens(tx, [SavedTokens(epoch, job_id, position, packed, "model")])
+
+    save(lease.epoch, 1)
+    save(lease.epoch, 2)  # which is under the other lease
+    save(lease.epoch, 0, "another job")
+    assert select(store, "select tokens, tokens_by from request order by position") == [
+        (None, None),
+        (packed, "model"),
+        (None, None),
+    ]
+    put_back(store, lease, 1)
+    (again,) = leased(store).rows
+    assert (again.tokens, again.tokens_by) == (packed, "model")
+    assert positions(other) == [2]
+
+
+def test_saving_no_tokens_is_nothing(store: Store) -> None:
+    with store.write() as tx:
+        queue.save_tokens(tx, [])
+
+
+def test_tokens_are_four_bytes_little_endian() -> None:
+    assert queue.pack_tokens([1, 256, 2**31 - 1]) == bytes.fromhex("01000000 00010000 ffffff7f")
+    assert queue.unpack_tokens(queue.pack_tokens([1, 256, 2**31 - 1])) == [1, 256, 2**31 - 1]
+
+
+def test_tokens_are_little_endian_on_a_big_endian_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the bytes of an array are swapped on their way out and back."""
+    monkeypatch.setattr("sys.byteorder", "big")
+    assert queue.pack_tokens([1]) == bytes.fromhex("00000001")
+    assert queue.unpack_tokens(bytes.fromhex("00000001")) == [1]
+
+
+def test_the_backlog_is_what_is_leased_and_what_waits_of_queued_jobs(store: Store) -> None:
+    assert backlog(store) == Backlog(0, 0, None)
+    for name in ("one", "other", "paused"):
+        add_job(store, name, rows=4)
+        lease = leased(store, limit=4, only=[name])
+        put_back(store, lease, 0, available_at=50.0 if name == "one" else 40.0)
+    with store.write() as tx:
+        catalog.move(tx, "paused", "pause", now=0.0)
+    assert backlog(store) == Backlog(6, 2, 40.0)
+    assert backlog(store, only=["one"]) == Backlog(3, 1, 50.0)
+    assert backlog(store, only=["paused"]) == Backlog(0, 0, None)
