@@ -13,6 +13,7 @@ from conserve.engine.vllm.pacing import Installed
 from conserve.engine.vllm.warm_up import WarmUp
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel
+from conserve.profiles.model import LinearModel
 from conserve.profiles.worth import Worth
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,13 @@ class Iterations:
         """Fit a model to what was seen, if that is enough by now."""
         if self.warm_up is not None and (model := self.warm_up.fitted()) is not None:
             self.model, self.warm_up, self.worth = model, None, Worth.by(model)
+
+    def described(self) -> dict[str, Any] | None:
+        """The latency model as it is now, for JSON; None while there is none."""
+        linear = self.model.model if self.model is not None else None
+        if self.model is None or not isinstance(linear, LinearModel):
+            return None
+        return {"name": linear.name, "coefficients": linear.coefficients, "scale": self.model.scale}
 
     def report(self) -> dict[str, Any]:
         """Counts since the start, for JSON."""

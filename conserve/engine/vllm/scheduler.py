@@ -120,6 +120,8 @@ class CoServing:
             "policy": self._policy_name,
             "slo": {name: finite(ms) for name, ms in asdict(self._slo).items()},
             "alone": self._alone(),
+            "latency_model": self._iterations.described(),
+            "max_num_batched_tokens": self._most_tokens,
             **traffic,
             **self._iterations.report(),
             "preemption": self.preemptions.report(),
