@@ -6,6 +6,7 @@ ConserveError                  one sentence for the user, with the next command;
 │   ├── TemplateError          a prompt template that cannot be compiled or names what is not there
 │   ├── SettingsError          a flag, variable or conserve.toml entry that makes no sense
 │   ├── JobNotFound            no such job; names the nearest
+│   ├── Overloaded             `conserve bench`: live requests queue without any offline row beside them
 │   ├── QueryError             SQL that is wrong, or that asks for what the sandbox does not give
 │   └── GridTooLarge           a profile was asked for that does not fit the KV cache or the model
 ├── ProfileError               no latency profile that could be used
@@ -58,6 +59,10 @@ class SettingsError(UsageError):
 
 class JobNotFound(UsageError):
     """No job goes by that id."""
+
+
+class Overloaded(UsageError):
+    """Live requests queue without any offline row beside them: nothing is left to compare."""
 
 
 class QueryError(UsageError):

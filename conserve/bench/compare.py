@@ -34,11 +34,18 @@ Source = Callable[[int], Trace]
 
 
 async def alternate(
-    deployment: Deployment, target: Target, source: Source, design: Design, *, say: Callable[[str], None]
+    deployment: Deployment,
+    target: Target,
+    source: Source,
+    design: Design,
+    *,
+    say: Callable[[str], None],
+    judged: Callable[[Block], None] | None = None,
 ) -> list[Block]:
     """Play every round's arrivals under every policy; the policies' order turns from round to round.
 
-    Online-only comes first, since its latencies are the others' SLO; each further block of it refines them.
+    Online-only comes first, since its latencies are the others' SLO; each further block of it refines them. Its
+    first block is `judged`, which raises what ends the comparison there.
     """
     blocks: list[Block] = []
     for number in range(design.rounds):
@@ -52,6 +59,8 @@ async def alternate(
             block = await one_block(deployment, target, trace, design, policy, seed=seed)
             blocks.append(block)
             say(sentence(block, number, design.rounds))
+            if judged is not None and policy == ONLINE_ONLY and number == 0:
+                judged(block)
     return blocks
 
 

@@ -6,8 +6,10 @@ from typing import Any, Self
 
 import httpx
 
+from conserve.bench.forecast import Engine
 from conserve.bench.measure import CONSERVE, Limits
 from conserve.errors import EndpointUnusable
+from conserve.profiles.profile import MODELS
 
 PATH = "/v1/conserve"
 RECOMPUTE = "recompute"
@@ -120,6 +122,28 @@ class Deployment:
     async def counters(self) -> Counters:
         """The counters as they stand."""
         return Counters.of(await self._ask("GET"))
+
+    async def engine(self) -> Engine | None:
+        """How fast the engine is by its latency model; None if the server does not tell.
+
+        Raises `EndpointUnusable` if it has no model yet, without which its policies cannot act.
+        """
+        said = await self._ask("GET")
+        if said.get("latency_model", said) is None:
+            raise EndpointUnusable(
+                f"{self._client.base_url} has not seen enough iterations for a latency model, without which no "
+                "policy acts; measure one with: conserve profile --served MODEL FLAGS"
+            )
+        try:
+            told = said["latency_model"]
+            return Engine(
+                model=MODELS[told["name"]](told["coefficients"]),
+                scale=float(told["scale"]),
+                max_tokens=int(said["max_num_batched_tokens"]),
+                max_requests=int(said["max_num_seqs"]),
+            )
+        except (KeyError, TypeError, ValueError):  # an older server, or a newer one with another model
+            return None
 
     async def watch(self, start_at: float) -> list[tuple[float, Counters]]:
         """Read the counters until cancelled; returns them with their times, in seconds since `start_at`."""

@@ -1,7 +1,8 @@
 """Sizes of a comparison that suit a machine."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from conserve.bench.traces import Trace
 
@@ -17,6 +18,7 @@ class Preset:
     rounds: int = 5
     block_s: float = 120.0
     rate: float | None = None  # requests per second that a trace is thinned to
+    busy: float | None = None  # share of the time: with it, `sizing` sets rate and lengths for the machine
     input_factor: float = 1.0
     output_factor: float = 1.0
     longest: int = 1 << 20  # tokens of a prompt with its answer
@@ -29,20 +31,33 @@ class Preset:
 
     def arrivals(self, trace: Trace, seed: int) -> Trace:
         """The trace as one block plays it: all of it in `block_s`, thinned and shortened."""
-        whole = trace.scaled(trace.duration_s / self.block_s)
-        thinned = whole if self.rate is None else whole.thinned(min(1.0, self.rate / whole.rate), seed)
-        return thinned.shortened(
+        speed = trace.duration_s / self.block_s
+        if self.rate is not None:  # before the rest, which takes as long as there are arrivals
+            trace = trace.thinned(min(1.0, self.rate / (trace.rate * speed)), seed)
+        return trace.scaled(speed).shortened(
             self.input_factor,
             self.output_factor,
             max_input=max(1, self.longest - self.longest_output),
             max_output=self.longest_output,
         )
 
+    def times(self, lengths: float) -> Self:
+        """With live prompts and answers so many times as long."""
+        longest_output = max(1, round(self.longest_output * lengths))
+        return replace(
+            self,
+            input_factor=self.input_factor * lengths,
+            output_factor=self.output_factor * lengths,
+            longest=longest_output + max(1, round((self.longest - self.longest_output) * lengths)),
+            longest_output=longest_output,
+        )
+
 
 FULL = Preset()
 # Two cores: the worker computes on one, everything else shares the other. The trace's ten minutes become 25 s
-# with the bursts they had, and online-only keeps the engine busy for 23 to 36 % of the time. Iterations have as
-# many tokens and sequences as vLLM's server on a CPU gives them by default.
+# with the bursts they had. Iterations have as many tokens and sequences as vLLM's server on a CPU gives them by
+# default. The rate is that of a server which does not tell its latency model: on the machine of docs/benchmarks.md
+# online-only keeps the engine busy for 23 to 36 % of the time with it.
 CPU = Preset(
     engine_flags=(
         *("--max-num-batched-tokens", "2048", "--max-model-len", "2048", "--max-num-seqs", "128"),
@@ -54,6 +69,7 @@ CPU = Preset(
     rounds=2,  # of four policies, under ten minutes: answers of the slow ones take a minute after the last arrival
     block_s=25.0,
     rate=0.8,
+    busy=0.52,
     input_factor=0.125,
     output_factor=0.75,
     longest=1024,

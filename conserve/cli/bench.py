@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.bench_servers import on_own_server, on_server
+from conserve.cli.bench_arrivals import arrivals
+from conserve.cli.bench_servers import Measured, on_own_server, on_server
 from conserve.cli.context import Context, engine_flags
 from conserve.cli.serve import checkpointing, milliseconds
 from conserve.config import Settings
@@ -22,10 +23,9 @@ from conserve.engine.policy.preemption import OFF, PREEMPTIONS
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
-    from conserve.bench.compare import Design, Source
+    from conserve.bench.compare import Design
     from conserve.bench.measure import Block, Comparison, Limits
     from conserve.bench.presets import Preset
-    from conserve.bench.traces import Trace
 
 EXAMPLE = """
 conserve bench --trace azure_code_2023_10min_bursty.parquet --policies all --preset cpu
@@ -71,9 +71,20 @@ def bench(
     kv_checkpoint: Annotated[
         str, typer.Option(metavar="POLICY", help="As for conserve serve; off leaves the connector out.")
     ] = ADAPTIVE,
-    preset: Annotated[str, typer.Option(help="cpu (two cores, under ten minutes) or full.")] = "full",
+    preset: Annotated[
+        str, typer.Option(help="cpu (two cores, about ten minutes, sized to the machine's speed) or full.")
+    ] = "full",
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second, by stretching the trace's time.")
+        float | None,
+        typer.Option(
+            help="Requests per second: of a thinned trace with cpu, of one stretched in time with full."
+        ),
+    ] = None,
+    times: Annotated[
+        float | None,
+        typer.Option(
+            "--lengths", metavar="TIMES", help="Live prompts and answers so many times the preset's."
+        ),
     ] = None,
     speed: Annotated[
         float | None, typer.Option(help="How many times faster than recorded to play it.")
@@ -86,6 +97,10 @@ def bench(
     tbt_slo: Annotated[str | None, typer.Option(metavar="TIME", help="Instead of online-only's P99.")] = None,
     slo_scale: Annotated[float, typer.Option(help="Times online-only's P99s, where no SLO is given.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of arrivals, prompts and the bootstrap.")] = 0,
+    overload: Annotated[
+        bool,
+        typer.Option("--allow-overload", help="Play also what online-only alone cannot keep up with."),
+    ] = False,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -116,7 +131,8 @@ def bench(
     folder.mkdir(parents=True, exist_ok=True)
     context: Context = ctx.obj
     settings = context.settings(model=words[0] if words else None)
-    source = make_source(chosen, trace, gamma, on_off, rate, speed, seed)
+    given = {"rounds": rounds, "block_s": block_s}
+    offered = arrivals(chosen, trace, gamma, on_off, rate, speed, times, seed, given=given)
     names = which(policies, preemption=preemption)
     design = make_design(chosen, names, limits(ttft_slo, tbt_slo), slo_scale, seed)
     if endpoint is None:
@@ -124,11 +140,14 @@ def bench(
         if CONSERVE in {name.partition("/")[0] for name in names}:
             flags = checkpointing(flags, kv_checkpoint, None)
         own = replace(settings, home=folder.absolute() / "store", store=None)  # never the user's queue
-        blocks = asyncio.run(on_own_server(own, section(settings, names), flags, chosen, source, design))
+        measured = asyncio.run(
+            on_own_server(own, section(settings, names), flags, chosen, offered, design, overload=overload)
+        )
     else:
-        blocks = asyncio.run(on_server(endpoint, settings, source, design))
+        measured = asyncio.run(on_server(endpoint, settings, chosen, offered, design, overload=overload))
     said = {"offline rows": f"{offline} tokens"} if offline is not None else {}
-    report(blocks, design, folder, {**facts(design), **said}, as_json=as_json)
+    design = measured.sized.design
+    report(measured.blocks, design, folder, {**facts(design), **played(measured), **said}, as_json=as_json)
     raise typer.Exit(exits.DONE)
 
 
@@ -213,60 +232,6 @@ def make_design(
     )
 
 
-def make_source(
-    preset: "Preset",
-    trace: str | None,
-    gamma: str | None,
-    on_off: str | None,
-    rate: float | None,
-    speed: float | None,
-    seed: int,
-) -> "Source":
-    """The arrivals of each round."""
-    from conserve.bench import traces
-
-    if sum(given is not None for given in (trace, gamma, on_off)) != 1:
-        raise SettingsError("say what arrives: one of --trace FILE, --gamma RATE,CV,IN,OUT and --on-off ...")
-    if trace is None and (rate is not None or speed is not None):
-        raise SettingsError("--rate and --speed stretch a trace; other arrivals say their rate themselves")
-    if speed is not None and speed <= 0:
-        raise SettingsError(f"--speed {speed:g} plays nothing; give a number above 0")
-    if rate is not None and speed is not None:
-        raise SettingsError("--rate and --speed both stretch time; give one of them")
-    if gamma is not None:
-        per_s, cv, given, wanted = numbers("--gamma", gamma, 4)
-        return lambda number: traces.gamma(per_s, cv, preset.block_s, int(given), int(wanted), seed + number)
-    if on_off is not None:
-        per_s, on_s, off_s, given, wanted = numbers("--on-off", on_off, 5)
-        return lambda number: traces.on_off(
-            per_s, on_s, off_s, preset.block_s, int(given), int(wanted), seed + number
-        )
-    assert trace is not None
-    whole = traces.read(traces.find_trace(trace), seed=seed)
-    if rate is None and speed is None:
-        return lambda number: preset.arrivals(whole, seed + number)
-    stretched = whole.at_rate(rate) if rate is not None else whole.scaled(speed or 1.0)
-    return lambda number: nth_part(stretched, number, preset)
-
-
-def nth_part(trace: "Trace", number: int, preset: "Preset") -> "Trace":
-    """The next stretch of the trace, from its beginning again once it is over."""
-    parts = max(1, int(trace.duration_s // preset.block_s))
-    part = trace.cut(number % parts * preset.block_s, preset.block_s)
-    return part.shortened(preset.input_factor, preset.output_factor, max_input=preset.longest * 3 // 4)
-
-
-def numbers(flag: str, text: str, count: int) -> list[float]:
-    """Comma-separated positive numbers."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if len(found) != count or any(value <= 0 for value in found):
-        raise SettingsError(f"{flag} takes {count} positive numbers with commas between, not {text!r}")
-    return found
-
-
 def report(
     blocks: Sequence["Block"], design: "Design", folder: Path, said: Mapping[str, str], *, as_json: bool
 ) -> None:
@@ -320,4 +285,15 @@ def facts(design: "Design") -> dict[str, str]:
         "blocks": f"{design.rounds} of {design.block_s:g} s",
         "seed": str(design.seed),
         "SLO": "given" if design.slo else f"{design.slo_scale:g} x online-only's P99s",
+    }
+
+
+def played(measured: Measured) -> dict[str, str]:
+    """What was played, with the flags that play it again, and what was expected of it."""
+    sized, offered = measured.sized, measured.offered
+    return {
+        "arrivals": f"{offered.name} {sized.flags(offered, sized.rate)}".strip(),
+        "set by": "the machine's speed" if sized.chosen else "the command line",
+        **({"expected": sized.sentence()} if sized.forecasts else {}),
+        **({"latency model": measured.engine.description()} if measured.engine else {}),
     }

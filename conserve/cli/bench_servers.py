@@ -6,7 +6,8 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -17,34 +18,66 @@ from conserve.engine.policy.policies import CONSERVE
 from conserve.errors import EndpointUnusable
 
 if TYPE_CHECKING:
-    from conserve.bench.compare import Design, Source
+    from conserve.bench.compare import Design
+    from conserve.bench.forecast import Engine
     from conserve.bench.measure import Block
     from conserve.bench.presets import Preset
+    from conserve.bench.sizing import Offered, Sized
     from conserve.engine.service import Service
 
 VOCABULARY = (100, 20_000)  # token ids that prompts are made of
 
 
-async def on_server(endpoint: str, settings: Settings, source: "Source", design: "Design") -> list["Block"]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A comparison's blocks, and what was played in them."""
+
+    blocks: list["Block"]
+    offered: "Offered"
+    sized: "Sized"
+    engine: "Engine | None"  # None where the server does not tell its latency model
+
+
+async def on_server(
+    endpoint: str,
+    settings: Settings,
+    preset: "Preset",
+    offered: "Offered",
+    design: "Design",
+    *,
+    overload: bool,
+) -> Measured:
     """Compare on a server that runs already."""
     from conserve.bench.compare import alternate
     from conserve.bench.deployment import Deployment
     from conserve.bench.load import Target
+    from conserve.bench.sizing import judge, size
 
     endpoint = endpoint.rstrip("/").removesuffix("/v1")
     deployment = Deployment(endpoint, api_key=settings.api_key)
-    before = await deployment.regime()
-    if CONSERVE in design.policies and (why := await deployment.why_not_preempted()):
-        output.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")
-    target = Target(
-        base_url=endpoint, model=await deployment.model(), api_key=settings.api_key, vocab_range=VOCABULARY
-    )
     try:
-        return await alternate(deployment, target, source, design, say=output.say)
+        before, engine = await deployment.regime(), await deployment.engine()
+        if CONSERVE in design.policies and (why := await deployment.why_not_preempted()):
+            output.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")
+        target = Target(
+            base_url=endpoint,
+            model=await deployment.model(),
+            api_key=settings.api_key,
+            vocab_range=VOCABULARY,
+        )
+        sized = size(offered, preset, design, engine, overload=overload)
+        output.say(sized.sentence())
+        judged = None if overload else partial(judge, sized=sized, offered=offered, engine=engine)
+        try:
+            blocks = await alternate(
+                deployment, target, sized.source, sized.design, say=output.say, judged=judged
+            )
+        finally:
+            with contextlib.suppress(EndpointUnusable):
+                await deployment.restore(before)
     finally:
-        with contextlib.suppress(EndpointUnusable):
-            await deployment.restore(before)
         await deployment.close()
+    return Measured(blocks=blocks, offered=offered, sized=sized, engine=engine)
 
 
 async def on_own_server(
@@ -52,15 +85,19 @@ async def on_own_server(
     section: dict[str, Any],
     flags: list[str],
     preset: "Preset",
-    source: "Source",
+    offered: "Offered",
     design: "Design",
-) -> list["Block"]:
+    *,
+    overload: bool,
+) -> Measured:
     """Start a server and a harvester with offline rows of its own, and compare on it."""
     port = free_port()
     enqueue_rows(settings, preset, design.seed)
     async with serving(settings, section, flags, preset, port) as service:
         pin(service, preset)
-        return await on_server(f"http://127.0.0.1:{port}", settings, source, design)
+        return await on_server(
+            f"http://127.0.0.1:{port}", settings, preset, offered, design, overload=overload
+        )
 
 
 def free_port() -> int:

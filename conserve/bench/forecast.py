@@ -1,0 +1,143 @@
+"""What online-only alone would do with a trace on an engine whose latency model is known; pure simulation.
+
+A discrete-event loop over iterations: vLLM's batching (running requests first, then waiting ones in their order,
+prompts in chunks of what is left of the iteration's tokens), each iteration as long as the model says. It knows
+nothing of KV memory, of the front end and of the machine's noise.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from conserve.bench.measure import percentiles
+from conserve.bench.traces import Trace
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.model import LinearModel
+
+FULL_PROMPT = 256  # tokens of each prompt in an iteration that offline rows fill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """How fast an engine is, and how much one iteration of it holds."""
+
+    model: LinearModel
+    max_tokens: int  # vLLM's max_num_batched_tokens
+    max_requests: int  # vLLM's max_num_seqs
+    scale: float = 1.0  # on the model's predictions: what the machine was slower lately
+
+    def ms(self, batch: Batch) -> float:
+        """Predicted time of an iteration."""
+        return self.scale * self.model.predict(batch)
+
+    def description(self) -> str:
+        """The model, as a report shows it."""
+        terms = ", ".join(f"{name} {value:.4g}" for name, value in self.model.coefficients.items())
+        return f"{self.model.name}: {terms} ms; times {self.scale:.3f}"
+
+    def full_s(self) -> float:
+        """An iteration that offline prompts fill."""
+        chunk = min(FULL_PROMPT, self.max_tokens)
+        return self.ms(Batch.of([Slice(chunk, 0)] * (self.max_tokens // chunk))) / 1e3
+
+
+@dataclass(slots=True)
+class Request:
+    """One request under way."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    computed: int = 0
+    token_at_s: list[float] = field(default_factory=list)
+
+    def tokens(self, room: int) -> int:
+        """How many of its tokens an iteration with so much room computes."""
+        return min(room, max(1, self.input_tokens - self.computed))
+
+    def advance(self, tokens: int, now_s: float) -> bool:
+        """Take in the tokens of an iteration that ended; True if the answer is complete."""
+        self.computed += tokens
+        if self.computed >= self.input_tokens:
+            self.token_at_s.append(now_s)
+        return len(self.token_at_s) >= self.output_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """One block under online-only."""
+
+    block_s: float
+    requests: Sequence[Request]
+    busy_s: float  # within the block
+    ended_s: float  # the last answer, or where the simulation was cut short
+
+    @property
+    def busy(self) -> float:
+        """Share of the block that the engine spends in iterations."""
+        return self.busy_s / self.block_s
+
+    @property
+    def last_first_token_s(self) -> float:
+        """When the last request gets its first token; infinite if one has none."""
+        return max((one.token_at_s[0] if one.token_at_s else inf for one in self.requests), default=0.0)
+
+
+def play(trace: Trace | None, engine: Engine, block_s: float, *, until_s: float = inf) -> Forecast:
+    """Answer the arrivals; a trace of none leaves the engine idle."""
+    requests = [Request(*arrival) for arrival in trace or ()]
+    due, running = deque(requests), list[Request]()
+    waiting = deque[Request]()
+    now_s, busy_s = 0.0, 0.0
+    while (due or waiting or running) and now_s < until_s:
+        while due and due[0].at_s <= now_s:
+            waiting.append(due.popleft())
+        if not (waiting or running):
+            now_s = due[0].at_s
+            continue
+        scheduled = _schedule(running, waiting, engine)
+        took_s = engine.ms(_batch(scheduled)) / 1e3
+        busy_s += max(0.0, min(now_s + took_s, block_s) - now_s)
+        now_s += took_s
+        for one, tokens in scheduled:
+            if one.advance(tokens, now_s):
+                running.remove(one)
+    return Forecast(block_s=block_s, requests=requests, busy_s=busy_s, ended_s=now_s)
+
+
+def _schedule(running: list[Request], waiting: deque[Request], engine: Engine) -> list[tuple[Request, int]]:
+    """The next iteration, as vLLM puts it together; requests that begin move to `running`."""
+    room, scheduled = engine.max_tokens, []
+    for one in running:
+        if room:
+            scheduled.append((one, one.tokens(room)))
+            room -= scheduled[-1][1]
+    while waiting and room and len(running) < engine.max_requests:
+        one = waiting.popleft()
+        running.append(one)
+        scheduled.append((one, one.tokens(room)))
+        room -= scheduled[-1][1]
+    return scheduled
+
+
+def _batch(scheduled: Iterable[tuple[Request, int]]) -> Batch:
+    batch, decodes = Batch(), []
+    for one, tokens in scheduled:
+        if one.computed >= one.input_tokens:
+            decodes.append(one.computed)
+        else:
+            batch.add(tokens, one.computed)
+    batch.add_decodes(decodes)
+    return batch
+
+
+def p99s_ms(forecasts: Iterable[Forecast]) -> tuple[float, float]:
+    """P99 TTFT and TBT over all blocks; 0 where nothing was answered."""
+    answered = [one for forecast in forecasts for one in forecast.requests if one.token_at_s]
+    ttft_ms = np.array([(one.token_at_s[0] - one.at_s) * 1e3 for one in answered])
+    tbt_ms = np.concatenate([np.diff(one.token_at_s) * 1e3 for one in answered] or [np.array([])])
+    ttft, tbt = percentiles(ttft_ms), percentiles(tbt_ms)
+    return (ttft.p99 if ttft else 0.0), (tbt.p99 if tbt else 0.0)

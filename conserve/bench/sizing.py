@@ -1,0 +1,305 @@
+"""What a comparison plays on an engine of this speed: rate, lengths and blocks, from its latency model; pure.
+
+The rate is the one at which online-only alone keeps the engine busy for a preset's share of the time, found by
+bisection over `forecast.play` of the very arrivals that the rounds will play. Where that makes a comparison too
+long, or a block too empty, prompts and answers are shortened first, then blocks stretched, then rounds left out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from typing import NamedTuple
+
+from conserve.bench.compare import LEAD_S, Design, Source
+from conserve.bench.forecast import Engine, Forecast, p99s_ms, play
+from conserve.bench.measure import NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY, Block
+from conserve.bench.presets import Preset
+from conserve.errors import InputError, Overloaded
+
+BUSY = 0.52  # share of the time: half idle, so that offline rows have something to fill and a burst ends
+BUSIEST = 0.9  # above, queues grow for as long as requests arrive
+QUEUED = 0.25  # of a block: first tokens still owed so long after its end are a queue that does not end
+IDLE = 0.4  # share of the time: a queue beside an engine that idles more is not the engine's
+LENGTHS = (1.0, 0.5, 0.25, 0.125)  # times the preset's
+LEAST_REQUESTS = 16  # in a block, or it says nothing
+MOST_STRETCH = 8.0
+MEAN_BLOCK_S = 90.0  # with its answers: four policies and two rounds take twelve minutes
+LONGEST_S = 720.0  # of a comparison whose rounds were not given
+STEPS = 16  # of a bisection: a rate to three digits
+DOUBLINGS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """Arrivals as the command line names them, which can be played at other rates too."""
+
+    name: str  # the flags that say what arrives, but for the rate
+    source: Callable[[Preset, float | None], Source]  # at so many requests per second; None: as named
+    flags: Callable[[float], str]  # say the rate
+    rate: float  # requests per second, as named
+    sizable: bool = False  # True if the preset may set the rate
+    given: frozenset[str] = frozenset()  # of rate, lengths, block_s and rounds: stay as they are
+    lengths: float = 1.0  # of prompts and answers, times the preset's
+
+
+class Load(NamedTuple):
+    """How far a block under online-only was beyond the engine, foretold or measured."""
+
+    busy: float  # share of the block
+    last_first_token_s: float  # since the block's start
+    block_s: float
+
+    @property
+    def too_much(self) -> bool:
+        """True if queues grow as long as requests arrive, or outlast the block by a quarter of it."""
+        return self.busy > BUSIEST or self.last_first_token_s > (1 + QUEUED) * self.block_s
+
+    def __str__(self) -> str:
+        late_s = self.last_first_token_s - self.block_s
+        late = f", with first tokens {late_s:.0f} s after the block's end" if late_s >= 1 else ""
+        return f"{self.busy:.0%} busy{late}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    """What is played, and what online-only is expected to do with it."""
+
+    preset: Preset  # with the lengths that are played
+    design: Design
+    source: Source
+    rate: float
+    lengths: float  # times the preset's
+    chosen: bool  # True if the machine's speed decided
+    forecasts: Sequence[Forecast]  # a round each; none where the engine's speed is unknown
+    takes_s: float = 0.0
+
+    @property
+    def load(self) -> Load:
+        """The expected load."""
+        return _load(self.forecasts, self.design.block_s)
+
+    def flags(self, offered: Offered, rate: float) -> str:
+        """The flags that play this at that rate, whatever the machine."""
+        words = [offered.flags(rate)]
+        if self.lengths != 1:
+            words.append(f"--lengths {self.lengths:g}")
+        if self.chosen:
+            words.append(f"--block-s {self.design.block_s:g} --rounds {self.design.rounds}")
+        return " ".join(words)
+
+    def sentence(self) -> str:
+        """What is played and what to expect, in a line."""
+        design, how = self.design, "set by the machine's speed" if self.chosen else "as asked"
+        blocks = f"{design.rounds} x {len(design.policies)} blocks of {design.block_s:g} s"
+        if not self.forecasts:
+            return f"{self.rate:.3g} requests/s, {blocks}; the server tells no latency model to foretell the load"
+        requests = [one for forecast in self.forecasts for one in forecast.requests]
+        prompt = _mean([one.input_tokens for one in requests])
+        answer = _mean([one.output_tokens for one in requests])
+        ttft_ms, tbt_ms = p99s_ms(self.forecasts)
+        slo = "given" if design.slo else f"{design.slo_scale:g} x online-only's P99s"
+        return (
+            f"{how}: {self.rate:.3g} requests/s, prompts of {prompt:.0f} and answers of {answer:.0f} tokens on "
+            f"average, {blocks}, SLO {slo}; expected of online-only: engine busy {self.load.busy:.0%}, "
+            f"P99 TTFT {ttft_ms:,.0f} ms, TBT {tbt_ms:,.0f} ms; takes about {max(1, round(self.takes_s / 60))} min"
+        )
+
+
+def size(
+    offered: Offered, preset: Preset, design: Design, engine: Engine | None, *, overload: bool = False
+) -> Sized:
+    """What to play on this engine; `engine` is None where its speed is unknown.
+
+    Raises `Overloaded` if online-only alone cannot keep up with the arrivals, unless `overload` is allowed.
+    """
+    as_named = Sized(
+        preset=preset.times(offered.lengths),
+        design=design,
+        source=offered.source(preset.times(offered.lengths), None),
+        rate=offered.rate,
+        lengths=offered.lengths,
+        chosen=False,
+        forecasts=(),
+    )
+    if engine is None:
+        return as_named
+    if preset.busy is not None and offered.sizable and "rate" not in offered.given:
+        return _chosen(offered, preset, design, engine)
+    found = _with_forecasts(as_named, engine)
+    if found.load.too_much and not overload:
+        raise Overloaded(advice(found.load, found, offered, engine, "would keep"))
+    return found
+
+
+def judge(block: Block, *, sized: Sized, offered: Offered, engine: Engine | None) -> None:
+    """Raise `Overloaded` if online-only alone could not keep up in this block."""
+    load = measured(block, sized.design.block_s)
+    if load.too_much and load.busy < IDLE:
+        raise Overloaded(
+            f"online-only alone kept the engine {load}: it was not the engine that held them up but the server "
+            "before it, or other work on the machine; run it again with nothing beside it, or play it all the same "
+            "with --allow-overload"
+        )
+    if load.too_much:
+        slower = engine and replace(engine, scale=engine.scale * _slowdown(block, sized))
+        work_s = _work_s(block, load.block_s)
+        raise Overloaded(advice(load, sized, offered, slower, "kept", work_s=work_s))
+
+
+def measured(block: Block, block_s: float) -> Load:
+    """The load of a block that was played; a request without a token was owed it until it was given up."""
+    firsts = [one.token_at_s[0] if one.token_at_s else one.ended_s for one in block.answers]
+    return Load(block.busy_s / block.duration_s, max(firsts, default=0.0), block_s)
+
+
+def advice(
+    load: Load, sized: Sized, offered: Offered, engine: Engine | None, verb: str, *, work_s: float = 0.0
+) -> str:
+    """The sentence for arrivals that are too many, with the rate to use.
+
+    `work_s` is the engine's time for a block, for where no `engine` tells it.
+    """
+    if engine is not None:
+        rate = _rate(sized.preset, offered, sized.design, engine, BUSY)
+    else:
+        rate = _digits(sized.rate * BUSY * load.block_s / work_s)
+    use = f"use {sized.flags(offered, rate)}"
+    if offered.sizable and not sized.chosen:
+        use += ", leave --rate out to have it set by the machine's speed"
+    return (
+        f"at {sized.rate:.3g} requests/s online-only alone {verb} the engine {load}, which leaves offline work "
+        f"nothing; {use}, or play it all the same with --allow-overload"
+    )
+
+
+def _chosen(offered: Offered, preset: Preset, design: Design, engine: Engine) -> Sized:
+    """The longest prompts and answers whose comparison is short enough and says something."""
+    options = (offered.lengths,) if "lengths" in offered.given else LENGTHS
+    for lengths in options:
+        found = _at_lengths(offered, preset, design, engine, lengths)
+        if _requests(found) >= LEAST_REQUESTS and found.takes_s <= MEAN_BLOCK_S * _blocks(found):
+            break
+    if "block_s" not in offered.given and (few := _requests(found)) < LEAST_REQUESTS:
+        block_s = design.block_s * min(MOST_STRETCH, LEAST_REQUESTS / max(few, 1.0))
+        design = replace(design, block_s=5.0 * ceil(block_s / 5))
+        found = _at_lengths(offered, preset, design, engine, found.lengths)
+    if "rounds" not in offered.given and found.takes_s > LONGEST_S and design.rounds > 1:
+        found = _at_lengths(offered, preset, replace(design, rounds=1), engine, found.lengths)
+    return found
+
+
+def _at_lengths(offered: Offered, preset: Preset, design: Design, engine: Engine, lengths: float) -> Sized:
+    """At the rate that keeps the engine as busy as the preset says."""
+    shortened = replace(preset.times(lengths), block_s=design.block_s)
+    rate = _rate(shortened, offered, design, engine, preset.busy or BUSY)
+    found = Sized(
+        preset=shortened,
+        design=design,
+        source=offered.source(shortened, rate),
+        rate=rate,
+        lengths=lengths,
+        chosen=True,
+        forecasts=(),
+    )
+    return _with_forecasts(found, engine)
+
+
+def _with_forecasts(sized: Sized, engine: Engine) -> Sized:
+    """The same with what to expect of each round."""
+    forecasts = _forecasts(sized.source, sized.design, engine)
+    return replace(sized, forecasts=forecasts, takes_s=_takes_s(sized.design, forecasts, engine))
+
+
+def _forecasts(source: Source, design: Design, engine: Engine, *, until_s: float = inf) -> list[Forecast]:
+    """Each round's arrivals under online-only."""
+    found = []
+    for number in range(design.rounds):
+        try:
+            trace = source(number)
+        except InputError:  # nothing is left of it at this rate
+            trace = None
+        found.append(play(trace, engine, design.block_s, until_s=until_s))
+    return found
+
+
+def _load(forecasts: Sequence[Forecast], block_s: float) -> Load:
+    """The mean of the rounds' busy shares, and the worst of their queues."""
+    last_s = max(one.last_first_token_s for one in forecasts)
+    return Load(_mean([one.busy for one in forecasts]), last_s, block_s)
+
+
+def _rate(preset: Preset, offered: Offered, design: Design, engine: Engine, busy: float) -> float:
+    """The rate, to three digits, that keeps the engine as busy as that, or as near as the arrivals allow."""
+
+    until_s = (1 + QUEUED) * design.block_s
+
+    def off(rate: float) -> float:
+        found = _forecasts(offered.source(preset, rate), design, engine, until_s=until_s)
+        load = _load(found, design.block_s)
+        return inf if load.too_much else load.busy - busy
+
+    low = high = offered.rate
+    tried = {_digits(low): off(_digits(low))}
+    for _ in range(DOUBLINGS):
+        if tried[_digits(high)] >= 0:
+            break
+        low, high = high, high * 2
+        tried[_digits(high)] = off(_digits(high))
+    for _ in range(DOUBLINGS):
+        if tried[_digits(low)] <= 0:
+            break
+        low, high = low / 2, low
+        tried[_digits(low)] = off(_digits(low))
+    for _ in range(STEPS):
+        middle = _digits((low * high) ** 0.5)
+        if middle in tried:
+            break
+        tried[middle] = off(middle)
+        low, high = (middle, high) if tried[middle] < 0 else (low, middle)
+    return min(tried, key=lambda rate: abs(tried[rate]))
+
+
+def _takes_s(design: Design, forecasts: Sequence[Forecast], engine: Engine) -> float:
+    """How long the comparison takes, roughly: every block, and its longest answers after the last arrival.
+
+    Beside unbounded offline rows each token of an answer takes a full iteration, under ConServe as long as the SLO.
+    """
+    tbt_s = (design.slo.tbt_ms if design.slo else p99s_ms(forecasts)[1]) / 1e3
+    longest = max((one.output_tokens for forecast in forecasts for one in forecast.requests), default=0)
+    alone_s = max(0.0, _mean([forecast.ended_s for forecast in forecasts]) - design.block_s)
+    tails_s = {ONLINE_ONLY: alone_s, NON_PREEMPTIVE: longest * engine.full_s()}
+    tails_s[PRIORITY] = tails_s[NON_PREEMPTIVE]
+    each_s = [tails_s.get(policy, max(alone_s, longest * tbt_s)) for policy in design.policies]
+    return design.rounds * sum(LEAD_S + design.settle_s + design.block_s + tail_s for tail_s in each_s)
+
+
+def _slowdown(block: Block, sized: Sized) -> float:
+    """How many times the work that was foretold the block took."""
+    if not sized.forecasts:
+        return 1.0
+    first = sized.forecasts[0]
+    foretold_s = first.busy_s + max(0.0, first.ended_s - first.block_s)
+    return max(1.0, _work_s(block, first.block_s) / foretold_s) if foretold_s else 1.0
+
+
+def _work_s(block: Block, block_s: float) -> float:
+    """The engine's time for all of the block's requests: it works until the last is answered."""
+    ended_s = max((one.ended_s for one in block.answers), default=0.0)
+    return block.busy_s + max(0.0, ended_s - block_s)
+
+
+def _requests(sized: Sized) -> float:
+    return _mean([len(one.requests) for one in sized.forecasts])
+
+
+def _blocks(sized: Sized) -> int:
+    return sized.design.rounds * len(sized.design.policies)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _digits(rate: float) -> float:
+    """To three digits, as the command line will have it."""
+    return float(f"{rate:.3g}")

@@ -1,0 +1,131 @@
+"""The live arrivals of `conserve bench`: what the command line says of them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from conserve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from conserve.bench.compare import Source
+    from conserve.bench.presets import Preset
+    from conserve.bench.sizing import Offered
+    from conserve.bench.traces import Trace
+
+
+def arrivals(
+    preset: "Preset",
+    trace: str | None,
+    gamma: str | None,
+    on_off: str | None,
+    rate: float | None,
+    speed: float | None,
+    lengths: float | None,
+    seed: int,
+    *,
+    given: Mapping[str, Any],
+) -> "Offered":
+    """The arrivals that are asked for; `given` are other settings, None for those left to the preset."""
+    if sum(kind is not None for kind in (trace, gamma, on_off)) != 1:
+        raise SettingsError("say what arrives: one of --trace FILE, --gamma RATE,CV,IN,OUT and --on-off ...")
+    if trace is None and (rate is not None or speed is not None or lengths is not None):
+        raise SettingsError(
+            "--rate, --speed and --lengths change a trace; other arrivals say theirs themselves"
+        )
+    for flag, value in (("--rate", rate), ("--speed", speed), ("--lengths", lengths)):
+        if value is not None and not 0 < value < float("inf"):
+            raise SettingsError(f"{flag} {value:g} plays nothing; give a number above 0")
+    if rate is not None and speed is not None:
+        raise SettingsError("--rate and --speed both set the rate; give one of them")
+    fixed = {name for name, value in given.items() if value is not None}
+    fixed |= {"lengths"} if lengths is not None else set()
+    if trace is not None:
+        found = of_trace(preset, trace, rate, speed, seed)
+    elif gamma is not None:
+        found = of_gamma(gamma, seed)
+    else:
+        found = of_on_off(on_off or "", seed)
+    return replace(found, given=found.given | fixed, lengths=lengths or 1.0)
+
+
+def of_trace(preset: "Preset", name: str, rate: float | None, speed: float | None, seed: int) -> "Offered":
+    """Of a trace: thinned to a rate where the preset thins it, otherwise stretched in time."""
+    from conserve.bench import traces
+    from conserve.bench.sizing import Offered
+
+    whole = traces.read(traces.find_trace(name), seed=seed)
+    thins = preset.rate is not None and speed is None
+    as_recorded = rate is None and speed is None
+
+    def source(preset: "Preset", wanted: float | None) -> "Source":
+        wanted = rate if wanted is None else wanted
+        if thins:
+            thinned = replace(preset, rate=preset.rate if wanted is None else wanted)
+            return lambda number: thinned.arrivals(whole, seed + number)
+        if wanted is None and as_recorded:
+            return lambda number: preset.arrivals(whole, seed + number)
+        stretched = whole.scaled(speed or 1.0) if wanted is None else whole.at_rate(wanted)
+        return lambda number: nth_part(stretched, number, preset)
+
+    def flags(wanted: float) -> str:
+        return f"--speed {wanted / whole.rate:.3g}" if speed is not None else f"--rate {wanted:g}"
+
+    played = whole.rate * whole.duration_s / preset.block_s if as_recorded else whole.rate * (speed or 1.0)
+    return Offered(
+        name=f"--trace {name}",
+        source=source,
+        flags=flags,
+        sizable=thins,
+        rate=rate or (preset.rate if thins else None) or played,
+        given=frozenset() if rate is None else frozenset({"rate"}),
+    )
+
+
+def of_gamma(text: str, seed: int) -> "Offered":
+    """Of a Gamma process."""
+    from conserve.bench import traces
+    from conserve.bench.sizing import Offered
+
+    per_s, cv, prompt, answer = numbers("--gamma", text, 4)
+
+    def source(preset: "Preset", rate: float | None) -> "Source":
+        return lambda number: traces.gamma(
+            rate or per_s, cv, preset.block_s, int(prompt), int(answer), seed + number
+        )
+
+    rest = text.partition(",")[2]
+    return Offered(name="", source=source, flags=lambda rate: f"--gamma {rate:g},{rest}", rate=per_s)
+
+
+def of_on_off(text: str, seed: int) -> "Offered":
+    """Of ON/OFF phases; the rate is that of the ON phases."""
+    from conserve.bench import traces
+    from conserve.bench.sizing import Offered
+
+    per_s, on_s, off_s, prompt, answer = numbers("--on-off", text, 5)
+
+    def source(preset: "Preset", rate: float | None) -> "Source":
+        return lambda number: traces.on_off(
+            rate or per_s, on_s, off_s, preset.block_s, int(prompt), int(answer), seed + number
+        )
+
+    rest = text.partition(",")[2]
+    return Offered(name="", source=source, flags=lambda rate: f"--on-off {rate:g},{rest}", rate=per_s)
+
+
+def nth_part(trace: "Trace", number: int, preset: "Preset") -> "Trace":
+    """The next stretch of the trace, from its beginning again once it is over."""
+    parts = max(1, int(trace.duration_s // preset.block_s))
+    part = trace.cut(number % parts * preset.block_s, preset.block_s)
+    return part.shortened(preset.input_factor, preset.output_factor, max_input=preset.longest * 3 // 4)
+
+
+def numbers(flag: str, text: str, count: int) -> list[float]:
+    """Comma-separated positive numbers."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != count or any(value <= 0 for value in found):
+        raise SettingsError(f"{flag} takes {count} positive numbers with commas between, not {text!r}")
+    return found
