@@ -38,7 +38,7 @@ format: setup  ## Format the code
 bench: setup  ## Measure what docs/benchmarks.md reports (about an hour)
 	$(BIN)/python -m tests.benchmarks
 
-bench-serve: setup  ## Compare the policies of a served engine on two cores (under 10 minutes)
+bench-serve: setup  ## Compare the policies of a served engine on two cores (about 10 minutes)
 	$(BIN)/conserve bench --trace azure_code_2023_10min_bursty --policies all --preset cpu --output .bench/serve
 
 clean:  ## Remove .venv, the demo's store and all caches
