@@ -147,7 +147,8 @@ def bench(
         measured = asyncio.run(on_server(endpoint, settings, chosen, offered, design, overload=overload))
     said = {"offline rows": f"{offline} tokens"} if offline is not None else {}
     design = measured.sized.design
-    report(measured.blocks, design, folder, {**facts(design), **played(measured), **said}, as_json=as_json)
+    said = {**facts(design), "preset": preset, **played(measured), **said}
+    report(measured.blocks, design, folder, said, as_json=as_json)
     raise typer.Exit(exits.DONE)
 
 
