@@ -8,7 +8,7 @@ import array
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     Connection,
@@ -31,6 +31,7 @@ job, lease, request = schema.job, schema.lease, schema.request
 
 # Of a row in `request`: others of its job were leased before it, and it never was. `retry` says since when
 # its rows may run.
+V = TypeVar("V")
 PASSED_OVER = and_(request.c.epoch.is_(None), request.c.attempts == 0, request.c.available_at == 0)
 
 
@@ -314,6 +315,6 @@ def unpack_tokens(data: bytes) -> list[int]:
     return unpacked.tolist()
 
 
-def chunks(values: Sequence[int], size: int = 500) -> Iterable[Sequence[int]]:
+def chunks(values: Sequence[V], size: int = 500) -> Iterable[Sequence[V]]:
     """Slices short enough for an IN list in every database."""
     return (values[start : start + size] for start in range(0, len(values), size))
