@@ -442,46 +442,6 @@ def test_a_retried_job_is_opened_again(store: Store, queue_up: Callable[..., str
     virtual_time.run(run())
 
 
-class OnDemand(FakeEndpoint):
-    """Answers once it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers = asyncio.Event()
-
-    async def complete(self, *arguments: Any) -> Any:
-        await self.answers.wait()
-        return await super().complete(*arguments)
-
-
-def test_an_answer_that_waits_for_the_store_at_a_stop_is_written(
-    store: Store, queue_up: Callable[..., str]
-) -> None:
-    """The store's thread is held up by something else, and the answer's transaction stands behind it."""
-    job_id = queue_up("a")
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold_up(_: object) -> None:
-        held.set()
-        go_on.wait(20)
-
-    async def run() -> None:
-        following = Following(store, endpoint := OnDemand())
-        await following.until(lambda: following.harvester.tally.in_flight == 1)
-        event.listen(store.engine, "begin", hold_up)
-        await asyncio.to_thread(held.wait)
-        endpoint.answers.set()
-        await following.until(lambda: bool(following.harvester._outbox.finished))
-        await following.until(lambda: not following.harvester._outbox)
-        following.stop.set()
-        await following.until(lambda: following.harvester.ended_at is not None)
-        go_on.set()
-        await following.end()
-
-    asyncio.run(run())
-    assert [row[:2] for row in results(store, job_id)] == [(0, answer("a"))]
-
-
 def test_rows_withdrawn_before_they_were_sent_go_back(store: Store, queue_up: Callable[..., str]) -> None:
     """A pause may be noticed in the instant in which rows were claimed, before their tasks have begun."""
     job_id = queue_up("a", "b")
