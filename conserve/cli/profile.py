@@ -18,7 +18,7 @@ from conserve.cli.context import Context, engine_flags, split_flags
 if TYPE_CHECKING:
     from conserve.profiles.correction import Correction
     from conserve.profiles.itinerary import Stretch
-    from conserve.profiles.points import Point
+    from conserve.profiles.points import Limits
     from conserve.profiles.profile import Profile
     from conserve.profiles.session import Progress, Rig
 
@@ -170,7 +170,7 @@ def profiled(
 
     book = Book(folder)
     points = plan(rig.limits, seed=seed, max_context=max_context)
-    header = Header(rig.key.digest, plan_digest(points))
+    header = Header(rig.key.digest, plan_digest(rig.limits, seed=seed, max_context=max_context))
     record = Record.open(book.path(rig.name, rig.key).with_suffix(".partial"), header)
     if record.visits:
         output.say(f"going on with {output.count(len(record.visits), 'batch', 'batches')} measured earlier")
@@ -210,9 +210,10 @@ def say_stretch(stretch: "Stretch") -> None:
     )
 
 
-def plan_digest(points: "Sequence[Point]") -> str:
-    """Which points a session was to measure."""
-    return hashlib.sha256("\n".join(map(str, points)).encode()).hexdigest()[:16]
+def plan_digest(limits: "Limits", *, seed: int, max_context: int | None) -> str:
+    """What a session chose its batches by, without the KV memory, which differs from start to start on a CPU."""
+    chosen = (limits.tokens, limits.requests, limits.context, max_context, seed)
+    return hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Which batch a profiling session measures next, by its budget and by what the measured ones took."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import chain
 from math import inf
 from typing import NamedTuple
@@ -43,11 +43,12 @@ class Itinerary:
     ) -> None:
         self.more_s = 0.0  # beyond the budget, as `on_stretch` was told
         self._record, self._usable_s, self._visits, self._on_stretch = record, usable_s, visits, on_stretch
-        self._points = {str(point): point for point in points if point.kind != "noise"}
+        self._planned = {str(point): point for point in points if point.kind != "noise"}
+        self._points = self._planned | other_points(record, self._planned)
         self._batches = {name: point.batch for name, point in self._points.items()}
         self._noise = next((point for point in points if point.kind == "noise"), None)
         self._first = first_points(points)
-        self._half = Batch.of([Slice(max(batch.tokens for batch in self._batches.values()) // 2, 0)])
+        self._half = Batch.of([Slice(max(point.batch.tokens for point in self._planned.values()) // 2, 0)])
         self._predicted_ms: dict[str, float] = {}  # of unknown points; empty before the first look ahead
         self._reach_ms = inf
 
@@ -69,7 +70,7 @@ class Itinerary:
         missing = LEAST_FITTED - sum(self._points[name].kind in FITTED for name in self._known())
         if missing <= 0 and self._record.seconds >= self._usable_s / self._visits:
             return None
-        unknown = [name for name in self._points if name not in self._record.visits]
+        unknown = [name for name in self._planned if name not in self._record.visits]
         if not unknown:
             return None
         if missing > 0 or not self._predicted_ms:
@@ -111,7 +112,7 @@ class Itinerary:
 
     def _later_rounds(self) -> Iterator[Point]:
         """Known points with fewer visits than the round has, and noise in between, while there is time."""
-        known = self._known()
+        known = [name for name in self._known() if name in self._planned]
         for round_number in range(2, self._visits + 1):
             for number, name in enumerate(known):
                 if self._record.seconds >= self._usable_s:
@@ -136,3 +137,12 @@ class Itinerary:
             iterations_s(name, ms) for name, visits in self._record.visits.items() for ms in visits
         )
         return max(1.0, self._record.seconds / iterations)
+
+
+def other_points(record: Record, planned: Container[str]) -> dict[str, Point]:
+    """Points that an earlier call measured with another plan: known, but not to visit again.
+
+    Where an engine's KV memory is what the machine has left, it differs from start to start and the plan with it.
+    """
+    others = (Point.parse(name) for name in record.visits if name not in planned)
+    return {str(point): point for point in others if point.kind != "noise"}

@@ -1,5 +1,6 @@
 """A profile of an engine of any speed: the budget is kept where it can be, stretched with a sentence else."""
 
+import json
 import re
 import statistics
 from dataclasses import replace
@@ -18,7 +19,7 @@ from conserve.profiles.correction import CorrectedModel, Residual
 from conserve.profiles.forecast import LEAST_FITTED, Costs
 from conserve.profiles.itinerary import Stretch
 from conserve.profiles.points import FITTED, Point, first_points, plan
-from conserve.profiles.profile import Profile, read
+from conserve.profiles.profile import Profile, read, read_sample
 from conserve.profiles.record import Header, Record
 from conserve.profiles.session import RESERVE_S, VISITS, conclude, measure
 from tests.fake_rig import LIMITS, TRUTH, FakeRig
@@ -146,6 +147,22 @@ def test_what_was_measured_is_gone_on_with_under_another_budget(tmp_path: Path, 
     assert rig.now_s < whole.now_s - 0.5 * broken.now_s
     assert profile.seconds > rig.now_s - 1
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_session_is_gone_on_with_where_the_engine_has_less_memory_for_kv(tmp_path: Path) -> None:
+    slowness = SLOWNESS["5x"]
+    broken = FakeRig(slowness=slowness, interrupt_at=100)
+    with pytest.raises(typer.Exit):
+        profiled(broken, tmp_path, budget_s=60, max_context=None, seed=0, clock=broken.clock)
+    (partial,) = tmp_path.glob("*.partial")
+    kept = {json.loads(line)[0] for line in partial.read_bytes().splitlines()[1:]}
+    less = replace(LIMITS, kv_tokens=8_192)  # too little for some of them, and another plan
+    unfit = {name for name in kept if not less.hold(Point.parse(name).slices)}
+    assert unfit
+    rig = FakeRig(slowness=slowness, limits=less)
+    profile, _ = profiled(rig, tmp_path, budget_s=60, max_context=None, seed=0, clock=rig.clock)
+    assert kept <= {str(read_sample(line)[0]) for line in profile.samples}
+    assert rig.now_s < 60 - 0.5 * broken.now_s
 
 
 def test_a_record_that_used_the_budget_up_on_few_long_batches_is_completed() -> None:
