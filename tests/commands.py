@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from conserve.cli.app import main
 
 REPOSITORY = Path(__file__).parents[1]
 HANGS_S = 600.0  # only a command that hangs takes as long; below the limit of a test, to show what it said
+
+STARTED: list["subprocess.Popen[str]"] = []
 
 
 class Done(NamedTuple):
@@ -44,9 +47,11 @@ def redirected(stdin: str) -> Iterator[tuple[io.BytesIO, io.StringIO]]:
     """Standard streams that are no terminals; stdin and stdout have a `buffer`."""
     out, err = io.BytesIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(io.TextIOWrapper(out, write_through=True)))
+        stack.enter_context(contextlib.redirect_stdout(io.TextIOWrapper(out, "utf-8", write_through=True)))
         stack.enter_context(contextlib.redirect_stderr(err))
-        stack.enter_context(mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))))
+        stack.enter_context(
+            mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
+        )
         yield out, err
 
 
@@ -64,8 +69,8 @@ def process(*arguments: str, stdin: str = "", **options: Any) -> "subprocess.Com
 
 
 def start(arguments: Sequence[str], env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
-    """Start Python with these arguments, in a process group of its own."""
-    return subprocess.Popen(
+    """Start Python with these arguments, in a process group of its own that ends with the test."""
+    running = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=REPOSITORY,
         env={**os.environ, **(env or {})},
@@ -74,6 +79,18 @@ def start(arguments: Sequence[str], env: Mapping[str, str] | None = None) -> "su
         text=True,
         start_new_session=True,
     )
+    STARTED.append(running)
+    return running
+
+
+def end_all() -> None:
+    """Kill what a test that failed has left behind, also where it stands still."""
+    while STARTED:
+        running = STARTED.pop()
+        if running.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.communicate()
 
 
 def ended(running: "subprocess.Popen[str]") -> Done:

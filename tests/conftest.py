@@ -13,6 +13,7 @@ import pytest
 
 from conserve.config import Settings, load
 from conserve.store.store import Store
+from tests import commands
 
 # Of the examples that a property names, a run of minutes tries a quarter and one before a release twice as many.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
@@ -59,6 +60,13 @@ def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     monkeypatch.setenv("CONSERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Processes end with the test that started them."""
+    yield
+    commands.end_all()
 
 
 @pytest.fixture
