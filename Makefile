@@ -5,7 +5,10 @@ BIN := .venv/bin
 WORKERS ?= 2
 export CONSERVE_MODELS ?= $(CURDIR)/.demo/models
 
-.PHONY: help setup demo test test-full soak check format bench bench-serve clean
+PATHS ?=
+SINCE ?=
+
+.PHONY: help setup demo test test-full soak mutants check format bench bench-serve clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +28,9 @@ test-full: setup  ## Also run what is statistical or exhaustive, before a releas
 soak: setup  ## Kill a run 1,000 times
 	$(BIN)/pytest -m soak --timeout 7200
 
+mutants: setup  ## Change the code since SINCE, or all of PATHS, in one place at a time: which changes does no test notice?
+	$(BIN)/python -m tools.mutants $(if $(SINCE),--since $(SINCE)) $(PATHS) $(MUTANTS)
+
 check: setup  ## Lint, formatting, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,4 +48,4 @@ bench-serve: setup  ## Compare the policies of a served engine on two cores (abo
 	$(BIN)/conserve bench --trace azure_code_2023_10min_bursty --policies all --preset cpu --output .bench/serve
 
 clean:  ## Remove .venv, the demo's store and all caches
-	rm -rf .venv .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -19,6 +19,14 @@ from tests import commands
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("local", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=200, print_blob=True)
+# For mutation runs: the first failure is enough, and a slow test is none.
+hypothesis.settings.register_profile(
+    "mutants",
+    derandomize=True,
+    deadline=None,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+    suppress_health_check=tuple(hypothesis.HealthCheck),
+)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 

@@ -1,0 +1,93 @@
+"""Which test runs which lines, and how long it takes; kept for each test file until it or the code changes."""
+
+import hashlib
+import os
+import pickle
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import coverage
+import pytest
+from _pytest.runner import runtestprotocol
+
+FOLDER = Path(".mutants")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tested:
+    """One test on the code as it is."""
+
+    passed: bool
+    seconds: float
+    cpu_s: float
+    lines: Mapping[str, frozenset[int]]  # of each file of the package that it runs
+
+
+Survey = dict[str, Tested]  # by the test's node id
+
+
+def survey(items: Sequence[pytest.Item], *, examples: int) -> Survey:
+    """Run the tests of files that changed since the last time, in a child, and add what is known of the others."""
+    by_file: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.path, []).append(item)
+    common = _digest([*sorted(Path("conserve").rglob("*.py")), *sorted(Path("tests").glob("*.py"))])
+    found: Survey = {}
+    for path, tests in by_file.items():
+        kept = FOLDER / "survey" / f"{path.stem}-{_digest([path])}-{common}-{examples}.pickle"
+        if not kept.is_file():
+            print(f"surveying {path.name}: {len(tests)} tests", flush=True)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            for old in kept.parent.glob(f"{path.stem}-????????????????-*-{examples}.pickle"):
+                old.unlink()
+            pid = os.fork()
+            if not pid:
+                silence()
+                kept.write_bytes(pickle.dumps(_run(tests)))
+                os._exit(0)
+            os.waitpid(pid, 0)
+        if not kept.is_file():
+            raise SystemExit(f"the survey of {path.name} ended early; does `pytest {path}` pass?")
+        found |= pickle.loads(kept.read_bytes())
+    return found
+
+
+def _run(items: Sequence[pytest.Item]) -> Survey:
+    measured = coverage.Coverage(data_file=None, include=["conserve/*"], config_file=False, messages=False)
+    results: dict[str, tuple[bool, float, float]] = {}
+    measured.start()
+    for item in items:
+        measured.switch_context(item.nodeid)
+        begun, cpu = time.monotonic(), time.process_time()
+        passed = not any(report.failed for report in runtestprotocol(item, log=False, nextitem=None))
+        results[item.nodeid] = passed, time.monotonic() - begun, time.process_time() - cpu
+    measured.stop()
+    lines: dict[str, dict[str, set[int]]] = {name: {} for name in results}
+    data = measured.get_data()
+    for file in data.measured_files():
+        path = str(Path(file).relative_to(Path.cwd()))
+        for line, tests in data.contexts_by_lineno(file).items():
+            for test in filter(None, tests):
+                lines[test].setdefault(path, set()).add(line)
+    return {
+        name: Tested(
+            passed=passed, seconds=s, cpu_s=cpu, lines={p: frozenset(n) for p, n in lines[name].items()}
+        )
+        for name, (passed, s, cpu) in results.items()
+    }
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    whole = hashlib.sha256()
+    for path in paths:
+        whole.update(str(path).encode() + b"\0" + path.read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def silence() -> None:
+    """Drop what this process prints."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)

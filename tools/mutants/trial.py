@@ -1,0 +1,332 @@
+"""Trying a mutant: a forked child puts it in place and runs tests until one fails.
+
+Of a function the child replaces the code object, wherever the function was imported to, so that tests are collected
+once for all mutants. What runs at import (constants, fields, defaults) is tried in a child of a process that has
+imported nothing of the package yet.
+"""
+
+import gc
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import NamedTuple
+
+import hypothesis
+import pytest
+from _pytest.runner import runtestprotocol
+
+from tools.mutants.mutations import Mutant
+from tools.mutants.survey import Survey, silence, survey
+
+CPU_S, WALL_S, FACTOR = 5, 60, 8  # a test may take FACTOR times as long as without a mutant, and so much more
+MEMORY_BYTES = 3 << 30  # that a child may have beyond what it begins with
+PROFILE = "mutants"
+OPTIONS = [
+    *(
+        "-qq",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--timeout=0",
+        f"--hypothesis-profile={PROFILE}",
+    ),
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # this imports Hypothesis before pytest does
+]
+
+
+class Fate(StrEnum):
+    """What became of a mutant."""
+
+    KILLED = "killed"  # a test failed, or ended neither in time nor within the memory
+    SURVIVED = "survived"
+    UNREACHED = "not reached"  # no test runs the statement
+    ELSEWHERE = "elsewhere"  # the function cannot be replaced in place: try it by importing
+
+
+class Outcome(NamedTuple):
+    """A mutant, what became of it, and by which test."""
+
+    mutant: Mutant
+    fate: Fate
+    test: str = ""
+    tests: int = 0  # that ran, or would have
+
+
+@dataclass(slots=True, kw_only=True)
+class Trials:
+    """A plugin of pytest: once tests are collected it surveys them and tries the mutants of functions."""
+
+    mutants: Sequence[Mutant]
+    examples: int
+    jobs: int
+    on_outcome: Callable[[Outcome], None]
+    survey: Survey = field(default_factory=dict)
+    elsewhere: list[Mutant] = field(default_factory=list)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """In place of running the tests once."""
+        fewer_examples(session.items, self.examples)
+        self.survey = survey(session.items, examples=self.examples)
+        for name, tested in self.survey.items():
+            if not tested.passed:
+                print(f"not used, since it fails without a mutant: {name}", flush=True)
+        items = {item.nodeid: item for item in session.items}
+        functions = _functions_by_place()
+        last_killer: dict[tuple[str, str | None], str] = {}
+        gc.freeze()  # children share what they do not touch
+
+        def child(mutant: Mutant, names: Sequence[str]) -> Callable[[int], None]:
+            return lambda pipe: _try_in_place(mutant, [items[n] for n in names], self.survey, functions, pipe)
+
+        def tasks() -> Iterator[tuple[Mutant, Sequence[str], Callable[[int], None]]]:
+            for mutant in self.mutants:
+                if mutant.function is None:
+                    self.elsewhere.append(mutant)
+                    continue
+                names = reaching(mutant, self.survey)
+                if not names:
+                    self.on_outcome(Outcome(mutant, Fate.UNREACHED))
+                    continue
+                known = last_killer.get((mutant.path, mutant.function))
+                names = sorted(names, key=lambda name: (name != known, self.survey[name].cpu_s))
+                yield mutant, names, child(mutant, names)
+
+        for outcome in in_children(tasks(), self.jobs):
+            if outcome.fate == Fate.ELSEWHERE:
+                self.elsewhere.append(outcome.mutant)
+                continue
+            if outcome.test:
+                last_killer[outcome.mutant.path, outcome.mutant.function] = outcome.test
+            self.on_outcome(outcome)
+        return True
+
+
+def fewer_examples(items: Sequence[pytest.Item], examples: int) -> None:
+    """Bound the examples of property tests, also of those that ask for more than the profile has."""
+    attribute = "_hypothesis_internal_use_settings"
+    for item in items:
+        test = getattr(item, "obj", None)
+        asked = getattr(test, attribute, None)
+        if asked is not None and asked.max_examples > examples:
+            function = getattr(test, "__func__", test)
+            setattr(function, attribute, hypothesis.settings(asked, max_examples=examples))
+
+
+class FewerExamples:
+    """The same as a plugin of pytest."""
+
+    def __init__(self, examples: int) -> None:
+        self._examples = examples
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Once tests are collected."""
+        fewer_examples(items, self._examples)
+
+
+def reaching(mutant: Mutant, surveyed: Survey) -> list[str]:
+    """The tests that run the statement that is changed."""
+    lines = range(mutant.lines[0], mutant.lines[1] + 1)
+    return [
+        name
+        for name, tested in surveyed.items()
+        if tested.passed and not tested.lines.get(mutant.path, frozenset()).isdisjoint(lines)
+    ]
+
+
+def naming(mutant: Mutant, surveyed: Survey, words: Mapping[str, Mapping[str, frozenset[int]]]) -> list[str]:
+    """The tests that run a line which names what is changed, or that stand in a file which does."""
+    at: dict[str, set[int]] = {}
+    for name in mutant.names:
+        for path, lines in words.get(name, {}).items():
+            at.setdefault(path, set()).update(lines)
+    return [
+        name
+        for name, tested in surveyed.items()
+        if tested.passed
+        and (
+            name.partition("::")[0] in at
+            or any(not lines.isdisjoint(at.get(path, ())) for path, lines in tested.lines.items())
+        )
+    ]
+
+
+def try_at_import(
+    mutants: Sequence[Mutant],
+    surveyed: Survey,
+    words: Mapping[str, Mapping[str, frozenset[int]]],
+    *,
+    examples: int,
+    jobs: int,
+    on_outcome: Callable[[Outcome], None],
+) -> None:
+    """Try the mutants of what runs at import; call it before anything of the package is imported."""
+    assert "conserve" not in sys.modules
+    for name in (
+        "hypothesis",
+        "numpy",
+        "pyarrow.parquet",
+        "sqlalchemy",
+        "duckdb",
+        "scipy.optimize",
+        "httpx",
+        "typer",
+    ):
+        importlib.import_module(name)
+
+    def child(mutant: Mutant, names: Sequence[str]) -> Callable[[int], None]:
+        return lambda pipe: _try_imported(mutant, names, surveyed, examples, pipe)
+
+    def tasks() -> Iterator[tuple[Mutant, Sequence[str], Callable[[int], None]]]:
+        for mutant in mutants:
+            names = naming(mutant, surveyed, words)
+            if names:
+                names.sort(key=lambda name: surveyed[name].cpu_s)
+                yield mutant, names, child(mutant, names)
+            else:
+                on_outcome(Outcome(mutant, Fate.UNREACHED))
+
+    for outcome in in_children(tasks(), jobs):
+        on_outcome(outcome)
+
+
+def in_children(
+    tasks: Iterator[tuple[Mutant, Sequence[str], Callable[[int], None]]], jobs: int
+) -> Iterator[Outcome]:
+    """Run each task in a child, `jobs` at a time. What a child writes is `fate<tab>test`; nothing means killed."""
+    running: dict[int, tuple[Mutant, Sequence[str], int, str]] = {}
+
+    def ended() -> Outcome:
+        pid, _ = os.waitpid(-1, 0)
+        mutant, names, pipe, folder = running.pop(pid)
+        with os.fdopen(pipe, "rb") as file:
+            os.set_blocking(pipe, False)  # a process that the child left behind may hold the other end
+            fate, _, test = (file.read() or b"").decode().partition("\t")
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+        return Outcome(mutant, Fate(fate or Fate.KILLED), test, len(names))
+
+    for mutant, names, run in tasks:
+        if len(running) >= jobs:
+            yield ended()
+        folder = tempfile.mkdtemp(prefix="mutant-")
+        ours, its = os.pipe()
+        sys.stdout.flush()
+        pid = os.fork()
+        if not pid:
+            os.close(ours)
+            _begin(folder)
+            try:
+                run(its)
+            finally:
+                os._exit(1)
+        os.close(its)
+        running[pid] = mutant, names, ours, folder
+    while running:
+        yield ended()
+
+
+def _begin(folder: str) -> None:
+    os.setsid()
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.tempdir = folder
+    silence()
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, in_use + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _allow(cpu_s: float, wall_s: float) -> None:
+    """End this process after so much more time: of its own, or by the clock if it waits for ever."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime + CPU_S + FACTOR * cpu_s) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(WALL_S + FACTOR * wall_s))
+
+
+def _say(pipe: int, fate: Fate, test: str = "") -> None:
+    os.write(pipe, f"{fate}\t{test}".encode())
+    os._exit(0)
+
+
+Places = Mapping[tuple[str, str, int], Sequence[FunctionType]]
+
+
+def _functions_by_place() -> Places:
+    """All functions of the package that exist: file, qualified name and first line -> functions."""
+    here = str(Path.cwd() / "conserve") + os.sep
+    found: dict[tuple[str, str, int], list[FunctionType]] = {}
+    for function in (thing for thing in gc.get_objects() if isinstance(thing, FunctionType)):
+        code = function.__code__
+        if code.co_filename.startswith(here):
+            found.setdefault((code.co_filename, code.co_qualname, code.co_firstlineno), []).append(function)
+    return found
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)
+
+
+def put_in_place(mutant: Mutant, functions: Places) -> bool:
+    """Replace the code of the mutant's function wherever it is used; False if that cannot be done."""
+    path = Path.cwd() / mutant.path
+    changed = compile(mutant.apply(path.read_bytes()), str(path), "exec", dont_inherit=True)
+    replaced = False
+    for code in _codes(changed):
+        qualname = code.co_qualname
+        if qualname != mutant.function and not qualname.startswith(f"{mutant.function}.<locals>."):
+            continue
+        for function in functions.get((str(path), qualname, code.co_firstlineno), ()):
+            if function.__code__.co_freevars != code.co_freevars:
+                return False
+            function.__code__ = code
+            replaced = True
+    return replaced
+
+
+def _try_in_place(
+    mutant: Mutant, items: Sequence[pytest.Item], surveyed: Survey, functions: Places, pipe: int
+) -> None:
+    if not put_in_place(mutant, functions):
+        _say(pipe, Fate.ELSEWHERE)
+    for item in items:
+        tested = surveyed[item.nodeid]
+        _allow(tested.cpu_s, tested.seconds)
+        if any(report.failed for report in runtestprotocol(item, log=False, nextitem=None)):
+            _say(pipe, Fate.KILLED, item.nodeid)
+    _say(pipe, Fate.SURVIVED)
+
+
+def _try_imported(mutant: Mutant, names: Sequence[str], surveyed: Survey, examples: int, pipe: int) -> None:
+    path = Path.cwd() / mutant.path
+    changed = compile(mutant.apply(path.read_bytes()), str(path), "exec", dont_inherit=True)
+    loader = importlib.machinery.SourceFileLoader
+    usual = loader.get_code
+
+    def get_code(self: importlib.machinery.SourceFileLoader, fullname: str) -> CodeType | None:
+        return changed if self.path == str(path) else usual(self, fullname)
+
+    loader.get_code = get_code  # type: ignore[method-assign]
+    _allow(
+        sum(surveyed[name].cpu_s for name in names) + 10, sum(surveyed[name].seconds for name in names) + 10
+    )
+    failed = pytest.main([*OPTIONS, "-x", *names], plugins=[FewerExamples(examples)])
+    _say(pipe, Fate.KILLED if failed else Fate.SURVIVED, names[0] if failed and len(names) == 1 else "")
