@@ -33,25 +33,36 @@ def survey(items: Sequence[pytest.Item], *, examples: int) -> Survey:
     by_file: dict[Path, list[pytest.Item]] = {}
     for item in items:
         by_file.setdefault(item.path, []).append(item)
-    common = _digest([*sorted(Path("conserve").rglob("*.py")), *sorted(Path("tests").glob("*.py"))])
+    helpers = _digest(sorted(Path("tests").glob("*.py")))
     found: Survey = {}
     for path, tests in by_file.items():
-        kept = FOLDER / "survey" / f"{path.stem}-{_digest([path])}-{common}-{examples}.pickle"
-        if not kept.is_file():
+        kept = FOLDER / "survey" / f"{path.stem}-{_digest([path])}-{helpers}-{examples}.pickle"
+        known = _known(kept)
+        if known is None:
             print(f"surveying {path.name}: {len(tests)} tests", flush=True)
             kept.parent.mkdir(parents=True, exist_ok=True)
-            for old in kept.parent.glob(f"{path.stem}-????????????????-*-{examples}.pickle"):
-                old.unlink()
             pid = os.fork()
             if not pid:
                 silence()
-                kept.write_bytes(pickle.dumps(_run(tests)))
+                result = _run(tests)
+                files = sorted({file for tested in result.values() for file in tested.lines})
+                kept.write_bytes(pickle.dumps((files, _digest(map(Path, files)), result)))
                 os._exit(0)
             os.waitpid(pid, 0)
-        if not kept.is_file():
+            known = _known(kept)
+        if known is None:
             raise SystemExit(f"the survey of {path.name} ended early; does `pytest {path}` pass?")
-        found |= pickle.loads(kept.read_bytes())
+        found |= known
     return found
+
+
+def _known(kept: Path) -> Survey | None:
+    """What was found earlier, if the files that the tests run are still the same."""
+    if not kept.is_file():
+        return None
+    files, digest, result = pickle.loads(kept.read_bytes())
+    paths = [Path(file) for file in files]
+    return result if all(map(Path.is_file, paths)) and _digest(paths) == digest else None
 
 
 def _run(items: Sequence[pytest.Item]) -> Survey:

@@ -32,7 +32,9 @@ from tools.mutants.survey import Survey, silence, survey
 
 CPU_S, WALL_S, FACTOR = 5, 60, 8  # a test may take FACTOR times as long as without a mutant, and so much more
 MEMORY_BYTES = 3 << 30  # that a child may have beyond what it begins with
+FEW = 10  # examples that property tests are tried with first
 PROFILE = "mutants"
+SETTINGS = "_hypothesis_internal_use_settings"  # of a test: Hypothesis has no other way to change them
 OPTIONS = [
     *(
         "-qq",
@@ -91,7 +93,8 @@ class Trials:
         gc.freeze()  # children share what they do not touch
 
         def child(mutant: Mutant, names: Sequence[str]) -> Callable[[int], None]:
-            return lambda pipe: _try_in_place(mutant, [items[n] for n in names], self.survey, functions, pipe)
+            tests = [items[name] for name in names]
+            return lambda pipe: _try_in_place(mutant, tests, self.survey, functions, pipe)
 
         def tasks() -> Iterator[tuple[Mutant, Sequence[str], Callable[[int], None]]]:
             for mutant in self.mutants:
@@ -118,13 +121,19 @@ class Trials:
 
 def fewer_examples(items: Sequence[pytest.Item], examples: int) -> None:
     """Bound the examples of property tests, also of those that ask for more than the profile has."""
-    attribute = "_hypothesis_internal_use_settings"
     for item in items:
-        test = getattr(item, "obj", None)
-        asked = getattr(test, attribute, None)
+        asked = _examples(item)
         if asked is not None and asked.max_examples > examples:
-            function = getattr(test, "__func__", test)
-            setattr(function, attribute, hypothesis.settings(asked, max_examples=examples))
+            _set_examples(item, hypothesis.settings(asked, max_examples=examples))
+
+
+def _examples(item: pytest.Item) -> hypothesis.settings | None:
+    return getattr(getattr(item, "obj", None), SETTINGS, None)
+
+
+def _set_examples(item: pytest.Item, asked: hypothesis.settings) -> None:
+    test = item.obj  # type: ignore[attr-defined]
+    setattr(getattr(test, "__func__", test), SETTINGS, asked)
 
 
 class FewerExamples:
@@ -303,15 +312,29 @@ def put_in_place(mutant: Mutant, functions: Places) -> bool:
 
 
 def _try_in_place(
-    mutant: Mutant, items: Sequence[pytest.Item], surveyed: Survey, functions: Places, pipe: int
+    mutant: Mutant,
+    items: Sequence[pytest.Item],
+    surveyed: Survey,
+    functions: Places,
+    pipe: int,
 ) -> None:
     if not put_in_place(mutant, functions):
         _say(pipe, Fate.ELSEWHERE)
-    for item in items:
-        tested = surveyed[item.nodeid]
-        _allow(tested.cpu_s, tested.seconds)
-        if any(report.failed for report in runtestprotocol(item, log=False, nextitem=None)):
-            _say(pipe, Fate.KILLED, item.nodeid)
+
+    def try_all(tests: Sequence[pytest.Item]) -> None:
+        for item in tests:
+            tested = surveyed[item.nodeid]
+            _allow(tested.cpu_s, tested.seconds)
+            if any(report.failed for report in runtestprotocol(item, log=False, nextitem=None)):
+                _say(pipe, Fate.KILLED, item.nodeid)
+
+    # Most mutants need few examples: all tests with those first, then the property tests with all of theirs.
+    full = [(item, asked) for item in items if (asked := _examples(item)) and asked.max_examples > FEW]
+    fewer_examples(items, FEW)
+    try_all(items)
+    for item, asked in full:
+        _set_examples(item, asked)
+    try_all([item for item, _ in full])
     _say(pipe, Fate.SURVIVED)
 
 
