@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutants.mutations import Mutant, mutants_of
+from tools.mutants.mutations import Mutant, mutants_of, source_of
 from tools.mutants.survey import FOLDER, Survey
 from tools.mutants.trial import OPTIONS, Fate, Outcome, Trials, try_at_import
 
@@ -32,7 +32,7 @@ def main() -> int:
     arguments = parse()
     paths = arguments.paths or PATHS
     since = arguments.since or (None if arguments.paths else base())
-    mutants = [mutant for path in files(paths) for mutant in mutants_of(path, Path(path).read_bytes())]
+    mutants = [mutant for path in files(paths) for mutant in mutants_of(path)]
     if since:
         changed = changed_since(since, paths)
         mutants = [
@@ -69,13 +69,9 @@ def parse() -> argparse.Namespace:
 
 
 def files(paths: Iterable[str]) -> list[str]:
-    """The Python files at or below the paths."""
-    found = [
-        path
-        for name in paths
-        for path in (sorted(Path(name).rglob("*.py")) if Path(name).is_dir() else [Path(name)])
-    ]
-    return [str(path) for path in found]
+    """The Python files at or below the paths, each once."""
+    found = [sorted(Path(name).rglob("*.py")) if Path(name).is_dir() else [Path(name)] for name in paths]
+    return [str(path) for path in dict.fromkeys(path for group in found for path in group)]
 
 
 def base() -> str:
@@ -167,7 +163,7 @@ def identity(mutant: Mutant) -> tuple[str, str, str, str]:
 
 def change(mutant: Mutant) -> tuple[str, str]:
     """The changed lines, without and with the mutant."""
-    source = Path(mutant.path).read_bytes()
+    source = source_of(mutant.path)
     first = source.rfind(b"\n", 0, mutant.start) + 1
     last = source.find(b"\n", mutant.end) % (len(source) + 1)
     after = source[first : mutant.start] + mutant.text.encode() + source[mutant.end : last]

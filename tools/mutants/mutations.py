@@ -3,6 +3,8 @@
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 BOUNDARY = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 NEGATION = {
@@ -38,8 +40,9 @@ class Mutant:
     names: frozenset[str]  # that code uses which depends on it
     kind: str
 
-    def apply(self, source: bytes) -> bytes:
+    def source(self) -> bytes:
         """The file with the change."""
+        source = source_of(self.path)
         return source[: self.start] + self.text.encode() + source[self.end :]
 
 
@@ -53,8 +56,15 @@ class _Place:
     lines: tuple[int, int] = (0, 0)
 
 
-def mutants_of(path: str, source: bytes) -> list[Mutant]:
+@cache
+def source_of(path: str) -> bytes:
+    """The file as it was when the run began: it may be edited meanwhile."""
+    return Path(path).read_bytes()
+
+
+def mutants_of(path: str) -> list[Mutant]:
     """All mutants of a file, in the order of its lines."""
+    source = source_of(path)
     return sorted(_Walk(path, source).body(ast.parse(source).body, _Place()), key=lambda m: (m.start, m.end))
 
 

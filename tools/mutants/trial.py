@@ -297,7 +297,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def put_in_place(mutant: Mutant, functions: Places) -> bool:
     """Replace the code of the mutant's function wherever it is used; False if that cannot be done."""
     path = Path.cwd() / mutant.path
-    changed = compile(mutant.apply(path.read_bytes()), str(path), "exec", dont_inherit=True)
+    changed = compile(mutant.source(), str(path), "exec", dont_inherit=True)
     replaced = False
     for code in _codes(changed):
         qualname = code.co_qualname
@@ -340,7 +340,7 @@ def _try_in_place(
 
 def _try_imported(mutant: Mutant, names: Sequence[str], surveyed: Survey, examples: int, pipe: int) -> None:
     path = Path.cwd() / mutant.path
-    changed = compile(mutant.apply(path.read_bytes()), str(path), "exec", dont_inherit=True)
+    changed = compile(mutant.source(), str(path), "exec", dont_inherit=True)
     loader = importlib.machinery.SourceFileLoader
     usual = loader.get_code
 
