@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conserve.engine.policy.preemption import (
+    OFF,
     PATIENCE,
     PREEMPTIONS,
     WASTE,
@@ -20,11 +21,14 @@ from conserve.engine.policy.preemption import (
     Never,
     Prompt,
     UnderWay,
+    remaining_ms,
     spare_tokens,
+    thrown_away,
 )
 from conserve.engine.runtime import safepoint
 from conserve.engine.runtime.safepoint import EVERYBODY, PreemptionFlag, check_us
 from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.conserve import ConServeModel
 
 # torch's own while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -84,6 +88,16 @@ class TestAllOffline:
         assert self.leaving(early, arrivals(50, 0)) == 2
         assert self.leaving(late, arrivals(50, 0)) == 0
 
+    def test_online_rows_are_spared_where_all_get_their_tokens_as_soon(self) -> None:
+        running = under_way([100, 50], online=40, separable=False, elapsed_ms=100)
+        assert self.leaving(running, arrivals(50, 0)) == 0
+
+    def test_an_iteration_that_takes_no_time_is_over(self) -> None:
+        free = ConServeModel.of(*[0.0] * 8)
+        running = under_way([100], separable=False)
+        assert remaining_ms(running, free) == 0
+        assert thrown_away(running, free) == 100
+
     def test_an_iteration_of_offline_rows_alone_is_abandoned_however_late(self) -> None:
         running = under_way([100, 50], separable=False, elapsed_ms=150)
         assert running.pure
@@ -136,6 +150,30 @@ class TestPrompt:
         assert self.leaving(half, arrivals(50, 1e6, spare=44)) == 0
         assert self.leaving(half, arrivals(50, 0, spare=44)) == 1
 
+    def test_rows_that_go_on_where_they_left_leave_an_overdue_iteration(self) -> None:
+        overdue = under_way([90], elapsed_ms=100)
+        assert self.leaving(overdue, arrivals(50, 1e6)) == 1
+        assert self.leaving(replace(overdue, elapsed_ms=99), arrivals(50, 1e6)) == 0
+        assert self.leaving(replace(overdue, separable=False), arrivals(50, 1e6)) == 0
+
+    def test_a_first_token_that_is_just_in_time_is_not_late(self) -> None:
+        half = under_way([90], separable=False, elapsed_ms=50)  # 50 ms are left, and 60 for the prompt
+        assert self.leaving(half, arrivals(50, 110, spare=0)) == 0
+        assert self.leaving(half, arrivals(50, 109, spare=0)) == 1
+
+    @pytest.mark.parametrize(("elapsed_ms", "tokens"), [(0, 0), (50, 45), (100, 90), (150, 90)])
+    def test_what_leaves_for_good_throws_its_part_of_the_iteration_away(
+        self, elapsed_ms: float, tokens: float
+    ) -> None:
+        running = under_way([60, 30], elapsed_ms=elapsed_ms, separable=False)
+        assert thrown_away(running, MODEL) == tokens
+        assert thrown_away(replace(running, separable=True), MODEL) == 0
+
+    def test_it_waits_for_a_fiftieth_of_its_promise_and_spends_1_5_percent_of_the_tokens(self) -> None:
+        assert self.leaving(under_way([90]), arrivals(50, 1e6, ttft_ms=5000)) == 0
+        assert self.leaving(under_way([90]), arrivals(50, 1e6, ttft_ms=4999)) == 1
+        assert spare_tokens(1000, 5) == 10
+
     def test_the_budget_is_a_share_of_all_tokens(self) -> None:
         assert spare_tokens(1000, 0) == WASTE * 1000
         assert spare_tokens(1000, WASTE * 1000 + 5) == pytest.approx(-5)
@@ -143,7 +181,7 @@ class TestPrompt:
 
 
 def test_policies_go_by_name() -> None:
-    assert set(PREEMPTIONS) == {"prompt", "all-offline", "just-enough", "never"}
+    assert {*PREEMPTIONS, OFF} == {"prompt", "all-offline", "just-enough", "never", "off"}
     assert Never().leaving(under_way([100]), arrivals(50, -1), MODEL) == 0
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Protocol
 
 from conserve.profiles.batch import Batch, Slice
@@ -62,15 +61,14 @@ class JustEnough:
         if not under_way.separable:
             return AllOffline().leaving(under_way, arrivals, model)
         batch = replace(under_way.batch)
-        for rows in range(len(under_way.rows) + 1):
+        for rows, row in enumerate(under_way.rows):
             together = replace(batch)
             for prompt in arrivals.prompts:
                 together.add(*prompt)
-            left_ms = remaining_ms(under_way, model, batch)
-            if left_ms + model.predict(together) <= arrivals.slack_ms or rows == len(under_way.rows):
+            if remaining_ms(under_way, model, batch) + model.predict(together) <= arrivals.slack_ms:
                 return rows
-            batch.remove(*under_way.rows[rows])
-        return 0
+            batch.remove(*row)
+        return len(under_way.rows)
 
 
 class Prompt:
@@ -112,9 +110,13 @@ OFF = "off"
 
 def remaining_ms(under_way: UnderWay, model: LatencyModel, batch: Batch | None = None) -> float:
     """What is left of the iteration if only `batch` goes on with it."""
+    return share_left(under_way, model) * model.predict(batch or under_way.batch)
+
+
+def share_left(under_way: UnderWay, model: LatencyModel) -> float:
+    """Predicted share of the iteration that is still to run, from 0 to 1."""
     whole_ms = model.predict(under_way.batch)
-    share_left = max(0.0, 1 - under_way.elapsed_ms / whole_ms) if whole_ms > 0 else 0.0
-    return share_left * (whole_ms if batch is None else model.predict(batch))
+    return max(0.0, 1 - under_way.elapsed_ms / whole_ms) if whole_ms else 0.0
 
 
 def prompts_ms(arrivals: Arrivals, model: LatencyModel) -> float:
@@ -126,9 +128,7 @@ def thrown_away(under_way: UnderWay, model: LatencyModel) -> float:
     """Tokens' worth of computing that is lost if all rows leave now."""
     if under_way.separable:
         return 0.0
-    whole_ms = model.predict(under_way.batch)
-    done = min(1.0, under_way.elapsed_ms / whole_ms) if whole_ms > 0 else 1.0
-    return done * sum(row.tokens for row in under_way.rows)
+    return (1 - share_left(under_way, model)) * sum(row.tokens for row in under_way.rows)
 
 
 def all_if_sooner(under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
@@ -146,4 +146,4 @@ def all_if_sooner(under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) 
 
 def spare_tokens(offline_tokens: float, wasted_tokens: float) -> float:
     """How many more tokens may be thrown away for comfort's sake."""
-    return WASTE * offline_tokens - wasted_tokens if offline_tokens < inf else inf
+    return WASTE * offline_tokens - wasted_tokens
