@@ -4,7 +4,8 @@ Exact and incremental, since this runs before every iteration: adding a request 
 which all take about the same time, are added many at a time.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -93,16 +94,11 @@ class Composer:
         )
 
     def _fitting_with_surcharge(self, candidate: Candidate, most: int, limit_ms: float) -> int:
-        # Both times grow with the tokens, so the answer can be bisected.
-        low, high = 0, most
-        while low < high:
-            tokens = (low + high + 1) // 2
+        def exceeds(tokens: int) -> bool:
             left_ms = limit_ms - tokens * candidate.surcharge_ms
-            if self._model.can_schedule(self.batch, Slice(tokens, candidate.context), left_ms) == tokens:
-                low = tokens
-            else:
-                high = tokens - 1
-        return low
+            return self._model.can_schedule(self.batch, Slice(tokens, candidate.context), left_ms) < tokens
+
+        return _most(most, exceeds)
 
     def blocks_for(self, candidate: Candidate, tokens: int) -> int:
         """KV blocks that the request needs beyond those it has."""
@@ -201,18 +197,8 @@ class Composer:
         """How many of the decode steps, in order, there are time and tokens for."""
         most = _within(self.tokens_left, (candidate.tokens for candidate in candidates))
         if most and not self._fit(candidates[:most], limit_ms):
-            most = self._fitting_count(candidates, most, limit_ms)
+            most = _most(most, lambda count: not self._fit(candidates[:count], limit_ms))
         return most
-
-    def _fitting_count(self, candidates: Sequence[Candidate], too_many: int, limit_ms: float) -> int:
-        low, high = 0, too_many - 1
-        while low < high:
-            count = (low + high + 1) // 2
-            if self._fit(candidates[:count], limit_ms):
-                low = count
-            else:
-                high = count - 1
-        return low
 
     def _with_blocks(self, candidates: Sequence[Candidate]) -> int:
         """How many of the decode steps, in order, there are blocks for."""
@@ -259,6 +245,11 @@ def smallest_ms(model: LatencyModel) -> float:
     A fit may have no constant at all, or a large one for iterations with prompts in them.
     """
     return max(model.predict(Batch.of([Slice(1, 0, decode)])) for decode in (True, False))
+
+
+def _most(largest: int, exceeds: Callable[[int], bool]) -> int:
+    """How many of 1 to `largest` do not exceed what there is; what grows with the number can be bisected."""
+    return bisect_left(range(1, largest + 1), True, key=exceeds)
 
 
 def _within(room: int, wanted: Iterable[int]) -> int:

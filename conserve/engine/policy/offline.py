@@ -45,7 +45,7 @@ def serve_least(
     """
     if composer.tokens:
         return
-    if running and running[0].name not in composer.preempted:
+    if running:
         request = running[0]
         tokens = min(
             request.tokens, composer.tokens_left, request.tokens if request.decode else prompt_tokens
@@ -53,7 +53,7 @@ def serve_least(
         if composer.blocks_for(request, tokens) > composer.free_blocks:
             tokens = min(tokens, 1) if not request.decode else tokens
         composer.add(request, tokens)
-    elif first and not running and not composer.restored and _can_start(composer, first[0]):
+    elif first and not composer.restored and _can_start(composer, first[0]):
         composer.admit(first[0], min(first[0].tokens, prompt_tokens, composer.tokens_left))
 
 

@@ -1,0 +1,730 @@
+"""What the policies promise, as tables: a view with one thing changed, and what the plan does about it."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf, sqrt
+from typing import Any
+
+import pytest
+
+from conserve.engine.policy.composer import Composer, revocable_blocks
+from conserve.engine.policy.conserve import Conserve, arrival_limit_ms, bearable_ms, cheapest_ms
+from conserve.engine.policy.offline import MOST_HELD
+from conserve.engine.policy.online_only import OnlineOnly
+from conserve.engine.policy.paced import Paced
+from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.profiles.conserve import ConServeModel
+
+MS_PER_TOKEN = ConServeModel.of(1, 0, 0, 0, 0, 0, 0, 10)  # and 10 ms for each iteration
+ROW = Candidate("row", 100, 0, restorable=99)  # 7 KV blocks, to come back from host memory
+FRESH = Candidate("fresh", 100, 0)
+
+
+def view_of(**changes: Any) -> View:
+    """An idle engine with room for everything."""
+    room = {
+        "model": MS_PER_TOKEN,
+        "slo": Slo(),
+        "max_tokens": 2048,
+        "free_slots": 50,
+        "free_blocks": 1000,
+        "block_tokens": 16,
+    }
+    return View(**{**room, **changes})
+
+
+def plan_of(**changes: Any) -> Plan:
+    return Conserve().plan(view_of(**changes))
+
+
+def decodes(count: int, name: str = "decode") -> list[Candidate]:
+    """Requests that run and need no further KV block yet."""
+    return [Candidate(f"{name}{n}", 1, 20, True, 2) for n in range(count)]
+
+
+class TestArrivalLimit:
+    """How long an iteration with offline tokens may last for the sake of arrivals."""
+
+    slo = Slo(ttft_ms=1000)
+
+    def test_without_a_promise_there_is_none(self) -> None:
+        assert arrival_limit_ms(view_of()) == inf
+
+    def test_an_iteration_that_rows_can_leave_may_waste_2_percent_on_its_constant_part(self) -> None:
+        view = view_of(slo=self.slo, preemptible=True, resumable=True, prompt_tokens=990)
+        assert arrival_limit_ms(view) == pytest.approx(10 / 0.02, rel=0.1)
+
+    @pytest.mark.parametrize(
+        ("prompt_tokens", "limit_ms"),
+        [
+            (0, 110),  # ten times the smallest iteration: one token and the constant part
+            (500, 110),
+            (880, 110),  # 890 ms: what is left of the promise is as long
+            (900, 90),
+            (990, 0),
+            (2000, 0),
+        ],
+    )
+    def test_one_that_an_arrival_waits_out_leaves_time_for_a_typical_prompt(
+        self, prompt_tokens: int, limit_ms: float
+    ) -> None:
+        view = view_of(slo=self.slo, prompt_tokens=prompt_tokens)
+        assert arrival_limit_ms(view) == pytest.approx(limit_ms)
+
+    def test_online_requests_are_a_sign_of_others_to_come(self) -> None:
+        tight = Slo(ttft_ms=50)
+        assert bearable_ms(view_of(slo=tight), 10) == 100
+        assert bearable_ms(view_of(slo=tight, online=decodes(1)), 10) == 40
+        assert bearable_ms(view_of(slo=tight, prompt_tokens=10), 10) == 30
+
+    def test_one_that_begins_anew_is_as_long_as_costs_the_least(self) -> None:
+        view = view_of(slo=self.slo, preemptible=True, arrivals_per_s=20)
+        assert cheapest_ms(view, 10) == sqrt(2 * 10 * 50)
+        assert arrival_limit_ms(view) == cheapest_ms(view, 11)
+        seldom = view_of(slo=self.slo, preemptible=True, arrivals_per_s=1)
+        assert arrival_limit_ms(seldom) == pytest.approx(110), "an arrival may still have to wait it out"
+
+    def test_where_nobody_came_one_arrival_a_minute_is_expected(self) -> None:
+        assert cheapest_ms(view_of(), 10) == pytest.approx(sqrt(2 * 10 * 60_000))
+        assert cheapest_ms(view_of(arrivals_per_s=1 / 120), 10) == pytest.approx(sqrt(2 * 10 * 60_000))
+
+
+class TestFirstTokens:
+    """An iteration that brings a first token ends soon after it could."""
+
+    def limit_ms(self, **changes: Any) -> float | None:
+        return plan_of(slo=Slo(ttft_ms=1000), waiting_offline=[FRESH], **changes).limit_ms
+
+    def test_offline_tokens_beside_it_add_a_fiftieth_of_the_promise_where_rows_can_leave(self) -> None:
+        prompt = Candidate("prompt", 100, 0)  # 110 ms
+        can_leave = {"preemptible": True, "resumable": True}
+        assert self.limit_ms(waiting_online=[prompt], **can_leave) == 110 + 20
+        assert self.limit_ms(waiting_online=[prompt._replace(age_ms=880)], **can_leave) == 120
+        assert self.limit_ms(waiting_online=[prompt._replace(answered=True)], **can_leave) == pytest.approx(
+            550
+        )
+        assert self.limit_ms(online=decodes(1), **can_leave) == pytest.approx(550)
+
+    def test_they_have_the_promise_and_the_arrival_limit_where_rows_cannot(self) -> None:
+        short = Candidate("prompt", 20, 0)
+        assert self.limit_ms(waiting_online=[short]) == pytest.approx(110)
+        assert self.limit_ms(waiting_online=[short._replace(age_ms=950)]) == 50
+
+
+class TestComingBack:
+    """A preempted row whose KV host memory has."""
+
+    @pytest.mark.parametrize(
+        ("changes", "comes"),
+        [
+            ({}, True),
+            ({"free_slots": 1}, True),
+            ({"free_slots": 0}, False),
+            ({"free_slots": 3, "reserved_slots": 2}, True),
+            ({"free_slots": 2, "reserved_slots": 2}, False),
+            ({"free_blocks": 7}, True),
+            ({"free_blocks": 6}, False),
+            ({"free_blocks": 9, "watermark_blocks": 2}, True),
+            ({"free_blocks": 8, "watermark_blocks": 2}, False),
+            ({"free_blocks": 9, "unwritten_blocks": 2}, True),
+            ({"free_blocks": 8, "unwritten_blocks": 2}, False),
+            ({"free_blocks": 7, "reserved_blocks": 5}, True),  # one row may always run
+            ({"free_blocks": 12, "reserved_blocks": 5, "offline": decodes(1)}, True),
+            ({"free_blocks": 11, "reserved_blocks": 5, "offline": decodes(1)}, False),
+            ({"free_blocks": 9, "offline": decodes(5)}, True),  # a block for every second that runs
+            ({"free_blocks": 8, "offline": decodes(5)}, False),
+            ({"max_tokens": 2, "online": decodes(1)}, True),
+            ({"max_tokens": 1, "online": decodes(1)}, False),
+        ],
+    )
+    def test_begins_as_soon_as_there_is_room_for_all_of_it(
+        self, changes: dict[str, Any], comes: bool
+    ) -> None:
+        assert list(plan_of(waiting_offline=[ROW], **changes).restored) == (["row"] if comes else [])
+
+    def test_takes_what_it_needs_and_no_time(self) -> None:
+        plan = plan_of(waiting_offline=[ROW, FRESH], free_blocks=14, max_tokens=101, slo=Slo(tbt_ms=1.0))
+        assert plan.restored == ["row"]
+        plan = plan_of(waiting_offline=[ROW, FRESH], free_blocks=14, max_tokens=101)
+        assert (plan.restored, plan.tokens) == (["row"], {"fresh": 100})
+        assert not plan_of(waiting_offline=[ROW, FRESH], free_blocks=13).tokens
+        assert not plan_of(waiting_offline=[ROW, FRESH], free_slots=1).tokens
+
+    def test_keeps_one_token_of_the_iteration_free_however_many_come_back(self) -> None:
+        rows = [ROW, ROW._replace(name="other")]
+        plan = plan_of(waiting_offline=[*rows, FRESH], max_tokens=100)
+        assert (plan.restored, plan.tokens) == (["row", "other"], {"fresh": 99})
+
+    def test_a_second_one_leaves_what_is_reserved(self) -> None:
+        rows = [ROW, ROW._replace(name="other")]
+        for free_blocks, restored in ((18, ["row"]), (19, ["row", "other"])):
+            plan = plan_of(waiting_offline=rows, free_blocks=free_blocks, reserved_blocks=5)
+            assert plan.restored == restored
+
+    def test_nobody_overtakes_it(self) -> None:
+        small = Candidate("small", 16, 0)
+        assert not plan_of(waiting_offline=[ROW, small], free_blocks=6).admitted
+        assert plan_of(waiting_offline=[FRESH, ROW, small], free_blocks=13).admitted == ["fresh"]
+        plan = plan_of(waiting_offline=[FRESH, ROW, small], free_blocks=15)
+        assert (plan.admitted, plan.restored) == (["fresh", "small"], ["row"])
+
+    def test_waits_while_others_are_preempted(self) -> None:
+        """The second of two rows that both need a block gives up its own, which are room enough."""
+        full = [Candidate(f"full{n}", 1, 64, True, 4) for n in range(2)]
+        small = Candidate("small", 16, 0, restorable=15)
+        plan = plan_of(offline=full, waiting_offline=[small], free_blocks=0)
+        assert (plan.preempted, plan.restored) == (["full1"], [])
+
+    def test_is_not_brought_twice_where_another_brings_its_beginning(self) -> None:
+        row = ROW._replace(prefix=[f"p{n}" for n in range(6)])
+        other = row._replace(name="other")
+        plan = plan_of(waiting_offline=[row, other, FRESH])
+        assert (plan.restored, plan.admitted) == (["row"], ["fresh"])
+        assert not plan_of(waiting_offline=[row], coming=frozenset(["p0"])).restored
+        further = row._replace(context=32, tokens=68)  # it has the first two blocks
+        assert plan_of(waiting_offline=[further], coming=frozenset(["p0", "p1"])).restored
+        assert not plan_of(waiting_offline=[further], coming=frozenset(["p2"])).restored
+
+    def test_paced_engines_bring_rows_back_too(self) -> None:
+        plan = Paced().plan(view_of(waiting_offline=[ROW]))
+        assert plan.restored == ["row"]
+
+
+class TestCutShort:
+    """Offline requests are served in order: the first that does not fit whole ends the iteration."""
+
+    dear = Candidate("dear", 10, 0, False, 1, surcharge_ms=29.0)  # 30 ms a token
+    cheap = Candidate("cheap", 10, 0, False, 1)
+
+    @pytest.mark.parametrize("lane", ["offline", "waiting_offline"])
+    def test_none_that_would_fit_goes_past_it(self, lane: str) -> None:
+        view = view_of(slo=Slo(tbt_ms=120.0), **{lane: [self.dear, self.cheap]})
+        assert Paced().plan(view).tokens == {"dear": 3}
+
+    def test_none_that_waits_goes_past_one_that_runs(self) -> None:
+        view = view_of(slo=Slo(tbt_ms=120.0), offline=[self.dear], waiting_offline=[self.cheap])
+        assert Paced().plan(view).tokens == {"dear": 3}
+        view = view_of(slo=Slo(tbt_ms=12.0), offline=decodes(3), waiting_offline=[self.cheap])
+        assert Paced().plan(view).tokens == {"decode0": 1, "decode1": 1}
+
+
+class TestMakingRoom:
+    """Online requests take slots and KV blocks from offline ones, no more than they need."""
+
+    prompt = Candidate("prompt", 100, 0)  # 7 blocks
+    rows = tuple(Candidate(f"row{n}", 1, 60, True, 4) for n in range(3))
+
+    def preempted(self, **changes: Any) -> list[str]:
+        plan = plan_of(waiting_online=[self.prompt], **changes)
+        assert plan.admitted[:1] == ["prompt"]
+        return list(plan.preempted)
+
+    @pytest.mark.parametrize(
+        ("free_blocks", "lost"),
+        [(7, []), (6, ["row2"]), (3, ["row2"]), (2, ["row2", "row1"]), (0, ["row2", "row1"])],
+    )
+    def test_the_last_rows_go_first_until_there_is_room(self, free_blocks: int, lost: list[str]) -> None:
+        assert self.preempted(offline=self.rows, free_blocks=free_blocks) == lost
+
+    def test_rows_that_lose_nothing_go_before_others(self) -> None:
+        rows = [self.rows[0]._replace(saved=True), *self.rows[1:]]
+        assert self.preempted(offline=rows, free_blocks=6) == ["row0"]
+        assert self.preempted(offline=rows, free_blocks=2) == ["row0", "row2"]
+
+    def test_blocks_of_rows_that_wait_are_taken_before(self) -> None:
+        held = [Candidate(f"held{n}", 1, 40, blocks=3, saved=True) for n in range(2)]
+        for free_blocks, lost in (
+            (7, []),
+            (6, ["held1"]),
+            (4, ["held1"]),
+            (3, ["held1", "held0"]),
+            (0, ["held1", "held0", "row2"]),
+        ):
+            assert self.preempted(offline=self.rows, held=held, free_blocks=free_blocks) == lost
+
+    def test_a_slot_costs_one_row(self) -> None:
+        assert self.preempted(offline=self.rows, free_slots=1) == []
+        assert self.preempted(offline=self.rows, free_slots=0) == ["row2"]
+        assert self.preempted(offline=self.rows, free_slots=-1) == ["row2", "row1"]
+        held = [Candidate("held", 1, 40, blocks=3, saved=True)]
+        assert self.preempted(offline=self.rows, held=held, free_slots=0) == ["row2"], (
+            "it has no slot to give"
+        )
+
+    def test_the_watermark_stays_free_where_that_can_be_had(self) -> None:
+        assert self.preempted(offline=self.rows, free_blocks=9, watermark_blocks=2) == []
+        assert self.preempted(offline=self.rows, free_blocks=8, watermark_blocks=2) == ["row2"]
+        assert self.preempted(free_blocks=8, watermark_blocks=2) == []
+        assert self.preempted(free_blocks=7, watermark_blocks=2) == []
+
+    @pytest.mark.parametrize(
+        "short",
+        [
+            {"free_blocks": 6},
+            {"free_slots": 0},
+            {"free_blocks": 2, "offline": rows[:1]},
+            {"free_slots": -1, "offline": rows[:1]},
+        ],
+    )
+    def test_none_is_preempted_where_that_is_not_enough(self, short: dict[str, Any]) -> None:
+        plan = plan_of(waiting_online=[self.prompt], waiting_offline=[FRESH], **short)
+        assert (plan.preempted, plan.tokens) == ([], {})
+
+    def test_prompts_under_way_and_decode_steps_take_what_they_need(self) -> None:
+        under_way = Candidate("prompt", 100, 32, False, 2)  # 9 blocks, less the two it has
+        for request in (under_way, Candidate("decode", 1, 64, True, 4)._replace(name="prompt")):
+            plan = plan_of(online=[request], offline=self.rows, free_blocks=0)
+            assert plan.tokens["prompt"] == request.tokens
+            assert plan.preempted == (["row2", "row1"] if request is under_way else ["row2"])
+
+    def test_one_that_comes_back_takes_them_too(self) -> None:
+        back = self.prompt._replace(restorable=99)
+        plan = plan_of(waiting_online=[back], offline=self.rows, free_blocks=3)
+        assert (plan.restored, plan.preempted) == (["prompt"], ["row2"])
+        assert not plan_of(waiting_online=[back], waiting_offline=[FRESH], free_blocks=6).tokens
+        assert not plan_of(waiting_online=[back], online=decodes(1), max_tokens=1).restored
+
+    def test_what_is_left_is_given_to_offline_requests(self) -> None:
+        plan = plan_of(waiting_online=[self.prompt], offline=self.rows, free_blocks=6)
+        assert plan.tokens == {"prompt": 100, "row0": 1, "row1": 1}
+
+
+class TestOnlinePrompts:
+    """Prompts beside decode steps of others are cut to their TBT where the first token allows."""
+
+    def tokens(self, prompt: Candidate, *, tbt_ms: float, ttft_ms: float = 1000.0, steps: int = 1) -> int:
+        slo = Slo(tbt_ms=tbt_ms, ttft_ms=ttft_ms)
+        return plan_of(online=decodes(steps), waiting_online=[prompt], slo=slo).tokens.get("prompt", 0)
+
+    prompt = Candidate("prompt", 100, 0)
+
+    @pytest.mark.parametrize(
+        ("age_ms", "tokens"),
+        [
+            (0, 14),  # 25 ms are 14 tokens beside the step and the constant part: eight chunks, 200 ms
+            (800, 14),
+            (801, 100),
+            (1000, 100),
+        ],
+    )
+    def test_a_chunk_fills_the_tbt_while_all_of_them_are_early_enough(self, age_ms: int, tokens: int) -> None:
+        assert self.tokens(self.prompt._replace(age_ms=age_ms), tbt_ms=25) == tokens
+
+    @pytest.mark.parametrize(("age_ms", "tokens"), [(0, 0), (879, 0), (880, 100)])
+    def test_where_not_even_a_token_fits_it_waits_one_iteration_if_it_can(
+        self, age_ms: int, tokens: int
+    ) -> None:
+        # An iteration of 11 ms, then 110 ms for the prompt.
+        prompt = self.prompt._replace(age_ms=age_ms)
+        assert self.tokens(prompt, tbt_ms=11) == tokens
+        assert self.tokens(prompt, tbt_ms=11, ttft_ms=inf) == 100, "without a promise it would wait for ever"
+
+    def test_what_a_token_costs_beyond_the_model_counts(self) -> None:
+        dear = self.prompt._replace(surcharge_ms=1.0)  # 210 ms alone
+        assert self.tokens(dear, tbt_ms=25) == 7
+        assert self.tokens(dear._replace(age_ms=779), tbt_ms=11) == 0
+        assert self.tokens(dear._replace(age_ms=780), tbt_ms=11) == 100
+
+    def test_the_second_waits_if_it_would_hold_up_the_first_for_longer(self) -> None:
+        """Apart, those that wait pay for one more smallest iteration, 11 ms; together, the first pays for the second."""
+        first, second = Candidate("first", 100, 0), Candidate("second", 11, 0)
+
+        def served(second: Candidate, **changes: Any) -> int:
+            slo = Slo(ttft_ms=1000)
+            return len(plan_of(**{"waiting_online": [first, second], "slo": slo, **changes}).tokens)
+
+        assert served(second) == 2
+        assert served(second._replace(tokens=12)) == 1
+        assert served(second._replace(tokens=22), queued_online=2) == 2
+        assert served(second._replace(tokens=23), queued_online=2) == 1
+        assert served(second._replace(tokens=23), slo=Slo()) == 2
+        assert served(second._replace(tokens=6, surcharge_ms=1.0)) == 1
+        third = Candidate("third", 6, 0)
+        assert served(second, waiting_online=[first, second._replace(tokens=1), third]) == 2
+        assert (
+            served(second, waiting_online=[first, second._replace(tokens=1), third._replace(tokens=5)]) == 3
+        )
+
+
+class TestLeast:
+    """Where there is no time for any token, an engine without online requests computes a few all the same."""
+
+    no_time = Slo(tbt_ms=1.0, ttft_ms=0.0)
+
+    def computed(self, policy: Any, **changes: Any) -> dict[str, int]:
+        return dict(policy.plan(view_of(slo=self.no_time, prompt_tokens=1, **changes)).tokens)
+
+    @pytest.mark.parametrize(("policy", "tokens"), [(Conserve(), 16), (Paced(), 1)])
+    def test_of_a_prompt_it_is_a_block_or_a_token(self, policy: Any, tokens: int) -> None:
+        running = Candidate("row", 100, 0, False, 7)
+        assert self.computed(policy, offline=[running]) == {"row": tokens}
+        assert self.computed(policy, waiting_offline=[FRESH]) == {"fresh": tokens}
+        assert self.computed(policy, offline=[running._replace(tokens=1)]) == {"row": 1}
+
+    @pytest.mark.parametrize("policy", [Conserve(), Paced()])
+    def test_a_decode_step_is_not_divided(self, policy: Any) -> None:
+        speculative = Candidate("row", 40, 100, True, 10)
+        assert self.computed(policy, offline=[speculative]) == {"row": 40}
+        assert self.computed(policy, offline=[speculative], free_blocks=0) == {"row": 40}
+
+    def test_without_a_block_it_is_a_token(self) -> None:
+        row = Candidate("row", 100, 60, False, 4)
+        assert self.computed(Conserve(), offline=[row], free_blocks=1) == {"row": 16}
+        assert self.computed(Conserve(), offline=[row], free_blocks=0) == {"row": 1}
+
+    def test_what_cannot_start_does_not(self) -> None:
+        assert not self.computed(Conserve(), waiting_offline=[FRESH], free_slots=0)
+        assert not self.computed(Conserve(), waiting_offline=[FRESH], free_blocks=6)
+        assert not self.computed(Conserve(), waiting_offline=[ROW], free_blocks=6)
+        assert not self.computed(Conserve(), waiting_offline=[ROW, FRESH]), "the row comes back"
+        assert not self.computed(Conserve(), waiting_offline=[FRESH], online=decodes(1)).get("fresh")
+
+    def test_iterations_are_not_made_larger_than_they_may_be(self) -> None:
+        assert self.computed(Conserve(), waiting_offline=[FRESH], max_tokens=5) == {"fresh": 5}
+        assert self.computed(Conserve(), offline=[Candidate("row", 100, 0, False, 7)], max_tokens=5) == {
+            "row": 5
+        }
+        assert self.computed(Conserve(), waiting_offline=[FRESH._replace(tokens=3)]) == {"fresh": 3}
+
+
+def spacious(**changes: object) -> View:
+    """A view with room for five requests of a hundred tokens."""
+    room = {
+        "model": ConServeModel.of(0.1, 0, 0, 0.001, 0.1, 0.1, 0, 10.0),
+        "slo": Slo(),
+        "max_tokens": 500,
+        "free_slots": 50,
+        "free_blocks": 1000,
+        "block_tokens": 16,
+    }
+    return View(**{**room, **changes})  # type: ignore[arg-type]
+
+
+def sharing(count: int, *, tokens: int = 100, behind: int = 0) -> list[Candidate]:
+    """Waiting rows that all begin alike, and others behind them."""
+    prefix = [f"p{n}" for n in range(tokens // 16)]
+    alike = [Candidate(f"alike-{n}", tokens, 0, prefix=prefix) for n in range(count)]
+    return [*alike, *(Candidate(f"other-{n}", 100, 0) for n in range(behind))]
+
+
+def test_a_row_whose_prefix_is_being_computed_is_held_out_while_others_fill_the_iteration() -> None:
+    for policy in (Conserve(), Paced()):
+        plan = policy.plan(spacious(waiting_offline=sharing(3, behind=6)))
+        assert plan.admitted == ["alike-0", "other-0", "other-1", "other-2", "other-3"]
+
+
+def test_a_row_held_out_is_taken_where_nobody_else_fills_the_iteration() -> None:
+    plan = Conserve().plan(spacious(waiting_offline=sharing(3, behind=1)))
+    assert plan.admitted == ["alike-0", "other-0", "alike-1", "alike-2"]
+
+
+def test_a_row_held_out_is_taken_where_the_next_has_no_memory() -> None:
+    large = Candidate("large", 400, 0)
+    view = spacious(waiting_offline=[*sharing(2), large], free_blocks=20)
+    assert Conserve().plan(view).admitted == ["alike-0", "alike-1"]
+
+
+def test_rows_are_held_out_for_prompts_under_way_and_for_online_ones_too() -> None:
+    waiting = sharing(1, behind=5)
+    computing = Candidate("computing", 100, 0, False, 7, prefix=waiting[0].prefix)
+    for lane in ("online", "offline"):
+        view = spacious(waiting_offline=waiting, **{lane: [computing]})
+        assert "alike-0" not in Conserve().plan(view).tokens
+    computed = computing._replace(tokens=1, context=100, decode=True)
+    view = spacious(waiting_offline=waiting, offline=[computed])
+    assert "alike-0" in Conserve().plan(view).tokens
+
+
+def test_what_is_cached_already_holds_nobody_out() -> None:
+    waiting = [row._replace(tokens=4, context=96, blocks=6) for row in sharing(3)]
+    view = spacious(waiting_offline=waiting)
+    assert Conserve().plan(view).admitted == ["alike-0", "alike-1", "alike-2"]
+
+
+def test_no_more_rows_are_looked_at_than_can_be_held_out() -> None:
+    read: list[int] = []
+
+    def endless() -> Iterable[Candidate]:
+        for n in range(10**9):
+            read.append(n)
+            yield Candidate(f"r{n}", 100, 0, prefix=["p"] * 6)
+
+    Conserve().plan(spacious(waiting_offline=endless()))
+    assert len(read) <= MOST_HELD + 6
+
+
+def test_waiting_requests_are_read_only_as_far_as_they_fit() -> None:
+    def endless() -> Iterable[Candidate]:
+        for n in range(10**9):
+            read.append(n)
+            yield Candidate(f"r{n}", 100, 0)
+
+    for policy in (Conserve(), Paced()):
+        read: list[int] = []
+        policy.plan(spacious(waiting_offline=endless()))
+        assert len(read) <= 6
+
+
+def test_a_model_without_a_constant_does_not_shut_offline_requests_out() -> None:
+    model = ConServeModel.of(0.1, 0, 0, 0, 0, 0, 0, 0)
+    view = spacious(model=model, slo=Slo(ttft_ms=1000, tbt_ms=100), waiting_offline=[Candidate("r", 100, 0)])
+    assert Conserve().plan(view).tokens
+
+
+def test_nobody_is_preempted_for_decode_steps_that_there_is_no_time_for() -> None:
+    """The TBT is too tight for offline tokens, and the KV cache is full."""
+    offline = [Candidate(f"off-{n}", 1, 64, True, 4) for n in range(3)]
+    online = [Candidate("on", 1, 20, True, 2)]
+    view = spacious(online=online, offline=offline, slo=Slo(tbt_ms=1.0), free_blocks=0)
+    assert not Conserve().plan(view).preempted
+
+
+def test_the_last_running_request_is_not_preempted_for_its_own_growth() -> None:
+    view = spacious(offline=[Candidate("r", 1, 64, True, 4)], free_blocks=0)
+    assert not Conserve().plan(view).preempted
+
+
+@pytest.mark.parametrize("count", [1, 2, 39, 40, 41, 200])
+def test_as_many_decode_steps_run_as_there_is_time_for(count: int) -> None:
+    """10 ms and 0.3 for each, so that 40 of them take the 22."""
+    model = ConServeModel.of(0.2, 0, 0, 0, 0.1, 0, 0, 10.0)
+    decodes = [Candidate(f"r{n}", 1, 20, True, 2) for n in range(count)]
+    view = spacious(model=model, offline=decodes, slo=Slo(tbt_ms=22.0 * (1 + 1e-9)))
+    tokens = Paced().plan(view).tokens
+    assert list(tokens) == [request.name for request in decodes[:40]]
+
+
+def test_offline_requests_are_not_admitted_into_the_watermark() -> None:
+    waiting = [Candidate("r", 160, 0)]
+    for free_blocks, admitted in ((11, []), (12, ["r"])):
+        view = spacious(waiting_offline=waiting, free_blocks=free_blocks, watermark_blocks=2)
+        assert Conserve().plan(view).admitted == admitted
+
+
+def test_a_block_for_every_second_running_request_is_kept_free() -> None:
+    running = [Candidate(f"r{n}", 1, 20, True, 2) for n in range(4)]
+    for free_blocks, admitted in ((11, []), (12, ["new"])):
+        view = spacious(offline=running, waiting_offline=[Candidate("new", 160, 0)], free_blocks=free_blocks)
+        assert Conserve().plan(view).admitted == admitted
+
+
+@pytest.mark.parametrize(
+    ("age_ms", "tokens"),
+    [
+        (0.0, range(60, 100)),  # five chunks in 20 ms each are early enough
+        (950.0, range(400, 401)),  # they are not, and the prompt is computed at full speed
+    ],
+)
+def test_an_online_prompt_is_cut_to_the_tbt_of_others_while_that_is_early_enough(
+    age_ms: float, tokens: range
+) -> None:
+    view = spacious(
+        online=[Candidate("decode", 1, 20, True, 2)],
+        waiting_online=[Candidate("prompt", 400, 0, age_ms=age_ms)],
+        waiting_offline=[Candidate("offline", 400, 0)],
+        slo=Slo(ttft_ms=1000.0, tbt_ms=20.0),
+    )
+    plan = Conserve().plan(view)
+    assert plan.tokens["prompt"] in tokens
+    assert "offline" not in plan.tokens
+
+
+@pytest.mark.parametrize(("age_ms", "waits"), [(0.0, True), (960.0, False)])
+def test_an_online_prompt_waits_an_iteration_that_has_no_time_for_it_if_it_can(
+    age_ms: float, waits: bool
+) -> None:
+    view = spacious(
+        online=[Candidate("decode", 1, 20, True, 2)],
+        waiting_online=[Candidate("prompt", 400, 0, age_ms=age_ms)],
+        slo=Slo(ttft_ms=1000.0, tbt_ms=10.2),
+    )
+    assert ("prompt" not in Conserve().plan(view).tokens) == waits
+
+
+def test_an_online_prompt_does_not_hold_up_first_tokens_unless_many_wait() -> None:
+    """A token takes 0.1 ms, an iteration 10 more: together the first waits for 40 ms, apart the second for 10."""
+    first, second = Candidate("first", 100, 0), Candidate("second", 400, 0)
+
+    def served(*prompts: Candidate, queued: int, ttft_ms: float = 2000.0) -> list[str]:
+        view = spacious(waiting_online=prompts, queued_online=queued, slo=Slo(ttft_ms=ttft_ms))
+        return list(Conserve().plan(view).tokens)
+
+    assert served(first, second, queued=2) == ["first"]
+    assert served(first, second, queued=20) == ["first", "second"]
+    assert served(first, second, queued=2, ttft_ms=inf) == ["first", "second"]
+    assert served(first, second._replace(tokens=10), queued=2) == ["first", "second"]
+    assert served(first._replace(answered=True), second, queued=2) == ["first", "second"]
+
+
+def test_a_paced_prompt_that_does_not_fit_computes_one_token() -> None:
+    view = spacious(offline=[Candidate("r", 500, 0, False, 40)], slo=Slo(tbt_ms=1.0))
+    assert Paced().plan(view).tokens == {"r": 1}
+
+
+@pytest.mark.parametrize("spare", [{"reserved_slots": 3}, {"reserved_blocks": 30}])
+def test_what_is_reserved_for_online_requests_is_not_given_to_further_offline_ones(
+    spare: dict[str, int],
+) -> None:
+    waiting = [Candidate(f"offline-{number}", 10, 0) for number in range(10)]
+    model = ConServeModel.of(0, 0, 0, 0, 0, 0, 0, 1.0)
+    view = View(
+        offline=[Candidate("running", 10, 0)], waiting_offline=waiting, model=model, slo=Slo(),
+        max_tokens=2048, free_slots=8, free_blocks=50, block_tokens=2, **spare,
+    )  # fmt: skip
+    plan = Conserve().plan(view)
+    assert len(plan.admitted) == {"reserved_slots": 5, "reserved_blocks": 3}[next(iter(spare))]
+    alone = Conserve().plan(replace(view, offline=[], reserved_blocks=50))
+    assert alone.admitted[0] == "offline-0"  # one may always run
+
+
+def test_what_is_reserved_is_used_by_rows_that_lose_nothing_with_their_memory() -> None:
+    waiting = [Candidate(f"offline-{number}", 10, 0) for number in range(10)]
+    model = ConServeModel.of(0, 0, 0, 0, 0, 0, 0, 1.0)
+
+    def admitted(*, saved: bool) -> int:
+        view = View(
+            offline=[Candidate("running", 1, 40, decode=True, blocks=21, saved=saved)],
+            waiting_offline=waiting, model=model, slo=Slo(), max_tokens=2048, free_slots=8,
+            free_blocks=50, reserved_blocks=30, block_tokens=2,
+        )  # fmt: skip
+        return len(Conserve().plan(view).admitted)
+
+    assert admitted(saved=False) == 4
+    assert admitted(saved=True) == 8  # of 30 blocks 21 could be freed at once
+
+
+def test_blocks_that_several_rows_share_are_reserved_once() -> None:
+    rows = [Candidate(f"row{n}", 1, 160, decode=True, blocks=10, saved=True) for n in range(4)]
+    view = spacious(offline=rows, reserved_blocks=50, used_blocks=16)  # eight of them are everybody's
+    assert revocable_blocks(view) == 16
+    assert revocable_blocks(replace(view, used_blocks=40)) == 40
+    assert revocable_blocks(replace(view, used_blocks=26, online=[Candidate("live", 1, 160, True, 10)])) == 16
+
+
+def test_a_row_that_has_its_kv_back_is_not_refused_for_the_reserve() -> None:
+    row = Candidate("row", 1, 319, blocks=20)
+    others = [Candidate("other", 1, 40, decode=True, blocks=3)]
+    view = spacious(offline=others, waiting_offline=[row], free_blocks=5, reserved_blocks=30)
+    assert Conserve().plan(view).admitted == []
+    assert Conserve().plan(replace(view, held=[row])).admitted == ["row"]
+
+
+def test_kv_that_came_back_to_a_row_that_waits_is_taken_again_for_a_live_request() -> None:
+    row = Candidate("row", 1, 320, blocks=20)
+    view = spacious(
+        waiting_online=[Candidate("live", 400, 0)],
+        waiting_offline=[row],
+        held=[row],
+        free_blocks=12,
+        block_tokens=16,
+    )
+    for policy in (Conserve(), OnlineOnly()):
+        plan = policy.plan(view)
+        assert plan.preempted == ["row"]
+        assert plan.tokens == {"live": 400}
+
+
+def test_a_row_that_grows_alone_takes_the_room_of_one_that_waits() -> None:
+    held = Candidate("held", 1, 320, blocks=20)
+    view = spacious(
+        offline=[Candidate("row", 1, 64, True, 4)],
+        waiting_offline=[held],
+        held=[held],
+        free_blocks=0,
+        block_tokens=16,
+    )
+    plan = Conserve().plan(view)
+    assert plan.preempted == ["held"]
+    assert "row" in plan.tokens
+
+
+def test_what_comes_back_for_one_row_is_not_brought_for_others_too() -> None:
+    rows = [Candidate(f"r{n}", 100, 0, restorable=99, prefix=["p"] * 6) for n in range(3)]
+    plan = Conserve().plan(spacious(waiting_offline=[*rows, Candidate("fresh", 100, 0)], block_tokens=16))
+    assert plan.restored == ["r0"]
+    assert plan.tokens == {"fresh": 100}
+    later = spacious(waiting_offline=rows[1:], coming=frozenset(["p"]), block_tokens=16)
+    assert not Conserve().plan(later).restored
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_an_idle_engine_computes_something_whatever_its_model_says(decode: bool) -> None:
+    slow = ConServeModel.of(*[1e6] * 8)  # so that no typical prompt keeps its promise, and none could wait
+    view = spacious(model=slow, slo=Slo(ttft_ms=1000, tbt_ms=100), prompt_tokens=500)
+    view = replace(view, waiting_offline=[Candidate("r", 100, 0)])
+    if decode:
+        view = replace(view, waiting_offline=(), offline=[Candidate("r", 1, 900, True, 60)])
+    assert Conserve().plan(view).total == (1 if decode else view.block_tokens)
+
+
+def test_blocks_kept_for_arrivals_are_those_of_rows_that_lose_nothing_first() -> None:
+    """Ten blocks are reserved; what a row can be spared of them others may use."""
+    saved = Candidate("saved", 1, 60, True, 4, saved=True)
+    held = Candidate("held", 1, 40, blocks=3, saved=True)
+    own = Candidate("own", 1, 60, True, 4)
+    for view, blocks in (
+        (view_of(reserved_blocks=10), 0),
+        (view_of(reserved_blocks=10, offline=[own]), 0),
+        (view_of(reserved_blocks=10, offline=[saved, own]), 4),
+        (view_of(reserved_blocks=10, offline=[saved, own], held=[held]), 7),
+        (view_of(reserved_blocks=0, offline=[saved]), 0),
+        (view_of(reserved_blocks=10, offline=[saved, own], used_blocks=7), 3),  # one of them is shared
+        (view_of(reserved_blocks=10, offline=[saved, own], used_blocks=3), 0),
+        (view_of(reserved_blocks=10, offline=[saved], online=[own], used_blocks=7), 3),
+    ):
+        assert revocable_blocks(view) == blocks
+        composer = Composer(view)
+        assert composer.reserved_blocks == view.reserved_blocks - blocks
+        if view.offline and view.offline[0].saved:
+            composer.preempt(view.offline[0])
+            assert composer.reserved_blocks == max(0, view.reserved_blocks - max(0, blocks - 4))
+
+
+def test_decode_steps_are_added_at_once_as_they_would_be_one_by_one() -> None:
+    steps = [*decodes(2), Candidate("speculative", 3, 60, True, 4), Candidate("grows", 1, 64, True, 4)]
+    at_once, one_by_one = Composer(view_of()), Composer(view_of())
+    at_once.add_all(steps)
+    for step in steps:
+        one_by_one.add(step, step.tokens)
+    assert at_once.plan() == one_by_one.plan()
+    assert at_once.free_blocks == one_by_one.free_blocks == 1000 - 1
+    assert at_once.tokens_left == one_by_one.tokens_left == 2048 - 6
+
+
+@pytest.mark.parametrize(("free_blocks", "steps"), [(0, 2), (1, 3), (2, 4), (9, 4)])
+def test_as_many_decode_steps_run_as_there_are_blocks_for(free_blocks: int, steps: int) -> None:
+    growing = [Candidate(f"grows{n}", 1, 64, True, 4) for n in range(2)]
+    composer = Composer(view_of(free_blocks=free_blocks))
+    assert composer.add_decodes([*decodes(2), *growing], inf) == steps
+    assert len(composer.tokens) == steps
+
+
+@pytest.mark.parametrize(("max_tokens", "steps"), [(1, 1), (2, 2), (4, 2), (5, 3), (6, 4)])
+def test_as_many_decode_steps_run_as_there_are_tokens_for(max_tokens: int, steps: int) -> None:
+    wanted = [*decodes(2), Candidate("speculative", 3, 40, True, 4), *decodes(1, "last")]
+    for limit_ms in (inf, 1000.0):
+        assert Composer(view_of(max_tokens=max_tokens)).fitting_decodes(wanted, limit_ms) == steps
+
+
+@pytest.mark.parametrize(
+    ("limit_ms", "steps"), [(10.9, 0), (11, 1), (12, 2), (14, 2), (15, 3), (16, 4), (99, 4)]
+)
+def test_as_many_decode_steps_run_as_there_are_milliseconds_for(limit_ms: float, steps: int) -> None:
+    wanted = [*decodes(2), Candidate("speculative", 3, 40, True, 4), *decodes(1, "last")]
+    assert Composer(view_of()).fitting_decodes(wanted, limit_ms) == steps
+    beside = Composer(view_of())
+    beside.add(Candidate("dear", 1, 0, surcharge_ms=5.0), 1)
+    assert beside.fitting_decodes(wanted, limit_ms + 6) == steps
+
+
+def test_a_plan_says_what_offline_tokens_had_to_fit_into() -> None:
+    composer = Composer(view_of())
+    assert composer.plan().limit_ms is None
+    assert composer.plan().predicted_ms == 0
+    composer.add(Candidate("online", 5, 0), 5)
+    composer.begin_offline(50.0)
+    assert composer.plan().limit_ms is None, "no offline tokens"
+    composer.add(Candidate("offline", 5, 0), 5)
+    assert composer.plan().limit_ms == 50.0
+    assert composer.plan().predicted_ms == 20.0
