@@ -61,6 +61,63 @@ def test_adaptive_keeps_up_with_how_fast_memory_is_consumed() -> None:
     assert sum(slowly.values()) < sum(quickly.values())
 
 
+@pytest.mark.parametrize(
+    ("free", "blocks", "copied"),
+    [
+        ([480], 100, 4),  # a few
+        ([250], 100, 25),  # half of the way to none: a quarter of what is left
+        ([125], 100, 57),
+        ([490, 450], 100, 8),  # as many as were consumed: a fifth of the last 40
+        ([490, 450, 450], 100, 7),  # and of that a fifth less
+        ([490, 450], 1000, 18),  # so that 1000 are copied by the time 450 are consumed
+        ([450, 490], 100, 4),  # what was freed says nothing
+        ([490, 450, 600, 450], 100, 4),  # what was before half was free neither
+        ([490, 500, 450], 100, 4),
+        ([490, 0], 100, 100),
+    ],
+)
+def test_adaptive_copies_as_much_as_memory_is_short_and_as_fast_as_it_goes(
+    free: list[int], blocks: int, copied: int
+) -> None:
+    policy = Adaptive()
+    for now in free:
+        found: dict[str, int] = {}
+        pressure = Pressure(1000, now, 1000, 1000)
+        if policy.wants_marks(pressure):
+            policy.checkpoint([Marked("row", blocks)])
+            found = dict(policy.blocks_to_checkpoint(pressure))
+    assert found == {"row": copied}
+
+
+def test_adaptive_looks_at_more_rows_the_less_is_free() -> None:
+    rows = [Marked(f"row{n}", 1) for n in range(8)]
+    for free, count in ((49, 1), (44, 1), (43, 2), (25, 4), (1, 8)):
+        assert len(chosen(Adaptive(), rows, free)) == min(count, FEW) if free > 24 else count
+
+
+@pytest.mark.parametrize("policy", [Adaptive, Eager])
+def test_blocks_go_row_after_row_and_live_requests_last(policy: type[Adaptive | Eager]) -> None:
+    rows = [Marked("live", 2, online=True), Marked("a", 3), Marked("none", 0), Marked("b", 4)]
+    for most, blocks in ((2, {"a": 2}), (5, {"a": 3, "b": 2}), (8, {"a": 3, "b": 4, "live": 1})):
+        assert chosen(policy(), rows, 1, budget=most) == blocks
+        assert chosen(policy(), rows, 1, host_room=most) == blocks
+        assert list(chosen(policy(), rows, 1, budget=most)) == list(blocks)
+
+
+def test_an_eighth_of_the_memory_is_little_and_no_memory_at_all_is_plenty() -> None:
+    live = [Marked("live", 3, online=True)]
+    for policy in (Adaptive, Eager):
+        for free, copied in ((125, {}), (124, {"live": 3})):
+            one = policy()
+            one.checkpoint(live)
+            assert one.blocks_to_checkpoint(Pressure(1000, free, 1000, 10)) == copied
+    assert Pressure(0, 0, 0, 0).share_free == Pressure(0, 0, 0, 0).share_left == 1.0
+    assert not Eager().wants_marks(Pressure(10, 1, 1, 0))
+    assert Eager().wants_marks(Pressure(10, 1, 1, 1))
+    assert not Eager().blocks_to_checkpoint(Pressure(10, 1, 1, 1))
+    assert not Adaptive().blocks_to_checkpoint(Pressure(10, 1, 1, 1))
+
+
 def test_live_requests_are_copied_only_where_memory_is_little() -> None:
     for policy in (Adaptive, Eager):
         assert "live" not in chosen(policy(), OFFLINE + ONLINE, int(LITTLE * 100) + 1)
