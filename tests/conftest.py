@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from conserve.config import Settings, load
 from conserve.store.store import Store
-from tests import commands
+from tests import commands, reach
 
 # Of the examples that a property names, a run of minutes tries a quarter and one before a release twice as many.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
@@ -58,6 +58,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def examples(number: int) -> int:
     """So many examples where the profile has Hypothesis's hundred, else as large a share of them."""
     return number * hypothesis.settings.default.max_examples // 100
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    """Fail a test whose guarded assertions were hardly ever reached."""
+    reach.begin()
+    yield
+    seldom = reach.seldom_reached()
+    assert not seldom, f"hardly ever reached: {'; '.join(seldom)}"
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from conserve.bench.harm import change, clusters, p99, resampled_p99s
 from conserve.bench.measure import Limits, attainment, percentiles
 from conserve.bench.svg import Scale, log_ticks, ticks
 from conserve.bench.traces import Arrival, Trace, gamma, on_off
+from tests.reach import reached
 
 tokens = st.integers(1, 100_000)
 times = st.floats(0, 1e5)
@@ -52,7 +53,7 @@ def test_at_rate_gives_that_rate(trace: Trace, rate: float) -> None:
 @given(traces(), times, st.floats(1e-3, 1e5))
 def test_a_cut_and_what_lies_around_it_are_the_trace(trace: Trace, start_s: float, duration_s: float) -> None:
     inside = [a for a in trace if start_s <= a.at_s < min(start_s + duration_s, trace.duration_s)]
-    assume(inside)
+    assume(reached("arrivals within the cut", inside))
     cut = trace.cut(start_s, duration_s)
     assert in_order(cut)
     assert lengths(cut) == [(a.input_tokens, a.output_tokens) for a in inside]
@@ -92,7 +93,7 @@ def test_drawn_arrivals_lie_in_order_within_the_duration(
             on_off(rate, 3.0, 2.0, duration_s, 1, 1, seed, cv=cv),
         ]
     except Exception as error:
-        assume("no request arrives" not in str(error))
+        assume(reached("it is the drawn rate's fault", "no request arrives" not in str(error)))
         raise
     for trace in drawn:
         assert in_order(trace)
@@ -134,8 +135,12 @@ def test_attainment_grows_with_the_scale(
     other = attainment(given_answers, reference, scale + more)
     for tight, loose in zip(one, other, strict=True):
         assert (tight is None) == (loose is None)
-        assert tight is None or loose is None or 0 <= tight <= loose <= 1
+        if reached("a share of the answers", tight is not None):
+            assert tight is not None
+            assert loose is not None
+            assert 0 <= tight <= loose <= 1
     failed = sum(answer.status is not Status.OK for answer in given_answers)
+    reached("answers fail", failed)
     assert one.ttft is not None
     assert one.ttft <= (len(given_answers) - failed) / len(given_answers)
 

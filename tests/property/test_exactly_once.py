@@ -25,6 +25,7 @@ from conserve.store.results import Result
 from conserve.store.states import JobState
 from conserve.store.store import Store
 from tests.conftest import examples
+from tests.reach import reached
 
 LEASE_S = 10.0
 OWNERS = ("ann", "ben")
@@ -58,7 +59,8 @@ class Queue(RuleBasedStateMachine):
     def claim(self, owner: str, limit: int, suspect: bool) -> None:
         with self.store.write() as tx:
             lease = queue.claim(tx, owner=owner, now=self.now, lease_s=LEASE_S, limit=limit, suspect=suspect)
-        if lease is not None:
+        if reached("rows are claimed", lease is not None):
+            assert lease is not None
             assert 1 <= len(lease.rows) <= limit
             assert lease.epoch not in [old.epoch for old in self.leases], "an epoch is used once"
             self.leases.append(lease)
@@ -73,6 +75,7 @@ class Queue(RuleBasedStateMachine):
             leases = choice.choose(tx, chosen, Terms(owner, self.now, LEASE_S))
         got = [row.position for lease in leases for row in lease.rows]
         runnable = reading.state is JobState.QUEUED
+        reached("rows are chosen", got)
         assert got == [position for _, position in chosen if position in free and runnable]
         self.leases += leases
 
@@ -84,7 +87,8 @@ class Queue(RuleBasedStateMachine):
                 tx, queue.runnable_jobs(tx, None), 0, Terms(owner, self.now, LEASE_S), limit=limit
             )
             assert set(choice.passed_over(tx, JOB)) == before, "only what came back"
-        if lease is not None:
+        if reached("rows come back", lease is not None):
+            assert lease is not None
             self.leases.append(lease)
 
     @rule(start=st.integers(0, 24), limit=st.integers(1, 8))
@@ -95,6 +99,7 @@ class Queue(RuleBasedStateMachine):
             assert bool(choice.contenders(tx, queue.runnable_jobs(tx, None))) == bool(
                 free and self.reading().state is JobState.QUEUED
             )
+        reached("rows are ahead", found)
         assert found == sorted(position for position in free if position >= start)[:limit]
 
     @precondition(lambda self: self.leases)
@@ -103,6 +108,8 @@ class Queue(RuleBasedStateMachine):
         """Some rows of some lease, which may have ended long ago."""
         lease = data.draw(st.sampled_from(self.leases))
         live = self.live_positions(lease.epoch)
+        reached("a live lease completes", live)
+        reached("a late one completes", not live)
         wanted = (
             [row.position for row in lease.rows if row.position in live]
             if live
@@ -146,7 +153,7 @@ class Queue(RuleBasedStateMachine):
             saved = SavedTokens(lease.epoch, JOB, row.position, queue.pack_tokens(tokens), "model")
             queue.save_tokens(tx, [saved])
         after = self.request(row.position)
-        if live:
+        if reached("a live lease saves tokens", live):
             assert queue.unpack_tokens(after.tokens) == tokens
         else:
             assert after == before, "a late writer changes nothing"
@@ -157,6 +164,8 @@ class Queue(RuleBasedStateMachine):
         epochs = data.draw(st.sets(st.sampled_from([lease.epoch for lease in self.leases]), min_size=1))
         with self.store.write() as tx:
             alive = queue.renew(tx, epochs, now=self.now, lease_s=LEASE_S)
+        reached("leases are renewed", alive)
+        reached("leases are gone", epochs - alive)
         assert alive == {epoch for epoch in epochs if self.live_positions(epoch)}
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 30.0]))
@@ -189,6 +198,7 @@ class Queue(RuleBasedStateMachine):
     @rule()
     def retry(self) -> None:
         failed = self.reading().failed
+        reached("rows are retried", failed)
         assert shards.retry_failed(self.store, JOB, now=self.now) == failed
         assert self.reading().failed == 0
 

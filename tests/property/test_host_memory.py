@@ -8,9 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from conserve.engine.runtime.host_memory import HostMemory
 from tests.conftest import examples
+from tests.reach import reached
 
 CAPACITY = 5
-keys = st.integers(0, 9)
+keys = st.integers(0, 6)
 
 
 class Memory(RuleBasedStateMachine):
@@ -31,8 +32,9 @@ class Memory(RuleBasedStateMachine):
         room = self.memory.room
         block = self.memory.allocate(key)
         assert (block is None) == (room == 0)
-        if block is None:
+        if not reached("a block is allocated", block is not None):
             return
+        assert block is not None
         assert block not in self.holds, "somebody holds it"
         self.holds.append(block)
         self.content[block] = key
@@ -52,7 +54,7 @@ class Memory(RuleBasedStateMachine):
         block = pick.choice(self.holds)  # type: ignore[attr-defined]
         self.holds.remove(block)
         self.memory.release([block])
-        if block not in self.holds:
+        if reached("its last holder releases it", block not in self.holds):
             found = self.memory.find(self.content[block])
             assert (found == block) == (block in self.written and block not in self.forgotten)
 
@@ -67,8 +69,9 @@ class Memory(RuleBasedStateMachine):
     @rule(key=keys)
     def find(self, key: int) -> None:
         block = self.memory.find(key)
-        if block is None:
+        if not reached("a block is found", block is not None):
             return
+        assert block is not None
         assert self.content[block] == key
         assert block in self.holds or block in self.written
         self.memory.hold(block)

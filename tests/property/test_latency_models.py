@@ -14,6 +14,7 @@ from conserve.profiles.fit import Samples, fit
 from conserve.profiles.model import LinearModel
 from conserve.profiles.points import Point
 from conserve.profiles.profile import MODELS
+from tests.reach import reached
 
 coefficients = st.one_of(st.just(0.0), st.floats(1e-9, 10))
 decodes = st.builds(Slice, st.just(1), st.integers(0, 50_000), st.just(True))
@@ -33,7 +34,7 @@ def test_predictions_are_never_negative_and_grow_with_tokens_and_context(
 ) -> None:
     ms = model.predict(Batch.of(batch))
     assert ms >= 0
-    if not batch:
+    if not reached("a batch with requests", batch):
         return
     n = data.draw(st.integers(0, len(batch) - 1))
     one = batch[n]
@@ -54,9 +55,9 @@ def test_can_schedule_is_the_largest_number_that_fits(
     def ms(count: int) -> float:
         return model.predict(Batch.of([*batch, request._replace(tokens=count)]))
 
-    if tokens:
+    if reached("some tokens fit", tokens):
         assert ms(tokens) <= tbt_ms
-    if tokens < request.tokens:
+    if reached("not all fit", tokens < request.tokens):
         assert ms(tokens + 1) > tbt_ms
 
 

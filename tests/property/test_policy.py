@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conserve.engine.policy.composer import revocable_blocks
 from conserve.engine.policy.conserve import Conserve, arrival_limit_ms
 from conserve.engine.policy.non_preemptive import NonPreemptive
-from conserve.engine.policy.offline import GROWTH, MOST_HELD
+from conserve.engine.policy.offline import GROWTH
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Plan, Policy
@@ -24,6 +23,7 @@ from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.model import LatencyModel, LinearModel
 from conserve.profiles.profile import MODELS
 from tests.conftest import examples
+from tests.reach import reached
 
 EXAMPLES = examples(400)
 ROUNDING = 1 + 1e-9  # of sums of surcharges, which are added up in another order here
@@ -97,6 +97,62 @@ def views(draw: st.DrawFn) -> View:
         watermark_blocks=draw(st.sampled_from([0, 0, 2])),
         block_tokens=block_tokens,
     )
+
+
+@st.composite
+def full_views(draw: st.DrawFn, *, online: bool = True) -> View:
+    """The KV cache is full, and every running request wants its next block."""
+    view = draw(views())
+
+    def growing(requests: Iterable[Candidate]) -> list[Candidate]:
+        blocks = [max(1, request.context // view.block_tokens) for request in requests]
+        return [
+            request._replace(tokens=1, context=count * view.block_tokens, decode=True, blocks=count)
+            for request, count in zip(requests, blocks, strict=True)
+        ]
+
+    live = [*view.online, draw(running("online-last", view.block_tokens))] if online else []
+    return replace(
+        view,
+        online=growing(live),
+        offline=growing(view.offline) if not online or draw(st.booleans()) else [],
+        waiting_online=view.waiting_online if online else (),
+        free_blocks=draw(st.sampled_from([0, 0, 1])),
+    )
+
+
+@st.composite
+def unhurried_views(draw: st.DrawFn) -> View:
+    """Online requests decode beside prompts, a TBT SLO is to be kept, and there is time to first tokens."""
+    view = draw(views())
+    decode = Candidate("online-first", 1, 20, True, ceil(20 / view.block_tokens))
+    slo = Slo(ttft_ms=1e6, tbt_ms=draw(st.sampled_from([100.0, 40.0, 13.0])))
+    prompts = [r._replace(restorable=0) for r in view.waiting_online]
+    return replace(view, model=usual, slo=slo, online=[decode, *view.online], waiting_online=prompts)
+
+
+@st.composite
+def views_of_one_prefix(draw: st.DrawFn) -> View:
+    """Rows that all begin alike, with room and time for some."""
+    view = draw(views())
+    prefix = [f"a{n}" for n in range(50)]
+    rows = [draw(waiting(f"waiting-offline-{n}", view.block_tokens)) for n in range(draw(st.integers(2, 4)))]
+    alike = [row._replace(context=0, blocks=0, restorable=0, prefix=prefix) for row in rows]
+    return replace(
+        view,
+        waiting_online=(),
+        waiting_offline=alike,
+        free_blocks=10_000,
+        free_slots=50,
+        max_tokens=2048,
+        model=usual,
+    )
+
+
+def with_rows_that_come_back(view: View) -> View:
+    """The waiting offline rows were preempted, and there is room for some of them."""
+    rows = [row._replace(restorable=row.tokens, prefix=()) for row in view.waiting_offline]
+    return replace(view, waiting_offline=rows, free_slots=max(2, view.free_slots), model=usual)
 
 
 class Judged:
@@ -217,9 +273,22 @@ def test_no_plan_exceeds_what_there_is(view: View, policy: Policy) -> None:
     assert list(plan.admitted) == [name for name in plan.tokens if name in judged.waiting]
     assert not set(plan.preempted) & set(plan.tokens)
     assert len(set(plan.preempted)) == len(plan.preempted)
-    if judged.blocks_left < 0:  # vLLM preempts among the online requests then
-        assert {*plan.tokens} <= {request.name for request in view.online} or len(plan.tokens) == 1
-        assert not plan.admitted or isinstance(policy, Paced)
+    assert judged.blocks_left >= 0 or beyond_memory(judged, policy)
+
+
+@settings(max_examples=EXAMPLES)
+@given(full_views(), st.sampled_from(PLANNING))
+def test_only_online_requests_or_a_row_alone_grow_beyond_memory(view: View, policy: Policy) -> None:
+    judged = Judged(view, policy.plan(view))
+    if reached("blocks are missing", judged.blocks_left < 0):
+        assert beyond_memory(judged, policy)
+
+
+def beyond_memory(judged: Judged, policy: Policy) -> bool:
+    """True if a plan that wants more KV blocks than there are is one that vLLM finds the blocks for."""
+    tokens = judged.plan.tokens
+    online = {*tokens} <= {request.name for request in judged.view.online}
+    return (online or len(tokens) == 1) and (not judged.plan.admitted or isinstance(policy, Paced))
 
 
 @settings(max_examples=EXAMPLES)
@@ -227,6 +296,8 @@ def test_no_plan_exceeds_what_there_is(view: View, policy: Policy) -> None:
 def test_only_running_offline_requests_are_preempted_the_last_first(view: View, policy: Policy) -> None:
     plan = Judged(view, policy.plan(view)).plan
     names = [request.name for request in view.offline]
+    if not reached("rows are preempted", plan.preempted):
+        return
     assert set(plan.preempted) <= set(names)
     for decode, saved in product((True, False), repeat=2):
         kind = [r.name for r in view.offline if r.decode == decode and r.saved == saved]
@@ -235,16 +306,17 @@ def test_only_running_offline_requests_are_preempted_the_last_first(view: View, 
 
 
 @settings(max_examples=EXAMPLES)
-@given(views(), st.sampled_from([Conserve(), OnlineOnly(), Paced()]))
+@given(st.one_of(views(), views().map(with_rows_that_come_back)), st.sampled_from(PLANNING))
 def test_what_comes_back_waits_for_nothing_but_room(view: View, policy: Policy) -> None:
     judged = Judged(view, policy.plan(view))
     plan = judged.plan
-    for name in plan.restored:
-        assert judged.all[name].restorable
-        assert name not in plan.tokens
-    assert not any(judged.all[name].restorable for name in plan.admitted)
-    assert len(set(plan.restored)) == len(plan.restored)
-    if plan.restored:
+    if reached("rows are admitted", plan.admitted):
+        assert not any(judged.all[name].restorable for name in plan.admitted)
+    if reached("rows come back", plan.restored):
+        for name in plan.restored:
+            assert judged.all[name].restorable
+            assert name not in plan.tokens
+        assert len(set(plan.restored)) == len(plan.restored)
         assert plan.total < view.max_tokens or all(judged.all[name].decode for name in plan.tokens)
 
 
@@ -265,14 +337,16 @@ def test_offline_tokens_stay_within_every_limit(view: View) -> None:
     judged = Judged(view, Conserve().plan(view))
     plan = judged.plan
     assert (plan.limit_ms is None) == (judged.offline_tokens == 0)
-    if plan.limit_ms is None or judged.least:
+    if not reached("offline tokens beyond the least", plan.limit_ms is not None and not judged.least):
         return
+    assert plan.limit_ms is not None
     assert judged.ms() <= plan.limit_ms * ROUNDING
     assert plan.limit_ms <= arrival_limit_ms(view)
-    if any(request.decode for request in view.online):
+    if reached("beside online decode steps", any(request.decode for request in view.online)):
         assert plan.limit_ms <= view.slo.tbt_ms
-    for request in judged.online:
-        if not request.decode and not request.answered:
+    first_tokens = [request for request in judged.online if not request.decode and not request.answered]
+    if reached("beside prompts of online requests", first_tokens):
+        for request in first_tokens:
             assert plan.limit_ms <= view.slo.ttft_ms - request.age_ms
 
 
@@ -280,7 +354,7 @@ def test_offline_tokens_stay_within_every_limit(view: View) -> None:
 @given(views())
 def test_no_online_request_waits_behind_offline_tokens(view: View) -> None:
     judged = Judged(view, Conserve().plan(view))
-    if judged.offline_tokens:
+    if reached("offline tokens beside online requests", judged.offline_tokens and judged.online):
         assert all(map(judged.served, judged.online))
 
 
@@ -306,17 +380,21 @@ def test_online_requests_get_the_same_as_without_offline_ones(view: View, policy
 def test_online_decode_steps_always_run(view: View) -> None:
     for policy in (Conserve(), OnlineOnly()):
         judged = Judged(view, policy.plan(view))
-        assert all(judged.served(request) for request in view.online if request.decode)
+        decodes = [request for request in view.online if request.decode]
+        if reached("online requests decode", decodes):
+            assert all(map(judged.served, decodes))
 
 
 @settings(max_examples=EXAMPLES)
-@given(views())
+@given(unhurried_views())
 def test_chunks_of_online_prompts_keep_the_tbt_unless_their_own_ttft_is_at_stake(view: View) -> None:
     judged = Judged(view, Conserve().plan(view))
     late = [request for request in judged.online if request.age_ms > view.slo.ttft_ms / 2]
     decodes = sum(request.decode for request in view.online)
     computed = {name for name in judged.plan.tokens if name not in judged.offline}
-    if view.slo.ttft_ms < inf and decodes and len(computed) > decodes and not late and unhurried(view):
+    chunks = len(computed) > decodes > 0
+    bounded = chunks and view.slo.tbt_ms < inf and view.slo.ttft_ms < inf and not late and unhurried(view)
+    if reached("chunks that have time", bounded):
         assert judged.plan.predicted_ms <= view.slo.tbt_ms * ROUNDING
 
 
@@ -344,7 +422,8 @@ def test_nothing_that_would_fit_is_left_out(view: View) -> None:
         return
     left_out = judged.next_in_order(view.offline, view.waiting_offline)
     prompts = [request for request in view.offline if not request.decode]
-    if left_out is not None:
+    if reached("a request is left out", left_out is not None):
+        assert left_out is not None
         assert not judged.could_have_more(left_out, judged.limit_ms(), prompts)
 
 
@@ -359,11 +438,13 @@ def test_offline_rows_begin_only_beside_what_is_kept_for_online_ones(
     judged = Judged(view, Conserve().plan(view))
     plan = judged.plan
     begun = [name for name in plan.admitted if name in judged.offline]
-    assert not begun or judged.slots_left >= slots
+    if not reached("rows begin", begun):
+        return
+    assert judged.slots_left >= slots
     if len(begun) == len(set(plan.tokens) & judged.offline) < 2:
         return  # one may always run
     revocable = [request for request in view.offline if request.saved and request.name not in plan.preempted]
-    assert not begun or judged.blocks_left >= blocks - sum(request.blocks for request in revocable)
+    assert judged.blocks_left >= blocks - sum(request.blocks for request in revocable)
 
 
 @settings(max_examples=EXAMPLES)
@@ -374,7 +455,8 @@ def test_a_paced_iteration_leaves_out_nothing_that_would_fit(view: View) -> None
         return  # the least there is, for want of time or of memory
     kept = [*view.online, *view.offline]
     left_out = judged.next_in_order(kept, [*view.waiting_online, *view.waiting_offline])
-    if left_out is not None and judged.ms() <= view.slo.tbt_ms:
+    if reached("a request is left out", left_out is not None and judged.ms() <= view.slo.tbt_ms):
+        assert left_out is not None
         prompts = [request for request in kept if not request.decode]
         assert not judged.could_have_more(left_out, view.slo.tbt_ms, prompts)
 
@@ -383,34 +465,43 @@ def test_a_paced_iteration_leaves_out_nothing_that_would_fit(view: View) -> None
 @given(views(), st.sampled_from([Conserve(), OnlineOnly(), Paced()]))
 def test_nobody_is_preempted_for_nothing(view: View, policy: Policy) -> None:
     judged = Judged(view, policy.plan(view))
-    if judged.plan.preempted:
+    if reached("rows are preempted", judged.plan.preempted):
         last = judged.running[judged.plan.preempted[-1]]
         own = judged.blocks_for(last, last.tokens) if last.decode else 0  # it would have grown itself
         assert judged.blocks_left - last.blocks - own < view.watermark_blocks or judged.slots_left < 1
 
 
 @settings(max_examples=EXAMPLES)
-@given(views())
+@given(full_views(online=False))
 def test_somebody_survives_the_growth_of_others(view: View) -> None:
-    offline_only = replace(view, online=(), waiting_online=())
-    plan = Judged(offline_only, Conserve().plan(offline_only)).plan
-    assert not view.offline or len(plan.preempted) < len(view.offline)
+    plan = Judged(view, Conserve().plan(view)).plan
+    if reached("rows are preempted", plan.preempted):
+        assert len(plan.preempted) < len(view.offline)
 
 
 @settings(max_examples=EXAMPLES)
-@given(views())
-def test_a_paced_iteration_stays_within_its_time_or_is_as_small_as_can_be(view: View) -> None:
+@given(views(), st.sampled_from([inf, 100.0, 13.0, 9.0]))
+def test_a_paced_iteration_stays_within_its_time_or_is_as_small_as_can_be(view: View, tbt_ms: float) -> None:
+    view = replace(view, slo=Slo(tbt_ms=tbt_ms))
     judged = Judged(view, Paced().plan(view))
     tokens = judged.plan.tokens
-    if not tokens:
-        assert not judged.running
-        front = next(iter(judged.waiting.values()), None)
-        if front is None or front.restorable or view.free_slots <= view.reserved_slots:
-            return
-        assert judged.blocks_for(front, front.tokens) + view.watermark_blocks > view.free_blocks
-    elif judged.ms() > view.slo.tbt_ms * ROUNDING:
+    if reached("it takes longer", judged.ms() > tbt_ms * ROUNDING and tokens):
         (name,) = tokens
         assert tokens[name] == 1 or judged.all[name].decode
+
+
+@settings(max_examples=EXAMPLES)
+@given(views(), st.integers(0, 20), st.sampled_from([0, 1, 50]))
+def test_a_paced_engine_stands_still_only_where_nothing_can_start(
+    view: View, blocks: int, slots: int
+) -> None:
+    idle = {"online": (), "offline": (), "waiting_online": (), "free_blocks": blocks, "free_slots": slots}
+    front = Candidate("front", 100, 0)
+    view = replace(view, **idle, waiting_offline=[front, *view.waiting_offline])
+    judged = Judged(view, Paced().plan(view))
+    if reached("nothing is computed", not judged.plan.tokens):
+        missing = judged.blocks_for(front, 100) + view.watermark_blocks > blocks
+        assert missing or slots < 1
 
 
 @given(views())
@@ -430,195 +521,20 @@ def test_the_baselines_leave_everything_to_vllm(view: View) -> None:
 
 
 @settings(max_examples=EXAMPLES)
-@given(views())
+@given(views_of_one_prefix())
 def test_a_prefix_is_computed_twice_only_when_all_others_are_served(view: View) -> None:
-    roomy = replace(view, free_blocks=10_000, free_slots=50)
-    judged = Judged(roomy, Conserve().plan(roomy))
+    judged = Judged(view, Conserve().plan(view))
     planned = list(judged.plan.tokens)
     again = {
         request.name
         for request in view.waiting_offline
         if request.name in planned and judged.computed_for(request, planned[: planned.index(request.name)])
     }
-    if again:
+    if reached("a prefix is computed twice", again):
         first = min(planned.index(name) for name in again)
         for request in view.waiting_offline:
             if not judged.served(request):
                 assert request.name in again or judged.computed_for(request, planned[:first])
-
-
-def sharing(count: int, *, tokens: int = 100, behind: int = 0) -> list[Candidate]:
-    """Waiting rows that all begin alike, and others behind them."""
-    prefix = [f"p{n}" for n in range(tokens // 16)]
-    alike = [Candidate(f"alike-{n}", tokens, 0, prefix=prefix) for n in range(count)]
-    return [*alike, *(Candidate(f"other-{n}", 100, 0) for n in range(behind))]
-
-
-def test_a_row_whose_prefix_is_being_computed_is_held_out_while_others_fill_the_iteration() -> None:
-    for policy in (Conserve(), Paced()):
-        plan = Judged(view := spacious(waiting_offline=sharing(3, behind=6)), policy.plan(view)).plan
-        assert plan.admitted == ["alike-0", "other-0", "other-1", "other-2", "other-3"]
-
-
-def test_a_row_held_out_is_taken_where_nobody_else_fills_the_iteration() -> None:
-    plan = Judged(view := spacious(waiting_offline=sharing(3, behind=1)), Conserve().plan(view)).plan
-    assert plan.admitted == ["alike-0", "other-0", "alike-1", "alike-2"]
-
-
-def test_a_row_held_out_is_taken_where_the_next_has_no_memory() -> None:
-    large = Candidate("large", 400, 0)
-    view = spacious(waiting_offline=[*sharing(2), large], free_blocks=20)
-    assert Judged(view, Conserve().plan(view)).plan.admitted == ["alike-0", "alike-1"]
-
-
-def test_rows_are_held_out_for_prompts_under_way_and_for_online_ones_too() -> None:
-    waiting = sharing(1, behind=5)
-    computing = Candidate("computing", 100, 0, False, 7, prefix=waiting[0].prefix)
-    for lane in ("online", "offline"):
-        view = spacious(waiting_offline=waiting, **{lane: [computing]})
-        assert "alike-0" not in Judged(view, Conserve().plan(view)).plan.tokens
-    computed = computing._replace(tokens=1, context=100, decode=True)
-    view = spacious(waiting_offline=waiting, offline=[computed])
-    assert "alike-0" in Judged(view, Conserve().plan(view)).plan.tokens
-
-
-def test_what_is_cached_already_holds_nobody_out() -> None:
-    waiting = [row._replace(tokens=4, context=96, blocks=6) for row in sharing(3)]
-    view = spacious(waiting_offline=waiting)
-    assert Judged(view, Conserve().plan(view)).plan.admitted == ["alike-0", "alike-1", "alike-2"]
-
-
-def test_no_more_rows_are_looked_at_than_can_be_held_out() -> None:
-    read: list[int] = []
-
-    def endless() -> Iterable[Candidate]:
-        for n in range(10**9):
-            read.append(n)
-            yield Candidate(f"r{n}", 100, 0, prefix=["p"] * 6)
-
-    Conserve().plan(spacious(waiting_offline=endless()))
-    assert len(read) <= MOST_HELD + 6
-
-
-def test_waiting_requests_are_read_only_as_far_as_they_fit() -> None:
-    def endless() -> Iterable[Candidate]:
-        for n in range(10**9):
-            read.append(n)
-            yield Candidate(f"r{n}", 100, 0)
-
-    for policy in (Conserve(), Paced()):
-        read: list[int] = []
-        policy.plan(spacious(waiting_offline=endless()))
-        assert len(read) <= 6
-
-
-def test_a_model_without_a_constant_does_not_shut_offline_requests_out() -> None:
-    model = ConServeModel.of(0.1, 0, 0, 0, 0, 0, 0, 0)
-    view = spacious(model=model, slo=Slo(ttft_ms=1000, tbt_ms=100), waiting_offline=[Candidate("r", 100, 0)])
-    assert Judged(view, Conserve().plan(view)).offline_tokens
-
-
-def test_nobody_is_preempted_for_decode_steps_that_there_is_no_time_for() -> None:
-    """The TBT is too tight for offline tokens, and the KV cache is full."""
-    offline = [Candidate(f"off-{n}", 1, 64, True, 4) for n in range(3)]
-    online = [Candidate("on", 1, 20, True, 2)]
-    view = spacious(online=online, offline=offline, slo=Slo(tbt_ms=1.0), free_blocks=0)
-    assert not Judged(view, Conserve().plan(view)).plan.preempted
-
-
-def test_the_last_running_request_is_not_preempted_for_its_own_growth() -> None:
-    view = spacious(offline=[Candidate("r", 1, 64, True, 4)], free_blocks=0)
-    assert not Judged(view, Conserve().plan(view)).plan.preempted
-
-
-@pytest.mark.parametrize("count", [1, 2, 39, 40, 41, 200])
-def test_as_many_decode_steps_run_as_there_is_time_for(count: int) -> None:
-    """10 ms and 0.3 for each, so that 40 of them take the 22."""
-    model = ConServeModel.of(0.2, 0, 0, 0, 0.1, 0, 0, 10.0)
-    decodes = [Candidate(f"r{n}", 1, 20, True, 2) for n in range(count)]
-    view = spacious(model=model, offline=decodes, slo=Slo(tbt_ms=22.0 * ROUNDING))
-    tokens = Judged(view, Paced().plan(view)).plan.tokens
-    assert list(tokens) == [request.name for request in decodes[:40]]
-
-
-def test_offline_requests_are_not_admitted_into_the_watermark() -> None:
-    waiting = [Candidate("r", 160, 0)]
-    for free_blocks, admitted in ((11, []), (12, ["r"])):
-        view = spacious(waiting_offline=waiting, free_blocks=free_blocks, watermark_blocks=2)
-        assert Judged(view, Conserve().plan(view)).plan.admitted == admitted
-
-
-def test_a_block_for_every_second_running_request_is_kept_free() -> None:
-    running = [Candidate(f"r{n}", 1, 20, True, 2) for n in range(4)]
-    for free_blocks, admitted in ((11, []), (12, ["new"])):
-        view = spacious(offline=running, waiting_offline=[Candidate("new", 160, 0)], free_blocks=free_blocks)
-        assert Judged(view, Conserve().plan(view)).plan.admitted == admitted
-
-
-@pytest.mark.parametrize(
-    ("age_ms", "tokens"),
-    [
-        (0.0, range(60, 100)),  # five chunks in 20 ms each are early enough
-        (950.0, range(400, 401)),  # they are not, and the prompt is computed at full speed
-    ],
-)
-def test_an_online_prompt_is_cut_to_the_tbt_of_others_while_that_is_early_enough(
-    age_ms: float, tokens: range
-) -> None:
-    view = spacious(
-        online=[Candidate("decode", 1, 20, True, 2)],
-        waiting_online=[Candidate("prompt", 400, 0, age_ms=age_ms)],
-        waiting_offline=[Candidate("offline", 400, 0)],
-        slo=Slo(ttft_ms=1000.0, tbt_ms=20.0),
-    )
-    plan = Judged(view, Conserve().plan(view)).plan
-    assert plan.tokens["prompt"] in tokens
-    assert "offline" not in plan.tokens
-
-
-@pytest.mark.parametrize(("age_ms", "waits"), [(0.0, True), (960.0, False)])
-def test_an_online_prompt_waits_an_iteration_that_has_no_time_for_it_if_it_can(
-    age_ms: float, waits: bool
-) -> None:
-    view = spacious(
-        online=[Candidate("decode", 1, 20, True, 2)],
-        waiting_online=[Candidate("prompt", 400, 0, age_ms=age_ms)],
-        slo=Slo(ttft_ms=1000.0, tbt_ms=10.2),
-    )
-    assert ("prompt" not in Judged(view, Conserve().plan(view)).plan.tokens) == waits
-
-
-def test_an_online_prompt_does_not_hold_up_first_tokens_unless_many_wait() -> None:
-    """A token takes 0.1 ms, an iteration 10 more: together the first waits for 40 ms, apart the second for 10."""
-    first, second = Candidate("first", 100, 0), Candidate("second", 400, 0)
-
-    def served(*prompts: Candidate, queued: int, ttft_ms: float = 2000.0) -> list[str]:
-        view = spacious(waiting_online=prompts, queued_online=queued, slo=Slo(ttft_ms=ttft_ms))
-        return list(Conserve().plan(view).tokens)
-
-    assert served(first, second, queued=2) == ["first"]
-    assert served(first, second, queued=20) == ["first", "second"]
-    assert served(first, second, queued=2, ttft_ms=inf) == ["first", "second"]
-    assert served(first, second._replace(tokens=10), queued=2) == ["first", "second"]
-    assert served(first._replace(answered=True), second, queued=2) == ["first", "second"]
-
-
-def test_a_paced_prompt_that_does_not_fit_computes_one_token() -> None:
-    view = spacious(offline=[Candidate("r", 500, 0, False, 40)], slo=Slo(tbt_ms=1.0))
-    assert Judged(view, Paced().plan(view)).plan.tokens == {"r": 1}
-
-
-def spacious(**changes: object) -> View:
-    """A view with room for five requests of a hundred tokens."""
-    room = {
-        "model": ConServeModel.of(0.1, 0, 0, 0.001, 0.1, 0.1, 0, 10.0),
-        "slo": Slo(),
-        "max_tokens": 500,
-        "free_slots": 50,
-        "free_blocks": 1000,
-        "block_tokens": 16,
-    }
-    return View(**{**room, **changes})  # type: ignore[arg-type]
 
 
 # Progress.
@@ -728,99 +644,3 @@ def test_offline_work_is_always_finished_and_little_of_it_done_twice(data: st.Da
         engine.step()
         assert engine.computed <= 3 * work, f"{engine.preemptions} preemptions"
     assert all(work.done == work.output for work in works)
-
-
-@pytest.mark.parametrize("spare", [{"reserved_slots": 3}, {"reserved_blocks": 30}])
-def test_what_is_reserved_for_online_requests_is_not_given_to_further_offline_ones(
-    spare: dict[str, int],
-) -> None:
-    waiting = [Candidate(f"offline-{number}", 10, 0) for number in range(10)]
-    model = ConServeModel.of(0, 0, 0, 0, 0, 0, 0, 1.0)
-    view = View(
-        offline=[Candidate("running", 10, 0)], waiting_offline=waiting, model=model, slo=Slo(),
-        max_tokens=2048, free_slots=8, free_blocks=50, block_tokens=2, **spare,
-    )  # fmt: skip
-    plan = Conserve().plan(view)
-    assert len(plan.admitted) == {"reserved_slots": 5, "reserved_blocks": 3}[next(iter(spare))]
-    alone = Conserve().plan(replace(view, offline=[], reserved_blocks=50))
-    assert alone.admitted[0] == "offline-0"  # one may always run
-
-
-def test_what_is_reserved_is_used_by_rows_that_lose_nothing_with_their_memory() -> None:
-    waiting = [Candidate(f"offline-{number}", 10, 0) for number in range(10)]
-    model = ConServeModel.of(0, 0, 0, 0, 0, 0, 0, 1.0)
-
-    def admitted(*, saved: bool) -> int:
-        view = View(
-            offline=[Candidate("running", 1, 40, decode=True, blocks=21, saved=saved)],
-            waiting_offline=waiting, model=model, slo=Slo(), max_tokens=2048, free_slots=8,
-            free_blocks=50, reserved_blocks=30, block_tokens=2,
-        )  # fmt: skip
-        return len(Conserve().plan(view).admitted)
-
-    assert admitted(saved=False) == 4
-    assert admitted(saved=True) == 8  # of 30 blocks 21 could be freed at once
-
-
-def test_blocks_that_several_rows_share_are_reserved_once() -> None:
-    rows = [Candidate(f"row{n}", 1, 160, decode=True, blocks=10, saved=True) for n in range(4)]
-    view = spacious(offline=rows, reserved_blocks=50, used_blocks=16)  # eight of them are everybody's
-    assert revocable_blocks(view) == 16
-    assert revocable_blocks(replace(view, used_blocks=40)) == 40
-    assert revocable_blocks(replace(view, used_blocks=26, online=[Candidate("live", 1, 160, True, 10)])) == 16
-
-
-def test_a_row_that_has_its_kv_back_is_not_refused_for_the_reserve() -> None:
-    row = Candidate("row", 1, 319, blocks=20)
-    others = [Candidate("other", 1, 40, decode=True, blocks=3)]
-    view = spacious(offline=others, waiting_offline=[row], free_blocks=5, reserved_blocks=30)
-    assert Conserve().plan(view).admitted == []
-    assert Conserve().plan(replace(view, held=[row])).admitted == ["row"]
-
-
-def test_kv_that_came_back_to_a_row_that_waits_is_taken_again_for_a_live_request() -> None:
-    row = Candidate("row", 1, 320, blocks=20)
-    view = spacious(
-        waiting_online=[Candidate("live", 400, 0)],
-        waiting_offline=[row],
-        held=[row],
-        free_blocks=12,
-        block_tokens=16,
-    )
-    for policy in (Conserve(), OnlineOnly()):
-        plan = policy.plan(view)
-        assert plan.preempted == ["row"]
-        assert plan.tokens == {"live": 400}
-
-
-def test_a_row_that_grows_alone_takes_the_room_of_one_that_waits() -> None:
-    held = Candidate("held", 1, 320, blocks=20)
-    view = spacious(
-        offline=[Candidate("row", 1, 64, True, 4)],
-        waiting_offline=[held],
-        held=[held],
-        free_blocks=0,
-        block_tokens=16,
-    )
-    plan = Conserve().plan(view)
-    assert plan.preempted == ["held"]
-    assert "row" in plan.tokens
-
-
-def test_what_comes_back_for_one_row_is_not_brought_for_others_too() -> None:
-    rows = [Candidate(f"r{n}", 100, 0, restorable=99, prefix=["p"] * 6) for n in range(3)]
-    plan = Conserve().plan(spacious(waiting_offline=[*rows, Candidate("fresh", 100, 0)], block_tokens=16))
-    assert plan.restored == ["r0"]
-    assert plan.tokens == {"fresh": 100}
-    later = spacious(waiting_offline=rows[1:], coming=frozenset(["p"]), block_tokens=16)
-    assert not Conserve().plan(later).restored
-
-
-@pytest.mark.parametrize("decode", [True, False])
-def test_an_idle_engine_computes_something_whatever_its_model_says(decode: bool) -> None:
-    slow = ConServeModel.of(*[1e6] * 8)  # so that no typical prompt keeps its promise, and none could wait
-    view = spacious(model=slow, slo=Slo(ttft_ms=1000, tbt_ms=100), prompt_tokens=500)
-    view = replace(view, waiting_offline=[Candidate("r", 100, 0)])
-    if decode:
-        view = replace(view, waiting_offline=(), offline=[Candidate("r", 1, 900, True, 60)])
-    assert Conserve().plan(view).total == (1 if decode else view.block_tokens)

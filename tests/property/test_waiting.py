@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from conserve.jobs.waiting import Row, Window, uniform
 from tests.conftest import examples
 from tests.property.test_prefix_tree import WORDS, Key, chained, next_of
+from tests.reach import reached
 
 JOBS = 3
 
@@ -37,7 +38,7 @@ class Windows(RuleBasedStateMachine):
     @rule()
     def pop(self) -> None:
         row = self.window.pop()
-        if uniform(7, self.turns) < 0.6:
+        if reached("its prefix decides", uniform(7, self.turns) < 0.6):
             ordered = sorted(self.waiting)
             keys = {place: self.waiting[waiting] for place, waiting in enumerate(ordered)}
             assert row == ordered[next_of(keys, self.cursor)]

@@ -1,0 +1,43 @@
+"""Guarded assertions: a property whose examples hardly ever come to its assertion is no test."""
+
+from collections import Counter
+
+import hypothesis
+
+LEAST = 0.1  # of the examples that come to a guard, those that it lets through
+ENOUGH = 100  # examples from which on a guard is judged
+
+_asked: Counter[str] = Counter()
+_passed: Counter[str] = Counter()
+
+
+def reached(what: str, guard: object) -> bool:
+    """True if the guard holds. A test fails at its end if that was so for fewer than one example in ten."""
+    _asked[what] += 1
+    _passed[what] += bool(guard)
+    return bool(guard)
+
+
+def begin() -> None:
+    """Forget what other tests counted."""
+    _asked.clear()
+    _passed.clear()
+
+
+def counts() -> dict[str, tuple[int, int]]:
+    """Of each guard how often it let an example through, and how many came to it."""
+    return {what: (_passed[what], asked) for what, asked in _asked.items()}
+
+
+def seldom_reached() -> list[str]:
+    """Guards that let too few examples through.
+
+    Derandomised examples are the same each time, so one in ten can be asked of them. Random ones may be unlucky:
+    there it is one at all.
+    """
+    least = LEAST if hypothesis.settings.default.derandomize else 0.0
+    return [
+        f"{what}: {passed} of {asked} examples"
+        for what, (passed, asked) in counts().items()
+        if asked >= ENOUGH and (not passed or passed < least * asked)
+    ]
