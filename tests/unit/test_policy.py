@@ -327,7 +327,7 @@ class TestOnlinePrompts:
         assert self.tokens(dear._replace(age_ms=780), tbt_ms=11) == 100
 
     def test_the_second_waits_if_it_would_hold_up_the_first_for_longer(self) -> None:
-        """Apart, those that wait pay for one more smallest iteration, 11 ms; together, the first pays for the second."""
+        """Apart, those that wait pay for one more smallest iteration, 11 ms; together, the first for the second."""
         first, second = Candidate("first", 100, 0), Candidate("second", 11, 0)
 
         def served(second: Candidate, **changes: Any) -> int:
