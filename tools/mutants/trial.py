@@ -88,7 +88,7 @@ class Trials:
             if not tested.passed:
                 print(f"not used, since it fails without a mutant: {name}", flush=True)
         items = {item.nodeid: item for item in session.items}
-        functions = _functions_by_place()
+        functions = functions_by_place()
         last_killer: dict[tuple[str, str | None], str] = {}
         gc.freeze()  # children share what they do not touch
 
@@ -276,7 +276,7 @@ def _say(pipe: int, fate: Fate, test: str = "") -> None:
 Places = Mapping[tuple[str, str, int], Sequence[FunctionType]]
 
 
-def _functions_by_place() -> Places:
+def functions_by_place() -> Places:
     """All functions of the package that exist: file, qualified name and first line -> functions."""
     here = str(Path.cwd() / "conserve") + os.sep
     found: dict[tuple[str, str, int], list[FunctionType]] = {}
