@@ -124,7 +124,7 @@ class Deployment:
         return Counters.of(await self._ask("GET"))
 
     async def engine(self) -> Engine | None:
-        """How fast the engine is by its latency model; None if the server does not tell.
+        """Speed of the engine by its latency model; None if the server does not tell.
 
         Raises `EndpointUnusable` if it has no model yet, without which its policies cannot act.
         """

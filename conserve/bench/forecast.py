@@ -1,4 +1,4 @@
-"""What online-only alone would do with a trace on an engine whose latency model is known; pure simulation.
+"""Simulation of online-only alone on a trace, by the engine's latency model. Pure.
 
 A discrete-event loop over iterations: vLLM's batching (running requests first, then waiting ones in their order,
 prompts in chunks of what is left of the iteration's tokens), each iteration as long as the model says. It knows
@@ -22,7 +22,7 @@ FULL_PROMPT = 256  # tokens of each prompt in an iteration that offline rows fil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How fast an engine is, and how much one iteration of it holds."""
+    """Latency model of an engine, and the tokens and sequences one iteration holds."""
 
     model: LinearModel
     max_tokens: int  # vLLM's max_num_batched_tokens
@@ -55,7 +55,7 @@ class Request:
     token_at_s: list[float] = field(default_factory=list)
 
     def tokens(self, room: int) -> int:
-        """How many of its tokens an iteration with so much room computes."""
+        """Tokens of this request that an iteration with so much room computes."""
         return min(room, max(1, self.input_tokens - self.computed))
 
     def advance(self, tokens: int, now_s: float) -> bool:

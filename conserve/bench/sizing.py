@@ -1,4 +1,4 @@
-"""What a comparison plays on an engine of this speed: rate, lengths and blocks, from its latency model; pure.
+"""Rate, lengths and blocks of a comparison on an engine of known speed. Pure.
 
 The rate is the one at which online-only alone keeps the engine busy for a preset's share of the time, found by
 bisection over `forecast.play` of the very arrivals that the rounds will play. Where that makes a comparison too
@@ -43,7 +43,7 @@ class Offered:
 
 
 class Load(NamedTuple):
-    """How far a block under online-only was beyond the engine, foretold or measured."""
+    """Overload of a block under online-only, foretold or measured."""
 
     busy: float  # share of the block
     last_first_token_s: float  # since the block's start
@@ -62,7 +62,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """What is played, and what online-only is expected to do with it."""
+    """Arrivals that are played, and the busy share and latencies expected of online-only."""
 
     preset: Preset  # with the lengths that are played
     design: Design
@@ -88,7 +88,7 @@ class Sized:
         return " ".join(words)
 
     def sentence(self) -> str:
-        """What is played and what to expect, in a line."""
+        """One line: the arrivals and what to expect of them."""
         design, how = self.design, "set by the machine's speed" if self.chosen else "as asked"
         blocks = f"{design.rounds} x {len(design.policies)} blocks of {design.block_s:g} s"
         if not self.forecasts:
@@ -108,7 +108,7 @@ class Sized:
 def size(
     offered: Offered, preset: Preset, design: Design, engine: Engine | None, *, overload: bool = False
 ) -> Sized:
-    """What to play on this engine; `engine` is None where its speed is unknown.
+    """Choose what to play on this engine; `engine` is None where its speed is unknown.
 
     Raises `Overloaded` if online-only alone cannot keep up with the arrivals, unless `overload` is allowed.
     """
@@ -205,7 +205,7 @@ def _at_lengths(offered: Offered, preset: Preset, design: Design, engine: Engine
 
 
 def _with_forecasts(sized: Sized, engine: Engine) -> Sized:
-    """The same with what to expect of each round."""
+    """Return a copy that says what to expect of each round."""
     forecasts = _forecasts(sized.source, sized.design, engine)
     return replace(sized, forecasts=forecasts, takes_s=_takes_s(sized.design, forecasts, engine))
 
@@ -260,7 +260,7 @@ def _rate(preset: Preset, offered: Offered, design: Design, engine: Engine, busy
 
 
 def _takes_s(design: Design, forecasts: Sequence[Forecast], engine: Engine) -> float:
-    """How long the comparison takes, roughly: every block, and its longest answers after the last arrival.
+    """Estimate the seconds of the comparison: every block, and its longest answers after the last arrival.
 
     Beside unbounded offline rows each token of an answer takes a full iteration, under ConServe as long as the SLO.
     """
@@ -274,7 +274,7 @@ def _takes_s(design: Design, forecasts: Sequence[Forecast], engine: Engine) -> f
 
 
 def _slowdown(block: Block, sized: Sized) -> float:
-    """How many times the work that was foretold the block took."""
+    """Ratio of the block's measured work to the foretold one."""
     if not sized.forecasts:
         return 1.0
     first = sized.forecasts[0]

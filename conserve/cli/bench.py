@@ -290,7 +290,7 @@ def facts(design: "Design") -> dict[str, str]:
 
 
 def played(measured: Measured) -> dict[str, str]:
-    """What was played, with the flags that play it again, and what was expected of it."""
+    """Facts for the report: what was played, the flags that play it again, what was expected."""
     sized, offered = measured.sized, measured.offered
     return {
         "arrivals": f"{offered.name} {sized.flags(offered, sized.rate)}".strip(),

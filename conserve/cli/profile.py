@@ -211,7 +211,7 @@ def say_stretch(stretch: "Stretch") -> None:
 
 
 def plan_digest(limits: "Limits", *, seed: int, max_context: int | None) -> str:
-    """What a session chose its batches by, without the KV memory, which differs from start to start on a CPU."""
+    """Digest of a session's limits without KV memory, which differs from start to start on a CPU."""
     chosen = (limits.tokens, limits.requests, limits.context, max_context, seed)
     return hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
 
@@ -358,7 +358,7 @@ def error_table(profile: "Profile") -> list[str]:
 
 
 def range_words(profile: "Profile") -> list[str]:
-    """How large the measured batches were, each beside what the engine takes."""
+    """Sizes of the measured batches, each beside what the engine takes."""
     if (largest := profile.measured) is None or profile.limits is None:
         return []
     return [
@@ -380,7 +380,7 @@ def coefficient_table(profile: "Profile") -> list[str]:
 
 
 def time_table(profile: "Profile") -> list[str]:
-    """What a chunk takes by its size and context, according to the best model; ~ where it extrapolates."""
+    """Time of a chunk by its size and context, by the best model; ~ where it extrapolates."""
     from conserve.profiles.batch import Batch, Slice
 
     model, measured = profile.model(), profile.measured

@@ -18,7 +18,7 @@ LINE_S = 30.0
 
 
 def first_step(settings: Settings) -> str:
-    """What a run does first, as its endpoint will call it; said before anything slow is imported."""
+    """First step of a run, in its endpoint's words; said before anything slow is imported."""
     address = settings.endpoint
     if address is None:
         return f"starting {settings.model}: importing vLLM"
@@ -118,7 +118,7 @@ class Progress:
 
 
 def first_wave(seen: "Seen") -> str:
-    """What there is to see before a row has been answered."""
+    """Words for the time before a row has been answered: rows in flight, tokens so far."""
     return f"first wave of {seen.rows_in_flight:,}: {output.count(seen.tokens_in_flight, 'token')} so far"
 
 

@@ -39,7 +39,7 @@ def answered(words: Sequence[str]) -> int | None:
 
 
 def status_asked(words: Sequence[str]) -> Asked | None:
-    """What `[--home DIR] status [JOB] [--watch] [--json]` asks for; None for anything else."""
+    """Parse `[--home DIR] status [JOB] [--watch] [--json]`; None for anything else."""
     home = None
     if len(words) > 2 and words[0] == "--home" and not words[1].startswith("-"):
         home, words = words[1], words[2:]

@@ -1,4 +1,4 @@
-"""How jobs and servers stand, as `conserve status` and `conserve jobs` print it. Loads no typer: see shortcuts."""
+"""Rendering of `conserve status` and `conserve jobs`. Loads no typer: see shortcuts."""
 
 import dataclasses
 import sys
@@ -15,7 +15,7 @@ TIMES = ("submitted_at", "started_at", "finished_at")
 
 
 class Question(NamedTuple):
-    """What a `conserve status` asks for."""
+    """Arguments of a `conserve status`."""
 
     job: str | None = None
     watch: bool = False
@@ -41,7 +41,7 @@ def answer(settings: Settings, question: Question) -> None:
 
 
 class Oldest(NamedTuple):
-    """The first row of a job's input that nobody works on, and how long it has waited."""
+    """First row of a job's input that is not in flight, and how long it has waited."""
 
     row_index: int
     waited_s: float
@@ -153,12 +153,12 @@ def waited(oldest: Oldest | None) -> str:
 
 
 def waiting(oldest: Oldest | None) -> dict[str, Any] | None:
-    """The same for JSON."""
+    """The document for JSON."""
     return None if oldest is None else oldest._asdict()
 
 
 def percent(reading: JobReading) -> str:
-    """How much is done; 100 % only when all is."""
+    """Share that is done, in percent; 100 only when all is."""
     return f"{100 * reading.done // reading.rows} %" if reading.rows else "-"
 
 

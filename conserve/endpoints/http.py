@@ -84,7 +84,7 @@ class HttpEndpoint:
 
     @property
     def doing(self) -> str | None:
-        """What it does before it is ready."""
+        """Step of the start; None once the endpoint is ready."""
         return None if self._server else f"asking {self.base_url} what it serves"
 
     @property

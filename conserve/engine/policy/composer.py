@@ -248,7 +248,7 @@ def smallest_ms(model: LatencyModel) -> float:
 
 
 def _most(largest: int, exceeds: Callable[[int], bool]) -> int:
-    """How many of 1 to `largest` do not exceed what there is; what grows with the number can be bisected."""
+    """Largest number up to `largest` that fits; the predicate must be monotone, so it is bisected."""
     return bisect_left(range(1, largest + 1), True, key=exceeds)
 
 

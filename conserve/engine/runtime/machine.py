@@ -14,7 +14,7 @@ UNLIMITED = 1 << 60  # bytes; version 1 of control groups writes a huge number f
 
 
 class Cores(NamedTuple):
-    """How many cores there are to compute on, by each of the limits."""
+    """Cores to compute on, by each of the limits."""
 
     online: int  # of the machine
     allowed: int  # by this process's affinity
@@ -34,7 +34,7 @@ class Cores(NamedTuple):
 
 
 def cores() -> Cores:
-    """As this process sees them now."""
+    """Read the limits of this process."""
     online = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else online
     return Cores(online=online, allowed=allowed, quota=cpu_quota())

@@ -70,7 +70,7 @@ class Shapes:
         return sum(given * wanted for given, wanted in self.products)
 
     def measurable(self) -> Self:
-        """The same proportions, small enough to be measured in a moment; sizes stay multiples of 32."""
+        """Shrink large shapes in proportion until a measurement takes a moment; sizes stay multiples of 32."""
         shrink = math.sqrt(min(1.0, LAYER_WEIGHTS / self.weights))
         if shrink == 1.0:
             return self
