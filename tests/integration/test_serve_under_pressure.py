@@ -1,4 +1,4 @@
-"""A job under little memory, bursts of live requests and dead engines ends with every row once."""
+"""A job under little memory, bursts of live requests and three dead engines ends with every row once."""
 
 import json
 import threading
@@ -12,11 +12,12 @@ import pytest
 
 from tests.integration.test_serve import MODEL, Service
 
-pytestmark = [pytest.mark.engine, pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.server, pytest.mark.full, pytest.mark.timeout(900)]
 
 ROWS, WORDS, ANSWER = 14, 120, 120  # a word is two tokens or three
 MEMORY = 72 << 20  # bytes: not half of the rows and a burst
 BURST = 6  # live requests at once
+DEATHS = 3
 ENOUGH = 1500  # tokens of rows that an engine computes before it dies: some of them lost their memory by then
 FLAGS = (
     *("--max-model-len", "1024", "--max-num-batched-tokens", "512", "--block-size", "32"),
@@ -66,10 +67,7 @@ def bursts(client: openai.OpenAI) -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.full)])
-def test_every_row_comes_once(
-    demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int
-) -> None:
+def test_every_row_comes_once(demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.integration.test_serve.FLAGS", FLAGS)
     ours = ("--kv-checkpoint", "eager", "--kv-host-memory", "512MiB")
     service = Service(tmp_path / "home", demo_cache, *ours)
@@ -78,7 +76,7 @@ def test_every_row_comes_once(
         service.until(lambda: service.says("serving"))
         job_id = service.conserve("submit", str(rows_file(tmp_path)))
         with service.client() as client, bursts(client):
-            for death in range(1, deaths + 1):
+            for death in range(1, DEATHS + 1):
                 service.until(lambda: service.report()["offline"]["tokens"] > ENOUGH)
                 shown = service.conserve("status")
                 assert all(word in shown for word in (" saved, ", " restored, ", " recomputed")), shown
