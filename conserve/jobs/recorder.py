@@ -43,7 +43,8 @@ class Recorder:
         """One transaction for everything in the outbox, then shards where enough results have gathered."""
         now = self._clock()
         with self._store.write() as tx:
-            queue.save_tokens(tx, list(outbox.saved.values()))
+            if outbox.saved:
+                queue.save_tokens(tx, list(outbox.saved.values()))
             for work, decision in outbox.returned:
                 queue.put_back(
                     tx,

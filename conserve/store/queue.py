@@ -233,8 +233,6 @@ class SavedTokens:
 
 def save_tokens(tx: Connection, saved: Sequence[SavedTokens]) -> None:
     """Keep the tokens of rows in flight; of rows that are no longer under that lease, nothing."""
-    if not saved:
-        return
     tx.execute(
         update(request)
         .where(

@@ -15,8 +15,8 @@ QUEUE, CHOICE, JOURNAL = "conserve.store.queue", "conserve.store.choice", "conse
 SHARDS, HOME = "conserve.store.shards", "conserve.store.home"
 WRITE = "conserve.jobs.recorder:Recorder.write"
 LOAD = "conserve.jobs.workload:Workload.load"
-SAVED = Shot(at=WRITE, since=f"{QUEUE}:pack_tokens", call=2, after=True)
-"""Tokens of rows in mid-generation are durable: the first write that begins after they were there has ended."""
+SAVED = Shot(at=WRITE, since=f"{QUEUE}:save_tokens", after=True)
+"""Tokens of rows in mid-generation are durable: the write that saves them has ended."""
 
 
 def test_a_kill_between_claim_and_answer_loses_no_row_and_no_token(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_kill_between_claim_and_answer_loses_no_row_and_no_token(tmp_path: Pat
     for shot in (
         Shot(at=f"{QUEUE}:claim", after=True),  # rows leased, not committed
         Shot(at=LOAD),  # leased, and no request of theirs was read
-        Shot(at=f"{QUEUE}:save_tokens", since=f"{QUEUE}:pack_tokens", call=2, after=True),  # not committed
+        Shot(at=f"{QUEUE}:save_tokens", after=True),  # not committed
         SAVED,
         Shot(at=f"{QUEUE}:abandon", after=True),  # the next process, while it takes the rows back
         Shot(at=f"{JOURNAL}:end_requests", after=True),  # answered, gone from the queue, not committed

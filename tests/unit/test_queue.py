@@ -210,11 +210,6 @@ def test_tokens_are_kept_for_the_next_attempt_and_late_ones_are_not(store: Store
     assert positions(other) == [2]
 
 
-def test_saving_no_tokens_is_nothing(store: Store) -> None:
-    with store.write() as tx:
-        queue.save_tokens(tx, [])
-
-
 def test_tokens_are_four_bytes_little_endian() -> None:
     assert queue.pack_tokens([1, 256, 2**31 - 1]) == bytes.fromhex("01000000 00010000 ffffff7f")
     assert queue.unpack_tokens(queue.pack_tokens([1, 256, 2**31 - 1])) == [1, 256, 2**31 - 1]
