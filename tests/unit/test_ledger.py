@@ -1,0 +1,316 @@
+"""The store as a harvester sees it: what it claims, records, and takes back from the dead."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from conserve.errors import StoreError
+from conserve.jobs.ledger import Ledger
+from conserve.jobs.outage import StoreFile
+from conserve.jobs.recorder import Outbox, Recorder
+from conserve.jobs.retry import RetryDecision
+from conserve.jobs.submit import submit
+from conserve.jobs.tally import Tally
+from conserve.jobs.task import Kind, Task
+from conserve.jobs.workload import Work
+from conserve.store import catalog, home, journal, queue, shards
+from conserve.store.journal import Finished
+from conserve.store.queue import SavedTokens
+from conserve.store.states import JobState
+from conserve.store.store import Store
+from tests.conftest import WriteInput
+from tests.store_rows import add_job, claim, job, leased, positions, put_back, result, select
+
+TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
+LEASE_S = 60.0
+
+
+class Clock:
+    """Seconds since the epoch, moved by the test."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Party:
+    """A harvester's half that deals with the store."""
+
+    def __init__(self, store: Store) -> None:
+        self.clock, self.tally = Clock(), Tally()
+        self.ledger = Ledger(store, self.tally, lease_s=LEASE_S, only=None, utility=0.9, clock=self.clock)
+
+    def claim(self, limit: int = 8, *, suspect: bool = False) -> list[Work]:
+        return self.ledger.claim(limit, suspect, "model")
+
+    def finish(self, *works: Work, failed: bool = False) -> None:
+        finished = [Finished(w.epoch, *w.key, result(w.row.position, failed=failed)) for w in works]
+        self.ledger.write(Outbox(finished=finished))
+
+    def put_back(self, *works: Work, **decision: object) -> None:
+        returned = [(work, RetryDecision(**decision)) for work in works]  # type: ignore[arg-type]
+        self.ledger.write(Outbox(returned=returned))
+
+
+@pytest.fixture
+def party(store: Store) -> Iterator[Party]:
+    party = Party(store)
+    yield party
+    party.ledger.close()
+
+
+@pytest.fixture
+def job_id(store: Store, write_input: WriteInput) -> str:
+    return submit(store, str(write_input(q=["a", "b", "c", "d"])), TASK).job_id
+
+
+def row_numbers(works: list[Work]) -> list[int]:
+    return [work.row.position for work in works]
+
+
+def test_claimed_rows_come_with_their_requests(party: Party, job_id: str) -> None:
+    works = party.claim(3)
+    assert row_numbers(works) == [0, 1, 2]
+    assert [work.request.payload for work in works] == ["a", "b", "c"]
+    assert party.tally.jobs == [job_id]
+
+
+def test_a_claim_that_found_nothing_looks_before_it_locks(store: Store, party: Party, job_id: str) -> None:
+    """It only reads until there is something: rows never leased, or some whose time has come."""
+    works = party.claim()
+    assert party.claim() == []
+    assert not party.ledger.claimable()
+    party.put_back(works[1], after_s=5.0)
+    assert not party.ledger.claimable()
+    party.clock.now += 5.0
+    assert party.ledger.claimable()
+    assert row_numbers(party.claim()) == [1]
+    assert party.claim() == []
+    assert not party.ledger.claimable()
+    with store.write() as tx:
+        source = catalog.Source(path=None, format="jsonl")
+        catalog.add(tx, job_id="later", task="{}", source=source, num_rows=1, priority=0, now=0.0)
+    assert party.ledger.claimable()
+
+
+@pytest.mark.parametrize(
+    ("decision", "available_at", "failures", "suspect", "retries"),
+    [
+        ({}, 0.0, 0, False, 0),
+        ({"after_s": 4.0, "counts": True}, 1004.0, 1, False, 1),
+        ({"suspect": True}, 0.0, 0, True, 0),
+        ({"suspect": True, "counts": True}, 0.0, 1, True, 1),
+    ],
+)
+def test_a_row_that_is_returned_waits_as_was_decided(
+    store: Store,
+    party: Party,
+    job_id: str,
+    decision: dict[str, object],
+    available_at: float,
+    failures: int,
+    suspect: bool,
+    retries: int,
+) -> None:
+    works = party.claim()
+    party.put_back(works[1], **decision)
+    assert select(store, "select epoch, available_at, failures, suspect from request where position = 1") == [
+        (None, available_at, failures, suspect)
+    ]
+    assert job(store, job_id).retries == retries
+    assert select(store, "select count(epoch) from request") == [(3,)]
+
+
+def test_everything_in_an_outbox_is_written_at_once(store: Store, party: Party, job_id: str) -> None:
+    """Tokens first, so that a row that is returned keeps them; the lease ends with its last row."""
+    works = party.claim()
+    saved = SavedTokens(works[0].epoch, *works[0].key, queue.pack_tokens([7]), "model")
+    outbox = Outbox(
+        finished=[Finished(works[1].epoch, *works[1].key, result(1))],
+        returned=[(works[0], RetryDecision()), (works[2], RetryDecision())],
+        saved={works[0].key: saved},
+    )
+    assert outbox
+    assert outbox.epochs == {works[0].epoch: 3}
+    party.ledger.write(outbox)
+    assert select(store, "select position, epoch, tokens_by from request order by 1") == [
+        (0, None, "model"),
+        (2, None, None),
+        (3, works[3].epoch, None),
+    ]
+    party.put_back(works[3])
+    assert select(store, "select count(*) from lease") == [(0,)]
+    (first, *_) = party.claim()
+    assert first.call is not None
+    assert list(first.call.resume_from) == [7]
+
+
+@pytest.mark.parametrize("part", ["finished", "returned", "saved"])
+def test_an_outbox_is_empty_if_all_of_it_is(part: str) -> None:
+    outbox = Outbox()
+    assert not outbox
+    {"finished": outbox.finished.append, "returned": outbox.returned.append}.get(
+        part,
+        lambda _: outbox.saved.update({("j", 1): None}),  # type: ignore[dict-item]
+    )(None)  # type: ignore[arg-type]
+    assert outbox
+
+
+def test_the_journal_is_emptied_by_the_shard_and_at_the_end(
+    store: Store, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_ROWS", 2)
+    recorder = Recorder(store, Clock())
+    lease = leased(store)
+    journalled = []
+    for position in positions(lease):
+        recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, position, result(position))]))
+        journalled.append(select(store, "select count(*) from journal")[0][0])
+    assert journalled == [1, 0, 1, 0]
+    assert select(store, "select num_rows, created_at from shard") == [(2, 1000.0), (2, 1000.0)]
+    assert job(store, job_id).finished_at == 1000.0
+
+
+def test_less_than_a_shard_stays_until_the_job_is_complete(store: Store, job_id: str) -> None:
+    recorder = Recorder(store, Clock())
+    lease = leased(store)
+    for these, left in (([0, 1, 2], 3), ([3], 0)):
+        recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, p, result(p)) for p in these]))
+        assert select(store, "select count(*) from journal") == [(left,)]
+
+
+def test_the_queue_is_drained_when_nothing_is_leased_and_nothing_waits(
+    store: Store, party: Party, job_id: str
+) -> None:
+    works = party.claim()
+    assert not party.ledger.nothing_left()
+    assert party.tally.waiting_for == "4 rows are with another conserve run"
+    party.put_back(works[0], after_s=9.0)
+    assert not party.ledger.nothing_left()
+    assert party.tally.waiting_for == "1 rows wait for their next attempt"
+    party.clock.now += 9.0
+    assert not party.ledger.nothing_left()
+    assert party.tally.waiting_for == "3 rows are with another conserve run"
+    party.finish(*works[1:], *party.claim())
+    assert party.ledger.nothing_left()
+    assert party.tally.waiting_for is None
+    assert party.tally.completed == [job_id]
+
+
+def test_rows_of_the_dead_and_of_lost_leases_come_back_while_there_is_nothing_else(
+    store: Store, party: Party, job_id: str
+) -> None:
+    """But looked for once a second only."""
+    dead = party.ledger.owner.rsplit(":", 2)[0] + ":0:abcdef"
+    claim(store, owner=dead, now=1000.0, lease_s=900.0, limit=1)
+    claim(store, owner="elsewhere:1:2:3", now=1000.0, lease_s=0.5, limit=1)
+    claim(store, owner="elsewhere:1:2:4", now=1000.0, lease_s=900.0, limit=2)
+    assert not party.ledger.nothing_left()
+    assert len(select(store, "select * from lease")) == 2, "that of the dead has ended"
+    party.clock.now += 0.9
+    party.ledger.nothing_left()
+    assert len(select(store, "select * from lease")) == 2
+    party.clock.now += 0.1
+    party.ledger.nothing_left()
+    assert select(store, "select owner from lease") == [("elsewhere:1:2:4",)]
+    assert row_numbers(party.claim()) == [0, 1]
+
+
+def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party, job_id: str) -> None:
+    """Its own rows and those of the dead come back, what is complete is compacted, orphans are swept up."""
+    party.claim(1)
+    claim(store, owner=party.ledger.owner.rsplit(":", 2)[0] + ":0:abcdef", now=1000.0, lease_s=900.0, limit=1)
+    claim(store, owner="elsewhere:1:2:3", now=900.0, limit=1)
+    kept = leased(store, owner="elsewhere:1:2:4", now=1000.0, limit=1)
+    add_job(store, "done", rows=1, priority=1)
+    done = leased(store, owner="elsewhere:1:2:5", now=1000.0)
+    with store.write() as tx:
+        journal.commit(tx, [Finished(done.epoch, "done", 0, result(0))], now=0.0)
+    orphan = home.jobs_folder(store.home) / "orphan"
+    orphan.mkdir()
+    party.clock.now = orphan.stat().st_mtime + shards.STALE_AFTER_S + 1
+    with store.write() as tx:
+        queue.renew(tx, {kept.epoch}, now=party.clock.now, lease_s=60.0)
+    party.ledger.reopen()
+    party.ledger.recover()
+    assert select(store, "select epoch from lease") == [(kept.epoch,)]
+    assert select(store, "select count(*) from journal") == [(0,)]
+    assert not orphan.exists()
+
+
+def test_what_is_not_done_at_the_end_waits_for_the_next_run(store: Store, party: Party, job_id: str) -> None:
+    party.claim(2)
+    other = leased(store, owner="elsewhere:1:2:3", limit=1)
+    party.ledger.give_back()
+    assert select(store, "select epoch from lease") == [(other.epoch,)]
+    assert select(store, "select position from request where epoch is null") == [(0,), (1,)]
+
+
+def test_renewing_our_leases_ends_those_of_others_that_ran_out(
+    store: Store, party: Party, job_id: str
+) -> None:
+    (work,) = party.claim(1)
+    lost = leased(store, owner="elsewhere:1:2:3", now=950.0, limit=1)
+    assert party.ledger.renew({work.epoch, 999}) == {work.epoch}
+    assert select(store, "select epoch, expires_at from lease") == [(work.epoch, 1060.0)]
+    assert positions(lost) == [1]
+
+
+def test_jobs_that_stopped_are_named_as_long_as_they_do(store: Store, party: Party, job_id: str) -> None:
+    party.claim(1)
+    assert party.ledger.stopped_jobs() == set()
+    for verb, stopped, cancelled in (
+        ("pause", {job_id}, []),
+        ("resume", set(), []),
+        ("cancel", {job_id}, [job_id]),
+    ):
+        with store.write() as tx:
+            catalog.move(tx, job_id, verb, now=0.0)
+        assert party.ledger.stopped_jobs() == stopped
+        assert party.tally.cancelled == cancelled
+    assert party.ledger.stopped_jobs() == {job_id}, "rows claimed just before may still be in flight"
+    assert party.ledger.stopped_jobs() == set(), "it was closed"
+    assert party.tally.cancelled == [job_id]
+
+
+def test_a_job_that_must_not_run_is_told_why_and_gives_its_rows_back(
+    store: Store, party: Party, write_input: WriteInput, job_id: str
+) -> None:
+    whole = submit(store, str(write_input("other.parquet", q=["x"])), TASK, priority=-1).job_id
+    write_input(q=["something else"])
+    assert [work.job_id for work in party.claim()] == [whole]
+    assert "changed after job" in party.tally.refused[job_id]
+    assert job(store, job_id).state is JobState.FAILED
+    assert job(store, job_id).finished_at == 1000.0
+    assert select(store, "select job_id from lease") == [(whole,)]
+
+
+def test_a_suspect_is_claimed_alone(store: Store, party: Party, job_id: str) -> None:
+    works = party.claim()
+    party.put_back(*works[:2], suspect=True)
+    assert party.claim() == []
+    assert row_numbers(party.claim(suspect=True)) == [0]
+
+
+def test_a_store_file_that_is_gone_or_another_one_is_noticed(store: Store) -> None:
+    file = StoreFile.of(store)
+    assert file is not None
+    file.check()
+    path = store.home / "conserve.db"
+    content = path.read_bytes()
+    path.rename(path.with_name("away"))
+    with pytest.raises(StoreError, match="cannot be opened: No such file"):
+        file.check()
+    with pytest.raises(StoreError, match="cannot be opened"):
+        StoreFile.of(store)
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match="was replaced by another file"):
+        file.check()
+
+
+def test_returned_rows_are_those_of_this_lease_only(store: Store, job_id: str) -> None:
+    first, second = leased(store, limit=2), leased(store, limit=2)
+    put_back(store, second, 0)
+    assert select(store, "select count(*) from request where epoch is null") == [(0,)]
+    assert positions(first) == [0, 1]

@@ -1,0 +1,321 @@
+"""What becomes of a row: its call, its result, and the decision after an error."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from conserve.endpoints.protocol import Choice, Completion, Url
+from conserve.errors import (
+    EndpointBusy,
+    EndpointFault,
+    EndpointUnavailable,
+    EndpointUnusable,
+    EngineDied,
+    RequestRejected,
+    StoreError,
+)
+from conserve.jobs.hold import Hold
+from conserve.jobs.outage import Outage
+from conserve.jobs.outcome import failure, success
+from conserve.jobs.request_file import StoredRequest
+from conserve.jobs.retry import LONGEST_BACKOFF_S, RetryDecision, backoff_s, decide
+from conserve.jobs.tally import Tally
+from conserve.jobs.task import Kind, Order, Task
+from conserve.jobs.workload import OpenJob, Work, to_work, wants_json_answer
+from conserve.store.catalog import Job, Source
+from conserve.store.journal import Committed, Finished
+from conserve.store.queue import LeasedRow, pack_tokens
+from conserve.store.states import JobState
+from tests.store_rows import result
+
+TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
+ROW = LeasedRow(4, 2, 1, 11.0)
+ANSWER = Completion(
+    choices=[Choice(text="yes", finish_reason="stop")],
+    prompt_tokens=7,
+    completion_tokens=5,
+    cached_tokens=3,
+    model="m",
+)
+
+
+def work(
+    payload: str | None = "hi", *, task: Task = TASK, row: LeasedRow = ROW, url: str | None = None
+) -> Work:
+    stored = Job(
+        seq=1, id="job-1", state=JobState.QUEUED, error=None, priority=0, submitted_at=10.0, started_at=None,
+        finished_at=None, task=task.to_json(), source=Source(path=None, format="jsonl"), num_rows=9,
+        next_position=9, succeeded=0, failed=0, retries=0, prompt_tokens=0, completion_tokens=0,
+        cached_tokens=0, resumed_tokens=0,
+    )  # fmt: skip
+    request = StoredRequest(6, "mine", url, payload, None, None)
+    return to_work(OpenJob(stored, task, None), 5, row, request, "model")  # type: ignore[arg-type]
+
+
+def test_a_row_becomes_a_call_under_its_lease() -> None:
+    made = work()
+    assert (made.job_id, made.epoch, made.row, made.submitted_at) == ("job-1", 5, ROW, 10.0)
+    assert made.key == ("job-1", 4)
+    assert made.call is not None
+    assert (made.call.key, made.call.url, made.call.identity) == ("job-1/4/5", Url.CHAT, "model")
+    assert made.call.body == {"messages": [{"role": "user", "content": "hi"}]}
+    assert (made.can_resume, made.wants_json, list(made.call.resume_from)) == (True, False, [])
+
+
+def test_a_row_names_its_own_route_or_gets_the_tasks() -> None:
+    task = replace(TASK, url=Url.COMPLETIONS)
+    for url, wanted in ((None, Url.COMPLETIONS), (Url.CHAT.value, Url.CHAT)):
+        call = work(task=task, url=url).call
+        assert call is not None
+        assert call.url is wanted
+
+
+def test_a_row_without_a_payload_has_no_call() -> None:
+    made = work(None)
+    assert (made.call, made.can_resume, made.wants_json) == (None, False, False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "made_by", "params", "resumed"),
+    [
+        ([7, 8], "model", {}, [7, 8]),
+        ([7, 8], "another", {}, []),
+        ([7, 8], None, {}, []),
+        ([], "model", {}, []),
+        (None, "model", {}, []),
+        ([7, 8], "model", {"seed": 1}, []),
+    ],
+)
+def test_only_tokens_of_this_model_that_can_be_continued_are_continued(
+    tokens: list[int] | None, made_by: str | None, params: dict[str, int], resumed: list[int]
+) -> None:
+    saved = None if tokens is None else pack_tokens(tokens)
+    made = work(task=replace(TASK, params=params), row=replace(ROW, tokens=saved, tokens_by=made_by))
+    assert made.call is not None
+    assert list(made.call.resume_from) == resumed
+    assert success(made, ANSWER, now=12.0).resumed_tokens == len(resumed)
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ({"type": "json_schema"}, True),
+        ({"type": "json_object"}, True),
+        ({"type": "text"}, False),
+        ("x", False),
+    ],
+)
+def test_json_is_wanted_where_the_request_says_so(form: object, wanted: bool) -> None:
+    assert wants_json_answer({"response_format": form}) is wanted
+    assert not wants_json_answer({})
+
+
+@pytest.mark.parametrize(
+    ("task", "payload", "body"),
+    [
+        (TASK, "hi", {"messages": [{"role": "user", "content": "hi"}]}),
+        (
+            replace(TASK, system="be brief", params={"n": 2}),
+            "hi",
+            {
+                "n": 2,
+                "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+            },
+        ),
+        (replace(TASK, url=Url.COMPLETIONS, params={"n": 2}), "hi", {"n": 2, "prompt": "hi"}),
+        (
+            Task(kind=Kind.MESSAGES, column="m", system="be brief"),
+            '[{"role":"user","content":"x"}]',
+            {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "x"}]},
+        ),
+        (
+            Task(kind=Kind.OPENAI, params={"n": 2, "top_p": 1}),
+            '{"n":3,"prompt":"x"}',
+            {"n": 3, "top_p": 1, "prompt": "x"},
+        ),
+    ],
+)
+def test_the_body_is_the_tasks_and_what_the_row_says_itself_wins(
+    task: Task, payload: str, body: dict[str, object]
+) -> None:
+    assert task.body(payload) == body
+
+
+def test_a_task_is_stored_as_it_is() -> None:
+    task = replace(TASK, params={"n": 2}, order=Order.RANDOM, order_seed=3, system="s", id_column="i")
+    assert Task.from_json(task.to_json()) == task
+
+
+def test_an_answer_is_the_result_of_its_row() -> None:
+    found = success(work(), ANSWER, now=12.0)
+    assert (found.row_index, found.custom_id, found.text, found.finish_reason) == (6, "mine", "yes", "stop")
+    assert (found.model, found.prompt_tokens, found.completion_tokens, found.cached_tokens) == ("m", 7, 5, 3)
+    assert (found.attempts, found.submitted_at, found.started_at, found.finished_at) == (2, 10.0, 11.0, 12.0)
+    assert (found.json, found.choices, found.logprobs, found.failed) == (None, None, None, False)
+
+
+def test_a_failure_is_one_too() -> None:
+    found = failure(work(), "too_long", "9 of 8 tokens", now=12.0)
+    assert (found.row_index, found.custom_id, found.failed, found.text) == (6, "mine", True, None)
+    assert (found.error_type, found.error, found.attempts) == ("too_long", "9 of 8 tokens", 2)
+    assert (found.submitted_at, found.started_at, found.finished_at) == (10.0, 11.0, 12.0)
+
+
+@pytest.mark.parametrize(("text", "kept"), [(' {"a": 1}\n', '{"a": 1}'), ('{"a": ', None)])
+def test_json_is_kept_where_the_answer_is_some(text: str, kept: str | None) -> None:
+    task = replace(TASK, params={"response_format": {"type": "json_object"}})
+    answer = replace(ANSWER, choices=[Choice(text=text, finish_reason="length")])
+    found = success(work(task=task), answer, now=0.0)
+    assert (found.text, found.json) == (text, kept)
+    assert success(work(), answer, now=0.0).json is None, "which nobody asked for"
+
+
+def test_several_choices_are_kept_with_their_logprobs() -> None:
+    first = Choice(text="a", finish_reason="stop", logprobs={"tokens": ["a"]})
+    found = success(
+        work(), replace(ANSWER, choices=[first, Choice(text="b", finish_reason="length")]), now=0.0
+    )
+    assert (found.text, json.loads(found.logprobs or "")) == ("a", {"tokens": ["a"]})
+    assert json.loads(found.choices or "") == [
+        {"text": "a", "finish_reason": "stop", "logprobs": {"tokens": ["a"]}},
+        {"text": "b", "finish_reason": "length"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "decision"),
+    [
+        (RequestRejected("no", kind="too_long"), RetryDecision(error_type="too_long")),
+        (EndpointBusy("wait"), RetryDecision(hold_s=1.0)),
+        (EndpointBusy("wait", retry_after_s=7.0), RetryDecision(hold_s=7.0)),
+        (EndpointUnavailable("gone"), RetryDecision(hold_s=1.0)),
+        (EndpointFault("garbage"), RetryDecision(after_s=1.0, counts=True)),
+    ],
+)
+def test_an_error_is_judged_by_what_it_says_about_the_row(
+    error: RequestRejected | EndpointFault, decision: RetryDecision
+) -> None:
+    assert decide(error, failures=0, max_attempts=2, alone=True) == decision
+
+
+def test_as_many_faults_fail_a_row_as_it_has_attempts() -> None:
+    decisions = [decide(EndpointFault("x"), failures=n, max_attempts=3, alone=False) for n in range(3)]
+    assert [decision.error_type for decision in decisions] == [None, None, "endpoint_fault"]
+    assert [decision.after_s for decision in decisions] == [1.0, 2.0, 0.0]
+
+
+def test_an_endpoint_that_is_out_of_reach_never_fails_a_row() -> None:
+    for error in (EndpointBusy("x"), EndpointUnavailable("x")):
+        decision = decide(error, failures=99, max_attempts=1, alone=True)
+        assert (decision.error_type, decision.counts) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("failures", "alone", "decision"),
+    [
+        (0, False, RetryDecision(suspect=True)),
+        (9, False, RetryDecision(suspect=True)),
+        (0, True, RetryDecision(suspect=True, counts=True)),
+        (1, True, RetryDecision(error_type="engine_died")),
+    ],
+)
+def test_only_a_row_that_was_alone_is_blamed_for_an_engines_death(
+    failures: int, alone: bool, decision: RetryDecision
+) -> None:
+    died = EngineDied("gone")
+    assert decide(died, failures=failures, max_attempts=1, alone=alone) == decision
+    blamed = decide(died, failures=failures, max_attempts=1, alone=alone, max_deaths=failures + 2)
+    assert blamed.error_type is None
+
+
+def test_a_backoff_doubles_up_to_a_minute() -> None:
+    assert [backoff_s(n) for n in range(8)] == [1, 2, 4, 8, 16, 32, LONGEST_BACKOFF_S, LONGEST_BACKOFF_S]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_hold_doubles_until_something_answers() -> None:
+    clock, said = Clock(), []
+    hold = Hold(clock, said.append)
+    assert hold.left_s <= 0
+    lengths = []
+    for _ in range(3):
+        waits = hold.begin(EndpointBusy("busy"), 2.0)
+        lengths.append(hold.left_s)
+        assert waits == f"busy; trying again in {lengths[-1]:.0f} s"
+        assert hold.begin(EndpointBusy("busy"), 2.0) is None, "others failed for the same reason"
+        clock.now += lengths[-1]
+        assert hold.left_s <= 0
+    assert lengths == [2.0, 4.0, 8.0]
+    hold.end()
+    hold.begin(EndpointBusy("busy"), 2.0)
+    assert hold.left_s == 2.0
+    assert said == [], "a busy endpoint is none that is out of reach"
+
+
+def test_a_hold_is_as_long_as_was_asked_for_and_a_minute_at_most() -> None:
+    clock = Clock()
+    hold = Hold(clock, lambda _: None)
+    assert hold.begin(EndpointFault("x"), 0.0) is None
+    assert hold.left_s <= 0
+    for wish_s, length_s in ((1.0, 1.0), (50.0, 50.0), (1.0, LONGEST_BACKOFF_S), (900.0, LONGEST_BACKOFF_S)):
+        hold.begin(EndpointBusy("x"), wish_s)
+        assert hold.left_s == length_s
+        clock.now += length_s
+
+
+def test_that_an_endpoint_is_out_of_reach_and_back_is_said_once() -> None:
+    clock, said = Clock(), []
+    hold = Hold(clock, said.append)
+    for _ in range(2):
+        for _ in range(2):
+            hold.begin(EndpointUnavailable("no route"), 1.0)
+        hold.end()
+        hold.end()
+    assert said == ["no route; harvesting waits", "the endpoint answers again; harvesting goes on"] * 2
+
+
+def test_an_outage_is_said_once_and_waited_for_longer_each_time() -> None:
+    said: list[str] = []
+    outage = Outage(said.append)
+    outage.end()
+    assert [outage.begin(StoreError("gone")) for _ in range(3)] == [1.0, 2.0, 4.0]
+    assert outage.begin(EndpointUnusable("no GPU")) == 8.0
+    outage.end()
+    outage.end()
+    assert said == [
+        "the store cannot be reached (gone); harvesting waits",
+        "the endpoint cannot be reached (no GPU); harvesting waits",
+        "the endpoint is back; harvesting goes on",
+    ]
+    assert outage.begin(StoreError("gone")) == 16.0, "it has proved nothing yet"
+    outage.forget()
+    assert outage.begin(StoreError("gone")) == 1.0
+
+
+def test_the_tally_is_a_recount_of_what_was_committed() -> None:
+    tally = Tally()
+    results = [
+        result(n, failed=n == 1, prompt_tokens=n + 1, completion_tokens=10 * n, resumed_tokens=100 * n)
+        for n in range(4)
+    ]
+    finished = [Finished(1, "job-1", n, r) for n, r in enumerate(results)]
+    tally.count(Committed(finished[:2], finished[3:], []))
+    tally.count(Committed(finished[2:3], [], ["job-1"]))
+    assert (tally.succeeded, tally.failed, tally.late, tally.done) == (2, 1, 1, 3)
+    assert (tally.prompt_tokens, tally.completion_tokens, tally.resumed_tokens) == (6, 30, 300)
+    assert tally.completed == ["job-1"]
+
+
+def test_a_completed_job_that_comes_back_is_not_complete_any_more() -> None:
+    tally = Tally(jobs=["a", "b"], completed=["a", "b"])
+    tally.begin("a")
+    tally.begin("c")
+    tally.begin("c")
+    assert (tally.jobs, tally.completed) == (["a", "b", "c"], ["b"])

@@ -1,0 +1,71 @@
+"""Who holds leases and who serves: processes that live, of this machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from conserve.config import Settings
+from conserve.jobs import owner as owners
+from conserve.jobs import services
+
+
+def named(pid: int, started: float, host: str | None = None) -> str:
+    return f"{host or socket.gethostname()}:{pid}:{started:.0f}:abcdef"
+
+
+def test_this_process_lives_and_has_a_new_name_each_time() -> None:
+    one, other = owners.this_process(), owners.this_process()
+    assert one != other
+    assert one.split(":")[:2] == [socket.gethostname(), str(os.getpid())]
+    assert not owners.is_dead(one)
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_process_that_ended_is_dead_even_before_it_was_waited_for(killed: bool) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    name = named(child.pid, owners.start_time(child.pid))
+    assert owners.dead([name]) == set()
+    if killed:
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # and stays a zombie
+        assert owners.dead([name]) == {name}
+    child.communicate(b"\n")
+    assert owners.dead([name, owners.this_process()]) == {name}
+    assert owners.start_time(child.pid) == 0
+
+
+def test_another_process_of_the_same_number_is_another_owner() -> None:
+    """Start times move a little with the machine's clock."""
+    started = owners.start_time(os.getpid())
+    assert not owners.is_dead(named(os.getpid(), started + 1.4))
+    assert owners.is_dead(named(os.getpid(), started - 60))
+    assert owners.is_dead(named(os.getpid(), started + 60))
+
+
+def test_of_other_machines_nothing_is_known() -> None:
+    assert not owners.is_dead(named(os.getpid(), 0, host="elsewhere"))
+    assert not owners.is_dead(named(os.getpid(), 0, host="fe80::1"))
+
+
+def test_a_server_is_found_while_it_serves(settings: Settings) -> None:
+    assert services.running(settings) == []
+    with services.announce(settings, "http://here"):
+        (found,) = services.running(settings)
+        assert found.url == "http://here"
+        assert not owners.is_dead(found.owner)
+    assert services.running(settings) == []
+
+
+def test_what_dead_servers_left_is_swept_up(settings: Settings) -> None:
+    with services.announce(settings, "http://here"):
+        folder = settings.home / services.FOLDER
+        dead = services.msgspec.json.encode(services.Running(url="http://dead", owner=named(1, 1.0)))
+        (folder / "1.json").write_bytes(dead)
+        (folder / "2.json").write_bytes(b"no record")
+        (folder / "notes.txt").write_bytes(b"not ours")
+        assert [found.url for found in services.running(settings)] == ["http://here"]
+        assert sorted(path.name for path in folder.iterdir()) == sorted([f"{os.getpid()}.json", "notes.txt"])
