@@ -1,0 +1,287 @@
+"""The database and the folder below the store: transactions, and errors in the user's words."""
+
+import errno
+import os
+import sqlite3
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from sqlalchemy import inspect, make_url, text
+from sqlalchemy.exc import NoResultFound, OperationalError
+
+from conserve.config import Settings, load
+from conserve.errors import ConserveError, SettingsError, StoreError, StoreFull, StoreReadOnly
+from conserve.store import database, home, migrations
+from conserve.store.store import Store
+from tests.store_rows import select
+
+
+def test_a_transaction_counts_as_a_whole_or_not_at_all(store: Store) -> None:
+    class Mistake(Exception):
+        pass
+
+    def write(key: str, error: Exception | None = None) -> None:
+        with store.write() as tx:
+            tx.execute(text("insert into meta values (:key, '')"), {"key": key})
+            if error:
+                raise error
+
+    write("kept")
+    for error in (Mistake(), ConserveError("ours")):
+        with pytest.raises(type(error)):
+            write("undone", error)
+    assert select(store, "select key from meta order by 1") == [("kept",), ("version",)]
+
+
+def test_every_commit_is_flushed_to_disk(store: Store) -> None:
+    """Write-ahead log, and an fsync for each commit (2 is FULL)."""
+    pragmas = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "cache_size": -65536}
+    for read_only in (True, False):
+        with store.read() if read_only else store.write() as tx:
+            assert {name: tx.exec_driver_sql(f"pragma {name}").scalar() for name in pragmas} == pragmas
+
+
+def test_who_writes_has_the_lock_from_the_start_and_who_reads_needs_none(
+    store: Store, settings: Settings
+) -> None:
+    impatient = sqlite3.connect(settings.home / "conserve.db", timeout=0, isolation_level=None)
+    with store.write():
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            impatient.execute("begin immediate")
+        with store.read() as reader:
+            assert reader.scalar(text("select count(*) from job")) == 0
+    with store.read():
+        impatient.execute("begin immediate")
+        impatient.execute("rollback")
+    impatient.close()
+
+
+def test_a_writer_waits_for_a_minute(store: Store) -> None:
+    with store.read() as tx:
+        assert tx.exec_driver_sql("pragma busy_timeout").scalar() == 60_000
+
+
+def test_a_reader_sees_one_moment(store: Store) -> None:
+    with store.read() as reader:
+        before = reader.scalar(text("select count(*) from meta"))
+        with store.write() as writer:
+            writer.execute(text("insert into meta values ('later', '')"))
+        assert reader.scalar(text("select count(*) from meta")) == before
+    assert len(select(store, "select * from meta")) == before + 1
+
+
+@pytest.mark.parametrize("url", ["nothing like a URL", "nodatabase://x/y", "postgresql+nodriver://x/y"])
+def test_a_url_that_names_no_database_is_the_users_mistake(tmp_path: Path, url: str) -> None:
+    with pytest.raises(SettingsError, match="CONSERVE_STORE is not a database URL"):
+        Store.open(load({"home": tmp_path, "store": url}, environ={}))
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "hint"),
+    [
+        (
+            "attempt to write a readonly database",
+            StoreReadOnly,
+            "is read-only; make it writable or set CONSERVE_HOME",
+        ),
+        ("cannot execute INSERT in a read-only transaction", StoreReadOnly, "is read-only"),
+        ("database or disk is full", StoreFull, "nothing that was committed is lost"),
+        ("could not extend file: No space left on device", StoreFull, "no space left for the store"),
+        ("disk I/O error", StoreFull, "(disk I/O error)"),
+        ("unable to open database file", StoreError, "cannot be opened (unable to open database file)"),
+        ("file is not a database", StoreError, "cannot be opened"),
+        ("database disk image is malformed", StoreError, "check CONSERVE_HOME"),
+        ("no such table: job", StoreError, "failed: no such table: job; run: conserve doctor"),
+    ],
+)
+def test_what_a_database_says_becomes_the_next_step(
+    store: Store, said: str, kind: type[StoreError], hint: str
+) -> None:
+    found = database.explain(OperationalError("select", {}, Exception(said)), store.engine)
+    assert type(found) is kind
+    assert hint in str(found)
+    assert str(store.home) in str(found)
+
+
+def test_errors_of_the_database_are_explained_and_keep_their_cause(store: Store) -> None:
+    with pytest.raises(StoreError, match="no such table: unknown") as error, store.read() as tx:
+        tx.execute(text("select * from unknown"))
+    assert isinstance(error.value.__cause__, OperationalError)
+
+
+def test_an_error_without_a_cause_of_the_drivers_is_told_as_it_is(store: Store) -> None:
+    assert "No row was found" in str(database.explain(NoResultFound("No row was found"), store.engine))
+
+
+def test_a_password_is_not_told() -> None:
+    engine = SimpleNamespace(url=make_url("postgresql://me:secret@there/store"))
+    found = database.explain(OperationalError("", {}, Exception("x")), engine)  # type: ignore[arg-type]
+    assert "postgresql://me:***@there/store" in str(found)
+
+
+def test_a_store_that_cannot_be_written_is_found_before_any_work(store: Store) -> None:
+    with store.write() as tx:
+        tx.exec_driver_sql("pragma query_only = on")
+        with pytest.raises(OperationalError, match="readonly"):
+            database.reserve_space(tx)
+        tx.exec_driver_sql("pragma query_only = off")
+    assert database.sqlite_url(Path("/a/b.db")) == "sqlite:////a/b.db"
+
+
+def test_the_version_of_an_empty_database_is_none(store: Store) -> None:
+    with store.write() as tx:
+        assert migrations.version(tx) == 1
+        tx.execute(text("delete from meta"))
+        assert migrations.version(tx) == 0
+        migrations.migrate(tx)
+        assert migrations.version(tx) == 1
+        tx.execute(text("drop table meta"))
+        assert migrations.version(tx) == 0
+
+
+def test_migrations_that_a_store_has_seen_are_not_repeated(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three, a store that has seen the first gets the others, in order."""
+    seen: list[int] = []
+    monkeypatch.setattr(migrations, "LATEST", 3)
+    monkeypatch.setattr(migrations, "MIGRATIONS", [lambda tx, n=n: seen.append(n) for n in (1, 2, 3)])
+    for _ in range(2):
+        with store.write() as tx:
+            migrations.migrate(tx)
+            assert migrations.version(tx) == 3
+    assert seen == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "hint"),
+    [
+        (errno.ENOSPC, StoreFull, "no space left"),
+        (errno.EDQUOT, StoreFull, "no space left"),
+        (errno.EFBIG, StoreFull, "no space left"),
+        (errno.EACCES, StoreReadOnly, "cannot be written"),
+        (errno.EPERM, StoreReadOnly, "cannot be written"),
+        (errno.EROFS, StoreReadOnly, "cannot be written"),
+        (errno.ENOENT, StoreError, "cannot be used: "),
+    ],
+)
+def test_what_the_operating_system_says_becomes_the_next_step(
+    tmp_path: Path, number: int, kind: type[StoreError], hint: str
+) -> None:
+    with pytest.raises(StoreError, match=hint) as error, home.explained(tmp_path):
+        raise OSError(number, "said")
+    assert type(error.value) is kind
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="cannot be used"):
+        Store.open(load({"home": tmp_path / "file" / "home"}, environ={}))
+
+
+def test_a_home_is_made_with_the_folders_above_it(tmp_path: Path) -> None:
+    Store.open(load({"home": tmp_path / "a" / "b"}, environ={})).close()
+    assert (tmp_path / "a" / "b" / "conserve.db").is_file()
+
+
+def test_a_new_jobs_folder_stays_only_if_it_was_adopted(tmp_path: Path) -> None:
+    for adopted in (False, True):
+        with home.new_job_folder(tmp_path) as folder:
+            (folder / home.REQUESTS).write_bytes(b"requests")
+            assert folder.parent == home.jobs_folder(tmp_path)
+            if adopted:
+                home.adopt(folder, tmp_path, "job-1")
+        assert not folder.exists()
+    assert home.requests_file(tmp_path, "job-1").read_bytes() == b"requests"
+    home.discard_job(tmp_path, "job-1")
+    home.discard_job(tmp_path, "job-1")
+    assert list(home.jobs_folder(tmp_path).iterdir()) == []
+
+
+def test_folders_of_new_jobs_that_cannot_be_made_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "jobs").write_bytes(b"a file")
+    with pytest.raises(StoreError, match="cannot be used"), home.new_job_folder(tmp_path):
+        pass
+
+
+def test_a_job_is_flushed_before_it_gets_its_name_and_the_name_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(home, "sync", lambda path: synced.append(f"{path.name} {path.exists()}"))
+    with home.new_job_folder(tmp_path) as folder:
+        (folder / home.REQUESTS).write_bytes(b"")
+        home.adopt(folder, tmp_path, "job-1")
+    assert synced == [f"{home.REQUESTS} True", f"{folder.name} True", "jobs True"]
+    synced.clear()
+    scratch = tmp_path / "scratch"
+    scratch.write_bytes(b"whole")
+    home.write_durably(tmp_path / "final", scratch)
+    assert synced == ["scratch True", f"{tmp_path.name} True"]
+    assert (tmp_path / "final").read_bytes() == b"whole"
+
+
+def test_files_and_folders_are_flushed_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr("os.fsync", flushed.append)
+    home.sync(tmp_path)
+    (descriptor,) = flushed
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_files_lie_where_the_design_says(tmp_path: Path) -> None:
+    assert home.requests_file(tmp_path, "j") == tmp_path / "jobs" / "j" / "requests.parquet"
+    assert home.inputs_file(tmp_path, "j") == tmp_path / "jobs" / "j" / "inputs.parquet"
+
+
+NULLABLE = {
+    "job": {"error", "started_at", "finished_at"},
+    "request": {"epoch", "started_at", "tokens", "tokens_by"},
+}
+KEYS = {
+    "meta": ["key"],
+    "job": ["seq"],
+    "lease": ["epoch"],
+    "request": ["job_id", "position"],
+    "journal": ["job_id", "position"],
+    "shard": ["id"],
+}
+INDEXES = {
+    "lease": [["job_id"]],
+    "request": [["epoch", "job_id", "position"]],
+    "shard": [["job_id"]],
+}
+UNIQUE = {"job": [["id"]], "shard": [["file"]]}
+
+
+@pytest.mark.parametrize("table", list(KEYS))
+def test_the_database_itself_refuses_what_would_break_the_books(store: Store, table: str) -> None:
+    """A position twice in one place, rows of a job that is not there, and what is not known."""
+    found = inspect(store.engine)
+    columns = {column["name"]: column for column in found.get_columns(table)}
+    assert {name for name, column in columns.items() if column["nullable"]} == NULLABLE.get(table, set())
+    assert found.get_pk_constraint(table)["constrained_columns"] == KEYS[table]
+    assert [index["column_names"] for index in found.get_indexes(table)] == INDEXES.get(table, [])
+    unique = [constraint["column_names"] for constraint in found.get_unique_constraints(table)]
+    assert unique == UNIQUE.get(table, [])
+    refers = [(key["constrained_columns"], key["referred_table"]) for key in found.get_foreign_keys(table)]
+    assert refers == ([] if table in ("meta", "job") else [(["job_id"], "job")])
+
+
+def test_epochs_are_never_used_twice_and_live_rows_lie_in_the_order_of_their_key(store: Store) -> None:
+    made = dict(select(store, "select name, sql from sqlite_master where type = 'table'"))
+    assert "AUTOINCREMENT" in made["lease"]
+    assert {name for name, sql in made.items() if sql and "WITHOUT ROWID" in sql} == {"request", "journal"}
+
+
+def test_only_one_process_migrates_a_postgresql_database_at_a_time() -> None:
+    said: list[str] = []
+    tx = SimpleNamespace(
+        dialect=SimpleNamespace(name="postgresql"), execute=lambda query: said.append(str(query))
+    )
+    migrations.lock(tx)  # type: ignore[arg-type]
+    (query,) = said
+    assert "pg_advisory_xact_lock" in query

@@ -1,0 +1,236 @@
+"""Results as files: what an OpenAI Batch client, a spreadsheet or a script would read."""
+
+import csv
+import io
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from conserve.store import export, home, shards
+from conserve.store.export import Format, format_of
+from conserve.store.query import views
+from conserve.store.results import COLUMNS, Result, arrow_schema, decode, encode, to_arrow
+from conserve.store.store import Store
+from tests.store_rows import add_job, finish, leased, result
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def as_row(position: int = 3, url: str | None = None, **values: Any) -> dict[str, Any]:
+    """A row of `results` as DuckDB gives it out, with the route that its request named."""
+    (row,) = to_arrow(["job-1"], [position], [result(position, **values)]).to_pylist()
+    return row | {"url": url}
+
+
+def test_an_answer_is_a_line_of_a_batch_output_file() -> None:
+    row = as_row(
+        custom_id="mine",
+        model="m",
+        finish_reason="stop",
+        prompt_tokens=7,
+        completion_tokens=5,
+        cached_tokens=4,
+    )
+    assert export.openai_line(row, CHAT) == {
+        "id": "job-1-3",
+        "custom_id": "mine",
+        "error": None,
+        "response": {
+            "status_code": 200,
+            "request_id": "job-1-3",
+            "body": {
+                "id": "job-1-3",
+                "object": "chat.completion",
+                "created": 2,
+                "model": "m",
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": {"role": "assistant", "content": "yes"},
+                        "logprobs": None,
+                        "finish_reason": "stop",
+                    }
+                ],
+                "usage": {
+                    "prompt_tokens": 7,
+                    "completion_tokens": 5,
+                    "total_tokens": 12,
+                    "prompt_tokens_details": {"cached_tokens": 4},
+                },
+            },
+        },
+    }
+
+
+def test_a_failed_row_is_an_error_under_its_row_index() -> None:
+    assert export.openai_line(as_row(failed=True), CHAT) == {
+        "id": "job-1-3",
+        "custom_id": "3",
+        "response": None,
+        "error": {"code": "scripted", "message": "no"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "default", "kind"),
+    [
+        (None, CHAT, "chat.completion"),
+        (None, COMPLETIONS, "text_completion"),
+        (CHAT, COMPLETIONS, "chat.completion"),
+        (COMPLETIONS, CHAT, "text_completion"),
+    ],
+)
+def test_the_rows_own_route_decides_the_shape_of_its_body(url: str | None, default: str, kind: str) -> None:
+    body = export.openai_line(as_row(url=url), default)["response"]["body"]
+    assert body["object"] == kind
+    assert ("message" in body["choices"][0]) == (kind == "chat.completion")
+    assert body["choices"][0].get("text") == (None if kind == "chat.completion" else "yes")
+
+
+def test_several_choices_keep_their_order_and_logprobs() -> None:
+    choices = [
+        {"text": "a", "finish_reason": "stop", "logprobs": {"tokens": ["a"]}},
+        {"text": "b", "finish_reason": "length"},
+    ]
+    body = export.openai_line(as_row(choices=json.dumps(choices)), COMPLETIONS)["response"]["body"]
+    assert body["choices"] == [
+        {"index": 0, "text": "a", "logprobs": {"tokens": ["a"]}, "finish_reason": "stop"},
+        {"index": 1, "text": "b", "logprobs": None, "finish_reason": "length"},
+    ]
+
+
+def test_a_job_is_exported_in_the_order_of_its_input(store: Store) -> None:
+    """From shards and journal; rows of other jobs are left out."""
+    for job_id in ("job-1", "other"):
+        add_job(store, job_id, rows=4)
+        lease = leased(store)
+        finish(store, lease, of=[2, 0], failed=[2])
+        shards.compact(store, job_id, now=0.0)
+        finish(store, lease, of=[3, 1])
+    urls = pa.table(
+        {"row_index": [0, 1, 2, 3], "url": pa.array([None, COMPLETIONS, None, None], pa.string())}
+    )
+    pq.write_table(urls, home.requests_file(store.home, "job-1"))
+    with views(store, now=0.0, sealed=False) as opened:
+        plain = (
+            export.ordered(opened.duck, "job-1", with_inputs=False).select("job_id", "row_index").fetchall()
+        )
+        routed = export.with_urls(opened.duck, store, "job-1").to_arrow_table().to_pylist()
+    assert plain == [("job-1", n) for n in range(4)]
+    assert [(row["row_index"], row["url"], row["error"]) for row in routed] == [
+        (0, None, None),
+        (1, COMPLETIONS, None),
+        (2, None, "no"),
+        (3, None, None),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_every_row_is_written_and_counted(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Over several batches, with quotes, line breaks and nulls in it."""
+    monkeypatch.setattr(export, "BATCH_ROWS", 2)
+    values = ["plain", 'a "quoted", one', "über\n Zeilen", None, "last"]
+    answer = duckdb.from_arrow(pa.table({"text": values, "n": range(5)}))
+    sink = io.BytesIO()
+    write = {"jsonl": export.write_lines, "csv": export.write_csv, "parquet": export.write_parquet}[kind]
+    assert write(answer, sink) == 5
+    assert not sink.closed, "which is the caller's"
+    if kind == "jsonl":
+        assert [json.loads(line) for line in sink.getvalue().decode().splitlines()] == [
+            {"text": text, "n": n} for n, text in enumerate(values)
+        ]
+    elif kind == "csv":
+        rows = list(csv.reader(io.StringIO(sink.getvalue().decode(), newline="")))
+        assert rows == [["text", "n"], *([text or "", str(n)] for n, text in enumerate(values))]
+    else:
+        sink.seek(0)
+        assert pq.read_table(sink).to_pylist() == [{"text": text, "n": n} for n, text in enumerate(values)]
+
+
+def test_lines_can_be_converted_on_their_way() -> None:
+    sink = io.BytesIO()
+    assert export.write_lines(duckdb.sql("select 1 as n"), sink, lambda row: [row["n"] + 1]) == 1
+    assert sink.getvalue() == b"[2]\n"
+
+
+@pytest.mark.parametrize("column", ["json", "choices", "logprobs"])
+def test_json_columns_come_out_as_values(column: str) -> None:
+    sink = io.BytesIO()
+    answer = duckdb.sql(f"""select unnest(['{{"a": [1]}}', null])::json as {column}, 'x' as text""")
+    assert export.write_lines(answer, sink) == 2
+    assert [json.loads(line) for line in sink.getvalue().splitlines()] == [
+        {column: {"a": [1]}, "text": "x"},
+        {column: None, "text": "x"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted", "found"),
+    [
+        (None, None, Format.JSONL),
+        (None, Format.CSV, Format.CSV),
+        ("a.parquet", None, Format.PARQUET),
+        ("a.PQ", None, Format.PARQUET),
+        ("a.jsonl", None, Format.JSONL),
+        ("a.ndjson", None, Format.JSONL),
+        ("a.csv", None, Format.CSV),
+        ("a.txt", None, Format.JSONL),
+        ("a.csv", Format.PARQUET, Format.PARQUET),
+    ],
+)
+def test_the_format_asked_for_wins_over_the_name(
+    path: str | None, wanted: Format | None, found: Format
+) -> None:
+    assert format_of(Path(path) if path else None, wanted) is found
+
+
+def test_a_result_survives_journal_and_shard_as_it_was() -> None:
+    whole = result(
+        5,
+        custom_id="c",
+        json="{}",
+        choices="[]",
+        finish_reason="stop",
+        model="m",
+        prompt_tokens=1,
+        completion_tokens=2,
+        cached_tokens=3,
+        resumed_tokens=4,
+        logprobs="{}",
+        attempts=6,
+        submitted_at=1763821537.123456,
+    )
+    assert decode(encode(whole)) == whole
+    (row,) = to_arrow(["job-1"], [9], [whole]).to_pylist()
+    assert (row.pop("job_id"), row.pop("position")) == ("job-1", 9)
+    times = {name: row.pop(name).timestamp() for name in ("submitted_at", "started_at", "finished_at")}
+    assert Result(**row, **times) == whole
+
+
+def test_columns_of_a_shard_have_their_types() -> None:
+    kinds = dict(zip(arrow_schema().names, map(str, arrow_schema().types), strict=True))
+    assert list(kinds) == ["job_id", "position", *COLUMNS]
+    assert kinds["position"] == kinds["row_index"] == "int64"
+    counters = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens", "attempts")
+    assert {kinds[name] for name in counters} == {"int32"}
+    assert {kinds[name] for name in COLUMNS if name.endswith("_at")} == {"timestamp[us, tz=UTC]"}
+    others = {name for name in kinds if kinds[name] == "string"}
+    assert others == set(kinds) - {"position", "row_index", *counters} - {
+        n for n in kinds if n.endswith("_at")
+    }
+
+
+def test_times_are_utc_to_the_microsecond() -> None:
+    (row,) = to_arrow(["j"], [0], [result(0, finished_at=1.0000006)]).to_pylist()
+    assert row["finished_at"] == datetime.fromtimestamp(1.000001, UTC)
+
+
+def test_a_result_failed_if_it_has_an_error() -> None:
+    assert result(0, failed=True).failed
+    assert not result(0).failed
