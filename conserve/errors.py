@@ -22,7 +22,6 @@ ConserveError                  one sentence for the user, with the next command;
 │   ├── StoreTooNew            made by a newer version
 │   ├── StoreReadOnly          no permission to write
 │   └── StoreFull              no space left
-├── LeaseLost                  a late writer: its lease expired and the rows belong to somebody else now
 └── EndpointError              what an endpoint can answer instead of a completion
     ├── EndpointUnusable       it cannot serve at all (no engine installed, no such model); stops the run
     ├── RequestRejected        this request can never succeed; the row fails with `kind`
@@ -123,10 +122,6 @@ class StoreReadOnly(StoreError):
 
 class StoreFull(StoreError):
     """The disk under the store is full."""
-
-
-class LeaseLost(ConserveError):
-    """The lease has expired and its rows belong to somebody else now; what was computed is discarded."""
 
 
 class EndpointError(ConserveError):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, delete, insert, update
 
 from conserve.store import queue, schema
 from conserve.store.results import Result, encode
@@ -112,8 +112,3 @@ def complete(tx: Connection, job_id: str, now: float) -> bool:
         .values(state=JobState.COMPLETED.value, finished_at=now, error=None)
     )
     return done.rowcount == 1
-
-
-def size(tx: Connection, job_id: str) -> int:
-    """How many results of the job are not in a shard yet."""
-    return tx.scalar(select(func.count()).where(journal.c.job_id == job_id)) or 0

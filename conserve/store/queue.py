@@ -41,8 +41,8 @@ class LeasedRow:
 
     position: int
     attempts: int  # this one included
-    failures: int = 0
-    started_at: float = 0.0  # first lease
+    failures: int
+    started_at: float  # first lease
     tokens: bytes | None = None  # saved by an earlier attempt
     tokens_by: str | None = None
     suspect: bool = False
