@@ -27,11 +27,12 @@ from sqlalchemy import (
 from conserve.store import schema
 from conserve.store.states import JobState
 
+T = TypeVar("T")
+
 job, lease, request = schema.job, schema.lease, schema.request
 
 # Of a row in `request`: others of its job were leased before it, and it never was. `retry` says since when
 # its rows may run.
-V = TypeVar("V")
 PASSED_OVER = and_(request.c.epoch.is_(None), request.c.attempts == 0, request.c.available_at == 0)
 
 
@@ -313,6 +314,6 @@ def unpack_tokens(data: bytes) -> list[int]:
     return unpacked.tolist()
 
 
-def chunks(values: Sequence[V], size: int = 500) -> Iterable[Sequence[V]]:
+def chunks(values: Sequence[T], size: int = 500) -> Iterable[Sequence[T]]:
     """Slices short enough for an IN list in every database."""
     return (values[start : start + size] for start in range(0, len(values), size))

@@ -71,6 +71,9 @@ def test_rows_that_were_passed_over_can_be_chosen_later(store: Store) -> None:
         store, f"select position, attempts, started_at from request where epoch = {lease.epoch} order by 1"
     ) == [(1, 1, 7.0), (3, 1, 7.0)]
     assert passed_over(store) == [0]
+    (lease,) = choose(store, ("job-1", 0))
+    assert positions(lease) == [0]
+    assert never_leased(store) == []
 
 
 def test_rows_that_others_have_are_left_out(store: Store) -> None:

@@ -39,12 +39,22 @@ def test_only_the_wanted_jobs_are_claimed(store: Store) -> None:
     assert claim(store, only=["other"]) is None
 
 
+def test_rows_are_claimed_of_the_jobs_at_hand_where_there_are_some(store: Store) -> None:
+    for name in ("one", "other"):
+        add_job(store, name, rows=1)
+    with store.read() as tx:
+        one, other = queue.runnable_jobs(tx, None)
+    assert claim(store, jobs=[]) is None
+    assert leased(store, jobs=[other, one]).job_id == "other"
+
+
 def test_a_lease_names_its_rows_its_end_and_the_attempt(store: Store) -> None:
     add_job(store, rows=1)
     lease = leased(store, now=100.0)
     (row,) = lease.rows
     assert (lease.job_id, lease.expires_at) == ("job-1", 100.0 + LEASE_S)
     assert (row.attempts, row.failures, row.started_at, row.suspect) == (1, 0, 100.0, False)
+    assert (row.tokens, row.tokens_by) == (None, None)
     assert select(store, "select epoch, job_id, owner, claimed_at, expires_at from lease") == [
         (lease.epoch, "job-1", "ann", 100.0, 110.0)
     ]
