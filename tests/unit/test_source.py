@@ -1,0 +1,313 @@
+"""Input files: what is read of them, whether they changed, and the request files made of them."""
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from conserve.config import Settings
+from conserve.endpoints.protocol import Url
+from conserve.errors import InputError, StoreError, TemplateError
+from conserve.jobs import request_file, source
+from conserve.jobs.rendering import Rendered, messages_fault, render_openai_line, renderer, template_names
+from conserve.jobs.request_file import RequestFile, RequestWriter, first_waiting, to_table
+from conserve.jobs.source import JsonLines, ParquetRows, changed, column_kinds, fingerprint, open_input, spool
+from conserve.jobs.task import Kind, Task
+from conserve.store import home
+from conserve.store.store import Store
+from tests.conftest import WriteInput
+from tests.store_rows import add_job, leased, put_back
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def requests(path: Path, payloads: list[str | None], row_indexes: list[int] | None = None) -> RequestFile:
+    """A request file of these payloads, in one piece."""
+    rendered = [
+        Rendered(text) if text is not None else Rendered(error_type="template", error=f"row {n}")
+        for n, text in enumerate(payloads)
+    ]
+    with RequestWriter(path) as writer:
+        writer.write(to_table(row_indexes or range(len(payloads)), [None] * len(payloads), rendered))
+    return RequestFile(path)
+
+
+def test_a_file_is_changed_when_its_contents_are(tmp_path: Path) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(b"one")
+    before = fingerprint(path)
+    assert (before.path, before.size, len(before.digest)) == (str(path), 3, 40)
+    assert not changed(before)
+    os.utime(path, (0, 0))
+    assert not changed(before), "only its time has"
+    path.write_bytes(b"two")
+    os.utime(path, ns=(0, before.mtime_ns + 1))
+    assert changed(before)
+    path.write_bytes(b"longer")
+    assert changed(before)
+    path.write_bytes(b"one")
+    assert not changed(before), "it is what it was again"
+    path.unlink()
+    assert not changed(before), "a file that is gone cannot be told from one that is elsewhere"
+    assert not changed(source.Source(path=None, format="jsonl"))
+
+
+def test_a_digest_is_of_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(bytes((5 << 20) + 1))
+    one = fingerprint(path).digest
+    path.write_bytes(bytes(5 << 20) + b"x")
+    assert fingerprint(path).digest != one
+
+
+def test_standard_input_is_kept_whole(tmp_path: Path) -> None:
+    assert spool(io.BytesIO(b"a\nb"), tmp_path).read_bytes() == b"a\nb"
+
+
+@pytest.mark.parametrize("from_stdin", [True, False])
+def test_what_is_kept_of_an_input_says_where_its_rows_are(
+    write_input: WriteInput, tmp_path: Path, from_stdin: bool
+) -> None:
+    parquet, text = write_input(q=["a"]), lines(tmp_path / "a.jsonl", {"q": "a"})
+    for path, kind, copied in ((parquet, "parquet", from_stdin), (text, "jsonl", True)):
+        found = open_input(path, from_stdin=from_stdin, openai=False).source
+        assert (found.format, found.copied) == (kind, copied)
+        assert found.path == (None if from_stdin else str(path))
+        assert found.size == path.stat().st_size
+
+
+def test_a_folder_is_no_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is not a file"):
+        open_input(tmp_path, from_stdin=False, openai=False)
+
+
+def test_an_input_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(source, "fingerprint", denied)
+    with pytest.raises(InputError, match="Permission denied; check its permissions"):
+        open_input(lines(tmp_path / "a.jsonl", {}), from_stdin=False, openai=False)
+
+
+@pytest.mark.parametrize("wanted", [["q"], ["n", "q"], []])
+def test_batches_hold_every_row_once_with_the_wanted_columns(
+    write_input: WriteInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: list[str]
+) -> None:
+    monkeypatch.setattr(source, "ROWS_PER_GROUP", 2)
+    rows = [{"q": str(n), "n": n} for n in range(5)]
+    path = write_input(q=[row["q"] for row in rows], n=[row["n"] for row in rows])
+    for found in (ParquetRows(path, "x"), JsonLines(lines(tmp_path / "a.jsonl", *rows), "x")):
+        batches = list(found.batches(wanted))
+        assert [len(batch) for batch in batches] == [2, 2, 1]
+        assert [row for batch in batches for row in batch] == [{k: row[k] for k in wanted} for row in rows]
+        assert list(found.batches(wanted)) == batches, "as often as they are read"
+
+
+def test_long_rows_come_fewer_at_a_time(
+    write_input: WriteInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "GROUP_BYTES", 1000)
+    rows = [{"q": f"{n}" * 400} for n in range(9)]
+    text = JsonLines(lines(tmp_path / "a.jsonl", *rows), "x")
+    assert [len(batch) for batch in text.batches(["q"])] == [3, 3, 3]
+    values = [os.urandom(200).hex() for _ in range(9)]
+    parquet = ParquetRows(write_input(q=values), "x")
+    assert 1 <= parquet.batch_rows() <= 3
+    assert [row["q"] for batch in parquet.batches(["q"]) for row in batch] == values
+    monkeypatch.setattr(source, "GROUP_BYTES", 1)
+    assert parquet.batch_rows() == 1
+
+
+def test_a_parquet_file_without_rows_has_no_batches(write_input: WriteInput) -> None:
+    assert list(ParquetRows(write_input(q=pa.array([], pa.string())), "x").batches(["q"])) == []
+
+
+def test_a_parquet_file_damaged_inside_is_named(write_input: WriteInput) -> None:
+    path = write_input(q=[os.urandom(50).hex() for _ in range(2000)])
+    data = bytearray(path.read_bytes())
+    data[100:40_000] = bytes(39_900)
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"my file is damaged .*; write it again"):
+        list(ParquetRows(path, "my file").batches(["q"]))
+
+
+def test_kinds_of_columns_are_those_of_all_rows() -> None:
+    rows = [{"a": 1, "b": None}, {"a": 1.5, "c": True}, {"a": "x", "b": [1], "c": {}}, {"a": 2**63}]
+    kinds = column_kinds(iter(rows))
+    assert kinds == {"a": {"int", "float", "string"}, "b": {"null", "list"}, "c": {"bool", "object"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "stored"),
+    [
+        ([True, None], "bool", [True, None]),
+        ([1, -(2**63)], "int64", [1, -(2**63)]),
+        ([2**63 - 1], "int64", [2**63 - 1]),
+        ([2**63], "string", [str(2**63)]),
+        ([-(2**63) - 1], "string", [str(-(2**63) - 1)]),
+        ([1, 1.5], "double", [1.0, 1.5]),
+        ([1.5], "double", [1.5]),
+        (["a", 1], "string", ["a", "1"]),
+        ([True, 1], "string", ["true", "1"]),
+        ([None, None], "string", [None, None]),
+        ([[1], None], "string", ["[1]", None]),
+        ([{"a": "ü"}], "string", ['{"a":"ü"}']),
+    ],
+)
+def test_columns_of_lines_keep_their_type_or_become_text(
+    tmp_path: Path, values: list[Any], kind: str, stored: list[Any]
+) -> None:
+    rows = JsonLines(lines(tmp_path / "a.jsonl", *({"x": value} for value in values)), "x")
+    rows.copy_to(tmp_path / "copy.parquet")
+    table = pq.read_table(tmp_path / "copy.parquet")
+    assert str(table.schema.field("x").type) == kind
+    assert table["x"].to_pylist() == stored
+
+
+@pytest.mark.parametrize(
+    ("messages", "fault"),
+    [
+        ([{"role": "user", "content": "x"}], None),
+        ([{"role": "user", "content": [{"type": "text"}]}], None),
+        ("text", "not a list"),
+        ([], "at least one"),
+        (7, "not a list"),
+        (["x"], "message 0 is no object"),
+        ([{"role": "user", "content": "x"}, {"content": "x"}], "message 1 has no role"),
+        ([{"role": "user", "content": None}], "message 0 has no content"),
+        ([{"role": "user"}], "message 0 has no content"),
+    ],
+)
+def test_messages_have_a_role_and_a_content_each(messages: object, fault: str | None) -> None:
+    found = messages_fault(messages)
+    assert (found is None) if fault is None else (found is not None and fault in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits"),
+    [
+        (pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])), True),
+        (pa.large_list(pa.struct([("role", pa.large_string()), ("content", pa.int8())])), True),
+        (pa.list_(pa.struct([("role", pa.string())])), False),
+        (pa.list_(pa.struct([("role", pa.int8()), ("content", pa.string())])), False),
+        (pa.list_(pa.string()), False),
+        (pa.string(), False),
+    ],
+)
+def test_columns_of_chats_are_known_by_their_type(kind: pa.DataType, fits: bool) -> None:
+    assert source.is_messages(kind) is fits
+
+
+def test_chats_may_be_null_in_lines(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "x"}]
+    rows = JsonLines(lines(tmp_path / "a.jsonl", {"m": chat}, {"m": None}), "x")
+    rows.check(Task(kind=Kind.MESSAGES, column="m"))
+    with pytest.raises(InputError, match="is list, string, not a list of messages"):
+        JsonLines(lines(tmp_path / "b.jsonl", {"m": chat}, {"m": "x"}), "x").check(
+            Task(kind=Kind.MESSAGES, column="m")
+        )
+
+
+def test_a_template_is_rendered_as_it_stands() -> None:
+    render = renderer(Task(kind=Kind.PROMPT, template="<{{ q }}>&{{ range(2) | list }}\n"))
+    assert render({"q": "<b>", "n": 1}) == Rendered("<<b>>&[0, 1]\n")
+    assert template_names("{{ q }}{% set x = 1 %}{{ x }}{{ range(3) }}{{ other.name }}") == {"q", "other"}
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "error"),
+    [
+        ("{{ q }}", {"q": None}, "prints a null"),
+        ("{{ q.nope }}", {"q": {}}, "UndefinedError"),
+        ("{{ q + 1 }}", {"q": "x"}, "TypeError"),
+    ],
+)
+def test_a_row_that_cannot_be_rendered_says_why(template: str, row: dict[str, Any], error: str) -> None:
+    found = renderer(Task(kind=Kind.PROMPT, template=template))(row)
+    assert (found.payload, found.error_type) == (None, "template")
+    assert error in (found.error or "")
+
+
+def test_a_mistake_in_a_template_names_its_line() -> None:
+    with pytest.raises(TemplateError, match="mistake in line 2"):
+        template_names("ok\n{% if %}")
+
+
+@pytest.mark.parametrize("url", [str(url) for url in Url])
+def test_an_openai_line_keeps_its_route_and_all_but_streaming(url: str) -> None:
+    body = {"prompt": "x", "stream": True, "stream_options": {}, "n": 2}
+    assert render_openai_line({"url": url, "body": body}) == Rendered('{"prompt":"x","n":2}', url=url)
+
+
+def test_requests_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_file, "ROWS_PER_GROUP", 3)
+    path = tmp_path / "requests.parquet"
+    reader = requests(path, [str(n) for n in range(8)])
+    assert pq.ParquetFile(path).metadata.num_row_groups == 3
+    for wanted in ([0, 1], [7, 0, 3, 2], [2, 3], [6], []):
+        assert [row.payload for row in reader.read(wanted)] == [str(n) for n in wanted]
+    reader.close()
+
+
+def test_long_requests_make_small_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_file, "GROUP_BYTES", 100)
+    path = tmp_path / "requests.parquet"
+    payloads = ["x" * size for size in (60, 40, 10, 100, 200, 1)] + [None]
+    with RequestWriter(path) as writer:
+        for n in range(0, 7, 2):
+            part = payloads[n : n + 2]
+            writer.write(to_table(range(n, n + len(part)), [None] * len(part), [Rendered(p) for p in part]))
+    found = pq.ParquetFile(path).metadata
+    assert [found.row_group(n).num_rows for n in range(found.num_row_groups)] == [2, 2, 1, 2]
+    assert [row.payload for row in RequestFile(path).read(range(7))] == payloads
+
+
+def test_a_writer_counts_rows_and_keeps_the_first_error(tmp_path: Path) -> None:
+    with RequestWriter(tmp_path / "r.parquet") as writer:
+        for rendered in ([Rendered("a")], [Rendered(error="one"), Rendered("b")], [Rendered(error="two")]):
+            writer.write(to_table(range(len(rendered)), [None] * len(rendered), rendered))
+    assert (writer.rows, writer.unrendered, writer.first_error) == (4, 2, "one")
+
+
+def test_requests_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"gone\.parquet cannot be read .*; submit the job again"):
+        RequestFile(tmp_path / "gone.parquet")
+    (tmp_path / "no.parquet").write_bytes(b"no")
+    with pytest.raises(StoreError, match="cannot be read"):
+        RequestFile(tmp_path / "no.parquet")
+
+
+def test_the_earliest_row_that_waits_is_the_smallest_of_all_that_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_file, "ROWS_PER_GROUP", 3)
+    indexes = [5, 3, 8, 0, 7, 2, 6, 1, 4]
+    reader = requests(tmp_path / "r.parquet", ["x"] * 9, indexes)
+    for start in range(10):
+        for returned in ([], [0], [2], [1, 3], [0, 3, 4], [5, 8]):
+            waiting = {*(p for p in returned if p < start), *range(start, 9)}
+            expected = min((indexes[position] for position in waiting), default=None)
+            assert reader.earliest([p for p in returned if p < start], start) == expected
+    reader.close()
+
+
+def test_the_first_row_that_waits_is_found_from_the_store(store: Store, settings: Settings) -> None:
+    add_job(store, rows=3)
+    assert first_waiting(settings, "job-1") is None, "its requests are gone"
+    requests(home.requests_file(store.home, "job-1"), ["x"] * 3, [2, 0, 1])
+    assert first_waiting(settings, "job-1") == 0
+    lease = leased(store, limit=2)
+    assert first_waiting(settings, "job-1") == 1
+    put_back(store, lease, 1)
+    assert first_waiting(settings, "job-1") == 0
+    leased(store)
+    assert first_waiting(settings, "job-1") is None
