@@ -35,7 +35,10 @@ def view_of(**changes: Any) -> View:
 
 
 def plan_of(**changes: Any) -> Plan:
-    return Conserve().plan(view_of(**changes))
+    plan = Conserve().plan(view_of(**changes))
+    assert plan.batch.requests == len(plan.tokens)
+    assert plan.total == sum(plan.tokens.values())
+    return plan
 
 
 def decodes(count: int, name: str = "decode") -> list[Candidate]:
@@ -181,10 +184,16 @@ class TestComingBack:
         other = row._replace(name="other")
         plan = plan_of(waiting_offline=[row, other, FRESH])
         assert (plan.restored, plan.admitted) == (["row"], ["fresh"])
-        assert not plan_of(waiting_offline=[row], coming=frozenset(["p0"])).restored
+        plan = plan_of(waiting_offline=[row], coming=frozenset(["p0"]))
+        assert (plan.restored, plan.tokens) == ([], {}), "nor is it computed meanwhile"
         further = row._replace(context=32, tokens=68)  # it has the first two blocks
         assert plan_of(waiting_offline=[further], coming=frozenset(["p0", "p1"])).restored
         assert not plan_of(waiting_offline=[further], coming=frozenset(["p2"])).restored
+
+    def test_a_row_that_gave_its_kv_away_again_just_now_does_not_start(self) -> None:
+        held = Candidate("held", 1, 320, blocks=20)
+        plan = plan_of(waiting_online=[ROW], waiting_offline=[held], held=[held], free_blocks=6)
+        assert (plan.restored, plan.preempted, plan.tokens) == (["row"], ["held"], {})
 
     def test_paced_engines_bring_rows_back_too(self) -> None:
         plan = Paced().plan(view_of(waiting_offline=[ROW]))
@@ -364,7 +373,7 @@ class TestLeast:
 
     @pytest.mark.parametrize("policy", [Conserve(), Paced()])
     def test_a_decode_step_is_not_divided(self, policy: Any) -> None:
-        speculative = Candidate("row", 40, 100, True, 10)
+        speculative = Candidate("row", 40, 100, True, 7)
         assert self.computed(policy, offline=[speculative]) == {"row": 40}
         assert self.computed(policy, offline=[speculative], free_blocks=0) == {"row": 40}
 
@@ -373,12 +382,21 @@ class TestLeast:
         assert self.computed(Conserve(), offline=[row], free_blocks=1) == {"row": 16}
         assert self.computed(Conserve(), offline=[row], free_blocks=0) == {"row": 1}
 
+    def test_so_it_is_where_there_is_time_but_no_memory_for_all_of_a_prompt(self) -> None:
+        row = Candidate("row", 100, 0, False, 1)
+        for free_blocks, tokens in ((5, 16), (6, 100)):
+            assert plan_of(offline=[row], free_blocks=free_blocks).tokens == {"row": tokens}
+
     def test_what_cannot_start_does_not(self) -> None:
+        assert not self.computed(Conserve())
         assert not self.computed(Conserve(), waiting_offline=[FRESH], free_slots=0)
         assert not self.computed(Conserve(), waiting_offline=[FRESH], free_blocks=6)
         assert not self.computed(Conserve(), waiting_offline=[ROW], free_blocks=6)
         assert not self.computed(Conserve(), waiting_offline=[ROW, FRESH]), "the row comes back"
         assert not self.computed(Conserve(), waiting_offline=[FRESH], online=decodes(1)).get("fresh")
+
+    def test_what_is_reserved_does_not_stop_the_only_row(self) -> None:
+        assert self.computed(Conserve(), waiting_offline=[FRESH], reserved_blocks=999) == {"fresh": 16}
 
     def test_iterations_are_not_made_larger_than_they_may_be(self) -> None:
         assert self.computed(Conserve(), waiting_offline=[FRESH], max_tokens=5) == {"fresh": 5}

@@ -53,7 +53,7 @@ def serve_least(
         if composer.blocks_for(request, tokens) > composer.free_blocks:
             tokens = min(tokens, 1) if not request.decode else tokens
         composer.add(request, tokens)
-    elif first and not composer.restored and _can_start(composer, first[0]):
+    elif first and _can_start(composer, first[0]):
         composer.admit(first[0], min(first[0].tokens, prompt_tokens, composer.tokens_left))
 
 
