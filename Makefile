@@ -20,10 +20,10 @@ demo: setup  ## Run 200 GSM8K questions through the embedded engine and query th
 	@bash examples/demo.sh
 
 test: setup  ## Run the tests, the real engine included (under ten minutes on two cores)
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not soak and not full"
+	$(BIN)/pytest -n $(WORKERS) -m "not soak and not full"
 
 test-full: setup  ## Also run what is statistical or exhaustive, before a release
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not soak" --hypothesis-profile full --timeout 1800
+	$(BIN)/pytest -n $(WORKERS) -m "not soak" --hypothesis-profile full --timeout 1800
 
 soak: setup  ## Kill a run 1,000 times
 	$(BIN)/pytest -m soak --timeout 7200

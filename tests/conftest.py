@@ -10,10 +10,24 @@ import hypothesis
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from conserve.config import Settings, load
 from conserve.store.store import Store
 from tests import commands, reach
+
+SERVERS = frozenset(
+    {
+        "test_embedded_engine",
+        "test_parallel",
+        "test_profiled_engine",
+        "test_run_for_real",
+        "test_serve",
+        "test_serve_spill",
+        "test_serve_under_pressure",
+    }
+)
+"""Modules whose tests start vLLM's engine in processes of its own."""
 
 # Of the examples that a property names, a run of minutes tries a quarter and one before a release twice as many.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
@@ -30,14 +44,31 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+class Together(LoadScopeScheduling):
+    """Keeps tests that share an engine in one worker, and those that start engine processes one after the other.
+
+    Not xdist's own groups, which pytest 9.2 passes over.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        module, _, _ = nodeid.partition("::")
+        if Path(module).stem in SERVERS:
+            return "servers"
+        if module.startswith("tests/integration/"):
+            return nodeid.partition("[")[0].rpartition("::")[0]  # the class, or the module
+        return nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
+    """Hand tests to workers in these groups, whatever `--dist` says."""
+    return Together(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that share an engine in one worker, and those that start engine processes one after the other."""
+    """Mark the tests that start vLLM's processes."""
     for item in items:
-        if item.get_closest_marker("server"):
-            item.add_marker(pytest.mark.xdist_group("servers"))
-        elif item.get_closest_marker("engine"):
-            assert item.parent is not None
-            item.add_marker(pytest.mark.xdist_group(item.parent.nodeid))  # its class or module
+        if item.path.stem in SERVERS:
+            item.add_marker(pytest.mark.server)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -26,7 +26,6 @@ T = TypeVar("T")
 # SWIG's and torch's own while vLLM is imported, and one that vLLM raises on every chat request.
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.server,
     pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),

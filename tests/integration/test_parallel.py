@@ -18,7 +18,6 @@ from tests.tiny_models import LAYERS
 # As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.server,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),

@@ -25,7 +25,6 @@ from conserve.profiles.correction import Correction
 # As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.server,
     pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),

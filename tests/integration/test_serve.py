@@ -20,7 +20,6 @@ from conserve.cli.bench_servers import free_port
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.server,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # the openai client's
 ]

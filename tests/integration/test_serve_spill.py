@@ -10,7 +10,7 @@ import pytest
 from conserve.engine.runtime.spill_file import INDEX, LOCK
 from tests.integration.test_serve import KEY, Service
 
-pytestmark = [pytest.mark.engine, pytest.mark.server, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
 
 ROWS = 4
 PROMPT_TOKENS = 600  # at least: each word is one or more
