@@ -1,0 +1,299 @@
+"""Jobs in the catalogue, and what `conserve status` reads of them."""
+
+import sqlite3
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from conserve.config import Settings, load
+from conserve.errors import JobNotFound, JobRefused, StoreError, StoreTooNew
+from conserve.store import catalog
+from conserve.store.catalog import Source
+from conserve.store.readings import JobReading, opened, read_jobs, resolve, row_order, untaken
+from conserve.store.states import JobState
+from conserve.store.store import Store
+from tests.store_rows import LEASE_S, add_job, finish, job, leased, put_back
+
+SOURCE = Source(path="/data/in.jsonl", format="jsonl", size=7, mtime_ns=8, digest="d", copied=True)
+
+
+def move(store: Store, verb: str, *, now: float = 0.0, job_id: str = "job-1") -> catalog.Job:
+    with store.write() as tx:
+        return catalog.move(tx, job_id, verb, now=now)
+
+
+def refuse(store: Store, now: float = 0.0) -> None:
+    with store.write() as tx:
+        catalog.refuse(tx, "job-1", "its input changed", now=now)
+
+
+@pytest.fixture(params=["sqlite3", "sqlalchemy"])
+def read_settings(request: pytest.FixtureRequest, settings: Settings) -> Settings:
+    """The same store, to be read through the standard library and as any other database is."""
+    if request.param == "sqlite3":
+        return settings
+    return replace(settings, store=settings.store_url.replace("sqlite:", "sqlite+pysqlite:"))
+
+
+def test_a_job_is_stored_as_it_was_submitted(store: Store) -> None:
+    with store.write() as tx:
+        catalog.add(tx, job_id="a", task='{"kind":"prompt"}', source=SOURCE, num_rows=9, priority=3, now=4.0)
+        assert catalog.taken(tx, "a")
+        assert not catalog.taken(tx, "b")
+        found = catalog.get(tx, "a")
+    assert found.source == SOURCE
+    assert Source(path=None, format="x") == Source(
+        path=None, format="x", size=0, mtime_ns=0, digest="", copied=False
+    )
+    assert (found.id, found.task, found.num_rows, found.priority) == ("a", '{"kind":"prompt"}', 9, 3)
+    assert (found.state, found.error, found.next_position) == (JobState.QUEUED, None, 0)
+    assert (found.submitted_at, found.started_at, found.finished_at) == (4.0, None, None)
+
+
+def test_jobs_are_listed_as_they_were_submitted(store: Store) -> None:
+    for job_id in ("b", "c", "a"):
+        add_job(store, job_id)
+    with store.read() as tx:
+        assert catalog.ids(tx) == ["b", "c", "a"]
+        assert [found.id for found in catalog.everything(tx)] == ["b", "c", "a"]
+        assert catalog.states(tx, ["a", "c", "unknown"]) == {"a": JobState.QUEUED, "c": JobState.QUEUED}
+        assert catalog.get(tx, "last").id == "a"
+
+
+def test_a_paused_job_can_go_on_or_be_cancelled(store: Store) -> None:
+    add_job(store)
+    assert move(store, "pause").state is JobState.PAUSED
+    assert move(store, "pause").state is JobState.PAUSED
+    assert move(store, "resume").state is JobState.QUEUED
+    move(store, "pause")
+    cancelled = move(store, "cancel", now=5.0)
+    assert (cancelled.state, cancelled.finished_at) == (JobState.CANCELLED, 5.0)
+    assert move(store, "cancel", now=6.0).finished_at == 5.0, "which changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("verb", "state", "finished_at"),
+    [("resume", JobState.QUEUED, None), ("cancel", JobState.CANCELLED, 7.0)],
+)
+def test_a_refused_job_says_why_until_it_is_told_something_else(
+    store: Store, verb: str, state: JobState, finished_at: float | None
+) -> None:
+    add_job(store)
+    add_job(store, "other")
+    refuse(store, now=5.0)
+    found = job(store)
+    assert (found.state, found.error, found.finished_at) == (JobState.FAILED, "its input changed", 5.0)
+    found = move(store, verb, now=7.0)
+    assert (found.state, found.error, found.finished_at) == (state, None, finished_at)
+    assert job(store, "other").state is JobState.QUEUED
+
+
+@pytest.mark.parametrize(
+    ("done", "verb"), [("cancel", "pause"), ("cancel", "resume"), ("refuse", "pause"), ("complete", "cancel")]
+)
+def test_what_makes_no_sense_is_refused(store: Store, done: str, verb: str) -> None:
+    add_job(store, rows=1)
+    if done == "cancel":
+        move(store, "cancel")
+    elif done == "refuse":
+        refuse(store)
+    else:
+        finish(store, leased(store))
+    before = job(store)
+    with pytest.raises(JobRefused, match=f"job-1 is {before.state}, so there is nothing to {verb}"):
+        move(store, verb)
+    assert job(store) == before
+
+
+@pytest.mark.parametrize("verb", ["pause", "cancel"])
+def test_only_a_queued_job_is_refused(store: Store, verb: str) -> None:
+    add_job(store)
+    before = move(store, verb)
+    refuse(store)
+    assert job(store) == before
+
+
+def test_final_states_are_those_that_nothing_but_the_user_changes() -> None:
+    assert {state for state in JobState if state.final} == {
+        JobState.COMPLETED,
+        JobState.FAILED,
+        JobState.CANCELLED,
+    }
+
+
+def test_status_reads_the_counters_of_every_job(store: Store, read_settings: Settings) -> None:
+    add_job(store, "first", 9, priority=2, now=4.0, task='{"order":"random","order_seed":7}')
+    add_job(store, "second", 3, now=5.0)
+    lease = leased(store, now=10.0, limit=6)
+    tokens = {"prompt_tokens": 8, "completion_tokens": 5, "cached_tokens": 6, "resumed_tokens": 1}
+    finish(store, lease, of=[0, 1, 2], failed=[1], **tokens)
+    put_back(store, lease, 3, failed=True)
+    first, second = read_jobs(read_settings, now=11.0)
+    assert first == JobReading(
+        id="first",
+        state=JobState.RUNNING,
+        error=None,
+        priority=2,
+        submitted_at=4.0,
+        started_at=10.0,
+        finished_at=None,
+        rows=9,
+        waiting=4,
+        running=2,
+        succeeded=2,
+        failed=1,
+        retries=1,
+        prompt_tokens=24,
+        completion_tokens=15,
+        cached_tokens=18,
+        resumed_tokens=3,
+        row_order="random:7",
+    )
+    assert (first.done, first.hit_rate) == (3, 0.75)
+    assert (second.id, second.state, second.waiting, second.hit_rate) == ("second", JobState.QUEUED, 3, None)
+    assert untaken(read_settings, "first") == [3, 6]
+    assert untaken(read_settings, "second") == [0]
+
+
+def test_a_reading_has_all_that_the_catalogue_has_but_where_the_job_came_from() -> None:
+    named = {field.name for field in fields(catalog.Job)} - {
+        "seq",
+        "source",
+        "task",
+        "num_rows",
+        "next_position",
+    }
+    assert named <= {field.name for field in fields(JobReading)}
+
+
+@pytest.mark.parametrize(
+    ("verb", "now", "state"),
+    [
+        (None, LEASE_S - 0.1, JobState.RUNNING),
+        (None, LEASE_S, JobState.QUEUED),
+        ("pause", 0.0, JobState.PAUSED),
+        ("cancel", 0.0, JobState.CANCELLED),
+    ],
+)
+def test_a_job_runs_while_it_is_queued_and_a_lease_of_its_rows_lives(
+    store: Store, settings: Settings, verb: str | None, now: float, state: JobState
+) -> None:
+    add_job(store)
+    leased(store)
+    if verb:
+        move(store, verb)
+    (reading,) = read_jobs(settings, now=now)
+    assert reading.state is state
+
+
+def test_where_there_is_no_store_there_are_no_jobs(tmp_path: Path) -> None:
+    nowhere = load({"home": tmp_path / "nowhere"}, environ={})
+    assert read_jobs(nowhere, now=0.0) == []
+    assert untaken(nowhere, "job-1") == []
+    assert not nowhere.home.exists()
+
+
+def test_what_is_no_store_is_named(settings: Settings) -> None:
+    settings.home.mkdir(parents=True)
+    path = settings.home / "conserve.db"
+    path.write_bytes(b"this is no database, whatever its name says" * 100)
+    with pytest.raises(StoreError, match=r"conserve\.db cannot be read .*not a database"):
+        read_jobs(settings, now=0.0)
+
+
+def test_reading_changes_nothing(store: Store, settings: Settings) -> None:
+    def delete() -> None:
+        with opened(settings) as query:
+            assert query is not None
+            query("delete from meta", {})
+
+    with pytest.raises(StoreError, match="readonly"):
+        delete()
+
+
+def test_an_awkward_home_is_read(tmp_path: Path) -> None:
+    settings = load({"home": tmp_path / "an awkward 100% #1"}, environ={})
+    store = Store.open(settings)
+    add_job(store)
+    store.close()
+    assert [reading.id for reading in read_jobs(settings, now=0.0)] == ["job-1"]
+
+
+def set_version(store: Store, version: int) -> None:
+    with store.write() as tx:
+        tx.execute(text("update meta set value = :v where key = 'version'"), {"v": str(version)})
+
+
+def test_a_store_of_the_future_is_not_read(store: Store, read_settings: Settings) -> None:
+    assert read_jobs(read_settings, now=0.0) == []
+    set_version(store, 2)
+    with pytest.raises(StoreTooNew, match="has version 2 and this ConServe knows only up to 1"):
+        read_jobs(read_settings, now=0.0)
+
+
+def test_a_store_of_the_past_is_read_as_it_is(store: Store, settings: Settings) -> None:
+    set_version(store, 0)
+    assert read_jobs(settings, now=0.0) == []
+
+
+def test_a_database_without_a_version_is_read(settings: Settings) -> None:
+    """One that `conserve` is making just now has its tables and no version yet."""
+    settings.home.mkdir(parents=True)
+    with sqlite3.connect(settings.home / "conserve.db") as database:
+        database.execute("create table meta (key text primary key, value text not null)")
+        database.execute("create table job (id text, next_position integer)")
+        database.execute("create table request (job_id text, position integer, epoch integer)")
+    database.close()
+    assert untaken(settings, "job-1") == []
+
+
+KNOWN = ["gsm-aaaa", "gsm-bbbb", "mmlu-cccc"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("gsm-aaaa", "gsm-aaaa"),
+        ("last", "mmlu-cccc"),
+        ("gsm-b", "gsm-bbbb"),
+        ("m", "mmlu-cccc"),
+    ],
+)
+def test_a_job_is_found_by_what_names_no_other(wanted: str, found: str) -> None:
+    assert resolve(KNOWN, wanted) == found
+
+
+def test_a_job_called_last_or_like_the_beginning_of_another_is_found_by_its_name() -> None:
+    assert resolve(["last", "other"], "last") == "last"
+    assert resolve(["a", "ab"], "a") == "a"
+
+
+@pytest.mark.parametrize(
+    ("known", "wanted", "said"),
+    [
+        (KNOWN, "gsm", "'gsm' could be gsm-aaaa, gsm-bbbb; type more of it"),
+        (KNOWN, "gsn-aaaa", "there is no job 'gsn-aaaa'; did you mean gsm-aaaa?"),
+        (KNOWN, "xyz", "there is no job 'xyz'; run: conserve jobs"),
+        (KNOWN, "", "there is no job ''; run: conserve jobs"),
+        ([], "last", "there is no job 'last'; run: conserve jobs"),
+    ],
+)
+def test_what_names_no_job_or_several_is_said(known: list[str], wanted: str, said: str) -> None:
+    with pytest.raises(JobNotFound) as error:
+        resolve(known, wanted)
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize(
+    ("task", "order"),
+    [
+        ("{}", "input"),
+        ('{"order":"prefix","order_seed":7}', "prefix"),
+        ('{"order":"random","order_seed":7}', "random:7"),
+        ('{"order":"random"}', "random:0"),
+    ],
+)
+def test_the_order_of_a_task_names_its_seed_where_that_decides(task: str, order: str) -> None:
+    assert row_order(task) == order
