@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sqlalchemy import text
 
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, OnTokens
@@ -19,7 +21,7 @@ from conserve.jobs.harvest import Harvester
 from conserve.jobs.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store import export, shards
-from conserve.store.query import Views, ask, views
+from conserve.store.query import Views, ask, first_duplicate, views
 from conserve.store.store import Store
 from tests import virtual_time
 from tests.conftest import WriteInput
@@ -194,6 +196,54 @@ def test_jobs_whose_columns_disagree_in_type_are_both_shown(store: Store, write_
     submit(store, str(write_input("two.parquet", q=["b"], x=[[1.5]])), TASK)
     with views(store, now=0.0) as opened:
         assert len(ask(opened.duck, "select x from inputs").fetchall()) == 2
+
+
+def test_numbers_of_different_kinds_are_numbers_together(store: Store, write_input: WriteInput) -> None:
+    for name, values in (("one", [1]), ("two", [1.5]), ("three", pa.array([2], pa.int8()))):
+        submit(store, str(write_input(f"{name}.parquet", q=["a"], x=values)), TASK)
+    with views(store, now=0.0) as opened:
+        assert ask(opened.duck, "select sum(x) from inputs").fetchall() == [(4.5,)]
+
+
+def test_only_the_wanted_jobs_are_in_the_views(store: Store, write_input: WriteInput) -> None:
+    ids = [submit(store, str(write_input(f"{name}.parquet", q=["a", "b"])), TASK).job_id for name in "xy"]
+    drain(store)
+    shards.compact_finished(store, now=0.0)
+    with views(store, now=0.0, only=ids[:1]) as opened:
+        for view, rows in (("jobs", 1), ("results", 2), ("inputs", 2)):
+            name = "id" if view == "jobs" else "job_id"
+            assert ask(opened.duck, f"select {name}, count(*) from {view} group by 1").fetchall() == [
+                (ids[0], rows)
+            ]
+
+
+def test_times_are_shown_in_utc(store: Store, write_input: WriteInput) -> None:
+    job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
+    with store.write() as tx:
+        tx.execute(text("update job set submitted_at = 86400.5, started_at = 86401, finished_at = null"))
+    drain(store)
+    with views(store, now=0.0, only=[job_id]) as opened:
+        shown = ask(opened.duck, "select submitted_at::varchar, started_at::varchar from jobs").fetchall()
+        assert shown == [("1970-01-02 00:00:00.5+00", "1970-01-02 00:00:01+00")]
+        assert ask(opened.duck, "select finished_at > now() - interval 1 hour from jobs").fetchall() == [
+            (True,)
+        ]
+
+
+def test_mistakes_in_sql_are_one_line_that_names_the_next_step(opened: Views) -> None:
+    with pytest.raises(QueryError) as error:
+        ask(opened.duck, "select nope\nfrom results")
+    assert "nope" in str(error.value)
+    assert "^" not in str(error.value)
+    assert str(error.value).endswith('the columns are shown by: conserve sql "describe results"')
+
+
+def test_a_duplicate_is_found_with_how_often_it_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "ids.parquet"
+    column = 'an "awkward" name'
+    for values, found in ((["a", "b", None, None], None), (["a", "b", "a", "a", None], ("a", 3))):
+        pq.write_table(pa.table({column: values}), path)
+        assert first_duplicate(path, column) == found
 
 
 def test_a_changed_or_missing_input_is_left_out_with_the_reason(
