@@ -66,8 +66,9 @@ class Memory(RuleBasedStateMachine):
         self.forgotten.add(block)
         assert self.memory.find(self.content[block]) != block
 
-    @rule(key=keys)
-    def find(self, key: int) -> None:
+    @rule(key=keys, pick=st.randoms(use_true_random=False))
+    def find(self, key: int, pick: Callable[..., int]) -> None:
+        key = pick.choice([*self.content.values(), key])  # type: ignore[attr-defined]  mostly one that was there
         block = self.memory.find(key)
         if not reached("a block is found", block is not None):
             return

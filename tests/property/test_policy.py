@@ -462,7 +462,7 @@ def test_a_paced_iteration_leaves_out_nothing_that_would_fit(view: View) -> None
 
 
 @settings(max_examples=EXAMPLES)
-@given(views(), st.sampled_from([Conserve(), OnlineOnly(), Paced()]))
+@given(st.one_of(views(), full_views()), st.sampled_from([Conserve(), OnlineOnly(), Paced()]))
 def test_nobody_is_preempted_for_nothing(view: View, policy: Policy) -> None:
     judged = Judged(view, policy.plan(view))
     if reached("rows are preempted", judged.plan.preempted):

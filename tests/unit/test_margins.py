@@ -16,7 +16,8 @@ from conserve.profiles.correction import (
 )
 from conserve.profiles.fit import errors
 from conserve.profiles.hygen import HyGenModel
-from conserve.profiles.session import Header, Record, Visit, noise_of, overruns, relative_spread
+from conserve.profiles.record import Header, Record, Visit
+from conserve.profiles.session import noise_of, overruns, relative_spread
 from conserve.profiles.worth import Worth
 
 MS_PER_TOKEN = ConServeModel.of(1, 0, 0, 0, 0, 0, 0, 10)  # and 10 ms for each iteration

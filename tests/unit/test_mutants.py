@@ -74,6 +74,9 @@ def inner(at):
 """
 
 
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning"
+)  # of whatever is imported by now
 def test_a_mutant_is_where_its_function_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where others have imported it from its module, behind a decorator, or inside of it."""
     monkeypatch.chdir(tmp_path)
