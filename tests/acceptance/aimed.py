@@ -6,18 +6,18 @@ The process, its files and its signals are real; only when the signal comes is c
 statements of a transaction, which random ones find by luck, happens every time.
 """
 
-import functools
 import importlib
-import inspect
 import itertools
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+
+from tests.acceptance.rewiring import wrap
 
 CONTINUED = threading.Event()
 
@@ -38,10 +38,13 @@ class Shot:
     holds: bool = False
 
 
-def command(shots: Sequence[Shot], *arguments: str, **constants: int) -> list[str]:
-    """Arguments for the interpreter: `conserve` with these shots; constants are named as `module__NAME=1`."""
-    aim = json.dumps({"shots": [asdict(shot) for shot in shots], "constants": constants})
-    return ["-m", "tests.acceptance.aimed", aim, *arguments]
+def command(shots: Sequence[Shot], *arguments: str, trace: Path | None = None, **constants: int) -> list[str]:
+    """Arguments for `main`: `conserve` with these shots, which writes where it is into the `trace`.
+
+    Constants are named as `module__NAME=1`.
+    """
+    aim = {"shots": [asdict(shot) for shot in shots], "constants": constants, "trace": trace and str(trace)}
+    return [json.dumps(aim), *arguments]
 
 
 def take_aim(shot: Shot) -> None:
@@ -58,30 +61,6 @@ def take_aim(shot: Shot) -> None:
             fire(shot)
 
     wrap(shot.at, **{"after" if shot.after else "before": strike})
-
-
-def nothing() -> None:
-    """Do nothing before, or after, a call."""
-
-
-def wrap(at: str, *, before: Callable[[], None] = nothing, after: Callable[[], None] = nothing) -> None:
-    """Call these before and after each call of the function."""
-    module_name, _, path = at.partition(":")
-    owner: Any = importlib.import_module(module_name)
-    *classes, name = path.split(".")
-    for one in classes:
-        owner = getattr(owner, one)
-    function = getattr(owner, name)
-    assert after is nothing or not inspect.iscoroutinefunction(function), f"{at} ends later than its call"
-
-    @functools.wraps(function)
-    def calling(*arguments: Any, **named: Any) -> Any:
-        before()
-        result = function(*arguments, **named)
-        after()
-        return result
-
-    setattr(owner, name, calling)
 
 
 def fire(shot: Shot) -> None:
@@ -103,6 +82,10 @@ def main() -> None:
     signal.signal(signal.SIGCONT, lambda *_: CONTINUED.set())
     for shot in aim["shots"]:
         take_aim(Shot(**shot))
+    if aim["trace"] is not None:
+        from tests.acceptance.phases import Trace, follow
+
+        follow(Trace(Path(aim["trace"])))
     run()
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,20 +24,22 @@ from conserve.store.store import Store
 from tests import commands
 from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
+from tests.acceptance.forks import Forked, Forks
+from tests.acceptance.phases import Phase, Trace
+from tests.acceptance.record import Record
 
-STEPS = (
-    "conserve.store.queue:claim",
-    "conserve.store.queue:save_tokens",
-    "conserve.store.choice:choose",
-    "conserve.store.journal:commit",
-    "conserve.store.journal:count",
-    "conserve.store.shards:to_arrow",
-    "conserve.store.shards:register",
-    "conserve.store.home:write_durably",
-    "conserve.jobs.workload:Workload.load",
-    "conserve.jobs.recorder:Recorder.write",
-)
-"""Where a process may be killed: everything that it does to the store."""
+IN_START = 0.2  # share of the random kills that come while the interpreter starts
+FRESH = 0.05  # share of the others that hit an interpreter of its own where the rest are forks
+STOPPED = 0.15  # share of the others that come after a SIGINT
+POLL_S = 0.002
+
+
+class Traced(NamedTuple):
+    """A process, where it says it is, and when it was started (monotonic clock)."""
+
+    process: "subprocess.Popen[str] | Forked"
+    trace: Trace
+    begun: float
 
 
 @dataclass(slots=True)
@@ -48,8 +51,13 @@ class Harness:
     script: str = "token_ms=2&tokens=200&capacity=64"
     server: str | None = None  # harvest on this one rather than run on the fake
     seed: int = 0
+    forks: Forks | None = None  # most processes of a storm are forked off it
+    constants: dict[str, int] = field(default_factory=dict)  # of the program, as `module__NAME`
+    hangs_s: float = commands.HANGS_S  # a process that takes longer to do the rest of the work hangs
     job_id: str = ""
     kills: int = 0
+    record: Record = field(default_factory=Record)
+    start_s: float | None = None  # what an interpreter took last until its store was open
     dice: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,53 +75,115 @@ class Harness:
         self.job_id = submit(store, str(path), self.task).job_id
         store.close()
 
-    def start(self, *shots: Shot, options: Sequence[str] = (), **constants: int) -> "subprocess.Popen[str]":
+    def start(
+        self, *shots: Shot, options: Sequence[str] = (), trace: Path | None = None, **constants: int
+    ) -> "subprocess.Popen[str]":
         """A real `conserve run` or `harvest`, which fires these shots at itself."""
-        arguments = ["run", "--endpoint", f"fake:?{self.script}", *options]
+        arguments, constants = self.arguments(options), {**self.constants, **constants}
+        if shots or trace or constants:
+            aim = aimed.command(shots, *arguments, trace=trace, **constants)
+            return commands.start(["-m", "tests.acceptance.aimed", *aim], env=self.env)
+        return commands.start(["-m", "conserve", *arguments], env=self.env)
+
+    def arguments(self, options: Sequence[str] = ()) -> list[str]:
+        """The command, as a user would give it."""
         if self.server is not None:
-            arguments = ["harvest", "--until-empty", "--endpoint", self.server, *options]
-        program = aimed.command(shots, *arguments, **constants) if shots else ["-m", "conserve", *arguments]
-        return commands.start(program, env={"CONSERVE_HOME": str(self.home)})
+            return ["harvest", "--until-empty", "--endpoint", self.server, *options]
+        return ["run", "--endpoint", f"fake:?{self.script}", *options]
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables that lead it to the store."""
+        return {"CONSERVE_HOME": str(self.home)}
+
+    def traced(self, *shots: Shot, fresh: bool = True) -> Traced:
+        """Start a process that says where it is; a fork unless it is to be a fresh interpreter."""
+        path = self.home.parent / f"trace-{self.seed}-{self.record.processes}"
+        self.record.processes += 1
+        trace, begun = Trace.fresh(path), time.monotonic()
+        if fresh or self.forks is None:
+            return Traced(self.start(*shots, trace=path), trace, begun)
+        aim = aimed.command(shots, *self.arguments(), trace=path, **self.constants)
+        return Traced(self.forks.start(aim, env=self.env, errors=path.with_suffix(".stderr")), trace, begun)
 
     def kill(self, *shots: Shot, **constants: int) -> None:
         """Work until the shot that kills; what is in the store by then is right."""
         done = commands.ended(self.start(*shots, **constants))
         assert done.returncode == -signal.SIGKILL, (shots, done)
         self.kills += 1
+        self.check_so_far(shots)
+
+    def kill_in(self, phase: Phase, *shots: Shot) -> None:
+        """The same; the kill is recorded, and has hit this phase."""
+        process, trace, _ = self.traced(*shots, fresh=False)
+        done = commands.ended(process, self.hangs_s)
+        assert done.returncode == -signal.SIGKILL, (phase, shots, done)
+        assert trace.phase is phase, f"{shots} hit {trace.phase.title}"
+        self.kills += 1
+        self.record.aimed[phase] += 1
+        self.record.generated += trace.generated
+        self.check_so_far(shots)
+
+    def check_so_far(self, shots: Sequence[Shot]) -> None:
+        """No row is there twice, and each that is there is right."""
         rows = self.results()
         assert len({row[0] for row in rows}) == len(rows), f"{shots} left a row twice"
         assert all(row[1:] == self.expected(row[0]) for row in rows)
 
+    def kill_after(self, running: Traced, seconds: float) -> bool:
+        """SIGKILL the whole group after a while and record what it hit; False if it had finished by then."""
+        process, trace, _ = running
+        killed = False
+        try:
+            process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            killed = process.returncode == -signal.SIGKILL  # it may have ended in the meantime
+        self.record.generated += trace.generated
+        if killed:
+            self.kills += 1
+            self.record.kills[trace.phase] += 1
+        return killed
+
     def storm(self, kills: int, *, longest_s: float) -> None:
-        """Start and kill until that many were killed or the job is done."""
-        while self.kills < kills and self.reading().state != "completed":
-            if self.dice.random() < 0.5:
-                self.kill_at_a_random_call()
-            else:
-                self.kill_at_a_random_moment(longest_s)
+        """Start and kill until that many were killed or the job is done; now and then two at a time.
 
-    def kill_at_a_random_call(self) -> None:
-        """Kill at the n-th call of some step, if it comes to that."""
-        shot = Shot(at=self.dice.choice(STEPS), call=self.dice.randint(1, 20), after=self.dice.random() < 0.5)
-        self.kills += commands.ended(self.start(shot)).returncode == -signal.SIGKILL
+        A share of the kills comes during the start of an interpreter, evenly over what the last one took.
+        The others come within `longest_s` after the store was open, however long that takes on this machine.
+        """
+        while self.kills < kills and self.reading().state not in ("completed",):
+            if self.start_s is not None and self.dice.random() < IN_START:
+                self.kill_after(self.traced(), self.dice.uniform(0, self.start_s))
+                continue
+            fresh = self.start_s is None or self.dice.random() < FRESH
+            number = min(self.dice.choice((1, 1, 1, 2)), kills - self.kills)
+            for running in [self.traced(fresh=fresh) for _ in range(number)]:
+                self.kill_at_work(running, longest_s)
 
-    def kill_at_a_random_moment(self, longest_s: float) -> None:
-        """Kill the whole group some time after rows were leased; now and then two, or after a clean stop began."""
-        for process in [self.start() for _ in range(self.dice.choice((1, 1, 1, 2)))]:
-            while process.poll() is None and self.reading().running == 0:
-                time.sleep(0.01)
-            time.sleep(self.dice.uniform(0, longest_s))  # the moment of the kill is what is random
-            if self.dice.random() < 0.2 and process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                time.sleep(self.dice.uniform(0, longest_s / 4))
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                self.kills += 1
-            commands.ended(process)
+    def kill_at_work(self, running: Traced, longest_s: float) -> None:
+        """Kill a process within `longest_s` after it has opened its store."""
+        process, trace, begun = running
+        if not trace.started:
+            while not trace.started and process.poll() is None:
+                time.sleep(POLL_S)
+            if isinstance(process, subprocess.Popen):
+                self.start_s = time.monotonic() - begun
+        seconds = self.dice.uniform(0, longest_s)
+        if self.dice.random() < STOPPED:  # a clean stop, cut short by the kill
+            time.sleep(seconds)
+            process.send_signal(signal.SIGINT)
+            seconds = self.dice.uniform(0, longest_s / 4)
+        self.kill_after(running, seconds)
 
     def finish(self) -> int:
         """Let one process run to the end; returns its exit code."""
-        done = commands.ended(self.start())
+        if self.forks is None:
+            done = commands.ended(self.start(), self.hangs_s)
+        else:
+            process, trace, _ = self.traced()
+            done = commands.ended(process, self.hangs_s)
+            self.record.generated += trace.generated
         assert "Traceback" not in done.stderr, done.stderr
         return done.returncode
 
@@ -147,6 +217,20 @@ class Harness:
         poison = sum("REJECT" in prompt for prompt in self.prompts)
         assert (reading.succeeded, reading.failed) == (len(self.prompts) - poison, poison)
         assert (reading.waiting, reading.running) == (0, 0)
+
+    def account(self) -> Record:
+        """The record of a job that is checked, with what its rows came to."""
+        store = Store.open(load({"home": self.home}, environ={}))
+        with views(store, now=time.time(), only=[self.job_id]) as opened:
+            query = "select count(*), sum(attempts), sum(completion_tokens), sum(resumed_tokens) from results"
+            counted = opened.duck.execute(query).fetchone()
+        store.close()
+        assert counted is not None
+        record = self.record
+        record.jobs = 1
+        record.rows, record.attempts, record.answer_tokens, record.resumed_tokens = map(int, counted)
+        assert record.redone_tokens >= 0, record
+        return record
 
 
 def answer(task: Task, prompt: str, tokens: int) -> str:

@@ -2,12 +2,19 @@
 
 import os
 import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.acceptance.aimed import Shot
+from tests.acceptance.forks import Forks
 from tests.acceptance.kill_harness import Harness
+from tests.acceptance.phases import AIM, Phase
+from tests.acceptance.record import Record
 from tests.acceptance.scripted_server import Script, ScriptedServer
 from tests.commands import ended, until
 
@@ -15,6 +22,8 @@ QUEUE, CHOICE, JOURNAL = "conserve.store.queue", "conserve.store.choice", "conse
 SHARDS, HOME = "conserve.store.shards", "conserve.store.home"
 WRITE = "conserve.jobs.recorder:Recorder.write"
 LOAD = "conserve.jobs.workload:Workload.load"
+PAUSE = "conserve.endpoints.fake:FakeEndpoint._pause"
+"""Called once for a request and then before each token."""
 SAVED = Shot(at=WRITE, since=f"{QUEUE}:save_tokens", after=True)
 """Tokens of rows in mid-generation are durable: the write that saves them has ended."""
 
@@ -176,22 +185,108 @@ def test_a_harvest_survives_random_kills(tmp_path: Path) -> None:
         harness.check()
 
 
+PHASES = (
+    (Phase.STARTING, Shot(at="conserve.store.store:Store.open")),
+    (Phase.CLAIMING, Shot(at=f"{QUEUE}:claim", after=True)),
+    (Phase.RECOVERING, Shot(at=f"{QUEUE}:abandon", after=True)),
+    (Phase.LOADING, Shot(at="conserve.jobs.request_file:RequestFile.read")),
+    (Phase.ANSWERING, Shot(at=PAUSE, call=32 * 20)),  # too few tokens to be saved, and no room to claim
+    (Phase.SAVING, Shot(at=f"{QUEUE}:save_tokens", after=True)),
+    (Phase.COMMITTING, Shot(at=f"{JOURNAL}:count", after=True)),
+    (Phase.WRITING, Shot(at=f"{HOME}:write_durably")),
+    (Phase.REGISTERING, Shot(at=f"{QUEUE}:chunks", since=f"{SHARDS}:register")),
+    (Phase.ENDING, Shot(at="conserve.jobs.ledger:Ledger.close")),
+)
+
+
+@pytest.fixture
+def forks() -> Iterator[Forks]:
+    """A process that commands are forked off."""
+    with closing(Forks()) as opened:
+        yield opened
+
+
+def test_a_kill_is_recorded_in_the_phase_of_the_work_that_it_hits(tmp_path: Path, forks: Forks) -> None:
+    record = killed_in_every_phase(tmp_path, forks)
+    assert record.aimed == dict.fromkeys(AIM, 1)
+    assert record.rows == 96
+
+
+def killed_in_every_phase(folder: Path, forks: Forks) -> Record:
+    """Work on a job, with one kill in each phase."""
+    harness = Harness(
+        folder / "home",
+        [f"question {n}" for n in range(96)],
+        script="token_ms=2&tokens=200&capacity=32",
+        forks=forks,
+        constants={"conserve__store__shards__SHARD_ROWS": 32},
+    )
+    harness.submit()
+    for phase, shot in PHASES:
+        harness.kill_in(phase, shot)
+    harness.check()
+    return harness.account()
+
+
+def test_tokens_that_a_kill_loses_are_counted_as_redone(tmp_path: Path, forks: Forks) -> None:
+    harness = Harness(tmp_path / "home", ["a question"], script="token_ms=1&tokens=100", forks=forks)
+    harness.submit()
+    harness.kill_in(Phase.ANSWERING, Shot(at=PAUSE, call=32))  # before the 31st token
+    assert harness.finish() == 0
+    harness.check()
+    record = harness.account()
+    assert (record.answer_tokens, record.redone_tokens, record.resumed_tokens) == (100, 30, 0)
+    assert (record.rows, record.attempts) == (1, 2)
+
+
+KILLS = 1_000
+STORMS = 20  # each with an equal share of the kills
+STORES = 4  # at once: a process that waits for its kill computes little
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_a_thousand_kills(tmp_path: Path) -> None:
-    kills = round_number = 0
-    while kills < 1000:
-        long = round_number % 2 == 0
-        folder = tmp_path / f"round-{round_number}"
-        folder.mkdir()
-        harness = Harness(
-            folder / "home",
-            [f"question {n}" for n in range(2_000 if long else 100_000)],
-            script="token_ms=10&tokens=200&capacity=64" if long else "tokens=4",
-            seed=round_number,
-        )
-        harness.submit()
-        harness.storm(1000 - kills, longest_s=2.0)
-        assert harness.finish() == 0
-        harness.check()
-        kills, round_number = kills + harness.kills, round_number + 1
+def test_a_thousand_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun, total = time.monotonic(), Record()
+    pool = ThreadPoolExecutor(STORES)
+    try:
+        for record in pool.map(lambda number: stormed(tmp_path, number, KILLS // STORMS), range(STORMS)):
+            total.add(record)
+            with capsys.disabled():
+                print(f"\nafter {time.monotonic() - begun:,.0f} s\n{total.table()}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    total.seconds = time.monotonic() - begun
+    with capsys.disabled():
+        print(f"\n{total.table()}\n{total.save().name} in .bench/")
+    assert total.all_kills == KILLS
+    assert not total.missed, f"no kill hit: {', '.join(total.missed)}"
+
+
+def stormed(parent: Path, number: int, kills: int) -> Record:
+    """Kill so many processes that work on one job after the other: few long rows, then many short ones."""
+    total = Record()
+    with closing(Forks()) as forks:
+        if number == 0:
+            folder = parent / "every-phase"
+            folder.mkdir()
+            total.add(killed_in_every_phase(folder, forks))
+        while total.all_kills < kills:
+            folder = parent / f"storm-{number}-{total.jobs}"
+            folder.mkdir()
+            long = (number + total.jobs) % 2 == 0
+            harness = Harness(
+                folder / "home",
+                [f"question {n}" for n in range(400 if long else 20_000)],
+                script="token_ms=4&tokens=200&capacity=16" if long else "request_ms=20&tokens=4&capacity=64",
+                seed=number * KILLS + total.jobs,
+                forks=forks,
+                constants={"conserve__store__shards__SHARD_ROWS": 100 if long else 1_000},
+                hangs_s=1_800,
+            )
+            harness.submit()
+            harness.storm(kills - total.all_kills, longest_s=1.0)
+            assert harness.finish() == 0
+            harness.check()
+            total.add(harness.account())
+    return total

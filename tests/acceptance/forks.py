@@ -1,0 +1,143 @@
+"""Commands forked off a process that has imported them, so that a thousand need not import a thousand times.
+
+Importing takes a second of processor time, ten times as much as all else until the store is open. A fork is a
+process like any other: only kills during the imports need an interpreter of their own.
+
+    python -m tests.acceptance.forks   # one order a line on stdin, one answer a line on stdout
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.commands import REPOSITORY
+
+IMPORTED = (
+    *("conserve.cli.app", "conserve.cli.run", "conserve.jobs.harvest", "conserve.endpoints.fake"),
+    *("tests.acceptance.aimed", "tests.acceptance.phases"),
+)
+POLL_S = 0.005
+
+
+class Forks:
+    """The process that forks. Close it; forks that still run then end with it."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.acceptance.forks"],
+            cwd=REPOSITORY,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads do not live on in a fork
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def start(self, arguments: Sequence[str], *, env: Mapping[str, str], errors: Path) -> "Forked":
+        """Fork `tests.acceptance.aimed` with these arguments; what it says on stderr goes to a file."""
+        pid = self.ask(fork=list(arguments), env=dict(env), errors=str(errors))
+        return Forked(self, pid, errors)
+
+    def ask(self, **order: Any) -> Any:
+        """Give an order and return the answer."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(order) + "\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self._server.communicate()
+
+
+class Forked:
+    """A forked command, as `subprocess.Popen` would show it."""
+
+    def __init__(self, forks: Forks, pid: int, errors: Path) -> None:
+        self.pid, self.returncode, self._forks, self._errors = pid, None, forks, errors
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._forks.ask(wait=self.pid, timeout_s=0.0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the end; returns stdout, which is not kept, and stderr."""
+        while self.returncode is None:
+            self.returncode = self._forks.ask(wait=self.pid, timeout_s=60.0 if timeout is None else timeout)
+            if self.returncode is None and timeout is not None:
+                raise subprocess.TimeoutExpired("conserve", timeout)
+        return "", self._errors.read_text()
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def serve() -> None:
+    """Take orders until stdin ends; a fork leaves through `become`."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    children: set[int] = set()
+    while line := sys.stdin.readline():
+        order = json.loads(line)
+        if "wait" in order:
+            answer = waited(order["wait"], time.monotonic() + order["timeout_s"])
+            if answer is not None:
+                children.discard(order["wait"])
+        elif (answer := os.fork()) == 0:
+            become(order)
+            return
+        else:
+            children.add(answer)
+        print(json.dumps(answer), flush=True)
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def waited(pid: int, until: float) -> int | None:
+    """The exit code of a child, or None if it still runs at that time (monotonic clock)."""
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= until:
+            return None
+        time.sleep(POLL_S)
+
+
+def become(order: Mapping[str, Any]) -> None:
+    """Be the command, in a process group of its own."""
+    from tests.acceptance.aimed import main
+
+    os.setsid()
+    written = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    for stream, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, os.devnull, os.O_WRONLY),
+        (2, order["errors"], written),
+    ):
+        descriptor = os.open(path, flags, 0o600)
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+    os.environ.update(order["env"])
+    sys.argv[1:] = order["fork"]
+    main()
+
+
+if __name__ == "__main__":
+    serve()
