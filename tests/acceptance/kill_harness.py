@@ -5,7 +5,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -28,10 +28,11 @@ from tests.acceptance.forks import Forked, Forks
 from tests.acceptance.phases import Phase, Trace
 from tests.acceptance.record import Record
 
-IN_START = 0.2  # share of the random kills that come while the interpreter starts
+IN_START = 0.1  # share of the random kills that come while an interpreter starts
+IN_RECOVERY = 0.1  # share that come between the open store and the first claim
 FRESH = 0.05  # share of the others that hit an interpreter of its own where the rest are forks
 STOPPED = 0.15  # share of the others that come after a SIGINT
-POLL_S = 0.002
+POLL_S = 0.01
 
 
 class Traced(NamedTuple):
@@ -58,6 +59,7 @@ class Harness:
     kills: int = 0
     record: Record = field(default_factory=Record)
     start_s: float | None = None  # what an interpreter took last until its store was open
+    recovery_s: float = 0.1  # what a process took last from there to its first claim
     dice: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,8 +151,9 @@ class Harness:
     def storm(self, kills: int, *, longest_s: float) -> None:
         """Start and kill until that many were killed or the job is done; now and then two at a time.
 
-        A share of the kills comes during the start of an interpreter, evenly over what the last one took.
-        The others come within `longest_s` after the store was open, however long that takes on this machine.
+        A process says when it has started and when it has recovered, so that a slow machine changes nothing in
+        what the kills hit: shares of them come during these, evenly over what they took last, and the others
+        within `longest_s` after them.
         """
         while self.kills < kills and self.reading().state not in ("completed",):
             if self.start_s is not None and self.dice.random() < IN_START:
@@ -159,16 +162,18 @@ class Harness:
             fresh = self.start_s is None or self.dice.random() < FRESH
             number = min(self.dice.choice((1, 1, 1, 2)), kills - self.kills)
             for running in [self.traced(fresh=fresh) for _ in range(number)]:
-                self.kill_at_work(running, longest_s)
+                self.kill_started(running, longest_s)
 
-    def kill_at_work(self, running: Traced, longest_s: float) -> None:
-        """Kill a process within `longest_s` after it has opened its store."""
+    def kill_started(self, running: Traced, longest_s: float) -> None:
+        """Kill a process in its recovery, or within `longest_s` after it."""
         process, trace, begun = running
-        if not trace.started:
-            while not trace.started and process.poll() is None:
-                time.sleep(POLL_S)
-            if isinstance(process, subprocess.Popen):
-                self.start_s = time.monotonic() - begun
+        started_s = self.until(lambda: trace.started, running)
+        if started_s and isinstance(process, subprocess.Popen):
+            self.start_s = time.monotonic() - begun
+        if self.dice.random() < IN_RECOVERY:
+            self.kill_after(running, self.dice.uniform(0, self.recovery_s))
+            return
+        self.recovery_s = self.until(lambda: trace.recovered, running) or self.recovery_s
         seconds = self.dice.uniform(0, longest_s)
         if self.dice.random() < STOPPED:  # a clean stop, cut short by the kill
             time.sleep(seconds)
@@ -176,12 +181,21 @@ class Harness:
             seconds = self.dice.uniform(0, longest_s / 4)
         self.kill_after(running, seconds)
 
+    def until(self, condition: Callable[[], bool], running: Traced) -> float:
+        """Wait for a condition or the process's end; returns the seconds it took, 0 if there was none to wait."""
+        begun = time.monotonic()
+        if condition():
+            return 0.0
+        while not condition() and running.process.poll() is None:
+            time.sleep(POLL_S)
+        return time.monotonic() - begun
+
     def finish(self) -> int:
         """Let one process run to the end; returns its exit code."""
         if self.forks is None:
             done = commands.ended(self.start(), self.hangs_s)
         else:
-            process, trace, _ = self.traced()
+            process, trace, _ = self.traced(fresh=False)
             done = commands.ended(process, self.hangs_s)
             self.record.generated += trace.generated
         assert "Traceback" not in done.stderr, done.stderr

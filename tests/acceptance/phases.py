@@ -90,6 +90,11 @@ class Trace:
         return self[LOOP] != Phase.STARTING
 
     @property
+    def recovered(self) -> bool:
+        """True once it has recovered what earlier ones left, and goes on to claim rows."""
+        return self[LOOP] not in (Phase.STARTING, Phase.RECOVERING)
+
+    @property
     def generated(self) -> int:
         """Tokens that the fake endpoint has generated in this process."""
         return self[GENERATED]

@@ -265,7 +265,7 @@ def test_a_thousand_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def stormed(parent: Path, number: int, kills: int) -> Record:
     """Kill so many processes that work on one job after the other: few long rows, then many short ones."""
-    total = Record()
+    total, start_s = Record(), None
     with closing(Forks()) as forks:
         if number == 0:
             folder = parent / "every-phase"
@@ -277,16 +277,18 @@ def stormed(parent: Path, number: int, kills: int) -> Record:
             long = (number + total.jobs) % 2 == 0
             harness = Harness(
                 folder / "home",
-                [f"question {n}" for n in range(400 if long else 20_000)],
+                [f"question {n}" for n in range(200 if long else 10_000)],
                 script="token_ms=4&tokens=200&capacity=16" if long else "request_ms=20&tokens=4&capacity=64",
                 seed=number * KILLS + total.jobs,
                 forks=forks,
                 constants={"conserve__store__shards__SHARD_ROWS": 100 if long else 1_000},
                 hangs_s=1_800,
+                start_s=start_s,
             )
             harness.submit()
             harness.storm(kills - total.all_kills, longest_s=1.0)
             assert harness.finish() == 0
             harness.check()
             total.add(harness.account())
+            start_s = harness.start_s
     return total
