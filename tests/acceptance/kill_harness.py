@@ -151,9 +151,10 @@ class Harness:
     def storm(self, kills: int, *, longest_s: float) -> None:
         """Start and kill until that many were killed or the job is done; now and then two at a time.
 
-        A process says when it has started and when it has recovered, so that a slow machine changes nothing in
+        A process says when it has started and when it has recovered, so that a slow machine changes little in
         what the kills hit: shares of them come during these, evenly over what they took last, and the others
-        within `longest_s` after them.
+        within `longest_s` after them. Where an interpreter takes more than a second to start, all else takes
+        longer too, and so many times `longest_s` is meant.
         """
         while self.kills < kills and self.reading().state not in ("completed",):
             if self.start_s is not None and self.dice.random() < IN_START:
@@ -174,6 +175,7 @@ class Harness:
             self.kill_after(running, self.dice.uniform(0, self.recovery_s))
             return
         self.recovery_s = self.until(lambda: trace.recovered, running) or self.recovery_s
+        longest_s *= max(1.0, self.start_s or 1.0)
         seconds = self.dice.uniform(0, longest_s)
         if self.dice.random() < STOPPED:  # a clean stop, cut short by the kill
             time.sleep(seconds)
