@@ -184,7 +184,7 @@ class Harness:
         self.kill_after(running, seconds)
 
     def until(self, condition: Callable[[], bool], running: Traced) -> float:
-        """Wait for a condition or the process's end; returns the seconds it took, 0 if there was none to wait."""
+        """Wait for a condition or the process's end; returns the seconds waited, 0 if the condition held."""
         begun = time.monotonic()
         if condition():
             return 0.0
