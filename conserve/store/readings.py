@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conserve.config import Settings
-from conserve.errors import JobNotFound, StoreError, StoreTooNew
+from conserve.errors import JobNotFound, StoreError, StoreReadOnly, StoreTooNew
 from conserve.store.states import JobState
 
 Query = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
@@ -150,6 +150,9 @@ def opened_sqlite(path: Path) -> Iterator[Query | None]:
         finally:
             connection.close()
     except sqlite3.Error as error:
+        if "readonly" in str(error):  # its log belongs to another user: even a reader writes there
+            cause = f"the store {path} is read-only; make it writable or set CONSERVE_HOME"
+            raise StoreReadOnly(cause) from error
         raise StoreError(f"the store {path} cannot be read ({error}); run: conserve doctor") from error
 
 

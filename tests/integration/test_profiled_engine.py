@@ -51,7 +51,7 @@ def conserve(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with a short profile of the demo model served with `FLAGS`."""
     home = tmp_path_factory.mktemp("profiled")
-    budget = ("--budget", "30", "--max-context", "2048")
+    budget = ("--budget", "15", "--max-context", "2048")
     done = conserve(home, "profile", DEMO_MODEL, *budget, "--json", "--", *FLAGS)
     assert done.returncode == 0, done.stderr
     profile = json.loads(done.stdout)
@@ -79,8 +79,8 @@ def test_the_engine_on_a_profile_cuts_its_iterations_to_the_time(home: Path) -> 
     scheduler: Any = core.scheduler
     try:
         assert type(scheduler).__name__ == "Synchronous"
-        for n in range(6):
-            rig._add(1500 + n, 0, max_tokens=20)
+        for n in range(3):
+            rig._add(1500 + n, 0, max_tokens=8)
         tokens, schedule = [], scheduler.schedule
 
         def counted(*args: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = [pytest.mark.engine]
 
-LONG_TOKENS = 700
+LONG_TOKENS = 200
 ROWS = [
     {"q": "What is the capital of France?", "max_tokens": 24},
     {"q": "word " * 3000, "max_tokens": 24},  # too long for the context below

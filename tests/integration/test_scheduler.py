@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import examples
+
 # SWIG's and torch's own while vLLM is imported.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
@@ -178,7 +180,7 @@ def live_history(engine: Any, seed: int, steps: int, *, ahead: int = 0, **kinds:
 @pytest.mark.parametrize("blocks", [64, 4096])
 def test_what_is_planned_is_what_is_scheduled(make: Make, policy: str, blocks: int) -> None:
     engine = make(policy, blocks=blocks, max_num_seqs=24, max_num_batched_tokens=512)
-    history = live_history(engine, seed=blocks, steps=900, shared=0.0)
+    history = live_history(engine, seed=blocks, steps=examples(1800), shared=0.0)
     assert history.planned > 300
     for plan, _, beyond in history.deviations:
         # Online requests alone wanted more memory than there is: vLLM chose among them.
@@ -196,7 +198,7 @@ def test_what_is_planned_is_what_is_scheduled(make: Make, policy: str, blocks: i
 def test_requests_that_share_blocks_are_served_though_plans_miscount_them(make: Make, seed: int) -> None:
     """The preempted give back fewer blocks than they have; what is admitted together needs fewer tokens."""
     engine = make("conserve", blocks=64, max_num_seqs=24, max_num_batched_tokens=512)
-    history = live_history(engine, seed, steps=900, shared=0.7)
+    history = live_history(engine, seed, steps=examples(1800), shared=0.7)
     for plan, scheduled, beyond in history.deviations:
         less = {name for name, tokens in plan.tokens.items() if scheduled.get(name) != tokens}
         assert beyond or less <= set(plan.admitted)
@@ -290,7 +292,9 @@ def test_the_schedule_is_vllms_own_where_there_is_nothing_to_decide(
     make: Make, policy: str, offline: bool
 ) -> None:
     flags = {"blocks": 64, "max_num_seqs": 12, "max_num_batched_tokens": 256}
-    for (ours, output), (stock, expected) in twins(make, policy, 5, offline=offline, steps=800, **flags):
+    for (ours, output), (stock, expected) in twins(
+        make, policy, 5, offline=offline, steps=examples(1600), **flags
+    ):
         assert list(output.num_scheduled_tokens.items()) == list(expected.num_scheduled_tokens.items())
         assert output.preempted_req_ids == expected.preempted_req_ids
         assert names(ours.engine.scheduler.running) == names(stock.engine.scheduler.running)
@@ -308,7 +312,7 @@ def test_an_engine_that_schedules_ahead_does_the_same(
 ) -> None:
     engine = make(policy, blocks=blocks, asynchronous=True, max_num_seqs=24, max_num_batched_tokens=512)
     assert type(engine.scheduler).__name__ == "Asynchronous"
-    history = live_history(engine, seed=1, steps=600, ahead=ahead, shared=0.0)
+    history = live_history(engine, seed=1, steps=examples(1200), ahead=ahead, shared=0.0)
     for plan, _, beyond in history.deviations:
         assert beyond
         assert all(name.startswith("on") for name in plan.tokens) or policy == "paced"

@@ -192,10 +192,15 @@ def test_what_is_damaged_is_refused_and_computed_again(three_layers: Path, tmp_p
     ("flags", "why"),
     [
         ({"max_model_len": 512}, "it is of another engine, whose context length is 1024 and not 512"),
-        ({"block_size": 64}, "it is of another engine, whose block size is 32 and not 64"),
-        (
+        pytest.param(
+            {"block_size": 64},
+            "it is of another engine, whose block size is 32 and not 64",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
             {"prefix_caching_hash_algo": "sha256_cbor"},
             "it is of another engine, whose hash algorithm is sha256 and not sha256_cbor",
+            marks=pytest.mark.full,
         ),
     ],
 )
