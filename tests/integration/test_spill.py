@@ -148,7 +148,7 @@ def spilled_by_one(
         return left, said
 
 
-@pytest.mark.parametrize("lose", [False, True])
+@pytest.mark.parametrize("lose", [pytest.param(False, marks=pytest.mark.full), True])
 def test_rows_go_on_without_computing_again_what_was_spilled(
     three_layers: Path, tmp_path: Path, lose: bool
 ) -> None:
@@ -168,6 +168,7 @@ def test_rows_go_on_without_computing_again_what_was_spilled(
         assert computed == left.to_compute - report["tokens_restored"] - 2 * BLOCK
 
 
+@pytest.mark.full  # tests/property/test_spill.py damages every file in every way
 def test_what_is_damaged_is_refused_and_computed_again(three_layers: Path, tmp_path: Path) -> None:
     left, _ = spilled_by_one(three_layers, tmp_path)
     (shard,) = tmp_path.glob("*.kv")

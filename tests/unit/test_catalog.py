@@ -209,7 +209,7 @@ def test_reading_changes_nothing(store: Store, settings: Settings) -> None:
             assert query is not None
             query("delete from meta", {})
 
-    with pytest.raises(StoreError, match="readonly"):
+    with pytest.raises(StoreError, match="read-only"):
         delete()
 
 

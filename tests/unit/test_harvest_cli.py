@@ -66,7 +66,8 @@ def test_a_stop_saves_progress(server: ScriptedServer, write_input: WriteInput) 
     server.script.tokens, server.script.pause_at = 300, 40
     submit(write_input(q=["a", "b"]))
     both_have_40 = Shot(at="conserve.endpoints.stream:Pieces.add", call=80, after=True, number=signal.SIGTERM)
-    code, _, stderr = ended(start(aimed.command([both_have_40], "harvest", "--endpoint", server.url)))
+    aim = aimed.command([both_have_40], "harvest", "--endpoint", server.url)
+    code, _, stderr = ended(start(["-m", "tests.acceptance.aimed", *aim]))
     assert code == 0, stderr
     assert "saving progress" in stderr
     server.script.pause_at = None
