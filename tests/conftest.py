@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     tests: Counter[str] = Counter()
     for report in (report for of in terminalreporter.stats.values() for report in of):
         if isinstance(report, pytest.TestReport):
-            folder = report.nodeid.rpartition("/")[0]
+            folder = report.nodeid.partition("::")[0].rpartition("/")[0]
             seconds[folder] += report.duration
             tests[folder] += report.when == "call"
     if len(seconds) > 1:
