@@ -9,7 +9,7 @@ WINDOW_S = 60.0  # the rate is that of the last minute: machines and prompts cha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a harvester has done by now, and what there is to do."""
+    """Rows and tokens that are done, in flight and to do."""
 
     rows_done: int  # rows that were answered
     rows_in_flight: int

@@ -59,7 +59,7 @@ def format_of(model: str) -> Chosen | None:
 
 
 def recall(config: dict[str, Any]) -> Chosen | None:
-    """What was measured earlier for models of this shape on this machine."""
+    """Earlier choice for models of this shape on this machine; None if there is none."""
     return _read(formats_file()).get(_key(config))
 
 
@@ -147,7 +147,7 @@ def vllms_products(name: str, shapes: Shapes, layers: int) -> Products:
 
 
 def _key(config: dict[str, Any]) -> str:
-    """What a choice is valid for."""
+    """Key of a choice: processor, threads, versions, the model's format and shape."""
     engine = installed_engine()
     shape = "x".join(f"{given}-{wanted}" for given, wanted in Shapes.of(config).products)
     cut = " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)

@@ -1,4 +1,4 @@
-"""What the engine's start is doing, for the display: the steps of ours, and those that vLLM's log tells of."""
+"""Steps of the engine's start, for the display: ours, and those that vLLM's log tells of."""
 
 from collections.abc import Callable
 
@@ -37,7 +37,7 @@ class Phases:
 
 
 def told(log: str) -> str | None:
-    """What the log's last telling line is followed by; None if no line tells anything."""
+    """Step that follows the log's last telling line; None if no line tells anything."""
     places = {log.rfind(words): meaning for words, meaning in TOLD.items()}
     last = max(places)
     return places[last] if last >= 0 else None
