@@ -31,6 +31,8 @@ ConserveError                  one sentence for the user, with the next command;
         └── EngineDied         the engine stopped while this request was in it; the request is a suspect
 """
 
+from typing import Self
+
 
 class ConserveError(Exception):
     """One sentence for the user, naming the cause and the next command."""
@@ -118,6 +120,11 @@ class StoreTooNew(StoreError):
 
 class StoreReadOnly(StoreError):
     """The store may not be written."""
+
+    @classmethod
+    def at(cls, where: object) -> Self:
+        """The error of a store at this path or URL."""
+        return cls(f"the store {where} is read-only; make it writable or set CONSERVE_HOME")
 
 
 class StoreFull(StoreError):

@@ -106,11 +106,11 @@ class Harvester:
 
     @property
     def doing(self) -> str | None:
-        """What the endpoint does while it is not ready; None if it does not say."""
+        """Step of the endpoint's start; None once it is ready, or if it does not say."""
         return getattr(self.endpoint, "doing", None)
 
     def seen(self, rows_left: int) -> Seen:
-        """How far it is; `rows_left` rows of the queue have no durable result."""
+        """Rows and tokens so far; `rows_left` rows of the queue have no durable result."""
         tally, in_flight = self.tally, getattr(self.endpoint, "in_flight", None) or InFlight()
         return Seen(
             rows_done=tally.answered,

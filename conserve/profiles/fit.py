@@ -74,7 +74,7 @@ def fit(model: type[M], samples: Samples) -> M:
 
 
 def cross_predictions(kind: type[LinearModel], samples: Samples) -> Floats:
-    """What models of this kind say of each sample, each fitted without the fold that the sample is in; (n,)."""
+    """Predictions by models of this kind, each fitted without the fold of the sample it predicts; (n,), in ms."""
     predicted = np.zeros(len(samples))
     for fold in range(FOLDS):
         inside = np.arange(len(samples)) % FOLDS == fold

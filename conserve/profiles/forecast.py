@@ -1,4 +1,4 @@
-"""How long an iteration a profiling session can afford, from what its first batches took."""
+"""Longest iteration that a profiling session can afford, from what its first batches took."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ SLACK = 1.2  # the next batches of a random order take more than their mean
 
 
 class Forecast(NamedTuple):
-    """What a session can afford, and how far it is from a fit."""
+    """Longest affordable iteration of a session, and its distance from a fit."""
 
     reach_ms: float  # longest iteration to measure; infinite where all of them are affordable
     batches: int  # to measure until there are enough for a fit

@@ -17,7 +17,7 @@ from conserve.profiles.record import Record
 
 
 class Stretch(NamedTuple):
-    """What a session takes beyond a budget that is too small for a fit."""
+    """Time that a session takes beyond a budget that is too small for a fit."""
 
     more_s: float
     batches: int  # yet to measure
@@ -132,7 +132,7 @@ class Itinerary:
         return noise_visits * NOISE_EVERY <= len(self._known())
 
     def _overhead(self) -> float:
-        """What a visit takes over the time of its iterations: decode steps must be started first."""
+        """Ratio of a visit's time to its iterations': decode steps must be started first."""
         iterations = sum(
             iterations_s(name, ms) for name, visits in self._record.visits.items() for ms in visits
         )

@@ -1,4 +1,4 @@
-"""What a profiling session has measured, in a file that survives its interruption and its failure."""
+"""Measurements of a profiling session, in a file that survives its interruption and its failure."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ class Header(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
-    """What a session has measured, kept in a file as it grows."""
+    """Measurements of a session, kept in a file as they come."""
 
     path: Path | None
     header: Header

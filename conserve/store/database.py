@@ -65,7 +65,7 @@ def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:
     where = engine.url.render_as_string(hide_password=True)
     lowered = cause.lower()
     if "readonly" in lowered or "read-only" in lowered:
-        return StoreReadOnly(f"the store {where} is read-only; make it writable or set CONSERVE_HOME")
+        return StoreReadOnly.at(where)
     if "full" in lowered or "no space" in lowered or "disk i/o error" in lowered:
         return StoreFull(
             f"no space left for the store {where} ({cause}); free some and run the command again, "

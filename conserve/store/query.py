@@ -210,7 +210,7 @@ def input_select(job_id: str, path: Path, types: dict[str, str], as_text: set[st
 
 
 def prefixed(names: Sequence[str], taken: Sequence[str]) -> dict[str, str]:
-    """What columns are called beside those taken: `input_` goes in front as often as it must."""
+    """Names for columns beside those taken: `input_` goes in front as often as it must."""
     clashing = {name.lower() for name in taken}  # to SQL, `Text` is `text`
     occupied = clashing | {name.lower() for name in names}
     aliases = {name: name for name in names}

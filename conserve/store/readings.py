@@ -151,8 +151,7 @@ def opened_sqlite(path: Path) -> Iterator[Query | None]:
             connection.close()
     except sqlite3.Error as error:
         if "readonly" in str(error):  # its log belongs to another user: even a reader writes there
-            cause = f"the store {path} is read-only; make it writable or set CONSERVE_HOME"
-            raise StoreReadOnly(cause) from error
+            raise StoreReadOnly.at(path) from error
         raise StoreError(f"the store {path} cannot be read ({error}); run: conserve doctor") from error
 
 

@@ -116,7 +116,7 @@ class Harness:
         self.check_so_far(shots)
 
     def kill_in(self, phase: Phase, *shots: Shot) -> None:
-        """The same; the kill is recorded, and has hit this phase."""
+        """Work until the shot that kills, record the kill, and check that it hit this phase."""
         process, trace, _ = self.traced(*shots, fresh=False)
         done = commands.ended(process, self.hangs_s)
         assert done.returncode == -signal.SIGKILL, (phase, shots, done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,12 +60,7 @@ def cpu_quota(root: Path = CGROUPS, own: Path = OWN_GROUP) -> float | None:
 
 def memory_limit(root: Path = CGROUPS, own: Path = OWN_GROUP) -> int | None:
     """Bytes that the control groups of this process let it have; None without a limit."""
-    found = []
-    for folder in group_folders(root, own, "memory"):
-        text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        if text.isdigit() and int(text) < UNLIMITED:
-            found.append(int(text))
-    return min(found, default=None)
+    return min((limit for _, limit in _memory_limits(root, own)), default=None)
 
 
 def memory_bytes() -> tuple[int, int]:
@@ -82,14 +78,21 @@ def memory_bytes() -> tuple[int, int]:
 def memory_headroom(root: Path = CGROUPS, own: Path = OWN_GROUP) -> int | None:
     """Bytes that the control groups still let this process take, file cache included; None without a limit."""
     found = []
-    for folder in group_folders(root, own, "memory"):
-        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+    for folder, limit in _memory_limits(root, own):
         used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
-        if limit.isdigit() and int(limit) < UNLIMITED and used.isdigit():
+        if used.isdigit():
             cache = _read(folder / "memory.stat").splitlines()
             inactive = next((line.split()[1] for line in cache if line.startswith("inactive_file ")), "0")
-            found.append(max(0, int(limit) - int(used) + int(inactive)))
+            found.append(max(0, limit - int(used) + int(inactive)))
     return min(found, default=None)
+
+
+def _memory_limits(root: Path, own: Path) -> Iterator[tuple[Path, int]]:
+    """The groups around this process that limit memory, each with its limit in bytes."""
+    for folder in group_folders(root, own, "memory"):
+        text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        if text.isdigit() and int(text) < UNLIMITED:
+            yield folder, int(text)
 
 
 def group_folders(root: Path, own: Path, controller: str) -> list[Path]:

@@ -106,7 +106,7 @@ class Growth:
 
     @property
     def left_s(self) -> float:
-        """What the missing groups take, by the later half of those served: the first ones are smaller."""
+        """Seconds of the missing groups, by the later half of those served: the first ones are smaller."""
         later = [seconds for _, seconds in self._served[len(self._served) // 2 :]]
         return self.missing * sum(later) / max(1, len(later))
 
