@@ -69,19 +69,25 @@ def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path) -> None:
     other.check()
 
 
-def test_a_kill_while_rows_of_several_jobs_are_chosen_loses_no_row(tmp_path: Path) -> None:
+def three_jobs(home: Path, rows: int, script: str) -> list[Harness]:
+    """Submit jobs of so many rows each, whose prompts share prefixes within a job and across them."""
     subjects = [f"{subject} " * 20 for subject in ("algebra", "anatomy", "law", "logic")]
     jobs = [
         Harness(
-            tmp_path / "home",
-            [f"{subjects[(n * (job + 1)) % 4]}{job}.{n}" for n in range(300)],
-            script="token_ms=1&tokens=8&capacity=64",
+            home,
+            [f"{subjects[(n * (job + 1)) % 4]}{job}.{n}" for n in range(rows)],
+            script=script,
             seed=job,
         )
         for job in range(3)
     ]
     for job in jobs:
         job.submit()
+    return jobs
+
+
+def test_a_kill_while_rows_of_several_jobs_are_chosen_loses_no_row(tmp_path: Path) -> None:
+    jobs = three_jobs(tmp_path / "home", 300, "token_ms=1&tokens=8&capacity=64")
     jobs[0].kill(Shot(at=f"{CHOICE}:choose", after=True))  # leased by the window, not committed
     jobs[0].kill(Shot(at=f"{CHOICE}:remember", call=2, after=True))  # nor is the window's place
     jobs[0].kill(Shot(at=WRITE, since=f"{CHOICE}:remember", call=2, after=True))
@@ -156,18 +162,7 @@ def test_many_short_rows_survive_random_kills_in_commit_and_compaction(tmp_path:
 
 @pytest.mark.full
 def test_rows_of_several_jobs_that_share_prefixes_survive_random_kills(tmp_path: Path) -> None:
-    subjects = [f"{subject} " * 20 for subject in ("algebra", "anatomy", "law", "logic")]
-    jobs = [
-        Harness(
-            tmp_path / "home",
-            [f"{subjects[(n * (job + 1)) % 4]}{job}.{n}" for n in range(20_000)],
-            script="token_ms=1&tokens=8&capacity=256",
-            seed=job,
-        )
-        for job in range(3)
-    ]
-    for job in jobs:
-        job.submit()
+    jobs = three_jobs(tmp_path / "home", 20_000, "token_ms=1&tokens=8&capacity=256")
     jobs[0].storm(8, longest_s=2.0)
     assert jobs[0].finish() == 0
     for job in jobs:
