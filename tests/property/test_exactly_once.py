@@ -26,12 +26,19 @@ from conserve.store.queue import Lease, SavedTokens
 from conserve.store.results import Result
 from conserve.store.states import JobState
 from conserve.store.store import Store
+from tests.reach import reached
 
 LEASE_S = 10.0
 OWNERS = ("ann", "ben")
 JOB = "job-1"
 MOST_ROWS = 12
 POSITIONS = st.integers(0, MOST_ROWS - 1)
+RARE = (
+    "rows that came back are leased again",
+    "failed rows are retried",
+    "a slow compactor ends",
+    "a late writer is refused",
+)
 
 
 class Crash(Exception):
@@ -55,6 +62,7 @@ class Queue(RuleBasedStateMachine):
         self.begun: list[tuple[bool, Sequence[Any]]] = []  # compactions that have read their rows and no more
         self.written: list[Finished] = []  # and not put back by `retry`
         self.serial = itertools.count()
+        self.reached: Counter[str] = Counter()  # steps of this run that came to what they are about
 
     @initialize(rows=st.integers(1, MOST_ROWS))
     def submit(self, rows: int) -> None:
@@ -98,6 +106,7 @@ class Queue(RuleBasedStateMachine):
             lease = choice.reclaim(tx, queue.runnable_jobs(tx, None), 0, terms, limit=limit)
         assert self.never_leased() == before, "only what came back"
         if lease is not None:
+            self.reached["rows that came back are leased again"] += 1
             self.leases.append(lease)
 
     @rule(start=POSITIONS, limit=st.integers(1, 8))
@@ -125,6 +134,19 @@ class Queue(RuleBasedStateMachine):
         everything = len(self.results()) == self.rows
         assert committed.completed == ([JOB] if everything else [])
 
+    @precondition(lambda self: self.never_leased() and self.state is JobState.QUEUED)
+    @rule(owner=st.sampled_from(OWNERS), limit=st.integers(1, 4))
+    def fail(self, owner: str, limit: int) -> None:
+        """Rows fail as soon as they are leased."""
+        with self.store.write() as tx:
+            lease = queue.claim(tx, owner=owner, now=self.now, lease_s=LEASE_S, limit=limit)
+            if lease is None:
+                return
+            finished = [self.finished(lease.epoch, row.position, True) for row in lease.rows]
+            assert journal.commit(tx, finished, now=self.now).written == finished
+        self.leases.append(lease)
+        self.written += finished
+
     @precondition(lambda self: self.alive())
     @rule(data=st.data(), failed=st.booleans(), suspect=st.booleans())
     def put_back(self, data: st.DataObject, failed: bool, suspect: bool) -> None:
@@ -149,6 +171,7 @@ class Queue(RuleBasedStateMachine):
     def come_late(self, data: st.DataObject) -> None:
         """A writer whose lease has ended, or whose row was put back, changes nothing and is told so."""
         lease, position = data.draw(st.sampled_from(self.late()))
+        self.reached["a late writer is refused"] += 1
         before = self.everything()
         self.return_row(lease, position, failed=False, suspect=True)
         self.keep(lease, position, [7])
@@ -208,6 +231,7 @@ class Queue(RuleBasedStateMachine):
     @rule()
     def end_compaction(self) -> None:
         failed, rows = self.begun.pop()
+        self.reached["a slow compactor ends"] += 1
         shards.write_shard(self.store, JOB, rows, failed=failed, now=self.now)
 
     @precondition(lambda self: self.job["failed"])
@@ -217,6 +241,7 @@ class Queue(RuleBasedStateMachine):
         before = self.requests()
         assert shards.retry_failed(self.store, JOB, now=self.now) == len(failed)
         assert self.requests().keys() == before.keys() | failed
+        self.reached["failed rows are retried"] += bool(failed)
         self.written = [f for f in self.written if f.position not in failed]
 
     @rule(how=st.sampled_from(["pause", "refuse"]))
@@ -254,6 +279,8 @@ class Queue(RuleBasedStateMachine):
         try:
             if hasattr(self, "rows"):
                 self.drain()
+                for what in RARE:
+                    reached(what, self.reached[what])
         finally:
             self.database.close()
             self.store.close()

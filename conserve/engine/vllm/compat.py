@@ -36,6 +36,7 @@ INTERNALS = {
     "vllm.entrypoints.serve.engine.protocol.ErrorResponse": "how the renderer refuses a request",
     "vllm.entrypoints.serve.utils.api_utils.get_max_tokens": "the server's default for max_tokens",
     "vllm.renderers.online_renderer.OnlineRenderer": "chat template and tokenisation, on threads",
+    "vllm.renderers.{renderer_from_config,params.ChatParams}": "warmup() while the processes start",
     "vllm.renderers.inputs.preprocess.extract_prompt_len": "prompt length of a rendered request",
     "vllm.exceptions.{VLLMClientError,VLLMValidationError,GracefulHTTPError}": "refusals and their parameter",
     # outputs and resuming
