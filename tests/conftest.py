@@ -59,6 +59,7 @@ class Together(LoadScopeScheduling):
         return nodeid
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
     """Hand tests to workers in these groups, whatever `--dist` says."""
     return Together(config, log)
