@@ -37,6 +37,10 @@ class Settings:
     """Seconds after which rows of a `run` that fell silent go to another one."""
     max_attempts: int = 5
     """Attempts that may end in an error before a row fails."""
+    max_answer_s: float = 3600.0
+    """Seconds that one answer of `endpoint` may take, from sending its request to the last byte."""
+    max_answer_mib: float = 64.0
+    """Size that one answer of `endpoint` may have, in MiB."""
     utility: float = UTILITY
     """Share of rows, where several jobs wait, that are chosen for their prefix; the others are the stalest."""
 
@@ -45,6 +49,9 @@ class Settings:
             raise SettingsError(f"lease_s must be at least 1 second, not {self.lease_s:g}")
         if self.max_attempts < 1:
             raise SettingsError(f"max_attempts must be at least 1, not {self.max_attempts}")
+        for name, value in (("max_answer_s", self.max_answer_s), ("max_answer_mib", self.max_answer_mib)):
+            if not 0 < value < 1e9:  # nor if it is no number
+                raise SettingsError(f"{name} must be above 0 and below 1e9, not {value:g}")
         if not 0 <= self.utility <= 1:  # nor if it is no number
             raise SettingsError(
                 "utility goes from 0 (the stalest row first) to 1 (always the longest shared prefix), "

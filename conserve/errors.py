@@ -27,11 +27,24 @@ ConserveError                  one sentence for the user, with the next command;
     ├── RequestRejected        this request can never succeed; the row fails with `kind`
     └── RetryableError         the same request may succeed later
         ├── EndpointBusy       asked to slow down (429, 503), perhaps until `retry_after_s`
-        ├── EndpointUnavailable  no usable answer (connection, timeout, 5xx, garbage)
+        ├── EndpointUnavailable  out of reach (connection, 502, 504); says nothing about the row
+        ├── EndpointFault      reached, and no usable answer: a 500, garbage, one that is too long or too slow
         └── EngineDied         the engine stopped while this request was in it; the request is a suspect
 """
 
 from typing import Self
+
+
+def one_line(said: object, *, most: int = 500) -> str:
+    """Text of another program as part of a sentence: on one line, at most so long, and safe to print.
+
+    Control characters, lone surrogates and the like appear as escapes, so that a terminal, a file and a
+    database all take the text.
+    """
+    text = str(said)
+    line = " ".join(text[: 4 * most].split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return shown if len(shown) <= most and len(text) <= 4 * most else f"{shown[: most - 1]}…"
 
 
 class ConserveError(Exception):

@@ -136,10 +136,17 @@ def server(settings: Settings, window: int | None) -> "Endpoint":
     address = settings.endpoint or ""
     if not address.startswith(("http://", "https://")):
         return make_endpoint(settings, [], Pace())
+    from conserve.endpoints.exchange import Limits
     from conserve.endpoints.http import HttpEndpoint
 
-    model = None if settings.model == DEMO_MODEL else settings.model
-    return HttpEndpoint(address, api_key=settings.api_key, model=model, most_rows=window, considerate=True)
+    return HttpEndpoint(
+        address,
+        api_key=settings.api_key,
+        model=None if settings.model == DEMO_MODEL else settings.model,
+        most_rows=window,
+        considerate=True,
+        limits=Limits.of(settings),
+    )
 
 
 async def show(harvester: "Harvester", settings: Settings, only: list[str] | None, *, lines: bool) -> None:

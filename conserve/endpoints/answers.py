@@ -1,101 +1,152 @@
-"""What a server's answers mean: a completion, or an error that says whose fault it is."""
+"""Answers of a server, checked in full before anything of them is kept."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
-import httpx
+import msgspec
+from msgspec import Meta
 
-from conserve.endpoints.protocol import Choice, Completion, Url
-from conserve.errors import (
-    EndpointBusy,
-    EndpointError,
-    EndpointFault,
-    EndpointUnavailable,
-    EndpointUnusable,
-    EngineDied,
-    RequestRejected,
-)
+from conserve.endpoints.protocol import Call, Choice, Completion, Url
+from conserve.errors import EndpointFault, EndpointUnavailable, one_line
 
-TOO_LONG = ("context length", "maximum model length", "too long", "max_model_len", "maximum context")
-ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # vLLM's last words, with status 500
 CUT_SHORT = (
     "abort",
     "error",
 )  # finish reasons of answers that the server gave up, as vLLM does when it stops
+LEVELS = 8  # of nesting in log probabilities; OpenAI's have 6
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)  # raised by msgspec for what it cannot decode
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # as wide as in the results
+Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-def completion(url: Url, answer: Mapping[str, Any]) -> Completion:
-    """Read an OpenAI response body; raises whatever a malformed one raises."""
-    choices = tuple(to_choice(url, choice) for choice in answer["choices"])
-    if not choices:
-        raise ValueError("no choices")
-    return with_usage(choices, answer.get("usage"), str(answer.get("model", "")))
+def nested(levels: int) -> Any:
+    """Type of JSON values with so many levels of lists and objects."""
+    kind: Any = Union[None, bool, Whole, float, str]  # noqa: UP007
+    for _ in range(levels):
+        kind = Union[None, bool, Whole, float, str, list[kind], dict[str, kind]]  # noqa: UP007
+    return kind
 
 
-def with_usage(choices: tuple[Choice, ...], usage: Mapping[str, Any] | None, model: str) -> Completion:
+if TYPE_CHECKING:
+    Logprobs = Mapping[str, Any]
+else:
+    Logprobs = dict[str, nested(LEVELS - 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDetails:
+    """What is known of a prompt's tokens."""
+
+    cached_tokens: Count | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of a request."""
+
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """The answer to a chat."""
+
+    content: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatChoice:
+    """One of the answers to a chat."""
+
+    message: Message
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+
+    @property
+    def text(self) -> str | None:
+        return self.message.content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextChoice:
+    """One of the answers to a bare prompt."""
+
+    text: str | None
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswer:
+    """Response body of the route for chats."""
+
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextAnswer:
+    """Response body of the route for bare prompts."""
+
+    choices: list[TextChoice]
+    usage: Usage | None = None
+    model: str | None = None
+
+
+CHAT = msgspec.json.Decoder(ChatAnswer)
+TEXT = msgspec.json.Decoder(TextAnswer)
+
+
+def completion(call: Call, content: bytes) -> Completion:
+    """Read a response body; raises `EndpointFault` for one that is no whole answer to the call."""
+    answer: ChatAnswer | TextAnswer
+    try:
+        answer = CHAT.decode(content) if call.url is Url.CHAT else TEXT.decode(content)
+    except UNREADABLE as error:
+        raise EndpointFault(f"the answer is no completion ({one_line(error)}): {excerpt(content)}") from error
+    wanted = num_choices(call.body)
+    if len(answer.choices) != (wanted or len(answer.choices) or 1):
+        raise EndpointFault(f"the answer has {len(answer.choices)} choices, not {wanted or 1}")
+    choices = tuple(
+        Choice(text=c.text or "", finish_reason=c.finish_reason or "stop", logprobs=c.logprobs)
+        for c in answer.choices
+    )
+    return with_usage(choices, answer.usage, answer.model)
+
+
+def with_usage(choices: tuple[Choice, ...], usage: Usage | None, model: str | None) -> Completion:
     """The completion of these choices; raises `EndpointUnavailable` for one that was cut short."""
     for choice in choices:
         if choice.finish_reason in CUT_SHORT:
             raise EndpointUnavailable(f"the server gave the answer up (finish_reason {choice.finish_reason})")
-    usage = usage or {}
-    details = usage.get("prompt_tokens_details") or {}
+    usage = usage or Usage()
+    details = usage.prompt_tokens_details or PromptDetails()
     return Completion(
         choices=choices,
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        completion_tokens=int(usage.get("completion_tokens") or 0),
-        cached_tokens=int(details.get("cached_tokens") or 0),
-        model=model,
+        prompt_tokens=usage.prompt_tokens or 0,
+        completion_tokens=usage.completion_tokens or 0,
+        cached_tokens=details.cached_tokens or 0,
+        model=model or "",
     )
 
 
-def to_choice(url: Url, choice: Mapping[str, Any]) -> Choice:
-    """One entry of `choices`, of either route."""
-    text = choice["message"]["content"] if url is Url.CHAT else choice["text"]
-    return Choice(
-        text=text or "",
-        finish_reason=str(choice.get("finish_reason") or "stop"),
-        logprobs=choice.get("logprobs"),
-    )
-
-
-def refusal(answer: httpx.Response) -> EndpointError:
-    """The error that a response with a status other than 200 amounts to."""
-    return error_of(answer.status_code, error_message(answer), retry_after_s(answer))
-
-
-def error_of(status: int, said: str, retry_after_s: float | None = None) -> EndpointError:
-    """The error that a status, of a response or of an event within a stream, amounts to."""
-    message = f"HTTP {status}: {said}"
-    lowered = said.lower()
-    if any(words in lowered for words in ENGINE_DEAD):
-        return EngineDied(message)
-    if status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE):
-        return EndpointBusy(message, retry_after_s=retry_after_s)
-    if status in (httpx.codes.BAD_GATEWAY, httpx.codes.GATEWAY_TIMEOUT):
-        return EndpointUnavailable(message)
-    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        return EndpointUnusable(f"{message}; check CONSERVE_API_KEY")
-    if status == httpx.codes.NOT_FOUND and "model" in lowered:
-        return EndpointUnusable(f"{message}; correct --model")
-    if status == httpx.codes.REQUEST_TIMEOUT or status >= 500:
-        return EndpointFault(message)
-    too_long = any(words in lowered for words in TOO_LONG)
-    return RequestRejected(message, kind="too_long" if too_long else "invalid_request")
-
-
-def error_message(answer: httpx.Response) -> str:
-    """What the server says went wrong."""
-    try:
-        body = answer.json()
-        inner = body.get("error", body)
-        return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
-    except (ValueError, AttributeError):
-        return answer.text[:200]
-
-
-def retry_after_s(answer: httpx.Response) -> float | None:
-    """The server's own wish, in seconds."""
-    try:
-        return max(0.0, float(answer.headers["retry-after"]))
-    except (KeyError, ValueError):
+def num_choices(body: Mapping[str, Any]) -> int | None:
+    """Number of choices that a request asks for: `n` to each of its prompts. None if that is not clear."""
+    n, prompt = body.get("n"), body.get("prompt")
+    n = 1 if n is None else n
+    if not isinstance(n, int):
         return None
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+    if several and not isinstance(prompt[0], int):  # type: ignore[index]
+        return n * len(prompt)  # type: ignore[arg-type]
+    return n
+
+
+def excerpt(content: bytes) -> str:
+    """The beginning of a body, for an error."""
+    return one_line(content[:800].decode("utf-8", "replace"), most=200)

@@ -3,20 +3,24 @@
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
 import httpx
 import msgspec
+from msgspec import Meta
 
-from conserve.endpoints.answers import error_message
+from conserve.endpoints.answers import UNREADABLE, Whole, excerpt
+from conserve.endpoints.exchange import Reply, look
 from conserve.endpoints.protocol import KvCache, Url
+from conserve.endpoints.refusals import error_message, redirected, untrusted
 from conserve.endpoints.window import Metrics
-from conserve.errors import EndpointUnusable
+from conserve.errors import EndpointUnusable, one_line
 
 MOST_ROWS = 64  # at once, where the server does not say how many it runs
 OFFLINE_PRIORITY = 1000  # vLLM serves low numbers first; live requests have 0
 LOOK_S = 5.0  # for an answer that needs no work
+START_S = 60.0  # for the first answer, of a server that may be under load
 REJECTED = (400, 422)
-UNREADABLE = (httpx.HTTPError, httpx.InvalidURL, AttributeError, KeyError, TypeError, ValueError)
 
 
 class Mode(StrEnum):
@@ -46,7 +50,7 @@ class Server:
         """One sentence for the user."""
         if self.mode is Mode.COSERVING:
             behind = f"at most {self.most_rows} rows at once, behind live requests"
-            return f"{base_url} co-serves {self.model}: {behind}"
+            return f"{base_url} co-serves {one_line(self.model)}: {behind}"
         kind = "stock vLLM" if self.has_metrics else "a server"
         how = f"with priority {self.priority}" if self.priority else "without priorities"
         by = "its metrics" if self.has_metrics else "the time that probe requests take"
@@ -96,34 +100,60 @@ async def discover(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One entry of the list of models."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModels:
+    """The answer to ``GET /v1/models``."""
+
+    data: list[ServedModel]
+
+
 async def served_models(client: httpx.AsyncClient) -> list[str]:
     """The server's list of models, at least one."""
-    base_url = base_url_of(client)
+    base_url, route = base_url_of(client), "/v1/models"
     try:
-        answer = await client.get("/v1/models")
-        answer.raise_for_status()
-        served = [str(entry["id"]) for entry in answer.json()["data"]]
-    except httpx.HTTPStatusError as error:
+        reply = await look(client, "GET", route, seconds=START_S)
+    except httpx.HTTPError as error:
+        raise no_server(base_url, error) from error
+    if 300 <= reply.status < 400:
+        raise redirected(reply, httpx.URL(f"{base_url}{route}"), route)
+    if reply.status != 200:
         raise EndpointUnusable(
-            f"{base_url}/v1/models answered {error.response.status_code}; check the URL and CONSERVE_API_KEY"
-        ) from error
+            f"{base_url}{route} answered {reply.status}; check the URL and CONSERVE_API_KEY"
+        )
+    try:
+        served = [entry.id for entry in msgspec.json.decode(reply.content, type=ServedModels).data]
     except UNREADABLE as error:
+        said = f"{one_line(error)}: {excerpt(reply.content)}"
         raise EndpointUnusable(
-            f"no OpenAI-compatible server answers at {base_url} ({str(error) or type(error).__name__}); "
-            "start it or correct --endpoint"
+            f"no OpenAI-compatible server answers at {base_url} ({said}); start it or correct --endpoint"
         ) from error
     if not served:
         raise EndpointUnusable(f"{base_url} serves no model; start it with one")
     return served
 
 
+def no_server(base_url: str, error: httpx.HTTPError) -> EndpointUnusable:
+    """The error for an address at which no request could be made."""
+    said = one_line(error) or type(error).__name__
+    return untrusted(error, base_url) or EndpointUnusable(
+        f"no OpenAI-compatible server answers at {base_url} ({said}); start it or correct --endpoint"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoServing:
     """What is needed of the answer to ``GET /v1/conserve`` (docs/design.md)."""
 
-    identity: str
-    max_num_seqs: int
-    offline_priority: int
+    identity: Annotated[str, Meta(max_length=4096, pattern="^[^\\x00]+$")]  # no database takes more
+    max_num_seqs: Annotated[int, Meta(ge=1, le=1_000_000)]
+    offline_priority: Whole
 
 
 async def coserving(client: httpx.AsyncClient) -> CoServing | None:
@@ -131,18 +161,18 @@ async def coserving(client: httpx.AsyncClient) -> CoServing | None:
 
     A server or a proxy in trouble is not taken for one without: its rows would start over.
     """
-    answer = await look(client, "/v1/conserve")
+    reply = await healthy_reply(client, "/v1/conserve")
     try:
-        return msgspec.json.decode(answer.content, type=CoServing) if answer.status_code == 200 else None
-    except msgspec.DecodeError:
+        return msgspec.json.decode(reply.content, type=CoServing) if reply.status == 200 else None
+    except UNREADABLE:
         return None
 
 
 async def metrics(client: httpx.AsyncClient) -> Metrics | None:
     """vLLM's figures; None where there are none."""
     try:
-        page = await client.get("/metrics", timeout=LOOK_S)
-        return Metrics.read(page.text) if page.status_code == 200 else None
+        page = await look(client, "GET", "/metrics", seconds=LOOK_S)
+        return Metrics.read(page.text) if page.status == 200 else None
     except (httpx.HTTPError, ValueError):
         return None
 
@@ -150,11 +180,11 @@ async def metrics(client: httpx.AsyncClient) -> Metrics | None:
 async def kv_cache(client: httpx.AsyncClient) -> KvCache:
     """What vLLM's metrics say of its KV cache, as far as they say it."""
     try:
-        page = await client.get("/metrics", timeout=LOOK_S)
+        page = await look(client, "GET", "/metrics", seconds=LOOK_S)
     except httpx.HTTPError:
         return KvCache()
     told = re.search(r"^vllm:cache_config_info\{(.*)\} ", page.text, re.MULTILINE)
-    labels = dict(re.findall(r'(\w+)="(\d+)"', told[1])) if page.status_code == 200 and told else {}
+    labels = dict(re.findall(r'(\w+)="([0-9]{1,9})"', told[1])) if page.status == 200 and told else {}
     block_tokens, num_blocks = int(labels.get("block_size", 0)), int(labels.get("num_gpu_blocks", 0))
     return KvCache(block_tokens=block_tokens or KvCache().block_tokens, num_blocks=num_blocks or None)
 
@@ -163,39 +193,38 @@ async def takes_priority(client: httpx.AsyncClient, model: str) -> bool:
     """Whether vLLM accepts a request with a priority; raises `EndpointUnusable` where it cannot tell."""
     body = {"model": model, "prompt": "a", "max_tokens": 1, "priority": OFFLINE_PRIORITY}
     try:
-        answer = await client.post(Url.COMPLETIONS, json=body, timeout=LOOK_S)
+        reply = await look(client, "POST", Url.COMPLETIONS, json=body, seconds=LOOK_S)
     except httpx.ReadTimeout:
         return True  # it waits behind live requests; a rejection comes at once
     except httpx.HTTPError as error:
         raise silent(client, error) from error
-    if answer.status_code == 200 or answer.status_code in REJECTED:
-        return answer.status_code == 200
+    if reply.status == 200 or reply.status in REJECTED:
+        return reply.status == 200
     raise EndpointUnusable(
-        f"{base_url_of(client)}{Url.COMPLETIONS} answered {answer.status_code}: {error_message(answer)}"
+        f"{base_url_of(client)}{Url.COMPLETIONS} answered {reply.status}: {error_message(reply.content)}"
     )
 
 
 async def healthy(client: httpx.AsyncClient) -> None:
     """Raise `EndpointUnusable` if vLLM does not answer, or says that its engine is dead."""
-    await look(client, "/health")
+    await healthy_reply(client, "/health")
 
 
-async def look(client: httpx.AsyncClient, path: str) -> httpx.Response:
+async def healthy_reply(client: httpx.AsyncClient, path: str) -> Reply:
     """The answer of a route that needs no work; raises `EndpointUnusable` if none or one of trouble comes."""
     try:
-        answer = await client.get(path, timeout=LOOK_S)
+        reply = await look(client, "GET", path, seconds=LOOK_S)
     except httpx.HTTPError as error:
         raise silent(client, error) from error
-    if answer.status_code >= 500:  # also 500: the routes of vLLM whose engine has died
-        raise EndpointUnusable(
-            f"{base_url_of(client)}{path} answered {answer.status_code}; wait and try again"
-        )
-    return answer
+    if reply.status >= 500:  # also 500: the routes of vLLM whose engine has died
+        raise EndpointUnusable(f"{base_url_of(client)}{path} answered {reply.status}; wait and try again")
+    return reply
 
 
 def silent(client: httpx.AsyncClient, error: httpx.HTTPError) -> EndpointUnusable:
     """The error for a server that cannot be reached."""
-    return EndpointUnusable(f"{base_url_of(client)} does not answer: {str(error) or type(error).__name__}")
+    base_url, said = base_url_of(client), one_line(error) or type(error).__name__
+    return untrusted(error, base_url) or EndpointUnusable(f"{base_url} does not answer: {said}")
 
 
 def base_url_of(client: httpx.AsyncClient) -> str:

@@ -24,6 +24,7 @@ from conserve.errors import (
 )
 
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty")
+MOST_TOKENS = 1_000_000  # of an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +88,11 @@ class FakeEndpoint:
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
         self.calls += 1
+        if not {"prompt", "messages"} & call.body.keys():
+            raise RequestRejected("the body has neither messages nor a prompt")
         text = request_text(call.body)
         self._misbehave(text)
-        token_ids = answer_tokens(text, int(call.body.get("max_tokens", self.script.tokens)))
+        token_ids = answer_tokens(text, num_tokens(call.body, self.script.tokens))
         if call.resume_from:
             assert list(call.resume_from) == token_ids[: len(call.resume_from)], "tokens of another request"
             self.continued.append(len(call.resume_from))
@@ -165,6 +168,17 @@ class FakeEndpoint:
 def request_text(body: Mapping[str, Any]) -> str:
     """The part of a request that the answer depends on."""
     return str(body["prompt"]) if "prompt" in body else json.dumps(body["messages"], sort_keys=True)
+
+
+def num_tokens(body: Mapping[str, Any], default: int) -> int:
+    """Length of the answer; raises `RequestRejected` for what a server would reject."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        wanted = body.get(name)
+        if wanted is not None:
+            if not isinstance(wanted, int) or not 0 <= wanted <= MOST_TOKENS:
+                raise RequestRejected(f"{name} must be a whole number up to {MOST_TOKENS:,}, not {wanted!r}")
+            return wanted
+    return default
 
 
 def answer_tokens(text: str, count: int) -> list[int]:

@@ -3,14 +3,17 @@
 import asyncio
 import logging
 import time
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import httpx
 
-from conserve.endpoints.answers import completion, refusal
+from conserve.endpoints.answers import UNREADABLE, completion
 from conserve.endpoints.discovery import MOST_ROWS, Mode, Server, discover, healthy, metrics, served_models
+from conserve.endpoints.exchange import SILENT_S, Limits, chunks, complaint, look, open_client, whole
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url
+from conserve.endpoints.refusals import refusal, untrusted
 from conserve.endpoints.stream import NotFaithful, Pieces, events
 from conserve.endpoints.window import Latencies, MetricsPressure, Window
 from conserve.errors import (
@@ -20,17 +23,15 @@ from conserve.errors import (
     EndpointUnavailable,
     EndpointUnusable,
     EngineDied,
+    one_line,
 )
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 10.0
-ANSWER_S = 1800.0  # an offline request may wait long behind online traffic
 LOOK_EVERY_S = 1.0  # at vLLM's metrics
 PROBE_S = 30.0  # for the answer to a probe
 PROBE_EVERY_S = 5.0  # where a look is a request of its own
 BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.DecodingError)
-MALFORMED = (AttributeError, KeyError, TypeError, ValueError)
 
 
 class HttpEndpoint:
@@ -38,7 +39,7 @@ class HttpEndpoint:
 
     On a server that co-serves, tokens are seen and rows go on from them; elsewhere rows cut short start over.
     With `considerate`, rows give way to live requests as far as the server allows. `most_rows` bounds those
-    in flight.
+    in flight, `limits` each answer.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class HttpEndpoint:
         model: str | None = None,
         most_rows: int | None = None,
         considerate: bool = False,
+        limits: Limits | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.notice: str | None = None  # what the user should know of the server, once started
         self._model, self._most_rows, self._considerate = model, most_rows, considerate
+        self._limits = limits or Limits()
         self._server: Server | None = None
         self._window = Window(high=MOST_ROWS)
         self._streams = True
@@ -63,14 +66,7 @@ class HttpEndpoint:
         self._looking = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
         self._health: asyncio.Task[object] | None = None
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.AsyncClient(
-            base_url=self.base_url,
-            headers=headers,
-            timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MOST_ROWS),
-            transport=transport,
-        )
+        self._client = open_client(self.base_url, api_key, transport)
 
     @property
     def server(self) -> Server:
@@ -173,16 +169,14 @@ class HttpEndpoint:
         return body
 
     async def _in_one_piece(self, call: Call) -> Completion:
+        begun = False
         try:
-            answer = await self._client.post(call.url, json=self._body(call))
-        except httpx.HTTPError as error:
-            raise await self._trouble(error) from error
-        if answer.status_code != httpx.codes.OK:
-            raise refusal(answer)
-        try:
-            return completion(call.url, answer.json())
-        except MALFORMED as error:
-            raise EndpointFault(f"the answer is no completion: {answer.text[:200]!r}") from error
+            async with self._exchange(call, self._body(call)) as answer:
+                begun = True
+                content = await whole(answer, self._limits.num_bytes)
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise await self._trouble(error, begun=begun) from error
+        return completion(call, content)
 
     async def _in_pieces(self, call: Call, on_tokens: OnTokens) -> Completion:
         """Stream the answer; saved tokens go along, and come back as its beginning."""
@@ -196,35 +190,57 @@ class HttpEndpoint:
         pieces = Pieces(call.url, on_tokens)
         self._streamed.add(pieces)
         try:
-            async with self._client.stream("POST", call.url, json=body) as answer:
-                if answer.status_code != httpx.codes.OK:
-                    await answer.aread()
-                    raise refusal(answer)
-                async with aclosing(events(answer.aiter_bytes())) as found:
-                    async for event in found:
-                        pieces.add(event)
+            async with (
+                self._exchange(call, body) as answer,
+                aclosing(chunks(answer, self._limits.num_bytes)) as received,
+                aclosing(events(received)) as found,
+            ):
+                async for payload in found:
+                    pieces.add(payload)
             return pieces.completion()
-        except httpx.HTTPError as error:
-            raise await self._trouble(error) from error
-        except MALFORMED as error:
-            raise EndpointFault(f"the stream is no completion: {error}") from error
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise await self._trouble(error, begun=pieces.begun) from error
+        except UNREADABLE as error:
+            raise EndpointFault(f"the stream is no completion: {one_line(error)}") from error
         finally:
             self._streamed.discard(pieces)
 
-    async def _trouble(self, error: httpx.HTTPError) -> EndpointError:
-        """What a connection that broke or stayed silent amounts to.
+    @asynccontextmanager
+    async def _exchange(self, call: Call, body: dict[str, Any]) -> AsyncGenerator[httpx.Response, None]:
+        """A response of status 200, of which everything comes in time; raises `TimeoutError` if it does not."""
+        async with (
+            asyncio.timeout(self._limits.seconds),
+            self._client.stream("POST", call.url, json=body) as answer,
+        ):
+            if answer.status_code != httpx.codes.OK:
+                said = await complaint(answer)
+                raise refusal(said, answer.request.url, call.url, now=time.time())
+            yield answer
+
+    async def _trouble(self, error: httpx.HTTPError | TimeoutError, *, begun: bool) -> EndpointError:
+        """The error that a connection which broke, or took too long, amounts to.
 
         It may be the row's doing, unless the server is gone, or has let the row wait for live requests.
         """
-        said = str(error) or type(error).__name__
-        if isinstance(error, httpx.ReadTimeout):
-            silent = f"no answer within {ANSWER_S:.0f} s"
-            return (
-                EndpointUnavailable(silent) if self.server.mode is Mode.COSERVING else EndpointFault(silent)
-            )
+        if isinstance(error, httpx.ReadTimeout | TimeoutError):
+            return self._late(error, begun=begun)
+        if (refused := untrusted(error, self.base_url)) is not None:
+            return refused
+        said = one_line(error) or type(error).__name__
         if isinstance(error, BROKEN) and await self._is_up():
             return EndpointFault(f"the connection broke: {said}")
         return EndpointUnavailable(f"cannot reach {self.base_url}: {said}")
+
+    def _late(self, error: httpx.ReadTimeout | TimeoutError, *, begun: bool) -> EndpointError:
+        """The error of an answer that did not come in time."""
+        silent = isinstance(error, httpx.ReadTimeout)
+        said = (
+            f"no byte of the answer within {SILENT_S:,.0f} s"
+            if silent
+            else f"no whole answer within {self._limits.seconds:,g} s (max_answer_s)"
+        )
+        waited = self.server.mode is Mode.COSERVING and (silent or not begun)
+        return EndpointUnavailable(said) if waited else EndpointFault(said)
 
     async def _is_up(self) -> bool:
         """Whether the server answers; those who ask at one time share a look."""
@@ -260,8 +276,8 @@ class HttpEndpoint:
         body = {"model": self.server.model, "messages": [message], "max_tokens": 1}
         begun = time.monotonic()
         try:
-            answer = await self._client.post(Url.CHAT, json=body, timeout=PROBE_S)
+            answer = await look(self._client, "POST", Url.CHAT, json=body, seconds=PROBE_S)
         except httpx.HTTPError:
             return None
-        in_trouble = answer.status_code == httpx.codes.TOO_MANY_REQUESTS or answer.status_code >= 500
+        in_trouble = answer.status == httpx.codes.TOO_MANY_REQUESTS or answer.status >= 500
         return None if in_trouble else time.monotonic() - begun

@@ -1,12 +1,14 @@
 """Server-sent events: a completion put together from its pieces, its tokens seen as they come."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from conserve.endpoints.answers import error_of, with_usage
+from conserve.endpoints.answers import Count, Usage, with_usage
 from conserve.endpoints.protocol import Choice, Completion, OnTokens, Url
+from conserve.endpoints.refusals import error_in_stream
 from conserve.errors import EndpointUnavailable
 
 DATA = b"data:"
@@ -17,53 +19,105 @@ class NotFaithful(Exception):
     """The pieces hold what a completion in one piece would show otherwise: reasoning, or tool calls."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """A piece of the answer to a chat."""
+
+    content: str | None = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoicePiece:
+    """A piece of one of the answers; a chat's text is in the `delta`."""
+
+    index: Count | None = None
+    delta: Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    token_ids: list[Count] | None = None
+    prompt_token_ids: list[Count] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One event of a stream: pieces of answers, the usage at the end, or an error."""
+
+    id: str | None = None
+    choices: list[ChoicePiece] | None = None
+    usage: Usage | None = None
+    model: str | None = None
+    prompt_token_ids: list[Count] | None = None
+    error: Any = None
+
+
+decode = msgspec.json.Decoder(Event).decode
+
+
 class Pieces:
     """One answer of one choice in pieces; rows that can be resumed have no other."""
 
     def __init__(self, url: Url, on_tokens: OnTokens) -> None:
         self._url, self._on_tokens = url, on_tokens
+        self._id: str | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._prompt_tokens = 0  # known from the first piece on
         self._finish_reason: str | None = None
-        self._usage: Mapping[str, Any] | None = None
-        self._model = ""
+        self._usage: Usage | None = None
+        self._model: str | None = None
 
     @property
     def computed_tokens(self) -> int:
         """Tokens of the prompt, once it is computed, and of the answer so far."""
         return self._prompt_tokens + len(self._token_ids)
 
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Take one event; raises what an error event amounts to, or whatever a malformed event raises."""
-        if "error" in event:
-            error = event["error"]
-            raise error_of(int(error.get("code") or 500), str(error.get("message", error)))
-        self._model = str(event.get("model") or self._model)
-        self._usage = event.get("usage") or self._usage
-        if prompt := event.get("prompt_token_ids"):  # of a chat; a completion has them in its choice
-            self._prompt_tokens = len(prompt)
-        for choice in event["choices"]:
+    @property
+    def begun(self) -> bool:
+        """True once something of the answer has come."""
+        return bool(self._token_ids) or any(self._texts)
+
+    def add(self, payload: bytes) -> None:
+        """Take one event; raises the error that it tells of, or one of `UNREADABLE` if it is malformed."""
+        event = decode(payload)
+        if event.error:
+            raise error_in_stream(event.error)
+        if event.choices is None:
+            raise ValueError("an event without choices")
+        self._id = self._id or event.id
+        if event.id not in (None, self._id):
+            raise ValueError("a piece of another answer")
+        self._model = event.model or self._model
+        self._usage = event.usage or self._usage
+        if event.prompt_token_ids:  # of a chat; a completion has them in its choice
+            self._prompt_tokens = len(event.prompt_token_ids)
+        for choice in event.choices:
             self._add_choice(choice)
 
-    def _add_choice(self, choice: Mapping[str, Any]) -> None:
-        if choice.get("index"):
-            raise ValueError(f"choice {choice['index']} was not asked for")
-        if prompt := choice.get("prompt_token_ids"):
-            self._prompt_tokens = len(prompt)
+    def _add_choice(self, choice: ChoicePiece) -> None:
+        if choice.index:
+            raise ValueError(f"choice {choice.index} was not asked for")
+        if choice.prompt_token_ids:
+            self._prompt_tokens = len(choice.prompt_token_ids)
         self._texts.append(self._text(choice))
-        self._finish_reason = choice.get("finish_reason") or self._finish_reason
-        if token_ids := choice.get("token_ids"):
-            self._token_ids += token_ids
+        self._finish_reason = choice.finish_reason or self._finish_reason
+        if choice.token_ids:
+            self._token_ids += choice.token_ids
             self._on_tokens(self._token_ids)
 
-    def _text(self, choice: Mapping[str, Any]) -> str:
+    def _text(self, choice: ChoicePiece) -> str:
         if self._url is Url.COMPLETIONS:
-            return choice["text"] or ""
-        delta = choice["delta"]
-        if delta.get("reasoning") or delta.get("reasoning_content") or delta.get("tool_calls"):
+            if choice.text is None:
+                raise ValueError("a choice without a text")
+            return choice.text
+        if choice.delta is None:
+            raise ValueError("a choice without a delta")
+        delta = choice.delta
+        if delta.reasoning or delta.reasoning_content or delta.tool_calls:
             raise NotFaithful
-        return delta.get("content") or ""
+        return delta.content or ""
 
     def completion(self) -> Completion:
         """The whole answer; raises `EndpointUnavailable` if its end never came."""
@@ -73,14 +127,17 @@ class Pieces:
         return with_usage((choice,), self._usage, self._model)
 
 
-async def events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[Mapping[str, Any], None]:
-    """The events of a stream until it says that it is done; raises `msgspec.DecodeError` for garbage."""
-    rest = b""
+async def events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The payloads of a stream's events until it says that it is done."""
+    begun: list[bytes] = []  # a line in pieces: joined once, however many they are
     async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
+        *lines, rest = chunk.split(b"\n")
         for line in lines:
-            payload = line[len(DATA) :].strip() if line.startswith(DATA) else b""
+            full = b"".join([*begun, line])
+            begun.clear()
+            payload = full[len(DATA) :].strip() if full.startswith(DATA) else b""
             if payload == DONE:
                 return
             if payload:
-                yield msgspec.json.decode(payload)
+                yield payload
+        begun.append(rest)

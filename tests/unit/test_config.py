@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from conserve.config import load
+from conserve.endpoints.exchange import Limits
 from conserve.errors import SettingsError
 
 
@@ -50,6 +51,10 @@ def test_sources_are_merged_setting_by_setting(sources: tuple[Path, dict[str, st
         ('lease_s = "soon"', "lease_s must be float"),
         ("max_attempts = 0", "at least 1"),
         ("utility = -1", "from 0 .* to 1 .*, not -1"),
+        ("max_answer_s = 0", "max_answer_s must be above 0"),
+        ("max_answer_s = nan", "max_answer_s must be above 0"),
+        ("max_answer_mib = -1", "max_answer_mib must be above 0"),
+        ("max_answer_mib = inf", "max_answer_mib must be above 0"),
         ("model = ", "cannot read"),
     ],
 )
@@ -62,3 +67,9 @@ def test_a_mistake_in_a_file_is_one_sentence(tmp_path: Path, toml: str, message:
 def test_a_variable_of_the_wrong_type_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="max_attempts must be int, not 'many'"):
         load({}, {"CONSERVE_MAX_ATTEMPTS": "many"}, tmp_path)
+
+
+def test_answers_are_bounded_as_the_settings_say(tmp_path: Path) -> None:
+    given = load({}, {"CONSERVE_MAX_ANSWER_S": "2.5", "CONSERVE_MAX_ANSWER_MIB": "0.5"}, tmp_path)
+    assert Limits.of(given) == Limits(seconds=2.5, num_bytes=512 << 10)
+    assert Limits.of(load({}, {}, tmp_path)) == Limits(), "the defaults are the same in both places"

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conserve.endpoints.exchange import Limits
 from conserve.endpoints.http import HttpEndpoint
 from conserve.endpoints.protocol import Call, Completion, KvCache, Url
 from conserve.errors import (
@@ -22,7 +25,9 @@ from conserve.errors import (
     EndpointUnusable,
     EngineDied,
     RequestRejected,
+    SettingsError,
 )
+from tests import virtual_time
 
 CHAT = Call(key="1", url=Url.CHAT, body={"messages": [{"role": "user", "content": "hi"}], "model": "ignored"})
 BARE = Call(key="1", url=Url.COMPLETIONS, body={"prompt": "hi"})
@@ -58,7 +63,7 @@ def test_a_chat_is_sent_and_read_in_the_openai_form() -> None:
         choice = {"message": {"content": "hello"}, "finish_reason": "length", "logprobs": {"content": []}}
         return httpx.Response(200, json={"choices": [choice, choice], "usage": USAGE, "model": "served"})
 
-    answer = ask(handler)
+    answer = ask(handler, replace(CHAT, body={**CHAT.body, "n": 2}))
     assert [choice.text for choice in answer.choices] == ["hello", "hello"]
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].logprobs == {"content": []}
@@ -305,3 +310,238 @@ def test_vllms_metrics_tell_how_it_caches(page: str, kv_cache: KvCache) -> None:
         return endpoint.kv_cache
 
     assert asyncio.run(go()) == kv_cache
+
+
+# Bounds, in virtual time.
+
+
+class Endless(httpx.AsyncByteStream):
+    """A body of one chunk after the other."""
+
+    def __init__(self, chunk: bytes, every_s: float, first: bytes = b"") -> None:
+        self.chunk, self.every_s, self.first = chunk, every_s, first
+        self.sent = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self.first
+        while True:
+            await asyncio.sleep(self.every_s)
+            self.sent += len(self.chunk)
+            yield self.chunk
+
+
+def bounded(
+    body: Endless, limits: Limits, *, coserving: bool, status: int = 200, begins_s: float = 0.0
+) -> float:
+    """Ask for an answer with this body; returns the seconds until the error, which is raised on."""
+
+    async def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "served"}]})
+        if request.url.path == "/v1/conserve" and coserving:
+            return httpx.Response(200, json=COSERVING)
+        if request.method == "GET":
+            return httpx.Response(404)
+        await asyncio.sleep(begins_s)
+        return httpx.Response(status, stream=body)
+
+    async def go() -> float:
+        transport = httpx.MockTransport(serve)
+        endpoint = HttpEndpoint("http://server", transport=transport, limits=limits)
+        await endpoint.start()
+        begun = asyncio.get_running_loop().time()
+        try:
+            await endpoint.complete(CHAT, (lambda _: None) if coserving else None)
+        except EndpointError as error:
+            error.add_note(str(asyncio.get_running_loop().time() - begun))
+            raise
+        finally:
+            await endpoint.close()
+        raise AssertionError("an answer without an end came to its end")
+
+    return virtual_time.run(go())
+
+
+def seconds(error: pytest.ExceptionInfo[EndpointError]) -> float:
+    return float(error.value.__notes__[0])
+
+
+@pytest.mark.parametrize("coserving", [True, False])
+def test_an_answer_that_drips_is_a_fault_once_its_time_is_over(coserving: bool) -> None:
+    body = Endless(b" ", 0.2, first=delta("a", [1]))
+    with pytest.raises(EndpointFault, match=r"no whole answer within 30 s \(max_answer_s\)") as error:
+        bounded(body, Limits(seconds=30.0), coserving=coserving)
+    assert seconds(error) == pytest.approx(30, abs=0.1)
+
+
+def test_an_answer_may_take_an_hour_unless_something_else_was_said() -> None:
+    with pytest.raises(EndpointFault) as error:
+        bounded(Endless(b" ", 10), Limits(), coserving=False)
+    assert seconds(error) == pytest.approx(3600, abs=1)
+
+
+def test_a_row_that_waited_for_live_requests_is_not_to_blame() -> None:
+    """On a server that co-serves, before anything of the answer has come."""
+    for body, begins_s in ((Endless(b"\n", 1), 0.0), (Endless(b"", 1), 100.0)):
+        with pytest.raises(EndpointUnavailable, match="no whole answer within 30 s") as error:
+            bounded(body, Limits(seconds=30.0), coserving=True, begins_s=begins_s)
+        assert seconds(error) == pytest.approx(30, abs=0.1)
+
+
+@pytest.mark.parametrize("coserving", [True, False])
+@pytest.mark.parametrize("chunk", [b"x" * 10_000, b"data: {}\n" * 1_000, b"\n" * 10_000])
+def test_an_answer_that_floods_is_a_fault_once_it_is_too_long(chunk: bytes, coserving: bool) -> None:
+    body = Endless(chunk, 0.001)
+    with pytest.raises(EndpointFault) as error:
+        bounded(body, Limits(num_bytes=100_000), coserving=coserving)
+    if b"{}" not in chunk or not coserving:
+        assert "longer than 0.0953674 MiB (max_answer_mib)" in str(error.value)
+    assert body.sent <= 100_000 + len(chunk)
+
+
+def test_an_answer_of_just_the_size_is_one() -> None:
+    content = json.dumps({"choices": [{"message": {"content": "x" * 1000}}]}).encode()
+
+    def size(num_bytes: int) -> str:
+        async def go() -> str:
+            transport = httpx.MockTransport(
+                lambda r: (
+                    httpx.Response(200, json={"data": [{"id": "served"}]})
+                    if r.url.path == "/v1/models"
+                    else httpx.Response(404 if r.method == "GET" else 200, content=content)
+                )
+            )
+            endpoint = HttpEndpoint("http://server", transport=transport, limits=Limits(num_bytes=num_bytes))
+            await endpoint.start()
+            try:
+                return (await endpoint.complete(CHAT)).choices[0].text
+            finally:
+                await endpoint.close()
+
+        return asyncio.run(go())
+
+    assert size(len(content)) == "x" * 1000
+    with pytest.raises(EndpointFault, match="longer than"):
+        size(len(content) - 1)
+
+
+def test_an_error_without_an_end_is_the_error_that_its_status_says() -> None:
+    for body in (Endless(b" ", 0.2, first=b'{"error": '), Endless(b"x" * 10_000, 0.001)):
+        with pytest.raises(EndpointBusy) as error:
+            bounded(body, Limits(), coserving=False, status=429)
+        assert seconds(error) < 15
+        assert body.sent < 100_000
+
+
+def test_a_line_in_a_thousand_pieces_is_joined_once() -> None:
+    """An answer of 16 MiB in one event, which takes minutes if every piece is added to those before."""
+    text = "x" * (16 << 20)
+    line = delta(text, [1], "stop") + event(usage=USAGE) + b"data: [DONE]\n\n"
+    bits = [line[start : start + 1024] for start in range(0, len(line), 1024)]
+    begun = time.process_time()
+    answer, _, _ = streamed(bits)
+    assert answer.choices[0].text == text
+    assert time.process_time() - begun < 20
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/conserve", "/health", "/metrics"])
+@pytest.mark.parametrize("chunk", [b" ", b"x" * (1 << 20)])
+def test_a_page_without_an_end_does_not_hold_up_the_start(path: str, chunk: bytes) -> None:
+    async def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path == path:
+            return httpx.Response(200, stream=Endless(chunk, 0.1))
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "served"}]})
+        return httpx.Response(200, json=COSERVING if request.url.path == "/v1/conserve" else {})
+
+    async def go() -> float:
+        begun = asyncio.get_running_loop().time()
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
+        try:
+            await endpoint.start()
+        except EndpointUnusable:
+            assert path != "/metrics"
+        await endpoint.close()
+        return asyncio.get_running_loop().time() - begun
+
+    assert virtual_time.run(go()) <= 61
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"identity": "x\0"},
+        {"identity": ""},
+        {"identity": 7},
+        {"max_num_seqs": 0},
+        {"max_num_seqs": -4},
+        {"max_num_seqs": 10**20},
+        {"offline_priority": 10**20},
+    ],
+)
+def test_a_server_with_odd_figures_is_not_taken_for_one_that_coserves(said: dict[str, Any]) -> None:
+    def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "served"}]})
+        ours = request.url.path == "/v1/conserve"
+        return httpx.Response(200 if ours else 404, json={**COSERVING, **said})
+
+    async def go() -> int:
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
+        await endpoint.start()
+        await endpoint.close()
+        return endpoint.capacity
+
+    assert asyncio.run(go()) == 64
+
+
+@pytest.mark.parametrize(
+    "models",
+    [{"data": [{"id": 7}]}, {"data": {}}, {"data": [7]}, {"data": [{"id": "half \ud83d"}]}, [], 7, None],
+)
+def test_an_odd_list_of_models_is_none(models: object) -> None:
+    reply = httpx.Response(200, content=json.dumps(models).encode())
+    endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(lambda _: reply))
+    with pytest.raises(EndpointUnusable, match="no OpenAI-compatible server answers"):
+        asyncio.run(endpoint.start())
+
+
+def test_a_redirect_is_said_at_the_start() -> None:
+    where = {"location": "https://other/v1/models"}
+    endpoint = HttpEndpoint(
+        "http://server", transport=httpx.MockTransport(lambda _: httpx.Response(308, headers=where))
+    )
+    with pytest.raises(
+        EndpointUnusable, match=r"redirect to https://other/v1/models.*--endpoint https://other"
+    ):
+        asyncio.run(endpoint.start())
+
+
+def test_a_redirect_of_a_request_is_no_rows_fault() -> None:
+    with pytest.raises(EndpointUnusable, match="http://server/v1/chat/completions answers with HTTP 307"):
+        ask(answering(307, location="https://other/v1/chat/completions"))
+
+
+def refuse_certificate(_: httpx.Request) -> httpx.Response:
+    refused = ssl.SSLCertVerificationError(1, "refused")
+    refused.verify_message = "certificate has expired"
+    raise httpx.ConnectError("refused") from refused
+
+
+def test_a_certificate_that_is_refused_is_no_rows_fault() -> None:
+    with pytest.raises(EndpointUnusable, match="certificate has expired"):
+        ask(refuse_certificate)
+    endpoint = HttpEndpoint("https://server", transport=httpx.MockTransport(refuse_certificate))
+    with pytest.raises(EndpointUnusable, match=r"https://server is refused \(certificate has expired\)"):
+        asyncio.run(endpoint.start())
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://x:port", "http://\ud83d"])
+def test_what_is_no_address_is_said_in_a_sentence(url: str) -> None:
+    with pytest.raises(SettingsError, match="is no address"):
+        HttpEndpoint(url)
+
+
+def test_a_key_that_no_header_carries_is_said_in_a_sentence() -> None:
+    with pytest.raises(SettingsError, match="CONSERVE_API_KEY"):
+        HttpEndpoint("http://server", api_key="schlüssel ✓")

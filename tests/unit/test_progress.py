@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,8 +227,8 @@ def test_a_stream_tells_prompt_and_answer(url: Url) -> None:
     prompt = {"prompt_token_ids": [1, 2, 3]}
     first = {**text, "token_ids": [7], "finish_reason": None}
     outer, inner = (prompt, {}) if url is Url.CHAT else ({}, prompt)
-    pieces.add({**outer, "choices": [{**first, **inner}]})
-    pieces.add({"choices": [{**first, "token_ids": [8, 9]}]})
+    pieces.add(json.dumps({**outer, "choices": [{**first, **inner}]}).encode())
+    pieces.add(json.dumps({"choices": [{**first, "token_ids": [8, 9]}]}).encode())
     assert pieces.computed_tokens == 6
 
 

@@ -1,0 +1,109 @@
+"""Exchanges with a server, each bounded in time and in size."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import httpx
+
+from conserve.config import Settings
+from conserve.errors import EndpointFault, SettingsError
+
+MIB = 1 << 20
+CONNECT_S = 10.0
+SILENT_S = 1800.0  # without a byte: an offline request may wait long behind online traffic
+KEPT_OPEN = 64  # connections between requests
+COMPLAINT_BYTES = 64 << 10  # of an error's body: enough for any message
+COMPLAINT_S = 10.0  # for it to come
+PAGE_BYTES = 16 * MIB  # of a page that describes the server, as /metrics does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Most that one answer may take: seconds from sending the request to its end, and bytes."""
+
+    seconds: float = 3600.0
+    num_bytes: int = 64 * MIB
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """The limits that the settings name."""
+        return cls(seconds=settings.max_answer_s, num_bytes=int(settings.max_answer_mib * MIB))
+
+
+class Reply(NamedTuple):
+    """A whole response."""
+
+    status: int
+    headers: httpx.Headers
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode("utf-8", "replace")
+
+
+def open_client(
+    base_url: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None
+) -> httpx.AsyncClient:
+    """A client of the server at this address; raises `SettingsError` for what is no address or no key."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        return httpx.AsyncClient(
+            base_url=base_url,
+            headers=headers,
+            timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_OPEN),
+            transport=transport,
+        )
+    except httpx.InvalidURL as error:
+        raise SettingsError(f"--endpoint {base_url!r} is no address: {error}") from error
+    except UnicodeEncodeError as error:
+        raise SettingsError("CONSERVE_API_KEY has characters that no header carries; correct it") from error
+
+
+async def chunks(answer: httpx.Response, num_bytes: int) -> AsyncGenerator[bytes, None]:
+    """The body as it comes; raises `EndpointFault` past so many bytes."""
+    left = num_bytes
+    async with aclosing(answer.aiter_bytes()) as found:  # type: ignore[type-var]
+        async for chunk in found:
+            left -= len(chunk)
+            if left < 0:
+                raise EndpointFault(f"the answer is longer than {num_bytes / MIB:g} MiB (max_answer_mib)")
+            yield chunk
+
+
+async def whole(answer: httpx.Response, num_bytes: int) -> bytes:
+    """The body in one piece; raises `EndpointFault` past so many bytes."""
+    async with aclosing(chunks(answer, num_bytes)) as found:
+        return b"".join([chunk async for chunk in found])
+
+
+async def complaint(answer: httpx.Response) -> Reply:
+    """An error's response with as much of its body as comes in time."""
+    content = b""
+    with suppress(TimeoutError, httpx.HTTPError):  # its status says enough
+        async with asyncio.timeout(COMPLAINT_S), aclosing(answer.aiter_bytes()) as found:  # type: ignore[type-var]
+            async for chunk in found:
+                content += chunk
+                if len(content) >= COMPLAINT_BYTES:
+                    break
+    return Reply(answer.status_code, answer.headers, content[:COMPLAINT_BYTES])
+
+
+async def look(
+    client: httpx.AsyncClient, method: str, path: str, *, seconds: float, json: Any = None
+) -> Reply:
+    """A short answer, of which the whole is here within so many seconds; raises `httpx.HTTPError` otherwise."""
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            client.stream(method, path, json=json, timeout=seconds) as answer,
+        ):
+            return Reply(answer.status_code, answer.headers, await whole(answer, PAGE_BYTES))
+    except TimeoutError as error:
+        raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from error
+    except EndpointFault as error:
+        raise httpx.DecodingError(f"an answer of more than {PAGE_BYTES / MIB:g} MiB") from error

@@ -1,0 +1,116 @@
+"""Responses that are no completions: the error that each amounts to, and whose fault it is."""
+
+import ssl
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from math import isfinite
+from typing import Any
+
+import httpx
+import msgspec
+
+from conserve.endpoints.answers import UNREADABLE, excerpt
+from conserve.endpoints.exchange import Reply
+from conserve.errors import (
+    EndpointBusy,
+    EndpointError,
+    EndpointFault,
+    EndpointUnavailable,
+    EndpointUnusable,
+    EngineDied,
+    RequestRejected,
+    one_line,
+)
+
+TOO_LONG = ("context length", "maximum model length", "too long", "max_model_len", "maximum context")
+ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # vLLM's last words, with status 500
+MOST_RETRY_AFTER_S = 60.0  # of the wait that a server may ask for
+
+
+def refusal(reply: Reply, asked: httpx.URL, route: str, *, now: float) -> EndpointError:
+    """The error that a response with a status other than 200 amounts to."""
+    if 300 <= reply.status < 400:
+        return redirected(reply, asked, route)
+    return error_of(reply.status, error_message(reply.content), retry_after_s(reply.headers, now=now))
+
+
+def error_of(status: int, said: str, retry_after_s: float | None = None) -> EndpointError:
+    """The error that a status, of a response or of an event within a stream, amounts to."""
+    message = f"HTTP {status}: {said}"
+    lowered = said.lower()
+    if any(words in lowered for words in ENGINE_DEAD):
+        return EngineDied(message)
+    if status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE):
+        return EndpointBusy(message, retry_after_s=retry_after_s)
+    if status in (httpx.codes.BAD_GATEWAY, httpx.codes.GATEWAY_TIMEOUT):
+        return EndpointUnavailable(message)
+    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        return EndpointUnusable(f"{message}; check CONSERVE_API_KEY")
+    if status == httpx.codes.NOT_FOUND and "model" in lowered:
+        return EndpointUnusable(f"{message}; correct --model")
+    if status == httpx.codes.REQUEST_TIMEOUT or not 400 <= status < 500:
+        return EndpointFault(message)
+    too_long = any(words in lowered for words in TOO_LONG)
+    return RequestRejected(message, kind="too_long" if too_long else "invalid_request")
+
+
+def error_in_stream(error: Any) -> EndpointError:
+    """The error that an event within a stream tells of; one without a status is the server's fault."""
+    found = error if isinstance(error, Mapping) else {"message": error}
+    code, message = found.get("code"), found.get("message")
+    status = code if isinstance(code, int) and 400 <= code < 600 else 500
+    return error_of(status, one_line(message) if isinstance(message, str) else "no message")
+
+
+def error_message(content: bytes) -> str:
+    """The message in the body of an error, or the beginning of the body."""
+    try:
+        body = msgspec.json.decode(content)
+    except UNREADABLE:
+        return excerpt(content)
+    inner = body.get("error", body) if isinstance(body, dict) else body
+    message = inner.get("message") if isinstance(inner, dict) else inner
+    return one_line(message) if isinstance(message, str) else excerpt(content)
+
+
+def retry_after_s(headers: httpx.Headers, *, now: float) -> float | None:
+    """Seconds that the server asks to wait for, as a number or as a date; at most a minute."""
+    value = headers.get("retry-after", "")
+    try:
+        wish_s = float(value)
+    except ValueError:
+        try:
+            wish_s = parsedate_to_datetime(value).timestamp() - now
+        except (ValueError, TypeError, OverflowError):
+            return None
+    return min(max(0.0, wish_s), MOST_RETRY_AFTER_S) if isfinite(wish_s) or wish_s > 0 else None
+
+
+def redirected(reply: Reply, asked: httpx.URL, route: str) -> EndpointUnusable:
+    """The error of an address that sends requests elsewhere: it is wrong, and no row is to blame."""
+    here = f"{one_line(asked)} answers with HTTP {reply.status}"
+    location = reply.headers.get("location", "")
+    try:
+        target = asked.join(location)
+    except (httpx.InvalidURL, ValueError):
+        location = ""
+    if not location:
+        return EndpointUnusable(f"{here} and names no other address; correct --endpoint (CONSERVE_ENDPOINT)")
+    to = one_line(target.copy_with(query=None, fragment=None))
+    if to.rstrip("/").endswith(route) and to.rstrip("/") != one_line(asked):
+        better = to.rstrip("/").removesuffix(route)
+        return EndpointUnusable(f"{here} and a redirect to {to}; use that server: --endpoint {better}")
+    return EndpointUnusable(f"{here} and a redirect to {to}; correct --endpoint (CONSERVE_ENDPOINT)")
+
+
+def untrusted(error: BaseException, base_url: str) -> EndpointUnusable | None:
+    """The error of a server whose certificate was refused; None if a connection failed for another reason."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return EndpointUnusable(
+                f"the certificate of {base_url} is refused ({one_line(cause.verify_message)}); correct "
+                "--endpoint, or name the certificate to trust in SSL_CERT_FILE"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return None
