@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, delete, insert, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from conserve.store import queue, schema
-from conserve.store.results import Result, encode
+from conserve.store.results import COUNTERS, Result, checked, counts, decode, encode
 from conserve.store.states import JobState
 
 job, request, journal = schema.job, schema.request, schema.journal
@@ -35,12 +35,14 @@ class Committed(NamedTuple):
 def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Committed:
     """Move rows from `request` to `journal`, count them, and complete jobs that have all their results.
 
-    A result whose lease is gone is left out and reported as late: somebody else has that row.
+    A result whose lease is gone is left out and reported as late: another owner has that row. A result that
+    does not fit the columns is written as the error of its row; it takes no other with it.
     """
     if not finished:
         return Committed([], [], [])
     alive = queue.held(tx, {f.epoch for f in finished})
-    written = [f for f in finished if f.epoch in alive]
+    entries = [entry(f) for f in finished if f.epoch in alive]
+    written = [f for f, _ in entries]
     late = [f for f in finished if f.epoch not in alive]
     by_lease: dict[tuple[int, str], list[Finished]] = defaultdict(list)
     for f in written:
@@ -55,14 +57,20 @@ def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Commi
                     "job_id": f.job_id,
                     "position": f.position,
                     "failed": f.result.failed,
-                    "payload": encode(f.result),
+                    "payload": payload,
                 }
-                for f in written
+                for f, payload in entries
             ],
         )
     queue.end_if_empty(tx, alive)
     touched = count(tx, written)
     return Committed(written, late, [job_id for job_id in touched if complete(tx, job_id, now)])
+
+
+def entry(finished: Finished) -> tuple[Finished, bytes]:
+    """A row's result as it is written, and its payload."""
+    result, payload = checked(finished.result)
+    return finished if result is finished.result else replace(finished, result=result), payload
 
 
 def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[int]) -> None:
@@ -112,3 +120,47 @@ def complete(tx: Connection, job_id: str, now: float) -> bool:
         .values(state=JobState.COMPLETED.value, finished_at=now, error=None)
     )
     return done.rowcount == 1
+
+
+class Misfit(NamedTuple):
+    """A journal row that was written as an answer and does not fit the columns of results."""
+
+    position: int
+    payload: bytes
+    error: Result  # of its row
+
+
+def answers(tx: Connection, job_id: str) -> Sequence[Any]:
+    """The job's journal rows that were written as answers."""
+    as_answers = journal.c.job_id == job_id, journal.c.failed == False  # noqa: E712
+    return tx.execute(select(journal.c.position, journal.c.payload).where(*as_answers)).all()
+
+
+def misfits(rows: Sequence[Any]) -> list[Misfit]:
+    """Those of these rows of answers that are none; earlier versions journalled answers unchecked."""
+    read = ((row.position, row.payload, decode(row.payload)) for row in rows)
+    return [Misfit(*row) for row in read if row[2].failed]
+
+
+def fail_misfits(tx: Connection, job_id: str, found: Sequence[Misfit]) -> int:
+    """Turn answers that are none into failed rows, which `retry` finds; returns how many there still were."""
+    failed = 0
+    taken_off = dict.fromkeys(COUNTERS, 0)
+    for misfit in found:
+        as_read = journal.c.payload == misfit.payload, journal.c.failed == False  # noqa: E712
+        changed = tx.execute(
+            update(journal)
+            .where(journal.c.job_id == job_id, journal.c.position == misfit.position, *as_read)
+            .values(failed=True, payload=encode(misfit.error))
+        ).rowcount
+        failed += changed
+        for name, n in counts(misfit.payload).items() if changed else ():
+            taken_off[name] += n
+    if failed:
+        counters = {name: job.c[name] - n for name, n in taken_off.items()}
+        tx.execute(
+            update(job)
+            .where(job.c.id == job_id)
+            .values(succeeded=job.c.succeeded - failed, failed=job.c.failed + failed, **counters)
+        )
+    return failed

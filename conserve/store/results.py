@@ -2,12 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import msgspec
+from msgspec import Meta
+
+from conserve.errors import one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+INVALID = "invalid_answer"  # error type of a row whose answer does not fit the columns
+UNKNOWN = -1  # row index in a payload that is no result at all
+UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+RowIndex = Annotated[int, Meta(ge=UNKNOWN, le=2**63 - 1)]
+Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]  # the year 9999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,24 +28,24 @@ class Result:
     Times are seconds since the epoch; `json`, `choices` and `logprobs` are JSON text.
     """
 
-    row_index: int  # row of the input file, from 0
+    row_index: RowIndex  # row of the input file, from 0
     custom_id: str | None = None
     text: str | None = None  # of the first choice
     json: str | None = None  # the text parsed, where a schema was asked for
     choices: str | None = None  # all choices, where n > 1
     finish_reason: str | None = None
     model: str | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    resumed_tokens: int = 0  # completion tokens taken over from an earlier attempt
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    cached_tokens: Count = 0
+    resumed_tokens: Count = 0  # completion tokens taken over from an earlier attempt
     logprobs: str | None = None
-    attempts: int = 1
+    attempts: Count = 1
     error_type: str | None = None
     error: str | None = None
-    submitted_at: float
-    started_at: float
-    finished_at: float
+    submitted_at: Time
+    started_at: Time
+    finished_at: Time
 
     @property
     def failed(self) -> bool:
@@ -43,6 +54,7 @@ class Result:
 
 
 COLUMNS = tuple(Result.__slots__)
+COUNTERS = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")
 _INTEGERS = {
     "row_index": "int64",
     "prompt_tokens": "int32",
@@ -54,7 +66,75 @@ _INTEGERS = {
 _TIMES = ("submitted_at", "started_at", "finished_at")
 
 encode = msgspec.json.Encoder().encode
-decode = msgspec.json.Decoder(Result).decode
+_decode = msgspec.json.Decoder(Result).decode
+
+
+def checked(result: Result) -> tuple[Result, bytes]:
+    """A result and its payload. One that could not be read again becomes the error of its row first."""
+    try:
+        payload = encode(result)
+        _decode(payload)
+    except UNREADABLE as error:
+        result = misfit(Frame.of(result), error)
+        payload = encode(result)
+    return result, payload
+
+
+def decode(payload: bytes) -> Result:
+    """The result in a payload. One that does not fit the columns is read as the error of its row.
+
+    Stores of earlier versions hold such payloads: answers were not checked before they were journalled.
+    """
+    try:
+        return _decode(payload)
+    except UNREADABLE as error:
+        return misfit(Frame.read(payload), error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """The parts of a result that no endpoint has a say in."""
+
+    row_index: RowIndex = UNKNOWN
+    custom_id: str | None = None
+    attempts: Count = 1
+    submitted_at: Time = 0.0
+    started_at: Time = 0.0
+    finished_at: Time = 0.0
+
+    @classmethod
+    def of(cls, result: Result) -> Self:
+        """The frame of a result that cannot be written as it is."""
+        values = {name: getattr(result, name) for name in cls.__slots__}
+        if isinstance(named := values["custom_id"], str):
+            values["custom_id"] = named.encode(errors="backslashreplace").decode()
+        return cls(**values)
+
+    @classmethod
+    def read(cls, payload: bytes) -> Self:
+        """The frame in a payload, or an empty one if there is none."""
+        try:
+            return msgspec.json.decode(payload, type=cls)
+        except UNREADABLE:
+            return cls()
+
+
+def misfit(frame: Frame, why: Exception) -> Result:
+    """The error of a row whose answer does not fit the columns."""
+    return Result(
+        **{name: getattr(frame, name) for name in Frame.__slots__},
+        error_type=INVALID,
+        error=f"the answer does not fit the columns of results ({one_line(why)}); run: conserve retry JOB",
+    )
+
+
+def counts(payload: bytes) -> dict[str, int]:
+    """The token counts in a payload of any form, as the job's counters took them."""
+    try:
+        found = msgspec.json.decode(payload, type=dict[str, Any])
+    except UNREADABLE:
+        found = {}
+    return {name: n if isinstance(n := found.get(name), int) else 0 for name in COUNTERS}
 
 
 def arrow_schema() -> "pa.Schema":

@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, delete, insert, select, update
 
 from conserve.errors import JobRefused
 from conserve.store import catalog, home, queue, schema
+from conserve.store import journal as journalled
 from conserve.store.results import decode, to_arrow
 from conserve.store.states import JobState
 from conserve.store.store import Store
@@ -33,6 +34,10 @@ def compact(store: Store, job_id: str, *, now: float, at_least: int = 1) -> int:
     moved = 0
     for failed in (False, True):
         while rows := oldest(store, job_id, failed=failed, at_least=at_least):
+            if misfits := [] if failed else journalled.misfits(rows):
+                with store.write() as tx:
+                    journalled.fail_misfits(tx, job_id, misfits)
+                continue
             if not write_shard(store, job_id, rows, failed=failed, now=now):
                 break
             moved += len(rows)
@@ -172,6 +177,8 @@ def retry_failed(store: Store, job_id: str, *, now: float) -> int:
         current = catalog.get(tx, job_id)
         if current.state is JobState.CANCELLED:
             raise JobRefused(f"job {current.id} was cancelled; submit it again to run it")
+        misfits = journalled.misfits(journalled.answers(tx, current.id))
+        journalled.fail_misfits(tx, current.id, misfits)
         in_journal = journal.c.job_id == current.id, journal.c.failed == True  # noqa: E712
         in_shards = shard.c.job_id == current.id, shard.c.failed == True  # noqa: E712
         positions = list(tx.scalars(select(journal.c.position).where(*in_journal)))

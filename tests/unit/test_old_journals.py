@@ -1,0 +1,147 @@
+"""Journals of earlier versions, which kept answers unchecked: they are read, compacted and done again."""
+
+import json
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from conserve.store import journal, shards
+from conserve.store.query import views
+from conserve.store.results import COUNTERS, INVALID, UNKNOWN, checked, decode, encode
+from conserve.store.store import Store
+from tests.commands import conserve
+from tests.store_rows import add_job, finish, job, leased, positions, result, select
+
+ODD: dict[str, dict[str, Any]] = {
+    "list": {"text": ["x"]},
+    "object": {"text": {"a": 1}},
+    "number": {"text": 7},
+    "tokens": {"prompt_tokens": 3_000_000_000},
+    "negative": {"completion_tokens": -5},
+    "reason": {"finish_reason": []},
+}
+
+
+def spoil(store: Store, position: int, odd: dict[str, Any], job_id: str = "job-1") -> None:
+    """Put what an earlier version wrote in the place of a good answer."""
+    with store.write() as tx:
+        where = {"job_id": job_id, "position": position}
+        found = tx.execute(
+            text("select payload from journal where job_id = :job_id and position = :position"), where
+        ).scalar_one()
+        payload = json.dumps({**json.loads(found), **odd}).encode()
+        tx.execute(
+            text("update journal set payload = :payload where job_id = :job_id and position = :position"),
+            {**where, "payload": payload},
+        )
+        for name in COUNTERS:
+            grown = odd.get(name, 0) - json.loads(found)[name] if name in odd else 0
+            tx.execute(text(f"update job set {name} = {name} + {grown} where id = :job_id"), where)
+
+
+def spoilt_job(store: Store, odd: dict[str, Any]) -> None:
+    """Four answers, the second of which does not fit."""
+    add_job(store, rows=4)
+    finish(store, leased(store), prompt_tokens=3, completion_tokens=2)
+    spoil(store, 1, odd)
+
+
+def read(store: Store) -> list[tuple[Any, ...]]:
+    with views(store, now=0.0) as opened:
+        return opened.duck.execute(
+            "select row_index, text, error_type, prompt_tokens from results order by 1"
+        ).fetchall()
+
+
+WANTED = [(0, "yes", None, 3), (1, None, INVALID, 0), (2, "yes", None, 3), (3, "yes", None, 3)]
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD.keys())
+def test_an_answer_that_does_not_fit_is_read_as_the_error_of_its_row(
+    store: Store, odd: dict[str, Any]
+) -> None:
+    spoilt_job(store, odd)
+    assert read(store) == WANTED
+    shown = conserve("results", "job-1")
+    assert (shown.returncode, len(shown.stdout.splitlines())) == (0, 4), shown.stderr
+    error = json.loads(shown.stdout.splitlines()[1])["error"]
+    assert "does not fit the columns of results" in error
+    assert "conserve retry" in error
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD.keys())
+def test_compaction_makes_it_a_failed_row_that_retry_finds(store: Store, odd: dict[str, Any]) -> None:
+    spoilt_job(store, odd)
+    assert shards.compact(store, "job-1", now=0.0) == 4
+    assert read(store) == WANTED
+    assert select(store, "select failed, num_rows from shard order by failed") == [(0, 3), (1, 1)]
+    stored = job(store)
+    assert (stored.succeeded, stored.failed, stored.prompt_tokens, stored.completion_tokens) == (3, 1, 9, 6)
+    assert shards.retry_failed(store, "job-1", now=0.0) == 1
+    lease = leased(store)
+    assert positions(lease) == [1]
+    finish(store, lease, prompt_tokens=3, completion_tokens=2)
+    assert read(store) == [(n, "yes", None, 3) for n in range(4)]
+    assert (job(store).succeeded, job(store).failed, job(store).prompt_tokens) == (4, 0, 12)
+
+
+def test_a_payload_that_is_none_is_an_error_too(store: Store) -> None:
+    add_job(store, rows=2)
+    finish(store, leased(store))
+    with store.write() as tx:
+        tx.execute(text("update journal set payload = :payload where position = 1"), {"payload": b"\xff{"})
+    assert read(store) == [(UNKNOWN, None, INVALID, 0), (0, "yes", None, 0)]
+    assert shards.compact(store, "job-1", now=0.0) == 2
+    assert (job(store).succeeded, job(store).failed) == (1, 1)
+    assert shards.retry_failed(store, "job-1", now=0.0) == 1
+
+
+def test_a_compactor_that_finds_the_answer_done_again_changes_nothing(store: Store) -> None:
+    spoilt_job(store, ODD["list"])
+    rows = shards.oldest(store, "job-1", failed=False, at_least=1)
+    found = journal.misfits(rows)
+    assert [misfit.position for misfit in found] == [1]
+    with store.write() as tx:
+        assert journal.fail_misfits(tx, "job-1", found) == 1
+        assert journal.fail_misfits(tx, "job-1", found) == 0
+    assert (job(store).succeeded, job(store).failed) == (3, 1)
+
+
+def test_a_run_over_such_a_journal_ends_and_the_rows_can_be_done_again(store: Store) -> None:
+    spoilt_job(store, ODD["object"])
+    assert job(store).state == "completed"
+    assert conserve("run", "--endpoint", "fake:").returncode == 0
+    counted = conserve("sql", "--json", "select count(*) as n, count(error_type) as failed from results")
+    assert json.loads(counted.stdout) == {"n": 4, "failed": 1}
+    assert "1 failed row back" in conserve("retry", "job-1").stdout
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"text": "half \ud83d"},
+        {"text": ["x"]},
+        {"model": "half \ud83d"},
+        {"prompt_tokens": 2**31},
+        {"prompt_tokens": 10**20},
+        {"prompt_tokens": -1},
+        {"error": 7},
+        {"custom_id": "half \ud83d", "text": object()},
+    ],
+)
+def test_what_could_not_be_read_again_is_written_as_an_error(values: dict[str, Any]) -> None:
+    wanted = result(3, attempts=2, **{"custom_id": "mine", **values})
+    found, payload = checked(wanted)
+    assert decode(payload) == found
+    assert (found.error_type, found.row_index, found.attempts, found.finished_at) == (INVALID, 3, 2, 2.0)
+    assert found.custom_id is not None
+    assert (found.text, found.prompt_tokens) == (None, 0)
+
+
+def test_a_result_that_fits_is_written_as_it_is() -> None:
+    for wanted in (result(0), result(1, failed=True), result(2, prompt_tokens=2**31 - 1, text="\0\x1b é 😀")):
+        found, payload = checked(wanted)
+        assert found is wanted
+        assert payload == encode(wanted)
+        assert decode(payload) == wanted
