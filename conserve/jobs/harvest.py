@@ -24,6 +24,7 @@ from conserve.errors import (
     EndpointFault,
     EndpointUnusable,
     StoreError,
+    one_line,
 )
 from conserve.jobs.forecast import Seen
 from conserve.jobs.hold import Hold
@@ -59,6 +60,7 @@ class Flight:
     saved: int  # how many of them the store has, or is about to have
     alone: bool = True  # nothing else was in the endpoint's hands meanwhile
     lost: bool = False  # its lease has gone: drop it without a word
+    ended: bool = False  # its outcome is in the outbox
     task: "asyncio.Task[None] | None" = None
 
 
@@ -98,6 +100,7 @@ class Harvester:
         self._hold = Hold(clock, say)
         self._started = False
         self._broken: EndpointUnusable | None = None
+        self._broke: set[str] = set()  # kinds of errors that broke the task of a row
 
     @property
     def owner(self) -> str:
@@ -142,7 +145,7 @@ class Harvester:
                 return
             except (StoreError, EndpointUnusable) as error:
                 self._started = self._started and not isinstance(error, EndpointUnusable)
-                wait_s = self._outage.begin(error)
+                wait_s = self._outage.begin(error, until_answer=error is self._broken)
                 self.tally.waiting_for = str(error)
             await elapsed_or_set(stop, wait_s)
 
@@ -261,9 +264,8 @@ class Harvester:
         self._held[work.epoch] += 1
         if work.call is None:
             request = work.request
-            self._finish(
-                work, failure(work, request.error_type or "template", request.error or "", now=self.clock())
-            )
+            error_type, error = request.error_type or "template", request.error or ""
+            self._finish(work, failure(work, error_type, error, now=self.clock()))
             return
         resumed = work.call.resume_from
         flight = Flight(work, resumed, len(resumed), alone=not self._flights)
@@ -271,20 +273,29 @@ class Harvester:
             other.alone = False
         self._flights.add(flight)
         flight.task = asyncio.create_task(self._work(flight))
-        flight.task.add_done_callback(lambda task: self._land(flight, withdrawn=task.cancelled()))
+        flight.task.add_done_callback(lambda task: self._land(flight, task))
         self.tally.in_flight = len(self._flights)
 
-    def _land(self, flight: Flight, *, withdrawn: bool) -> None:
-        """Take a row off the endpoint's hands; one that was withdrawn goes back with its tokens.
+    def _land(self, flight: Flight, task: "asyncio.Task[None]") -> None:
+        """Take a row off the endpoint's hands; it ends here if its task did not end it.
 
-        Not a part of `_work`, of which nothing runs where a row is withdrawn before its task has begun.
+        One that was withdrawn goes back with its tokens, also where its task had not begun. One whose task
+        broke fails, whatever broke it: nothing else would ever end it, since its lease is renewed.
         """
-        if withdrawn and not flight.lost:
-            self._save_tokens(flight)
-            self._put_back(flight.work, RetryDecision())
         self._flights.discard(flight)
         self.tally.in_flight = len(self._flights)
         self._landed.set()
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._say_that_it_broke(flight.work, error)
+        if flight.ended or flight.lost:
+            return
+        if isinstance(error, Exception):
+            said = f"{type(error).__name__}: {error}"
+            self._end(flight, failure(flight.work, EndpointFault.kind, said, now=self.clock()))
+        else:
+            self._end(flight, RetryDecision())
+            self._save_tokens(flight)
 
     async def _work(self, flight: Flight) -> None:
         """Send one row and pass on what becomes of it."""
@@ -293,18 +304,29 @@ class Harvester:
         on_tokens = self._token_saver(flight) if work.can_resume else None
         try:
             completion = await self.endpoint.complete(work.call, on_tokens)
+            result = success(work, completion, now=self.clock())
         except EndpointUnusable as error:
             self._broken = error
-            self._put_back(work, RetryDecision())
+            self._end(flight, RetryDecision())
         except EndpointError as error:
             self._judge(flight, error)
-        except Exception as error:  # a bug of the endpoint's must not leave the row in the air
-            log.exception("row %d of %s", work.row.position, work.job_id)
+        except Exception as error:  # an answer that cannot be kept, or a bug of the endpoint's
+            self._say_that_it_broke(work, error)
             self._judge(flight, EndpointFault(f"{type(error).__name__}: {error}"))
         else:
             self._hold.end()
+            self._outage.answered()
             self.tally.answer(completion)
-            self._finish(work, success(work, completion, now=self.clock()))
+            self._end(flight, result)
+
+    def _say_that_it_broke(self, work: Work, error: BaseException) -> None:
+        """Say which row broke its task; of each kind of error the first, since all of them are in the results."""
+        kind = type(error).__name__
+        log.debug("row %d of %s", work.row.position, work.job_id, exc_info=error)
+        if kind not in self._broke:
+            self._broke.add(kind)
+            row, said = f"row {work.request.row_index} of {work.job_id}", one_line(f"{kind}: {error}")
+            log.warning("%s has no usable answer (%s); others like it are only counted", row, said)
 
     def _token_saver(self, flight: Flight) -> Callable[[Sequence[int]], None]:
         """Takes the tokens as they come and has every sixty-fourth saved."""
@@ -338,12 +360,21 @@ class Harvester:
             max_deaths=self.max_deaths,
         )
         if decision.error_type is not None:
-            self._finish(work, failure(work, decision.error_type, str(error), now=self.clock()))
+            self._end(flight, failure(work, decision.error_type, str(error), now=self.clock()))
             return
         self.tally.retried += 1
         self._save_tokens(flight)
-        self._put_back(work, decision)
+        self._end(flight, decision)
         self.tally.waiting_for = self._hold.begin(error, decision.hold_s) or self.tally.waiting_for
+
+    def _end(self, flight: Flight, outcome: Result | RetryDecision) -> None:
+        """Put the outcome of a row in flight into the outbox; a row has one."""
+        assert not flight.ended, f"row {flight.work.row.position} of {flight.work.job_id} ended twice"
+        flight.ended = True
+        if isinstance(outcome, Result):
+            self._finish(flight.work, outcome)
+        else:
+            self._put_back(flight.work, outcome)
 
     def _finish(self, work: Work, result: Result) -> None:
         self._outbox.saved.pop(work.key, None)

@@ -17,26 +17,40 @@ class Outage:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._what: str | None = None
+        self._until_answer = False
         self._failures = 0
 
-    def begin(self, error: StoreError | EndpointUnusable) -> float:
-        """Note one more failure; returns the seconds to wait, which double up to a minute."""
+    def begin(self, error: StoreError | EndpointUnusable, *, until_answer: bool = False) -> float:
+        """Note one more failure; returns the seconds to wait, which double up to a minute.
+
+        With `until_answer` an endpoint is back once it has answered a row: it starts, and refuses rows.
+        """
         what = "store" if isinstance(error, StoreError) else "endpoint"
         if what != self._what:
             self._say(f"the {what} cannot be reached ({error}); harvesting waits")
-        self._what = what
+        self._what, self._until_answer = what, until_answer
         self._failures += 1
         return backoff_s(self._failures - 1)
 
     def end(self) -> None:
         """It is back, so far; the next failure still waits longer than the last."""
+        if self._until_answer:
+            return
         if self._what is not None:
             self._say(f"the {self._what} is back; harvesting goes on")
         self._what = None
 
+    def answered(self) -> None:
+        """The endpoint has answered a row."""
+        if self._until_answer:
+            self._until_answer = False
+            self.end()
+            self.forget()
+
     def forget(self) -> None:
         """It has proved that it works: the next failure is a first one."""
-        self._failures = 0
+        if not self._until_answer:
+            self._failures = 0
 
 
 async def elapsed_or_set(event: asyncio.Event, seconds: float) -> bool:

@@ -8,6 +8,8 @@ from conserve.endpoints.protocol import Choice, Completion
 from conserve.jobs.workload import Work
 from conserve.store.results import Result
 
+MOST_SAID = 10_000  # characters of an error
+
 
 def success(work: Work, completion: Completion, *, now: float) -> Result:
     """The result row of a row that was answered."""
@@ -34,13 +36,13 @@ def success(work: Work, completion: Completion, *, now: float) -> Result:
 
 
 def failure(work: Work, error_type: str, error: str, *, now: float) -> Result:
-    """The result row of a row that has failed for good."""
+    """The result row of a row that has failed for good. The text of the error is one that every file takes."""
     return Result(
         row_index=work.request.row_index,
         custom_id=work.request.custom_id,
         attempts=work.row.attempts,
         error_type=error_type,
-        error=error,
+        error=error.encode(errors="backslashreplace").decode()[:MOST_SAID],
         submitted_at=work.submitted_at,
         started_at=work.row.started_at,
         finished_at=now,
@@ -57,7 +59,7 @@ def valid_json(text: str) -> str | None:
     """The text if it is JSON; an answer cut off by its token limit is not."""
     try:
         msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError, RecursionError):  # nested too deep for any reader
         return None
     return text.strip()
 

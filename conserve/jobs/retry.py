@@ -47,7 +47,7 @@ def decide(
     if isinstance(error, EngineDied):
         return decide_suspect(error, failures=failures, alone=alone, max_deaths=max_deaths)
     if isinstance(error, EndpointBusy):
-        return RetryDecision(hold_s=error.retry_after_s or FIRST_BACKOFF_S)
+        return RetryDecision(hold_s=min(error.retry_after_s or FIRST_BACKOFF_S, LONGEST_BACKOFF_S))
     if isinstance(error, EndpointUnavailable):
         return RetryDecision(hold_s=FIRST_BACKOFF_S)
     assert isinstance(error, RetryableError), error

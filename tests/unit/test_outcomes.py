@@ -299,6 +299,23 @@ def test_an_outage_is_said_once_and_waited_for_longer_each_time() -> None:
     assert outage.begin(StoreError("gone")) == 1.0
 
 
+def test_an_endpoint_that_refuses_rows_is_back_with_its_first_answer() -> None:
+    said: list[str] = []
+    outage = Outage(said.append)
+    for wait_s in (1.0, 2.0, 4.0):
+        assert outage.begin(EndpointUnusable("it redirects"), until_answer=True) == wait_s
+        outage.end()  # it starts
+        outage.forget()  # rows were put back: that proves the store, not the endpoint
+    outage.answered()
+    assert said == [
+        "the endpoint cannot be reached (it redirects); harvesting waits",
+        "the endpoint is back; harvesting goes on",
+    ]
+    assert outage.begin(EndpointUnusable("it redirects")) == 1.0
+    outage.answered()
+    assert len(said) == 3, "an answer says nothing of an outage of the start"
+
+
 def test_the_tally_is_a_recount_of_what_was_committed() -> None:
     tally = Tally()
     results = [
