@@ -1,5 +1,6 @@
 """Every test gets an environment of its own; the stores and inputs that most of them need; where the time goes."""
 
+import importlib
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -65,6 +66,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
     return Together(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long, and by which choices, tests in `tests/break` try to break things."""
+    group = parser.getgroup("breakage")
+    group.addoption("--break-rounds", type=int, default=os.environ.get("BREAK_ROUNDS", 1))
+    group.addoption("--break-seed", type=int, default=os.environ.get("BREAK_SEED", 1))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start vLLM's processes."""
     for item in items:
@@ -74,6 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how many seconds each folder of tests took, all processes together."""
+    importlib.import_module("tests.break.table").summarise(terminalreporter)  # `break` is a keyword
     seconds: Counter[str] = Counter()
     tests: Counter[str] = Counter()
     for report in (report for of in terminalreporter.stats.values() for report in of):
