@@ -21,7 +21,8 @@ ConserveError                  one sentence for the user, with the next command;
 ├── StoreError                 the store cannot be read or written
 │   ├── StoreTooNew            made by a newer version
 │   ├── StoreReadOnly          no permission to write
-│   └── StoreFull              no space left
+│   ├── StoreFull              no space left
+│   └── StoreDamaged           a file or a record of a job is missing or not what was written
 └── EndpointError              what an endpoint can answer instead of a completion
     ├── EndpointUnusable       it cannot serve at all (no engine installed, no such model); stops the run
     ├── RequestRejected        this request can never succeed; the row fails with `kind`
@@ -142,6 +143,14 @@ class StoreReadOnly(StoreError):
 
 class StoreFull(StoreError):
     """The disk under the store is full."""
+
+
+class StoreDamaged(StoreError):
+    """A file or a record of the store is missing or not what was written; of `job_id` alone if that is set."""
+
+    def __init__(self, message: str, *, job_id: str | None = None) -> None:
+        super().__init__(message)
+        self.job_id = job_id
 
 
 class EndpointError(ConserveError):

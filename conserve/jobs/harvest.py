@@ -26,6 +26,7 @@ from conserve.errors import (
     StoreError,
     one_line,
 )
+from conserve.jobs.expiry import WallClock
 from conserve.jobs.forecast import Seen
 from conserve.jobs.hold import Hold
 from conserve.jobs.ledger import Ledger
@@ -80,15 +81,25 @@ class Harvester:
         follow: bool = False,
         say: Callable[[str], None] = log.info,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] | None = None,
     ) -> None:
         self.store, self.endpoint = store, endpoint
         self.lease_s, self.max_attempts, self.max_deaths = lease_s, max_attempts, max_deaths
         self.clock = clock
+        self.monotonic = monotonic or (time.monotonic if clock is time.time else clock)
         self.follow = follow
         self.tally = Tally()
         self.ready_at: float | None = None  # when the endpoint was ready, on the monotonic clock
         self.ended_at: float | None = None  # when the last row was durable, before the endpoint closed
-        self._ledger = Ledger(store, self.tally, lease_s=lease_s, only=only, utility=utility, clock=clock)
+        self._ledger = Ledger(
+            store,
+            self.tally,
+            lease_s=lease_s,
+            only=only,
+            utility=utility,
+            clock=clock,
+            monotonic=self.monotonic,
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._outage = Outage(say)
         self._flights: set[Flight] = set()
@@ -97,7 +108,8 @@ class Harvester:
         self._landed = asyncio.Event()  # some row left the endpoint
         self._outbox_full = asyncio.Event()
         self._claim_at = 0.0  # no sooner while rows are in flight, since the last claim found nothing
-        self._hold = Hold(clock, say)
+        self._hold = Hold(self.monotonic, say)
+        self._say = say
         self._started = False
         self._broken: EndpointUnusable | None = None
         self._broke: set[str] = set()  # kinds of errors that broke the task of a row
@@ -225,10 +237,10 @@ class Harvester:
         """Lease as many rows as are worth a claim; a suspect once nothing else is left, and then alone."""
         works: list[Work] = []
         free = self.endpoint.capacity - len(self._flights)
-        due = not self._flights or self.clock() >= self._claim_at
+        due = not self._flights or self.monotonic() >= self._claim_at
         if due and free >= max(1, self.endpoint.capacity // 4) and not self._suspect_in_flight():
             works = await self._in_store(self._ledger.claim, free, False, self.endpoint.identity)
-            self._claim_at = 0.0 if works else self.clock() + IDLE_S
+            self._claim_at = 0.0 if works else self.monotonic() + IDLE_S
         if not works and not self._flights:
             await self._flush()
             works = await self._in_store(self._ledger.claim, 1, True, self.endpoint.identity)
@@ -417,10 +429,14 @@ class Harvester:
 
     async def _watch(self) -> None:
         """Renew leases in time; withdraw rows whose lease has gone or whose job is not to run."""
-        renew_at = self.clock() + self.lease_s / 3
+        wall = WallClock(self.clock, self.monotonic)
+        renew_at = self.monotonic() + self.lease_s / 3
         while True:
             await asyncio.sleep(WATCH_S)
-            now = self.clock()
+            now = self.monotonic()
+            if (by := wall.set_by()) is not None:
+                self._say(f"the clock was set {'forward' if by > 0 else 'back'} by {abs(by):,.0f} s")
+                renew_at = now  # what a lease says of its end is right again
             if now >= renew_at and self._held:
                 epochs = set(self._held)
                 alive = await self._in_store(self._ledger.renew, epochs)

@@ -4,7 +4,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from conserve.endpoints.protocol import KvCache
+from conserve.errors import JobNotFound, StoreDamaged
 from conserve.jobs import owner as owners
+from conserve.jobs.expiry import Expiry
 from conserve.jobs.lookahead import Lookahead
 from conserve.jobs.outage import StoreFile
 from conserve.jobs.recorder import Outbox, Recorder
@@ -16,6 +18,7 @@ from conserve.store.database import reserve_space
 from conserve.store.queue import Lease
 from conserve.store.states import JobState
 from conserve.store.store import Store
+from conserve.store.sweep import sweep
 
 RECOVER_S = 1.0  # how soon rows of the dead are taken back while there is nothing else to do
 
@@ -32,6 +35,7 @@ class Ledger:
         only: Collection[str] | None,
         utility: float,
         clock: Callable[[], float],
+        monotonic: Callable[[], float],
     ) -> None:
         self.owner = owners.this_process()
         self._store, self._tally, self._lease_s, self._only, self._clock = store, tally, lease_s, only, clock
@@ -44,6 +48,7 @@ class Ledger:
         self._file: StoreFile | None = None
         self._fruitless = False  # the last claim found nothing
         self._recover_at = 0.0
+        self._monotonic, self._expiry = monotonic, Expiry(lease_s, monotonic)
         self._ended: set[str] = set()  # jobs that had ended when last looked at
 
     def reopen(self) -> None:
@@ -60,9 +65,9 @@ class Ledger:
         now = self._clock()
         with self._store.write() as tx:
             queue.abandon(tx, owners.dead(queue.owners(tx)) | {self.owner})
-            queue.expire(tx, now=now)
+            self._end_silent(tx)
         shards.compact_finished(self._store, now=now)
-        shards.sweep(self._store, now=now)
+        sweep(self._store, now=now)
 
     def give_back(self) -> None:
         """End our leases; rows that are still under them wait for the next run."""
@@ -71,9 +76,20 @@ class Ledger:
         self.stopped_jobs()
 
     def claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
-        """Lease rows and load their requests."""
+        """Lease rows and load their requests; a job whose requests cannot be read is refused, and no other."""
         if self._fruitless and not self.claimable():
             return []
+        while True:
+            try:
+                return self._claim(limit, suspect, identity)
+            except JobNotFound:  # removed since its rows were leased
+                continue
+            except StoreDamaged as error:
+                if error.job_id is None:
+                    raise
+                self._refuse(error.job_id, str(error))
+
+    def _claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
         while True:
             now = self._clock()
             terms = Terms(self.owner, now, self._lease_s)
@@ -93,17 +109,19 @@ class Ledger:
                         jobs=runnable,
                     )
             if lease is None and windowed:
+                refused = len(self._tally.refused)
                 works = self._claim_chosen(jobs, limit, identity)
-                self._fruitless = not works
-                return works
+                self._fruitless = works is None and refused == len(self._tally.refused)
+                if works or self._fruitless:
+                    return works or []
+                continue  # a job was refused
             self._fruitless = lease is None
             if lease is None:
                 return []
             if self._lookahead is not None and not windowed:
                 self._lookahead.forget(lease.job_id)
-            if not self._refused(lease.job_id, lease.epoch):
-                self._tally.begin(lease.job_id)
-                return self._workload.load(lease, identity)
+            if works := self._load(lease, identity):
+                return works
 
     def _is_to_choose(self, tx: Any, jobs: Sequence[Any]) -> bool:
         """Whether rows go through the window: those of several jobs, or what they left of one in its order."""
@@ -115,8 +133,8 @@ class Ledger:
         self._alone = jobs[0].id
         return False
 
-    def _claim_chosen(self, jobs: Sequence[Any], limit: int, identity: str) -> list[Work]:
-        """Lease the rows that the window gives out, in its order; none where others have them all by now."""
+    def _claim_chosen(self, jobs: Sequence[Any], limit: int, identity: str) -> list[Work] | None:
+        """Lease the rows that the window gives out, in its order; None where others have them all by now."""
         lookahead = self._lookahead or Lookahead(self._store, utility=self._utility, cache=self.kv_cache)
         self._lookahead = None
         leases: list[Lease] = []
@@ -134,41 +152,56 @@ class Ledger:
                 lookahead.close()
         works: dict[tuple[str, int], Work] = {}
         for lease in leases:
-            if not self._refused(lease.job_id, lease.epoch):
-                self._tally.begin(lease.job_id)
-                works |= {work.key: work for work in self._workload.load(lease, identity)}
-        return [works[row] for row in chosen if row in works]
+            works |= {work.key: work for work in self._load(lease, identity)}
+        return [works[row] for row in chosen if row in works] if leases else None
+
+    def _load(self, lease: Lease, identity: str) -> list[Work]:
+        """The rows of a lease with their requests; none of a job that must not run."""
+        if self._refused(lease.job_id, lease.epoch):
+            return []
+        self._tally.begin(lease.job_id)
+        try:
+            return self._workload.load(lease, identity)
+        except StoreDamaged as error:
+            self._refuse(lease.job_id, str(error), lease.epoch)
+            return []
 
     def _refused(self, job_id: str, epoch: int | None = None) -> bool:
         """Whether this job must not run; it is told so, and the lease on its rows ends."""
-        reason = self._workload.refusal(job_id)
-        if reason is None:
-            return False
+        reason = self._workload.refusal(job_id, now=self._clock())
+        if reason is not None:
+            self._refuse(job_id, reason, epoch)
+        return reason is not None
+
+    def _refuse(self, job_id: str, reason: str, epoch: int | None = None) -> None:
+        """Tell a job why it must not run, and end the lease on its rows."""
         with self._store.write() as tx:
             if epoch is not None:
                 queue.end(tx, [epoch])
             catalog.refuse(tx, job_id, reason, now=self._clock())
+        if job_id in self._workload.seen():
+            self._workload.close([job_id])  # once it is mended, it is opened anew
         self._tally.refused[job_id] = reason
-        return True
 
     def claimable(self) -> bool:
         """Whether a claim may find rows; it only reads, so that idling holds up nobody."""
         with self._store.read() as tx:
-            if any(job.next_position < job.num_rows for job in queue.runnable_jobs(tx, self._only)):
+            runnable = queue.runnable_jobs(tx, self._only, locked=False)
+            if any(job.next_position < job.num_rows for job in runnable):
                 return True
             left = queue.backlog(tx, only=self._only)
-        return left.next_at is not None and left.next_at <= self._clock()
+        return left.next_at is not None and not 0 < left.next_at - self._clock() <= queue.LONGEST_WAIT_S
 
     def nothing_left(self) -> bool:
         """Whether the queue is drained; says what it waits for if not."""
         now = self._clock()
         with self._store.read() as tx:
             left, holders = queue.backlog(tx, only=self._only), queue.owners(tx)
-        if holders and now >= self._recover_at:
-            self._recover_at = now + RECOVER_S
+        if holders and self._monotonic() >= self._recover_at:
+            self._recover_at = self._monotonic() + RECOVER_S
             with self._store.write() as tx:
                 queue.abandon(tx, owners.dead(queue.owners(tx)))
-                queue.expire(tx, now=now)
+                self._end_silent(tx)
                 left = queue.backlog(tx, only=self._only)
         if left.waiting and left.next_at is not None and left.next_at > now:
             self._tally.waiting_for = f"{left.waiting} rows wait for their next attempt"
@@ -187,8 +220,12 @@ class Ledger:
         now = self._clock()
         with self._store.write() as tx:
             alive = queue.renew(tx, epochs, now=now, lease_s=self._lease_s)
-            queue.expire(tx, now=now)
+            self._end_silent(tx)
         return alive
+
+    def _end_silent(self, tx: Any) -> None:
+        """Take back the rows of others that have fallen silent, once ours were renewed."""
+        queue.end(tx, self._expiry.over(queue.signs(tx, but=self.owner)))
 
     def stopped_jobs(self) -> set[str]:
         """Jobs of ours that were paused or cancelled."""

@@ -1,7 +1,8 @@
 """A job's rendered requests on disk: written once in execution order, read by position."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conserve.config import Settings
-from conserve.errors import StoreError
+from conserve.errors import StoreDamaged
 from conserve.jobs.rendering import Rendered
 from conserve.store import home, readings
 
@@ -65,7 +66,9 @@ class RequestWriter:
     """Writes requests in execution order, in row groups that a claim can read whole."""
 
     def __init__(self, path: Path) -> None:
-        self._file = pq.ParquetWriter(path, SCHEMA, compression="zstd", compression_level=1)
+        self._file = pq.ParquetWriter(
+            path, SCHEMA, compression="zstd", compression_level=1, write_page_checksum=True
+        )
         self._rest = SCHEMA.empty_table()  # less than a row group
         self.rows = 0
         self.unrendered = 0
@@ -113,18 +116,33 @@ class Group(NamedTuple):
 
 
 class RequestFile:
-    """Reads requests by position; keeps the row group read last, since claims walk forward."""
+    """Reads requests by position; keeps the row group read last, since claims walk forward.
+
+    Raises `StoreDamaged` for a file that is not there or whose pages are not what was written.
+    """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._file = pq.ParquetFile(path)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise StoreError(f"the requests {path} cannot be read ({error}); submit the job again") from error
+        self._path = path
+        with self._readable():
+            self._file = pq.ParquetFile(path, page_checksum_verification=True)
         meta = self._file.metadata
         self._starts = [0]
         for group in range(meta.num_row_groups):
             self._starts.append(self._starts[-1] + meta.row_group(group).num_rows)
         self._last: Group | None = None
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Turn what pyarrow says of the file into damage of the job, whose folder it is in."""
+        try:
+            yield
+        except (OSError, pa.ArrowException, IndexError) as error:
+            job_id = self._path.parent.name
+            said = str(error).strip().splitlines()[0]
+            raise StoreDamaged(
+                f"the requests {self._path} cannot be read ({said}); run: conserve check {job_id}",
+                job_id=job_id,
+            ) from error
 
     def read(self, positions: Sequence[int]) -> list[StoredRequest]:
         """The requests at these positions, in the same order."""
@@ -155,12 +173,15 @@ class RequestFile:
                 *range(start, stop),
             ]
             if wanted:
-                indexes = self._file.read_row_group(number, columns=["row_index"])["row_index"].to_pylist()
+                with self._readable():
+                    column = self._file.read_row_group(number, columns=["row_index"])["row_index"]
+                indexes = column.to_pylist()
                 found.append(min(indexes[position - first] for position in wanted))
         return min(found, default=None)
 
     def _load(self, number: int) -> Group:
-        table = self._file.read_row_group(number)
+        with self._readable():
+            table = self._file.read_row_group(number)
         columns = [column.to_pylist() for column in table.columns]
         return Group(number, [StoredRequest(*values) for values in zip(*columns, strict=True)])
 
@@ -170,13 +191,13 @@ class RequestFile:
 
 
 def first_waiting(settings: Settings, job_id: str) -> int | None:
-    """The smallest row index of a job's rows that wait; None if none does, or the file is gone."""
+    """The smallest row index of a job's rows that wait; None if none does, or the file cannot be read."""
     *returned, start = readings.untaken(settings, job_id)
     try:
         requests = RequestFile(home.requests_file(settings.home, job_id))
-    except StoreError:
+        try:
+            return requests.earliest(returned, start)
+        finally:
+            requests.close()
+    except StoreDamaged:
         return None
-    try:
-        return requests.earliest(returned, start)
-    finally:
-        requests.close()

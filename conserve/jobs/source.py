@@ -240,7 +240,8 @@ class JsonLines:
     def copy_to(self, path: Path) -> None:
         """Write the rows as Parquet: plain columns keep their type, nested or mixed ones become JSON text."""
         schema = pa.schema([(name, arrow_type(kinds)) for name, kinds in self.kinds.items()])
-        with pq.ParquetWriter(path, schema, compression="zstd", compression_level=1) as writer:
+        settings = {"compression": "zstd", "compression_level": 1, "write_page_checksum": True}
+        with pq.ParquetWriter(path, schema, **settings) as writer:
             for batch in self.batches(self.columns):
                 arrays = [column_array(batch, field) for field in schema]
                 writer.write_table(pa.Table.from_arrays(arrays, schema=schema))

@@ -5,19 +5,20 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
-from conserve.errors import InputError, TemplateError
+from conserve.errors import InputError, StoreError, TemplateError
 from conserve.jobs.external_sort import ExternalSort
 from conserve.jobs.order import SortKey, sort_key
 from conserve.jobs.rendering import renderer, template_names
 from conserve.jobs.request_file import SCHEMA, RequestWriter, to_table
 from conserve.jobs.source import STDIN, JsonLines, Opened, Rows, check_columns, open_input, spool
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, home
+from conserve.store import catalog, digests, home, marks
 from conserve.store.query import first_duplicate
 from conserve.store.store import Store
 
@@ -44,7 +45,7 @@ def submit(
     on_rows: Callable[[int], None] | None = None,
 ) -> Submitted:
     """Render every row of the input and queue the job; on any error nothing is left behind."""
-    with home.new_job_folder(store.home) as folder:
+    with home.new_job_folder(store.home, store.id) as folder:
         from_stdin = input_path == STDIN
         with home.explained(store.home):
             path = spool(sys.stdin.buffer, folder) if from_stdin else Path(input_path)
@@ -165,13 +166,17 @@ def enqueue(
 ) -> Submitted:
     """Give the job its id and put folder and database row in place, in this order.
 
-    A crash between the two leaves a folder that no job names; `shards.sweep` removes it.
+    A crash between the two leaves a folder that no job names; `sweep` moves it to the trash.
     """
     with store.read() as tx:
-        job_id = next(i for i in new_ids(name) if not catalog.taken(tx, i))
+        free = (i for i in new_ids(name) if not catalog.taken(tx, i))
+        job_id = next(i for i in free if not home.job_folder(store.home, i).exists())  # another store's
+    with home.explained(store.home):
+        files = digests.seals([folder / home.REQUESTS, folder / home.INPUTS])
     home.adopt(folder, store.home, job_id)
     try:
         with store.write() as tx:
+            catalog.lock_ids(tx)
             catalog.add(
                 tx,
                 job_id=job_id,
@@ -180,13 +185,24 @@ def enqueue(
                 num_rows=written.rows,
                 priority=priority,
                 now=time.time(),
+                files=files,
             )
+            record = catalog.record(tx, job_id)
     except BaseException:
-        home.discard_job(store.home, job_id)
+        discard_unregistered(store, job_id)
         raise
+    marks.register(home.job_folder(store.home, job_id), store.id, record)
     return Submitted(
         job_id=job_id, rows=written.rows, unrendered=written.unrendered, first_error=written.first_error
     )
+
+
+def discard_unregistered(store: Store, job_id: str) -> None:
+    """Remove the folder of a job that did not come to be; where that is not certain, a sweep will look."""
+    with suppress(StoreError), store.write() as tx:
+        catalog.lock_ids(tx)
+        if not catalog.taken(tx, job_id):
+            home.discard_job(store.home, job_id)
 
 
 def slug(input_path: str) -> str:

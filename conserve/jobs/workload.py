@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conserve.endpoints.protocol import Call, Url, resumable
-from conserve.errors import StoreError
+from conserve.errors import StoreDamaged
 from conserve.jobs.request_file import RequestFile, StoredRequest
 from conserve.jobs.source import changed
 from conserve.jobs.task import Task
 from conserve.store import catalog, home
+from conserve.store.damage import Part, unreadable
 from conserve.store.queue import Lease, LeasedRow, unpack_tokens
 from conserve.store.store import Store
 
@@ -52,7 +53,7 @@ class Workload:
         """The jobs that are open: rows were leased of them, and they have not ended."""
         return list(self._open)
 
-    def refusal(self, job_id: str) -> str | None:
+    def refusal(self, job_id: str, *, now: float) -> str | None:
         """Why this job must not run: its results would not be answers to its input file any more."""
         if job_id in self._open:
             return None
@@ -64,13 +65,21 @@ class Workload:
                 f"`conserve resume {job_id}`, or submit the new file"
             )
         try:
-            requests = RequestFile(home.requests_file(self._store.home, job_id))
-        except StoreError as error:
+            requests = self._requests(job, now)
+        except StoreDamaged as error:
             if not home.jobs_folder(self._store.home).is_dir():
                 raise  # it is not this job: the whole store is out of reach
             return str(error)
         self._open[job_id] = OpenJob(job, Task.from_json(job.task), requests)
         return None
+
+    def _requests(self, job: catalog.Job, now: float) -> RequestFile:
+        """The job's requests, compared with the digest that was taken at submit."""
+        for damage in unreadable(self._store.home, [job], [], now=now, parts=[Part.REQUESTS]):
+            raise StoreDamaged(
+                f"the requests of job {job.id} cannot be read: {damage.sentence}", job_id=job.id
+            )
+        return RequestFile(home.requests_file(self._store.home, job.id))
 
     def load(self, lease: Lease, identity: str) -> list[Work]:
         """The lease's rows with their requests; saved tokens count only if `identity` generated them."""

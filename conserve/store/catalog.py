@@ -1,18 +1,31 @@
 """Jobs: add one, find one, and change what it is doing."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, func, insert, select, update
 
-from conserve.errors import JobRefused
+from conserve.errors import JobRefused, StoreDamaged
 from conserve.store import schema
+from conserve.store.digests import Seal
+from conserve.store.migrations import STORE_ID
 from conserve.store.readings import resolve
 from conserve.store.states import JobState
 
-job = schema.job
+job, meta = schema.job, schema.meta
+
+COUNTERS = (
+    "succeeded",
+    "failed",
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "resumed_tokens",
+)
+"""Sums over the results of a job; of tokens, those of rows that `retry` has put back are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +63,21 @@ class Job:
     completion_tokens: int
     cached_tokens: int
     resumed_tokens: int
+    files: Mapping[str, Seal] = field(default_factory=dict)
 
 
 def add(
-    tx: Connection, *, job_id: str, task: str, source: Source, num_rows: int, priority: int, now: float
+    tx: Connection,
+    *,
+    job_id: str,
+    task: str,
+    source: Source,
+    num_rows: int,
+    priority: int,
+    now: float,
+    files: Mapping[str, Seal] | None = None,
 ) -> None:
-    """Queue a job whose folder is in place."""
+    """Queue a job whose folder is in place, with the seals of these files in it."""
     tx.execute(
         insert(job).values(
             id=job_id,
@@ -65,6 +87,7 @@ def add(
             task=task,
             source=msgspec.json.encode(source).decode(),
             num_rows=num_rows,
+            files=msgspec.json.encode(files or {}).decode(),
         )
     )
 
@@ -74,14 +97,38 @@ def taken(tx: Connection, job_id: str) -> bool:
     return tx.scalar(select(func.count()).where(job.c.id == job_id)) != 0
 
 
+def lock_ids(tx: Connection) -> None:
+    """Wait until no other transaction adds a job or takes away the folder of one; SQLite's has the whole store."""
+    tx.execute(select(meta.c.key).where(meta.c.key == STORE_ID).with_for_update())
+
+
+def lock_job(tx: Connection, job_id: str) -> None:
+    """Wait until no other transaction changes the job or looks which files are its own."""
+    tx.execute(select(job.c.seq).where(job.c.id == job_id).with_for_update())
+
+
 def get(tx: Connection, job_id: str) -> Job:
     """The job with this id, or with the only id that begins so; `JobNotFound` names the nearest."""
     return to_job(tx.execute(select(job).where(job.c.id == resolve(ids(tx), job_id))).one())
 
 
+def get_id(tx: Connection, job_id: str) -> str:
+    """The id that a user's word stands for, whatever the state of the job's record."""
+    return resolve(ids(tx), job_id)
+
+
+def record(tx: Connection, job_id: str) -> dict[str, Any]:
+    """The row of a job as it is."""
+    return dict(tx.execute(select(job).where(job.c.id == job_id)).one()._mapping)
+
+
 def everything(tx: Connection) -> list[Job]:
-    """All jobs, oldest first."""
-    return [to_job(row) for row in tx.execute(select(job).order_by(job.c.seq))]
+    """All jobs whose records can be read, oldest first; `conserve check` names the others."""
+    found = []
+    for row in tx.execute(select(job).order_by(job.c.seq)):
+        with suppress(StoreDamaged):
+            found.append(to_job(row))
+    return found
 
 
 def ids(tx: Connection) -> list[str]:
@@ -90,11 +137,16 @@ def ids(tx: Connection) -> list[str]:
 
 
 def to_job(row: Any) -> Job:
-    """A database row as a `Job`."""
-    values = dict(row._mapping)
-    values["state"] = JobState(values["state"])
-    values["source"] = msgspec.json.decode(values["source"], type=Source)
-    return Job(**values)
+    """A database row as a `Job`; raises `StoreDamaged` for one that is none."""
+    values = {str(name): value for name, value in row._mapping.items()}
+    try:
+        for name in ("source", "files"):
+            values[name] = msgspec.json.decode(values[name] or "{}")
+        return msgspec.convert(values, Job)
+    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError) as error:
+        raise StoreDamaged(
+            f"the record of job {row.id} is damaged ({error}); run: conserve check {row.id}", job_id=row.id
+        ) from error
 
 
 # What a job may be told, and the states in which it makes sense.
@@ -137,3 +189,41 @@ def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:
     """The stored states of some jobs."""
     rows = tx.execute(select(job.c.id, job.c.state).where(job.c.id.in_(job_ids)))
     return {row.id: JobState(row.state) for row in rows}
+
+
+LOST_REQUESTS = (
+    "the requests "  # how the reason begins for which a job was refused whose requests cannot be read
+)
+
+
+def fail(tx: Connection, job_id: str, reason: str, *, now: float) -> bool:
+    """Let a job fail that has rows left and cannot run any more; says whether it has."""
+    left = job.c.succeeded + job.c.failed < job.c.num_rows
+    open_states = [JobState.QUEUED.value, JobState.PAUSED.value, JobState.FAILED.value]
+    failed = tx.execute(
+        update(job)
+        .where(job.c.id == job_id, left, job.c.state.in_(open_states))
+        .values(state=JobState.FAILED.value, error=reason, finished_at=now)
+    )
+    return failed.rowcount == 1
+
+
+def forgive(tx: Connection, job_id: str) -> bool:
+    """Queue a job again that was refused because its requests could not be read; says whether it was."""
+    queued = tx.execute(
+        update(job)
+        .where(
+            job.c.id == job_id,
+            job.c.state == JobState.FAILED.value,
+            job.c.error.startswith(LOST_REQUESTS),
+        )
+        .values(state=JobState.QUEUED.value, error=None, finished_at=None)
+    )
+    return queued.rowcount == 1
+
+
+def keep_seal(tx: Connection, job_id: str, name: str, seal: Seal) -> None:
+    """Keep the seal of a file of a job that was made again."""
+    lock_job(tx, job_id)
+    files = {**get(tx, job_id).files, name: seal}
+    tx.execute(update(job).where(job.c.id == job_id).values(files=msgspec.json.encode(files).decode()))

@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
@@ -50,13 +51,28 @@ def transaction(engine: Engine, *, read_only: bool = False) -> Iterator[Connecti
     """One transaction; commits at the end, rolls back on any error, and names database errors in our words."""
     try:
         with engine.connect() as connection:
-            tx = connection.execution_options(read_only=True) if read_only else connection
-            with tx.begin():
-                yield tx
+            if read_only:
+                connection = connection.execution_options(**one_moment(engine.dialect.name))
+            with connection.begin():
+                yield connection
     except ConserveError:
         raise
     except SQLAlchemyError as error:
         raise explain(error, engine) from error
+
+
+def one_moment(dialect: str) -> dict[str, Any]:
+    """What makes a transaction see one moment throughout, on this kind of database, and change nothing.
+
+    SQLite's do by themselves. Elsewhere each statement would see what was committed before it began, and rows that
+    a compaction moves between two statements would be in neither of their answers.
+    """
+    options: dict[str, Any] = {"read_only": True}
+    if dialect != "sqlite":
+        options["isolation_level"] = "REPEATABLE READ"
+    if dialect == "postgresql":
+        options["postgresql_readonly"] = True
+    return options
 
 
 def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:

@@ -4,6 +4,9 @@ HOME/conserve.db                 the database (unless CONSERVE_STORE names anoth
 HOME/jobs/<id>/requests.parquet  the rendered requests, in execution order
 HOME/jobs/<id>/inputs.parquet    the input rows, where they did not come as a Parquet file
 HOME/jobs/<id>/results/*.parquet result shards
+HOME/jobs/<id>/job.json          which store the job is of, and its record (`marks`)
+HOME/trash/                      what was swept up, for a week (`trash`)
+HOME/verified.json               which files were found whole today (`digests`)
 """
 
 import errno
@@ -11,10 +14,12 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from conserve.errors import StoreError, StoreFull, StoreReadOnly
+from conserve.store import marks
+from conserve.store.marks import Mark
 
 REQUESTS = "requests.parquet"
 INPUTS = "inputs.parquet"
@@ -42,15 +47,16 @@ def inputs_file(home: Path, job_id: str) -> Path:
 
 
 @contextmanager
-def new_job_folder(home: Path) -> Iterator[Path]:
-    """A folder to build a job in; it vanishes unless `adopt` has renamed it by the end."""
+def new_job_folder(home: Path, store_id: str) -> Iterator[Path]:
+    """A folder to build a job in, held by this process; it vanishes unless `adopt` has renamed it by the end."""
     folder = jobs_folder(home) / f".new-{uuid.uuid4().hex}"
     with explained(home):
         folder.mkdir(parents=True)
-    try:
+    with ExitStack() as held:
+        held.callback(shutil.rmtree, folder, ignore_errors=True)
+        with explained(home):
+            held.enter_context(marks.held(folder, Mark(store_id=store_id), alone=True))
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def adopt(folder: Path, home: Path, job_id: str) -> None:

@@ -1,5 +1,6 @@
 """The journal: where a row's result first becomes durable, in the transaction that ends its request."""
 
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, delete, insert, select, update
 
 from conserve.store import queue, schema
-from conserve.store.results import COUNTERS, Result, checked, counts, decode, encode
+from conserve.store.results import COUNTERS, Result, checked, counts, decode, encode, is_object
 from conserve.store.states import JobState
 
 job, request, journal = schema.job, schema.request, schema.journal
@@ -50,18 +51,7 @@ def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Commi
     for (epoch, job_id), group in by_lease.items():
         end_requests(tx, epoch, job_id, [f.position for f in group])
     if written:
-        tx.execute(
-            insert(journal),
-            [
-                {
-                    "job_id": f.job_id,
-                    "position": f.position,
-                    "failed": f.result.failed,
-                    "payload": payload,
-                }
-                for f, payload in entries
-            ],
-        )
+        tx.execute(insert(journal), [to_row(f, payload) for f, payload in entries])
     queue.end_if_empty(tx, alive)
     touched = count(tx, written)
     return Committed(written, late, [job_id for job_id in touched if complete(tx, job_id, now)])
@@ -71,6 +61,30 @@ def entry(finished: Finished) -> tuple[Finished, bytes]:
     """A row's result as it is written, and its payload."""
     result, payload = checked(finished.result)
     return finished if result is finished.result else replace(finished, result=result), payload
+
+
+def to_row(finished: Finished, payload: bytes) -> dict[str, Any]:
+    """A result as a row of the journal."""
+    job_id, position, failed = finished.job_id, finished.position, finished.result.failed
+    return {
+        "job_id": job_id,
+        "position": position,
+        "failed": failed,
+        "payload": payload,
+        "checksum": checksum(job_id, position, failed, payload),
+    }
+
+
+def checksum(job_id: str, position: int, failed: bool, payload: bytes) -> int:
+    """CRC-32 of a row of the journal."""
+    return zlib.crc32(payload, zlib.crc32(f"{job_id}/{position}/{int(failed)}".encode()))
+
+
+def is_whole(row: Any) -> bool:
+    """True if a row of the journal is what was written; one of an earlier version must at least be an object."""
+    if row.checksum is None:
+        return is_object(row.payload)
+    return bool(row.checksum == checksum(row.job_id, row.position, row.failed, row.payload))
 
 
 def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[int]) -> None:
@@ -148,10 +162,11 @@ def fail_misfits(tx: Connection, job_id: str, found: Sequence[Misfit]) -> int:
     taken_off = dict.fromkeys(COUNTERS, 0)
     for misfit in found:
         as_read = journal.c.payload == misfit.payload, journal.c.failed == False  # noqa: E712
+        written = encode(misfit.error)
         changed = tx.execute(
             update(journal)
             .where(journal.c.job_id == job_id, journal.c.position == misfit.position, *as_read)
-            .values(failed=True, payload=encode(misfit.error))
+            .values(failed=True, payload=written, checksum=checksum(job_id, misfit.position, True, written))
         ).rowcount
         failed += changed
         for name, n in counts(misfit.payload).items() if changed else ():

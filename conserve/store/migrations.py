@@ -1,25 +1,60 @@
 """Numbered migrations; a store remembers the last one it has seen.
 
 A released migration is never edited: add the next one, and when it changes a table that an earlier one makes
-from `schema`, freeze that table's old definition here first. A test compares what all of them make with `schema`.
+from `schema`, freeze that table's old definition first, as `first_schema` does. A test compares what all of them
+make with `schema`.
 """
 
+import uuid
 from collections.abc import Callable
+from typing import Any
 
-from sqlalchemy import Connection, func, insert, inspect, select, update
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Float,
+    Text,
+    func,
+    insert,
+    inspect,
+    select,
+    text,
+    update,
+)
 
 from conserve.errors import StoreTooNew
-from conserve.store import schema
+from conserve.store import first_schema, schema
 from conserve.store.versions import LATEST, too_new
+
+STORE_ID = "store_id"  # its key in `meta`
 
 
 def m001_first_tables(tx: Connection) -> None:
     """Jobs, leases, requests, journal and shards."""
-    schema.metadata.create_all(tx)
+    first_schema.metadata.create_all(tx)
 
 
-MIGRATIONS: list[Callable[[Connection], None]] = [m001_first_tables]
+def m002_damage_is_noticed(tx: Connection) -> None:
+    """Digests of files, checksums of journal rows, lengths of leases, and the store's own id."""
+    add_column(tx, "job", Column("files", Text))
+    add_column(tx, "journal", Column("checksum", BigInteger))
+    add_column(tx, "lease", Column("lease_s", Float))
+    add_column(tx, "shard", Column("digest", Text))
+    add_column(tx, "shard", Column("bytes", BigInteger))
+    tx.execute(insert(schema.meta).values(key=STORE_ID, value=uuid.uuid4().hex))
+
+
+MIGRATIONS: list[Callable[[Connection], None]] = [m001_first_tables, m002_damage_is_noticed]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
+
+
+def add_column(tx: Connection, table: str, column: "Column[Any]") -> None:
+    """Add a column that may be null to a table, unless the table has it."""
+    if column.name in {found["name"] for found in inspect(tx).get_columns(table)}:
+        return
+    kind = column.type.compile(tx.dialect)
+    tx.execute(text(f"alter table {table} add column {column.name} {kind}"))
 
 
 def version(tx: Connection) -> int:
@@ -45,6 +80,11 @@ def lock(tx: Connection) -> None:
     """Keep two processes from migrating one PostgreSQL database at once; SQLite's transaction is a lock."""
     if tx.dialect.name == "postgresql":
         tx.execute(select(func.pg_advisory_xact_lock(0x434F4E53)))
+
+
+def store_id(tx: Connection) -> str:
+    """The store's own id, which its job folders carry too."""
+    return str(tx.scalar(select(schema.meta.c.value).where(schema.meta.c.key == STORE_ID)) or "")
 
 
 def remember(tx: Connection, number: int) -> None:

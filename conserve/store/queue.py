@@ -8,9 +8,10 @@ import array
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     and_,
     bindparam,
@@ -20,6 +21,7 @@ from sqlalchemy import (
     func,
     insert,
     not_,
+    or_,
     select,
     update,
 )
@@ -30,6 +32,8 @@ from conserve.store.states import JobState
 T = TypeVar("T")
 
 job, lease, request = schema.job, schema.lease, schema.request
+
+LONGEST_WAIT_S = 300.0  # no row is told to wait for longer
 
 # Of a row in `request`: others of its job were leased before it, and it never was. `retry` says since when
 # its rows may run.
@@ -97,14 +101,15 @@ def claim(
     return None
 
 
-def runnable_jobs(tx: Connection, only: Collection[str] | None) -> Sequence[Any]:
-    """Queued jobs in the order in which they are served."""
+def runnable_jobs(tx: Connection, only: Collection[str] | None, *, locked: bool = True) -> Sequence[Any]:
+    """Queued jobs in the order in which they are served; `locked` for a transaction that leases rows of them."""
     jobs = (
         select(job.c.id, job.c.seq, job.c.priority, job.c.next_position, job.c.num_rows)
         .where(job.c.state == JobState.QUEUED.value)
         .order_by(job.c.priority.desc(), job.c.seq)
-        .with_for_update()
     )
+    if locked:
+        jobs = jobs.with_for_update()
     if only is not None:
         jobs = jobs.where(job.c.id.in_(only))
     return tx.execute(jobs).all()
@@ -117,7 +122,7 @@ def returned(
     waiting = select(request).where(
         request.c.epoch.is_(None),
         request.c.job_id == job_id,
-        request.c.available_at <= now,
+        is_due(now),
         request.c.suspect == suspect,
     )
     if not passed_over_too:
@@ -129,6 +134,11 @@ def returned(
         )
         for r in rows
     ]
+
+
+def is_due(now: float) -> ColumnElement[bool]:
+    """Whether a row in backoff may run: its time has come, or the clock was set back since."""
+    return or_(request.c.available_at <= now, request.c.available_at > now + LONGEST_WAIT_S)
 
 
 def fresh(tx: Connection, candidate: Any, now: float, limit: int) -> list[LeasedRow]:
@@ -144,7 +154,9 @@ def open_lease(tx: Connection, job_id: str, owner: str, now: float, expires_at: 
     """A new lease row; returns its epoch."""
     tx.execute(update(job).where(job.c.id == job_id, job.c.started_at.is_(None)).values(started_at=now))
     added = tx.execute(
-        insert(lease).values(job_id=job_id, owner=owner, claimed_at=now, expires_at=expires_at)
+        insert(lease).values(
+            job_id=job_id, owner=owner, claimed_at=now, expires_at=expires_at, lease_s=expires_at - now
+        )
     )
     assert added.inserted_primary_key is not None
     return int(added.inserted_primary_key[0])
@@ -191,9 +203,18 @@ def held(tx: Connection, epochs: Collection[int]) -> set[int]:
     return set(tx.scalars(select(lease.c.epoch).where(lease.c.epoch.in_(epochs)).with_for_update()))
 
 
-def expire(tx: Connection, *, now: float) -> int:
-    """Take back the rows of every lease that has run out; returns how many leases those were."""
-    return end(tx, tx.scalars(select(lease.c.epoch).where(lease.c.expires_at <= now).with_for_update()).all())
+class Sign(NamedTuple):
+    """What a lease shows of its owner's life: it changes with each renewal."""
+
+    epoch: int
+    expires_at: float
+    lease_s: float | None
+
+
+def signs(tx: Connection, *, but: str) -> list[Sign]:
+    """Those of all leases but this owner's; none of them changes before this transaction ends."""
+    found = select(lease.c.epoch, lease.c.expires_at, lease.c.lease_s).where(lease.c.owner != but)
+    return [Sign(*row) for row in tx.execute(found.with_for_update())]
 
 
 def owners(tx: Connection) -> set[str]:

@@ -128,6 +128,15 @@ def misfit(frame: Frame, why: Exception) -> Result:
     )
 
 
+def is_object(payload: bytes) -> bool:
+    """True if a payload is a JSON object, whatever is in it."""
+    try:
+        msgspec.json.decode(payload, type=dict[str, Any])
+    except UNREADABLE:
+        return False
+    return True
+
+
 def counts(payload: bytes) -> dict[str, int]:
     """The token counts in a payload of any form, as the job's counters took them."""
     try:

@@ -55,6 +55,7 @@ job = Table(
     Column("completion_tokens", BigInteger, nullable=False, default=0),
     Column("cached_tokens", BigInteger, nullable=False, default=0),
     Column("resumed_tokens", BigInteger, nullable=False, default=0),  # continued from, not generated again
+    Column("files", Text),  # JSON of {file name: store.digests.Seal}; null for one of an earlier version
 )
 
 lease = Table(
@@ -65,6 +66,7 @@ lease = Table(
     Column("owner", Text, nullable=False),
     Column("claimed_at", Float, nullable=False),
     Column("expires_at", Float, nullable=False),
+    Column("lease_s", Float),  # how long its owner may be silent; null for one of an earlier version
     Index("lease_by_job", "job_id"),
     sqlite_autoincrement=True,  # an epoch is never used twice, even after its row is gone
 )
@@ -93,6 +95,7 @@ journal = Table(
     Column("position", BigInteger, primary_key=True, autoincrement=False),
     Column("failed", Boolean, nullable=False),
     Column("payload", LargeBinary, nullable=False),  # JSON of store.results.Result
+    Column("checksum", BigInteger),  # CRC-32 of the row; null for one of an earlier version
     sqlite_with_rowid=False,
 )
 
@@ -105,5 +108,7 @@ shard = Table(
     Column("failed", Boolean, nullable=False),  # all rows failed, or none; `retry` drops the former
     Column("num_rows", BigInteger, nullable=False),
     Column("created_at", Float, nullable=False),
+    Column("digest", Text),  # of the file, as store.digests takes it; null for one of an earlier version
+    Column("bytes", BigInteger),  # its length
     Index("shard_by_job", "job_id"),
 )

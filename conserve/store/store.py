@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Engine
 from conserve.config import Settings
 from conserve.store.database import connect, transaction
 from conserve.store.home import explained
+from conserve.store.migrations import store_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +18,17 @@ class Store:
 
     home: Path
     engine: Engine
+    id: str
+    """Made with the database; each job's folder says whose it is by it."""
 
     @classmethod
     def open(cls, settings: Settings) -> "Store":
         """Open the store that the settings name; make it if it is not there."""
         with explained(settings.home):
             settings.home.mkdir(parents=True, exist_ok=True)
-        return cls(settings.home, connect(settings.store_url))
+        engine = connect(settings.store_url)
+        with transaction(engine, read_only=True) as tx:
+            return cls(settings.home, engine, store_id(tx))
 
     def write(self) -> AbstractContextManager[Connection]:
         """A transaction that may change things; on SQLite it is alone."""

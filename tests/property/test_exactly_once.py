@@ -195,7 +195,8 @@ class Queue(RuleBasedStateMachine):
         self.now += seconds
         alive = {lease.epoch: self.expires.get(lease.epoch, lease.expires_at) for lease in self.alive()}
         with self.store.write() as tx:
-            assert queue.expire(tx, now=self.now) == sum(end <= self.now for end in alive.values())
+            over = [sign.epoch for sign in queue.signs(tx, but="") if sign.expires_at <= self.now]
+            assert queue.end(tx, over) == sum(end <= self.now for end in alive.values())
         assert {lease.epoch for lease in self.alive()} == {e for e, end in alive.items() if end > self.now}
 
     @precondition(lambda self: self.alive())

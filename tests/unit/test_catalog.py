@@ -14,6 +14,7 @@ from conserve.store.catalog import Source
 from conserve.store.readings import JobReading, opened, read_jobs, resolve, row_order, untaken
 from conserve.store.states import JobState
 from conserve.store.store import Store
+from conserve.store.versions import LATEST
 from tests.store_rows import LEASE_S, add_job, finish, job, leased, put_back
 
 SOURCE = Source(path="/data/in.jsonl", format="jsonl", size=7, mtime_ns=8, digest="d", copied=True)
@@ -164,6 +165,7 @@ def test_a_reading_has_all_that_the_catalogue_has_but_where_the_job_came_from() 
         "task",
         "num_rows",
         "next_position",
+        "files",
     }
     assert named <= {field.name for field in fields(JobReading)}
 
@@ -228,8 +230,10 @@ def set_version(store: Store, version: int) -> None:
 
 def test_a_store_of_the_future_is_not_read(store: Store, read_settings: Settings) -> None:
     assert read_jobs(read_settings, now=0.0) == []
-    set_version(store, 2)
-    with pytest.raises(StoreTooNew, match="has version 2 and this ConServe knows only up to 1"):
+    set_version(store, LATEST + 1)
+    with pytest.raises(
+        StoreTooNew, match=f"has version {LATEST + 1} and this ConServe knows only up to {LATEST}"
+    ):
         read_jobs(read_settings, now=0.0)
 
 

@@ -6,6 +6,7 @@ from conserve.store import catalog, choice, queue
 from conserve.store.choice import Terms
 from conserve.store.queue import Lease
 from conserve.store.store import Store
+from conserve.store.versions import LATEST
 from tests.store_rows import LEASE_S, add_job, finish, job, leased, positions, put_back, select
 
 TERMS = Terms("ann", 5.0, LEASE_S)
@@ -176,4 +177,4 @@ def test_a_place_is_remembered_until_the_next(store: Store) -> None:
         assert choice.remembered(tx) == "1 a 2"
         choice.remember(tx, "2 b 3")
         assert choice.remembered(tx) == "2 b 3"
-    assert select(store, "select value from meta where key = 'version'") == [("1",)]
+    assert select(store, "select value from meta where key = 'version'") == [(str(LATEST),)]

@@ -13,7 +13,9 @@ from sqlalchemy.exc import NoResultFound, OperationalError
 from conserve.config import Settings, load
 from conserve.errors import ConserveError, SettingsError, StoreError, StoreFull, StoreReadOnly
 from conserve.store import database, home, migrations
+from conserve.store.marks import MARK
 from conserve.store.store import Store
+from conserve.store.versions import LATEST
 from tests.store_rows import select
 
 
@@ -31,7 +33,7 @@ def test_a_transaction_counts_as_a_whole_or_not_at_all(store: Store) -> None:
     for error in (Mistake(), ConserveError("ours")):
         with pytest.raises(type(error)):
             write("undone", error)
-    assert select(store, "select key from meta order by 1") == [("kept",), ("version",)]
+    assert select(store, "select key from meta order by 1") == [("kept",), ("store_id",), ("version",)]
 
 
 def test_every_commit_is_flushed_to_disk(store: Store) -> None:
@@ -131,11 +133,11 @@ def test_a_store_that_cannot_be_written_is_found_before_any_work(store: Store) -
 
 def test_the_version_of_an_empty_database_is_none(store: Store) -> None:
     with store.write() as tx:
-        assert migrations.version(tx) == 1
+        assert migrations.version(tx) == LATEST
         tx.execute(text("delete from meta"))
         assert migrations.version(tx) == 0
         migrations.migrate(tx)
-        assert migrations.version(tx) == 1
+        assert migrations.version(tx) == LATEST
         tx.execute(text("drop table meta"))
         assert migrations.version(tx) == 0
 
@@ -143,15 +145,16 @@ def test_the_version_of_an_empty_database_is_none(store: Store) -> None:
 def test_migrations_that_a_store_has_seen_are_not_repeated(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three, a store that has seen the first gets the others, in order."""
+    """A store gets those that it has not seen, in order."""
     seen: list[int] = []
-    monkeypatch.setattr(migrations, "LATEST", 3)
-    monkeypatch.setattr(migrations, "MIGRATIONS", [lambda tx, n=n: seen.append(n) for n in (1, 2, 3)])
+    numbers = range(1, LATEST + 3)
+    monkeypatch.setattr(migrations, "LATEST", LATEST + 2)
+    monkeypatch.setattr(migrations, "MIGRATIONS", [lambda tx, n=n: seen.append(n) for n in numbers])
     for _ in range(2):
         with store.write() as tx:
             migrations.migrate(tx)
-            assert migrations.version(tx) == 3
-    assert seen == [2, 3]
+            assert migrations.version(tx) == LATEST + 2
+    assert seen == [LATEST + 1, LATEST + 2]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ def test_a_home_is_made_with_the_folders_above_it(tmp_path: Path) -> None:
 
 def test_a_new_jobs_folder_stays_only_if_it_was_adopted(tmp_path: Path) -> None:
     for adopted in (False, True):
-        with home.new_job_folder(tmp_path) as folder:
+        with home.new_job_folder(tmp_path, "id") as folder:
             (folder / home.REQUESTS).write_bytes(b"requests")
             assert folder.parent == home.jobs_folder(tmp_path)
             if adopted:
@@ -202,7 +205,7 @@ def test_a_new_jobs_folder_stays_only_if_it_was_adopted(tmp_path: Path) -> None:
 
 def test_folders_of_new_jobs_that_cannot_be_made_are_explained(tmp_path: Path) -> None:
     (tmp_path / "jobs").write_bytes(b"a file")
-    with pytest.raises(StoreError, match="cannot be used"), home.new_job_folder(tmp_path):
+    with pytest.raises(StoreError, match="cannot be used"), home.new_job_folder(tmp_path, "id"):
         pass
 
 
@@ -211,10 +214,11 @@ def test_a_job_is_flushed_before_it_gets_its_name_and_the_name_afterwards(
 ) -> None:
     synced: list[str] = []
     monkeypatch.setattr(home, "sync", lambda path: synced.append(f"{path.name} {path.exists()}"))
-    with home.new_job_folder(tmp_path) as folder:
+    with home.new_job_folder(tmp_path, "id") as folder:
         (folder / home.REQUESTS).write_bytes(b"")
         home.adopt(folder, tmp_path, "job-1")
-    assert synced == [f"{home.REQUESTS} True", f"{folder.name} True", "jobs True"]
+    assert sorted(synced[:2]) == sorted([f"{home.REQUESTS} True", f"{MARK} True"])
+    assert synced[2:] == [f"{folder.name} True", "jobs True"]
     synced.clear()
     scratch = tmp_path / "scratch"
     scratch.write_bytes(b"whole")
@@ -238,7 +242,10 @@ def test_files_lie_where_the_design_says(tmp_path: Path) -> None:
 
 
 NULLABLE = {
-    "job": {"error", "started_at", "finished_at"},
+    "job": {"error", "started_at", "finished_at", "files"},
+    "lease": {"lease_s"},
+    "journal": {"checksum"},
+    "shard": {"digest", "bytes"},
     "request": {"epoch", "started_at", "tokens", "tokens_by"},
 }
 KEYS = {

@@ -99,7 +99,7 @@ def test_the_migrations_arrive_at_the_schema(store: Store) -> None:
 def test_a_store_is_opened_again_without_change(store: Store, settings: Settings) -> None:
     again = Store.open(settings)
     with again.read() as tx:
-        assert tx.scalar(text("select count(*) from meta")) == 1
+        assert tx.scalar(text("select count(*) from meta")) == 2
     again.close()
 
 

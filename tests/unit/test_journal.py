@@ -18,7 +18,9 @@ def test_a_result_moves_from_the_queue_to_the_journal(store: Store) -> None:
     assert [f.position for f in committed.written] == [1]
     assert (committed.late, committed.completed) == ([], [])
     assert select(store, "select position from request") == [(0,), (2,)]
-    ((job_id, position, failed, payload),) = select(store, "select * from journal")
+    ((job_id, position, failed, payload),) = select(
+        store, "select job_id, position, failed, payload from journal"
+    )
     assert (job_id, position, failed) == ("job-1", 1, True)
     assert decode(payload) == result(1, failed=True)
 

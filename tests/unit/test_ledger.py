@@ -13,11 +13,13 @@ from conserve.jobs.submit import submit
 from conserve.jobs.tally import Tally
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.workload import Work
-from conserve.store import catalog, home, journal, queue, shards
+from conserve.store import catalog, home, journal, marks, queue, shards
 from conserve.store.journal import Finished
+from conserve.store.marks import Mark
 from conserve.store.queue import SavedTokens
 from conserve.store.states import JobState
 from conserve.store.store import Store
+from conserve.store.sweep import STALE_AFTER_S
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, claim, job, leased, positions, put_back, result, select
 
@@ -39,7 +41,15 @@ class Party:
 
     def __init__(self, store: Store) -> None:
         self.clock, self.tally = Clock(), Tally()
-        self.ledger = Ledger(store, self.tally, lease_s=LEASE_S, only=None, utility=0.9, clock=self.clock)
+        self.ledger = Ledger(
+            store,
+            self.tally,
+            lease_s=LEASE_S,
+            only=None,
+            utility=0.9,
+            clock=self.clock,
+            monotonic=self.clock,
+        )
 
     def claim(self, limit: int = 8, *, suspect: bool = False) -> list[Work]:
         return self.ledger.claim(limit, suspect, "model")
@@ -201,27 +211,34 @@ def test_the_queue_is_drained_when_nothing_is_leased_and_nothing_waits(
 def test_rows_of_the_dead_and_of_lost_leases_come_back_while_there_is_nothing_else(
     store: Store, party: Party, job_id: str
 ) -> None:
-    """But looked for once a second only."""
+    """But looked for once a second only; of a lease that nobody renewed, not at the first looks."""
     dead = party.ledger.owner.rsplit(":", 2)[0] + ":0:abcdef"
     claim(store, owner=dead, now=1000.0, lease_s=900.0, limit=1)
-    claim(store, owner="elsewhere:1:2:3", now=1000.0, lease_s=0.5, limit=1)
+    claim(store, owner="elsewhere:1:2:3", now=1000.0, lease_s=2.0, limit=1)
     claim(store, owner="elsewhere:1:2:4", now=1000.0, lease_s=900.0, limit=2)
     assert not party.ledger.nothing_left()
     assert len(select(store, "select * from lease")) == 2, "that of the dead has ended"
-    party.clock.now += 0.9
+    for _ in range(2):
+        party.clock.now += 0.9
+        party.ledger.nothing_left()
+        assert len(select(store, "select * from lease")) == 2
+        party.clock.now += 0.1
     party.ledger.nothing_left()
     assert len(select(store, "select * from lease")) == 2
-    party.clock.now += 0.1
+    party.clock.now += 1.0
     party.ledger.nothing_left()
     assert select(store, "select owner from lease") == [("elsewhere:1:2:4",)]
     assert row_numbers(party.claim()) == [0, 1]
 
 
 def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party, job_id: str) -> None:
-    """Its own rows and those of the dead come back, what is complete is compacted, orphans are swept up."""
+    """Its own rows and those of the dead come back, what is complete is compacted, orphans are swept up.
+
+    A lease that ran out by the clock is watched first.
+    """
     party.claim(1)
     claim(store, owner=party.ledger.owner.rsplit(":", 2)[0] + ":0:abcdef", now=1000.0, lease_s=900.0, limit=1)
-    claim(store, owner="elsewhere:1:2:3", now=900.0, limit=1)
+    silent = leased(store, owner="elsewhere:1:2:3", now=900.0, limit=1)
     kept = leased(store, owner="elsewhere:1:2:4", now=1000.0, limit=1)
     add_job(store, "done", rows=1, priority=1)
     done = leased(store, owner="elsewhere:1:2:5", now=1000.0)
@@ -229,12 +246,13 @@ def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party
         journal.commit(tx, [Finished(done.epoch, "done", 0, result(0))], now=0.0)
     orphan = home.jobs_folder(store.home) / "orphan"
     orphan.mkdir()
-    party.clock.now = orphan.stat().st_mtime + shards.STALE_AFTER_S + 1
+    marks.change(orphan, Mark(store_id=store.id))
+    party.clock.now = orphan.stat().st_mtime + STALE_AFTER_S + 1
     with store.write() as tx:
         queue.renew(tx, {kept.epoch}, now=party.clock.now, lease_s=60.0)
     party.ledger.reopen()
     party.ledger.recover()
-    assert select(store, "select epoch from lease") == [(kept.epoch,)]
+    assert select(store, "select epoch from lease") == [(silent.epoch,), (kept.epoch,)]
     assert select(store, "select count(*) from journal") == [(0,)]
     assert not orphan.exists()
 
@@ -247,13 +265,16 @@ def test_what_is_not_done_at_the_end_waits_for_the_next_run(store: Store, party:
     assert select(store, "select position from request where epoch is null") == [(0,), (1,)]
 
 
-def test_renewing_our_leases_ends_those_of_others_that_ran_out(
+def test_renewing_our_leases_ends_those_of_others_that_fell_silent(
     store: Store, party: Party, job_id: str
 ) -> None:
     (work,) = party.claim(1)
     lost = leased(store, owner="elsewhere:1:2:3", now=950.0, limit=1)
-    assert party.ledger.renew({work.epoch, 999}) == {work.epoch}
-    assert select(store, "select epoch, expires_at from lease") == [(work.epoch, 1060.0)]
+    for seconds in range(0, 30, 5):  # a lease of ten seconds; of a look that comes late, five of them count
+        assert len(select(store, "select epoch from lease")) == (2 if seconds < 15 else 1)
+        assert party.ledger.renew({work.epoch, 999}) == {work.epoch}
+        party.clock.now += 5
+    assert select(store, "select epoch, expires_at from lease") == [(work.epoch, 1085.0)]
     assert positions(lost) == [1]
 
 

@@ -1,6 +1,5 @@
 """Shards: every result is in the journal or in one file, whatever was done and crashed meanwhile."""
 
-import os
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,8 +10,6 @@ from conserve.store import catalog, home, queue, shards
 from conserve.store.states import JobState
 from conserve.store.store import Store
 from tests.store_rows import add_job, claim, finish, job, leased, positions, select
-
-HOUR_S = 3600.0
 
 
 def files(store: Store, job_id: str = "job-1") -> list[Path]:
@@ -128,23 +125,6 @@ def test_a_compactor_that_slept_through_a_retry_does_not_bring_old_results_back(
     assert attempts == ([[1], [9]] if fails_again else [[1, 9]])
 
 
-def test_a_compactor_that_slept_until_its_file_was_swept_up_moves_nothing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished_job(store, 2)
-    write_durably = home.write_durably
-
-    def then_sleep(path: Path, scratch: Path) -> None:
-        write_durably(path, scratch)
-        assert shards.sweep(store, now=path.stat().st_mtime + HOUR_S + 1) == 1
-
-    with monkeypatch.context() as patch:
-        patch.setattr(home, "write_durably", then_sleep)
-        assert shards.compact(store, "job-1", now=0.0) == 0
-    assert journalled(store) == [0, 1]
-    assert shards.compact(store, "job-1", now=0.0) == 2
-
-
 def test_a_disk_that_is_full_leaves_the_journal_and_no_file(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,53 +154,6 @@ def test_jobs_that_ended_are_compacted_and_others_are_not(store: Store) -> None:
         "refused": [0],
     }
     assert select(store, "select distinct created_at from shard") == [(5.0,)]
-
-
-def test_a_sweep_takes_what_nothing_names_and_leaves_the_rest(store: Store) -> None:
-    finished_job(store, 2)
-    shards.compact(store, "job-1", now=0.0)
-    kept = everything(store)
-    results = home.job_folder(store.home, "job-1") / home.RESULTS
-    (results / "crashed.parquet").write_bytes(b"no transaction names it")
-    (results / "crashed.tmp").write_bytes(b"nor this")
-    unknown = home.job_folder(store.home, "unknown")
-    unknown.mkdir()
-    (unknown / home.REQUESTS).write_bytes(b"of a job that never came to be")
-    (home.jobs_folder(store.home) / "file").write_bytes(b"")
-    for path in everything(store) - kept:
-        os.utime(path, (1000.0, 1000.0))
-    assert shards.sweep(store, now=1000.0 + HOUR_S) == 0
-    assert shards.sweep(store, now=1000.5 + HOUR_S) == 4
-    assert everything(store) == kept
-    assert shards.sweep(store, now=1e12) == 0
-
-
-def everything(store: Store) -> set[Path]:
-    return set(home.jobs_folder(store.home).rglob("*"))
-
-
-def test_a_sweep_leaves_a_submit_alone_that_has_been_at_it_for_hours(store: Store) -> None:
-    """Its folder is as old as its first file; what it is writing to is young."""
-    with home.new_job_folder(store.home) as folder:
-        nested = folder / "sort-1"
-        nested.mkdir()
-        young = nested / "run.arrow"
-        young.write_bytes(b"being written")
-        now = young.stat().st_mtime
-        for path in (folder, nested):
-            os.utime(path, (now - 9 * HOUR_S,) * 2)
-        assert shards.sweep(store, now=now) == 0
-        os.utime(young, (now - 9 * HOUR_S,) * 2)
-        assert shards.sweep(store, now=now) == 1
-        assert not folder.exists()
-
-
-def test_what_is_gone_already_is_as_young_as_can_be(tmp_path: Path) -> None:
-    assert shards.modified_at(tmp_path / "gone") == float("inf")
-
-
-def test_a_sweep_of_a_store_without_jobs_finds_nothing(store: Store) -> None:
-    assert shards.sweep(store, now=1e12) == 0
 
 
 def test_a_retry_puts_back_the_failed_rows_and_no_others(store: Store) -> None:

@@ -279,7 +279,7 @@ def test_a_writer_counts_rows_and_keeps_the_first_error(tmp_path: Path) -> None:
 
 
 def test_requests_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"gone\.parquet cannot be read .*; submit the job again"):
+    with pytest.raises(StoreError, match=r"gone\.parquet cannot be read .*; run: conserve check"):
         RequestFile(tmp_path / "gone.parquet")
     (tmp_path / "no.parquet").write_bytes(b"no")
     with pytest.raises(StoreError, match="cannot be read"):

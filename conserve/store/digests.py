@@ -1,0 +1,145 @@
+"""Digests of the store's files: taken when a file is made, compared before it is read.
+
+Parquet's own page checksums are there too, but DuckDB passes over them, and they leave out a file's footer. A file
+that was found whole is remembered in HOME/verified.json for a day, by what changes with every write to it, so that
+a query reads a store of many gigabytes twice once a day and not every time.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+MEMORY = "verified.json"
+REMEMBER_S = 86_400.0
+YOUNG_S = 2.0  # a file changed twice within a tick of the file system's clock looks unchanged
+BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """What a file was when it was made."""
+
+    bytes: int
+    digest: str  # BLAKE2b of the contents
+
+
+def digest_of(path: Path) -> str:
+    """The digest of a file's contents as they are."""
+    digest = hashlib.blake2b(digest_size=20)
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def seal(path: Path) -> Seal:
+    """The seal of a file that was just made."""
+    return Seal(bytes=path.stat().st_size, digest=digest_of(path))
+
+
+class Look(NamedTuple):
+    """What tells that a file was not written to since."""
+
+    bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def at(cls, path: Path) -> "Look":
+        """How a file looks now."""
+        stat = path.stat()
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+
+class Memory:
+    """Files that were found whole within the last day."""
+
+    def __init__(self, path: Path, *, now: float) -> None:
+        self._path, self._now = path, now
+        self._known = dict(self._read())
+        self._changed = False
+
+    def _read(self) -> Iterator[tuple[str, list[object]]]:
+        """What is remembered and not too old; nothing where the file is damaged."""
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            for name, (*look, digest, at) in json.loads(self._path.read_bytes()).items():
+                if abs(self._now - at) < REMEMBER_S:
+                    yield name, [*look, digest, at]
+
+    def knows(self, path: Path, seal: Seal, look: Look) -> bool:
+        """Whether this very file was found whole."""
+        return self._known.get(str(path), [])[:-1] == [*look, seal.digest]
+
+    def remember(self, path: Path, seal: Seal, look: Look) -> None:
+        """Note that a file is whole, unless it is so young that a later change might not show."""
+        if self._now - look.ctime_ns / 1e9 > YOUNG_S:
+            self._known[str(path)] = [*look, seal.digest, self._now]
+            self._changed = True
+
+    def save(self) -> None:
+        """Keep it for the next command; where that is not possible, the next one looks again."""
+        if not self._changed:
+            return
+        scratch = self._path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp")
+        with suppress(OSError):
+            try:
+                scratch.write_text(json.dumps(self._known))
+                scratch.replace(self._path)
+            finally:
+                scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def memory(home: Path, *, now: float) -> Iterator[Memory]:
+    """The memory of a home, saved at the end."""
+    found = Memory(home / MEMORY, now=now)
+    yield found
+    found.save()
+
+
+def fault(path: Path, seal: Seal | None, known: Memory | None = None) -> str | None:
+    """What is wrong with a Parquet file, to be read behind its name; None if it is what was written.
+
+    Of a file without a seal, which an earlier version made, only its end is read.
+    """
+    try:
+        look = Look.at(path)
+        if seal is None:
+            return footer_fault(path)
+        if known is not None and known.knows(path, seal, look):
+            return None if os.access(path, os.R_OK) else "cannot be read (no permission)"
+        if look.bytes != seal.bytes:
+            return f"has {look.bytes:,} of its {seal.bytes:,} bytes"
+        if digest_of(path) != seal.digest:
+            return "is not what was written"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    if known is not None:
+        known.remember(path, seal, look)
+    return None
+
+
+def footer_fault(path: Path) -> str | None:
+    """What is wrong with a Parquet file as far as its end tells."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        pq.read_metadata(path)
+    except (OSError, pa.ArrowException) as error:
+        return f"is damaged ({str(error).splitlines()[0]})"
+    return None
+
+
+def seals(paths: Iterable[Path]) -> dict[str, Seal]:
+    """The seals of those of these files that are there, by name."""
+    return {path.name: seal(path) for path in paths if path.is_file()}

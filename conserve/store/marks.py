@@ -1,0 +1,114 @@
+"""The mark of a job's folder: which store the folder belongs to, and whether a living process works in it.
+
+Two databases may share one home, and a database may be moved aside: a folder that this database does not name may
+be another's. The mark is a file in the folder. An flock on it is held by the process that submits the job, and by
+those that write shards. The operating system ends the lock with the process, and not before: a process that was
+suspended for hours still holds it. The mark also carries the job's record, for a database that is damaged.
+"""
+
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MARK = "job.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What a folder says of itself."""
+
+    store_id: str
+    registered: bool = False
+    """A database has named the folder. One that does not know it any more may be an older copy."""
+    record: Mapping[str, Any] | None = None
+    """The row of the table `job` as it was at submit."""
+
+
+@contextmanager
+def held(folder: Path, mark: Mark, *, alone: bool) -> Iterator[None]:
+    """Work in a folder, which gets this mark if it has none; others may beside unless `alone`."""
+    file = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        with suppress(OSError):  # a file system without locks: then nothing here is ever swept up
+            fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not os.fstat(file).st_size:
+            write(file, mark)
+        yield
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def seized(folder: Path, store_id: str) -> Iterator[Mark | None]:
+    """The mark of a folder that is this store's, while no process works in it; else None."""
+    try:
+        file = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        mark = read(file) if locked(file) else None
+        yield mark if mark is not None and mark.store_id == store_id != "" else None
+    finally:
+        os.close(file)
+
+
+def locked(file: int) -> bool:
+    """Lock a file that no other process holds; False if one does, or if the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def register(folder: Path, store_id: str, record: Mapping[str, Any]) -> None:
+    """Note that the store's database names the folder, which is so already: a full disk changes nothing in that."""
+    with suppress(OSError):
+        change(folder, Mark(store_id=store_id, registered=True, record=record))
+
+
+def change(folder: Path, mark: Mark) -> None:
+    """Write the mark of a folder anew, in the file that is there: locks go by it."""
+    file = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        write(file, mark)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def of(folder: Path) -> Mark | None:
+    """The mark of a folder, if it has one."""
+    try:
+        file = os.open(folder / MARK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return read(file)
+    finally:
+        os.close(file)
+
+
+def read(file: int) -> Mark | None:
+    """The mark in an open file; None where it is not what was written."""
+    try:
+        outer = json.loads(os.pread(file, os.fstat(file).st_size, 0))
+        body = outer["mark"]
+        return Mark(**json.loads(body)) if zlib.crc32(body.encode()) == outer["checksum"] else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write(file: int, mark: Mark) -> None:
+    """Replace the contents of an open file."""
+    body = json.dumps(asdict(mark))
+    content = json.dumps({"mark": body, "checksum": zlib.crc32(body.encode())}).encode()
+    os.ftruncate(file, 0)
+    os.pwrite(file, content, 0)

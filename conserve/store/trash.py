@@ -1,0 +1,70 @@
+"""The trash: where files of a home go before they are gone.
+
+HOME/trash/<seconds since the epoch>-<random>/<the file's path in the home>
+"""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+TRASH = "trash"
+KEEP_S = 7 * 86_400.0
+
+
+def folder(home: Path) -> Path:
+    """Where the trash of a home is."""
+    return home / TRASH
+
+
+def throw_away(home: Path, path: Path, *, now: float) -> Path:
+    """Move a file or a folder of the home into the trash; returns where it is now."""
+    there = folder(home) / f"{max(0, int(now))}-{uuid.uuid4().hex[:8]}" / path.relative_to(home)
+    there.parent.mkdir(parents=True)
+    path.rename(there)
+    return there
+
+
+def empty(home: Path, *, now: float, older_than_s: float = KEEP_S) -> int:
+    """Delete what has been in the trash for so long; returns the bytes that this freed."""
+    freed = 0
+    for thrown in contents(home):
+        if thrown_at(thrown) <= now - older_than_s:
+            freed += size(thrown)
+            shutil.rmtree(thrown, ignore_errors=True)
+    return freed
+
+
+def contents(home: Path) -> list[Path]:
+    """What was thrown away, the oldest first."""
+    try:
+        return sorted(path for path in folder(home).iterdir() if path.name.partition("-")[0].isdigit())
+    except OSError:
+        return []
+
+
+def thrown_at(thrown: Path) -> float:
+    """When something came into the trash, in seconds since the epoch."""
+    return float(thrown.name.partition("-")[0])
+
+
+def size(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    return sum(length(each) for each in (path, *path.rglob("*")))
+
+
+def length(path: Path) -> int:
+    """Bytes of one file; a folder, and a file that has just gone, has none."""
+    try:
+        return path.lstat().st_size if not path.is_dir() else 0
+    except OSError:
+        return 0
+
+
+def found(home: Path, name: str) -> Iterator[Path]:
+    """Files in the trash that lay at this path in the home, the newest first."""
+    for thrown in reversed(contents(home)):
+        path = thrown / name
+        if os.path.lexists(path):
+            yield path

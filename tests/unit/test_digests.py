@@ -1,0 +1,134 @@
+"""A file is what was written, or it is not read."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from conserve.store import digests
+from conserve.store.digests import REMEMBER_S, Seal, fault, memory, seal
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Five thousand bytes, an hour old."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(250)) * 20)
+    return path
+
+
+def flip(path: Path, at: int) -> None:
+    """Turn one bit round, and let the file look as it did as far as that can be."""
+    stat = path.stat()
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def later(path: Path) -> float:
+    """A moment at which the file is old enough to be remembered."""
+    return path.stat().st_ctime + 60
+
+
+def test_a_file_that_is_what_was_written_has_no_fault(file: Path) -> None:
+    written = seal(file)
+    assert written == Seal(bytes=5000, digest=digests.digest_of(file))
+    assert fault(file, written) is None
+
+
+@pytest.mark.parametrize("at", [0, 1, 2499, 4999])
+def test_one_flipped_bit_is_noticed_wherever_it_is(file: Path, at: int) -> None:
+    written = seal(file)
+    flip(file, at)
+    assert fault(file, written) == "is not what was written"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "has 0 of its 5,000 bytes"),
+        (b"x" * 4999, "has 4,999 of its 5,000 bytes"),
+        (b"x" * 5001, "has 5,001 of its 5,000 bytes"),
+        (bytes(5000), "is not what was written"),
+    ],
+)
+def test_a_file_of_another_length_or_of_zeros_is_named_so(file: Path, content: bytes, said: str) -> None:
+    written = seal(file)
+    file.write_bytes(content)
+    assert fault(file, written) == said
+
+
+def test_what_is_missing_or_cannot_be_read_is_named_so(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    written = seal(file)
+    monkeypatch.setattr(digests, "digest_of", refuse)
+    assert fault(file, written) == "cannot be read (Permission denied)"
+    file.unlink()
+    assert fault(file, written) == "is missing"
+    assert fault(file, None) == "is missing"
+
+
+def test_of_a_file_of_an_earlier_version_its_end_is_read(file: Path) -> None:
+    assert str(fault(file, None)).startswith("is damaged (")
+
+
+def test_a_file_is_read_once_a_day(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, now = seal(file), later(file)
+    read: list[Path] = []
+    digest_of = digests.digest_of
+    monkeypatch.setattr(digests, "digest_of", lambda path: read.append(path) or digest_of(path))
+    for moment, times in ((now, 1), (now, 1), (now + REMEMBER_S - 1, 1), (now + REMEMBER_S, 2)):
+        with memory(tmp_path, now=moment) as known:
+            assert fault(file, written, known) is None
+        assert len(read) == times
+
+
+def test_a_change_is_noticed_although_the_file_was_found_whole(file: Path, tmp_path: Path) -> None:
+    """Also one that leaves its length and the time of its last change."""
+    written, now = seal(file), later(file)
+    with memory(tmp_path, now=now) as known:
+        assert fault(file, written, known) is None
+    flip(file, 17)
+    with memory(tmp_path, now=now) as known:
+        assert fault(file, written, known) == "is not what was written"
+
+
+def test_a_file_with_another_seal_is_read_again(file: Path, tmp_path: Path) -> None:
+    with memory(tmp_path, now=later(file)) as known:
+        assert fault(file, seal(file), known) is None
+        assert fault(file, Seal(bytes=5000, digest="other"), known) == "is not what was written"
+
+
+def test_a_file_that_changed_just_now_is_not_remembered(file: Path, tmp_path: Path) -> None:
+    """A second change within a tick of the file system's clock would not show."""
+    with memory(tmp_path, now=file.stat().st_ctime + 1) as known:
+        assert fault(file, seal(file), known) is None
+    assert not (tmp_path / digests.MEMORY).exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"x": 1}', b'{"x": []}', b'{"x": ["a", "b"]}'])
+def test_a_memory_that_is_damaged_is_an_empty_one(file: Path, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / digests.MEMORY).write_bytes(content)
+    with memory(tmp_path, now=later(file)) as known:
+        assert fault(file, seal(file), known) is None
+    assert list(json.loads((tmp_path / digests.MEMORY).read_bytes())) == [str(file)]
+
+
+def test_a_memory_that_cannot_be_kept_stops_nothing(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with memory(tmp_path, now=later(file)) as known:
+        assert fault(file, seal(file), known) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_only_files_that_are_there_have_seals(file: Path, tmp_path: Path) -> None:
+    assert digests.seals([file, tmp_path / "none"]) == {"file": seal(file)}
