@@ -1,17 +1,20 @@
 """`conserve submit`: queue a job."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context
+from conserve.cli.signals import ended_in_order, held_back
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
+    from conserve.jobs.submit import Submitted
     from conserve.jobs.task import Task
 
 EXAMPLE = """
@@ -82,8 +85,21 @@ def submit(
     task = make_task(read_prompt(prompt, prompt_file), messages, system, completions, id, params)
     task = in_order(task, order)
     context: Context = ctx.obj
-    with context.store() as store:
-        done = enqueue(store, file, task, name=slug(name) if name else None, priority=priority)
+    with ended_in_order(), ExitStack() as until_told:
+        with context.store() as store:
+            done = enqueue(
+                store,
+                file,
+                task,
+                name=slug(name) if name else None,
+                priority=priority,
+                before_queueing=lambda: until_told.enter_context(held_back()),
+            )
+        tell(done, as_json=as_json)
+
+
+def tell(done: "Submitted", *, as_json: bool) -> None:
+    """Say what was queued, and print the job's id."""
     output.say(f"queued {output.count(done.rows, 'row')}; run them with: conserve run")
     if done.unrendered:
         rows = output.count(done.unrendered, "row")
@@ -172,20 +188,29 @@ def request_params(
 def json_or_text(value: str) -> Any:
     """A parameter's value: JSON if it is that, else the text itself."""
     try:
-        return json.loads(value)
+        return json.loads(value, parse_constant=not_json)
     except ValueError:
         return value
+    except RecursionError as error:
+        raise UsageError("--param nests too deep for a request; flatten it") from error
+
+
+def not_json(constant: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
+    raise ValueError(f"{constant} is no JSON")
 
 
 def read_schema(text: str) -> dict[str, Any]:
     """A JSON schema, inline or from a file."""
     try:
         source = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
-        schema = json.loads(source)
+        schema = json.loads(source, parse_constant=not_json)
     except OSError as error:
-        raise UsageError(f"cannot read the schema {text}: {error.strerror}") from error
+        raise UsageError(f"cannot read the schema {text:.200}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"--schema is not JSON ({error})") from error
+    except RecursionError as error:
+        raise UsageError("--schema nests too deep for a request; flatten it") from error
     if not isinstance(schema, dict):
         raise UsageError("--schema must be a JSON object")
     return schema

@@ -1,16 +1,18 @@
 """From an input row to the payload of its request: a template, a messages column, or a line as it is."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
-from jinja2 import StrictUndefined, TemplateSyntaxError, meta
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta
 from jinja2 import TemplateError as JinjaError
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from conserve.endpoints.protocol import Url
 from conserve.errors import TemplateError
+from conserve.jobs.cells import Unreadable
 from conserve.jobs.task import Kind, Task
 
 Row = Mapping[str, Any]
@@ -43,14 +45,31 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(
 )
 
 
-def template_names(template: str) -> set[str]:
-    """The names a template expects from outside."""
+@contextmanager
+def mistakes_named() -> Iterator[None]:
+    """Turn what Jinja and Python say of a template that cannot be compiled into `TemplateError`."""
     try:
-        return meta.find_undeclared_variables(ENVIRONMENT.parse(template)) - ENVIRONMENT.globals.keys()
+        yield
     except TemplateSyntaxError as error:
         raise TemplateError(
             f"the prompt template has a mistake in line {error.lineno}: {error.message}"
         ) from error
+    except (SyntaxError, RecursionError, MemoryError) as error:  # Python's own limits on nesting
+        raise TemplateError("the prompt template nests too deep; write it flatter") from error
+    except UnicodeEncodeError as error:
+        raise TemplateError(f"the prompt template is not UTF-8 ({error.reason}); write it again") from error
+
+
+def template_names(template: str) -> set[str]:
+    """The names a template expects from outside."""
+    with mistakes_named():
+        return meta.find_undeclared_variables(ENVIRONMENT.parse(template)) - ENVIRONMENT.globals.keys()
+
+
+def compiled(template: str) -> Template:
+    """The template, ready to render."""
+    with mistakes_named():
+        return ENVIRONMENT.from_string(template)
 
 
 def renderer(task: Task) -> Renderer:
@@ -66,12 +85,15 @@ def renderer(task: Task) -> Renderer:
 
 def template_renderer(template: str) -> Renderer:
     """Render rows through a Jinja template in the sandbox; a row that cannot be rendered is poison."""
-    compiled = ENVIRONMENT.from_string(template)
+    ready = compiled(template)
     names = sorted(template_names(template))
 
     def render(row: Row) -> Rendered:
+        values = {name: row[name] for name in names}
+        if Unreadable in map(type, values.values()):
+            return Rendered(error_type="template", error=unreadable(values))
         try:
-            return Rendered(compiled.render({name: row[name] for name in names}))
+            return Rendered(ready.render(values))
         except SecurityError as error:
             raise TemplateError(
                 f"the prompt template tries to leave Jinja's sandbox ({error}); use the row's columns only"
@@ -84,6 +106,15 @@ def template_renderer(template: str) -> Renderer:
     return render
 
 
+def unreadable(values: Row) -> str:
+    """Which of these columns holds a value that Python cannot."""
+    return next(
+        f"column {name!r} holds {value.reason}"
+        for name, value in values.items()
+        if isinstance(value, Unreadable)
+    )
+
+
 def messages_renderer(column: str) -> Renderer:
     """Take a chat from a column: a non-empty list of objects with a role and a content."""
 
@@ -91,7 +122,11 @@ def messages_renderer(column: str) -> Renderer:
         messages = row[column]
         if fault := messages_fault(messages):
             return Rendered(error_type="invalid_messages", error=f"{column}: {fault}")
-        return Rendered(msgspec.json.encode([without_nulls(m) for m in messages]).decode())
+        try:
+            return Rendered(msgspec.json.encode([without_nulls(m) for m in messages]).decode())
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            said = f"a message that JSON has no form for ({error})"
+            return Rendered(error_type="invalid_messages", error=f"{column}: {said}")
 
     return render
 
@@ -103,6 +138,8 @@ def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def messages_fault(messages: object) -> str | None:
     """What is wrong with a row's messages, if anything."""
+    if isinstance(messages, Unreadable):
+        return messages.reason
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         return "not a list of messages with at least one in it"
     for number, message in enumerate(messages):

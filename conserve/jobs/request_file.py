@@ -58,8 +58,21 @@ def to_table(
         [one.error_type for one in rendered],
         [one.error for one in rendered],
     ]
-    arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
+    try:
+        arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
+    except UnicodeEncodeError:
+        return to_table(row_indexes, custom_ids, [in_utf8(one) for one in rendered])
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def in_utf8(rendered: Rendered) -> Rendered:
+    """The same row; one whose payload holds half a surrogate pair, which UTF-8 cannot write, has failed."""
+    try:
+        (rendered.payload or "").encode()
+    except UnicodeEncodeError:
+        return Rendered(error_type="template", error="the prompt holds half of a surrogate pair")
+    error = rendered.error and rendered.error.encode("utf-8", "backslashreplace").decode()
+    return rendered._replace(error=error)
 
 
 class RequestWriter:

@@ -16,6 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.errors import InputError, TemplateError
+from conserve.jobs.cells import python_rows
+from conserve.jobs.nesting import MAX_DEPTH, is_deeper
 from conserve.jobs.request_file import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.task import Kind, Task
 from conserve.store.catalog import Source
@@ -86,10 +88,7 @@ class Opened:
 
 def open_input(path: Path, *, from_stdin: bool, openai: bool) -> Opened:
     """Recognise a file by its first bytes; `openai` says that its lines should be OpenAI Batch requests."""
-    if not path.exists():
-        raise InputError(f"there is no file {path}; check the path")
-    if not path.is_file():
-        raise InputError(f"{path} is not a file; submit one Parquet or JSONL file at a time")
+    check_path(path)
     try:
         with path.open("rb") as file:
             head = file.read(4)
@@ -115,6 +114,20 @@ def open_input(path: Path, *, from_stdin: bool, openai: bool) -> Opened:
     copied = from_stdin or kind != "parquet"
     source = replace(source, format=kind, copied=copied, path=None if from_stdin else source.path)
     return Opened(rows, source)
+
+
+def check_path(path: Path) -> None:
+    """Raise unless this is a file whose name the store can keep."""
+    try:
+        str(path).encode()
+        if not path.exists():
+            raise InputError(f"there is no file {path}; check the path")
+    except UnicodeEncodeError as error:
+        raise InputError(f"the name of the file {path!s:.200} is not UTF-8; rename it") from error
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise InputError(f"cannot read {path!s:.200}: {error.strerror}; check the path") from error
+    if not path.is_file():
+        raise InputError(f"{path} is not a file; submit one Parquet or JSONL file at a time")
 
 
 class ParquetRows:
@@ -154,10 +167,7 @@ class ParquetRows:
     def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
         try:
             for batch in self.file.iter_batches(self.batch_rows(), columns=list(names)):
-                if names:
-                    yield batch.to_pylist()
-                else:
-                    yield [{} for _ in range(batch.num_rows)]
+                yield python_rows(batch)
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{self.name} is damaged ({first_line(error)}); write it again") from error
 
@@ -211,14 +221,18 @@ class JsonLines:
                     continue
                 try:
                     row = decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, ValueError) as error:  # not UTF-8, or a number of 5,000 digits
                     raise InputError(
                         f"line {number} of {self.name} is not JSON ({error}); correct it and submit again"
                     ) from error
+                except RecursionError as error:
+                    raise too_deep(f"line {number} of {self.name}") from error
                 if not isinstance(row, dict):
                     raise InputError(
                         f"line {number} of {self.name} is not a JSON object; write one object a line"
                     )
+                if line.count(b"{") + line.count(b"[") > MAX_DEPTH and is_deeper(row, MAX_DEPTH):
+                    raise too_deep(f"line {number} of {self.name}")
                 self.check_line(row, number)
                 yield row
 
@@ -275,6 +289,11 @@ KINDS = {
 }
 
 
+def too_deep(what: str) -> InputError:
+    """The error for JSON that clients and servers would give up on."""
+    return InputError(f"{what} nests more than {MAX_DEPTH} levels deep; flatten it and submit again")
+
+
 def column_kinds(rows: Iterator[dict[str, Any]]) -> dict[str, set[str]]:
     """The JSON kinds that occur under each name, over all rows."""
     kinds: dict[str, set[str]] = {}
@@ -307,6 +326,8 @@ def column_array(batch: list[dict[str, Any]], field: pa.Field) -> pa.Array:
     values = [row[field.name] for row in batch]
     if pa.types.is_string(field.type):
         values = [v if v is None or isinstance(v, str) else msgspec.json.encode(v).decode() for v in values]
+    elif pa.types.is_floating(field.type):
+        values = [None if v is None else float(v) for v in values]  # Arrow takes no integer beyond 2**53 here
     return pa.array(values, field.type)
 
 

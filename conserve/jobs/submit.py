@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from conserve.errors import InputError, StoreError, TemplateError
+from conserve.errors import InputError, StoreError, TemplateError, UsageError
+from conserve.jobs.cells import Unreadable
 from conserve.jobs.external_sort import ExternalSort
+from conserve.jobs.nesting import MAX_DEPTH, is_deeper
 from conserve.jobs.order import SortKey, sort_key
 from conserve.jobs.rendering import renderer, template_names
 from conserve.jobs.request_file import SCHEMA, RequestWriter, to_table
@@ -22,6 +24,7 @@ from conserve.store import catalog, digests, home, marks
 from conserve.store.query import first_duplicate
 from conserve.store.store import Store
 
+LOWEST, HIGHEST = -(2**31), 2**31 - 1  # priorities: 32 bits in every database
 ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # nothing that looks like something else
 
 
@@ -43,8 +46,14 @@ def submit(
     name: str | None = None,
     priority: int = 0,
     on_rows: Callable[[int], None] | None = None,
+    before_queueing: Callable[[], object] = lambda: None,
 ) -> Submitted:
-    """Render every row of the input and queue the job; on any error nothing is left behind."""
+    """Render every row of the input and queue the job; on any error nothing is left behind.
+
+    `before_queueing` is called when all that is left is to queue what has been made.
+    """
+    check_words(task)
+    check_priority(priority)
     with home.new_job_folder(store.home, store.id) as folder:
         from_stdin = input_path == STDIN
         with home.explained(store.home):
@@ -55,7 +64,28 @@ def submit(
             written = write_requests(folder / home.REQUESTS, opened.rows, task, on_rows)
             copy_inputs(opened, path, folder)
         check_ids(folder / home.REQUESTS, task)
+        before_queueing()
         return enqueue(store, folder, opened, task, written, name=name or slug(input_path), priority=priority)
+
+
+def check_words(task: Task) -> None:
+    """Raise if the task holds what the store cannot keep as JSON."""
+    try:
+        task.to_json()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            "the prompt, a name or a parameter is not UTF-8; write it again in UTF-8 and submit again"
+        ) from error
+    if is_deeper(task.params, MAX_DEPTH):
+        raise UsageError(
+            f"a parameter or the schema nests too deep: more than {MAX_DEPTH} levels; flatten it"
+        )
+
+
+def check_priority(priority: int) -> None:
+    """Raise for a priority that some database cannot hold."""
+    if not LOWEST <= priority <= HIGHEST:
+        raise UsageError(f"--priority goes from {LOWEST:,} to {HIGHEST:,}, not {priority}")
 
 
 def check_task(rows: Rows, task: Task) -> None:
@@ -116,7 +146,9 @@ def rendered_tables(
     id_column = "custom_id" if task.kind is Kind.OPENAI else task.id_column
     index = 0
     for batch in rows.batches(needed_columns(task, rows)):
-        ids = [custom_id(row[id_column]) if id_column else None for row in batch]
+        ids = [
+            custom_id(row[id_column], n) if id_column else None for n, row in enumerate(batch, start=index)
+        ]
         rendered = [render(row) for row in batch]
         table = to_table(range(index, index + len(batch)), ids, rendered)
         if key is not None and key.of is not None:
@@ -126,8 +158,10 @@ def rendered_tables(
         on_rows(index)
 
 
-def custom_id(value: object) -> str | None:
-    """A row's own name as text."""
+def custom_id(value: object, row_index: int) -> str | None:
+    """A row's own name as text; raises for one that cannot be read."""
+    if isinstance(value, Unreadable):
+        raise InputError(f"the id of row {row_index:,} is {value.reason}; correct it and submit again")
     return None if value is None else str(value)
 
 

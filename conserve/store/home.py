@@ -50,11 +50,10 @@ def inputs_file(home: Path, job_id: str) -> Path:
 def new_job_folder(home: Path, store_id: str) -> Iterator[Path]:
     """A folder to build a job in, held by this process; it vanishes unless `adopt` has renamed it by the end."""
     folder = jobs_folder(home) / f".new-{uuid.uuid4().hex}"
-    with explained(home):
-        folder.mkdir(parents=True)
     with ExitStack() as held:
         held.callback(shutil.rmtree, folder, ignore_errors=True)
         with explained(home):
+            folder.mkdir(parents=True)
             held.enter_context(marks.held(folder, Mark(store_id=store_id), alone=True))
         yield folder
 

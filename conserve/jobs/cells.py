@@ -1,0 +1,83 @@
+"""Arrow's values as Python's, which templates work with; a value that Python cannot hold spoils its row alone."""
+
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+
+class Unreadable(NamedTuple):
+    """Stands for a value that Python cannot hold, such as text that is not UTF-8 or a date after the year 9999."""
+
+    reason: str
+
+
+def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows of a batch as dictionaries; times finer than a microsecond are cut to microseconds."""
+    if not batch.num_columns:
+        return [{} for _ in range(batch.num_rows)]
+    columns = [python_values(column) for column in batch.columns]
+    names = batch.schema.names
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def python_values(column: pa.Array) -> list[Any]:
+    """The values of a column; `Unreadable` for each that Python cannot hold."""
+    kind = in_microseconds(column.type)
+    try:
+        plain = column if kind == column.type else column.cast(kind, safe=False)
+    except pa.ArrowException:  # a nested type that Arrow does not cast
+        plain = column
+    try:
+        values: list[Any] = plain.to_pylist()
+    except Exception:  # each type fails with an error of its own
+        values = [python_value(scalar) for scalar in plain]
+    return values
+
+
+def python_value(scalar: pa.Scalar) -> Any:
+    """One value, or why Python cannot hold it."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return Unreadable("text that is not UTF-8")
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        return Unreadable(f"a {scalar.type} that cannot be read ({said or type(error).__name__})")
+
+
+def in_microseconds(kind: pa.DataType) -> pa.DataType:
+    """The type with times in microseconds where they are finer, at any depth: Python knows no nanoseconds."""
+    types = pa.types
+    if types.is_nested(kind):
+        return nested_in_microseconds(kind)
+    if types.is_dictionary(kind):
+        inner = in_microseconds(kind.value_type)
+        return kind if inner == kind.value_type else inner
+    if getattr(kind, "unit", None) != "ns":
+        return kind
+    if types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    if types.is_time64(kind):
+        return pa.time64("us")
+    return pa.duration("us") if types.is_duration(kind) else kind
+
+
+def nested_in_microseconds(kind: pa.DataType) -> pa.DataType:
+    """The same for lists, structs and maps."""
+    types = pa.types
+    if types.is_list(kind):
+        return pa.list_(field_in_microseconds(kind.value_field))
+    if types.is_large_list(kind):
+        return pa.large_list(field_in_microseconds(kind.value_field))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(field_in_microseconds(kind.value_field), kind.list_size)
+    if types.is_struct(kind):
+        return pa.struct([field_in_microseconds(field) for field in kind])
+    if types.is_map(kind):
+        return pa.map_(field_in_microseconds(kind.key_field), field_in_microseconds(kind.item_field))
+    return kind
+
+
+def field_in_microseconds(field: pa.Field) -> pa.Field:
+    """The same for a part of a nested type."""
+    return field.with_type(in_microseconds(field.type))
