@@ -102,8 +102,10 @@ def tell(done: "Submitted", *, as_json: bool) -> None:
     """Say what was queued, and print the job's id."""
     output.say(f"queued {output.count(done.rows, 'row')}; run them with: conserve run")
     if done.unrendered:
-        rows = output.count(done.unrendered, "row")
-        output.say(f"warning: {rows} could not be rendered and will fail ({done.first_error})")
+        percent = f"{100 * done.unrendered / done.rows:.3g} %"
+        share = f"{done.unrendered:,} of {output.count(done.rows, 'row')} ({percent})"
+        first = f"the first is row {done.first_row:,}: {done.first_error}"
+        output.say(f"warning: {share} cannot be answered and will fail; {first}")
     if as_json:
         output.data_json({"job_id": done.job_id, "rows": done.rows, "unrendered": done.unrendered})
     else:

@@ -13,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from conserve.endpoints.protocol import Url
 from conserve.errors import TemplateError
 from conserve.jobs.cells import Unreadable
+from conserve.jobs.request_fault import request_fault
 from conserve.jobs.task import Kind, Task
 
 Row = Mapping[str, Any]
@@ -80,7 +81,7 @@ def renderer(task: Task) -> Renderer:
     if task.kind is Kind.MESSAGES:
         assert task.column is not None
         return messages_renderer(task.column)
-    return render_openai_line
+    return openai_renderer(task)
 
 
 def template_renderer(template: str) -> Renderer:
@@ -150,6 +151,20 @@ def messages_fault(messages: object) -> str | None:
         if message.get("content") is None:
             return f"message {number} has no content"
     return None
+
+
+def openai_renderer(task: Task) -> Renderer:
+    """Take OpenAI Batch lines as they are; one that every engine would reject fails here."""
+
+    def render(row: Row) -> Rendered:
+        rendered = render_openai_line(row)
+        if rendered.payload is not None and (
+            fault := request_fault(row["url"], {**task.params, **row["body"]})
+        ):
+            return Rendered(error_type="invalid_request", error=fault)
+        return rendered
+
+    return render
 
 
 def render_openai_line(row: Row) -> Rendered:

@@ -85,15 +85,14 @@ class RequestWriter:
         self._rest = SCHEMA.empty_table()  # less than a row group
         self.rows = 0
         self.unrendered = 0
-        self.first_error: str | None = None
+        self.first_error: str | None = None  # of the input's first row that could not be rendered
+        self.first_row: int | None = None
 
     def write(self, table: pa.Table) -> None:
         """Append requests."""
         self.rows += table.num_rows
         if table["payload"].null_count:
-            self.unrendered += table["payload"].null_count
-            errors = table["error"].filter(pc.is_null(table["payload"]))
-            self.first_error = self.first_error or errors[0].as_py()
+            self._note_errors(table.filter(pc.is_null(table["payload"])))
         table = pa.concat_tables([self._rest, table])
         sizes = pc.fill_null(pc.binary_length(table["payload"]), 0).to_numpy()
         ends = np.cumsum(sizes, dtype=np.int64)  # bytes up to and with each row
@@ -107,6 +106,12 @@ class RequestWriter:
             self._file.write_table(table.slice(start, stop - start))
             start = stop
         self._rest = table.slice(start)
+
+    def _note_errors(self, failed: pa.Table) -> None:
+        self.unrendered += failed.num_rows
+        first = failed.take([pc.index(failed["row_index"], pc.min(failed["row_index"]))]).to_pylist()[0]
+        if self.first_row is None or first["row_index"] < self.first_row:
+            self.first_row, self.first_error = first["row_index"], first["error"]
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from conserve.jobs.external_sort import ExternalSort
 from conserve.jobs.nesting import MAX_DEPTH, is_deeper
 from conserve.jobs.order import SortKey, sort_key
 from conserve.jobs.rendering import renderer, template_names
+from conserve.jobs.request_fault import DECIDED, parameter_fault
 from conserve.jobs.request_file import SCHEMA, RequestWriter, to_table
 from conserve.jobs.source import STDIN, JsonLines, Opened, Rows, check_columns, open_input, spool
 from conserve.jobs.task import Kind, Task
@@ -35,7 +36,8 @@ class Submitted:
     job_id: str
     rows: int
     unrendered: int
-    first_error: str | None
+    first_row: int | None  # of the unrendered ones, in the input
+    first_error: str | None  # its error
 
 
 def submit(
@@ -53,6 +55,7 @@ def submit(
     `before_queueing` is called when all that is left is to queue what has been made.
     """
     check_words(task)
+    check_parameters(task)
     check_priority(priority)
     with home.new_job_folder(store.home, store.id) as folder:
         from_stdin = input_path == STDIN
@@ -80,6 +83,16 @@ def check_words(task: Task) -> None:
         raise UsageError(
             f"a parameter or the schema nests too deep: more than {MAX_DEPTH} levels; flatten it"
         )
+
+
+def check_parameters(task: Task) -> None:
+    """Raise for parameters with which no row could be answered."""
+    for name, instead in DECIDED.items():
+        if name in task.params:
+            raise UsageError(f"{name} is no parameter of a job; {instead}")
+    route = "" if task.kind is Kind.OPENAI else task.url  # each line names its own
+    if fault := parameter_fault(route, task.params):
+        raise UsageError(f"{fault}; correct it and submit again")
 
 
 def check_priority(priority: int) -> None:
@@ -118,11 +131,17 @@ def write_requests(
             writer.write(table)
     if writer.rows == 0:
         raise InputError("the input has no rows; nothing was submitted")
-    if writer.unrendered == writer.rows and task.kind is Kind.PROMPT:
-        raise TemplateError(
-            f"the template fails on every row ({writer.first_error}); correct it and submit again"
-        )
+    if writer.unrendered == writer.rows:
+        raise nothing_to_send(writer, task)
     return writer
+
+
+def nothing_to_send(writer: RequestWriter, task: Task) -> UsageError:
+    """The error for an input of which no row can be answered."""
+    first = f"row {writer.first_row:,}: {writer.first_error}"
+    if task.kind is Kind.PROMPT:
+        return TemplateError(f"the template fails on every row ({first}); correct it and submit again")
+    return InputError(f"no row can be answered ({first}); correct the input and submit again")
 
 
 def in_order(rows: Rows, task: Task, folder: Path, on_rows: Callable[[int], None]) -> Iterator[pa.Table]:
@@ -227,7 +246,11 @@ def enqueue(
         raise
     marks.register(home.job_folder(store.home, job_id), store.id, record)
     return Submitted(
-        job_id=job_id, rows=written.rows, unrendered=written.unrendered, first_error=written.first_error
+        job_id=job_id,
+        rows=written.rows,
+        unrendered=written.unrendered,
+        first_row=written.first_row,
+        first_error=written.first_error,
     )
 
 

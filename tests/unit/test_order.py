@@ -66,7 +66,7 @@ def test_chats_are_ordered_by_what_they_say(store: Store, tmp_path: Path) -> Non
             "custom_id": str(number),
             "method": "POST",
             "url": "/v1/chat/completions",
-            "body": {"temperature": number, "messages": [{"role": "user", "content": text}]},
+            "body": {"temperature": number / 2, "messages": [{"role": "user", "content": text}]},
         }
         for number, text in enumerate(said)
     ]
