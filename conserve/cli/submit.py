@@ -31,6 +31,9 @@ def submit(
     ctx: typer.Context,
     file: Input,
     prompt: Annotated[str | None, typer.Option(help="Jinja template over the row's columns.")] = None,
+    constant_prompt: Annotated[
+        bool, typer.Option("--constant-prompt", help="Allow a template that names no column.")
+    ] = False,
     prompt_file: Annotated[Path | None, typer.Option(help="File with the template.")] = None,
     messages: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of chat messages.")] = None,
     system: Annotated[str | None, typer.Option(help="System message in front of every prompt.")] = None,
@@ -93,6 +96,7 @@ def submit(
                 task,
                 name=slug(name) if name else None,
                 priority=priority,
+                constant_prompt=constant_prompt,
                 before_queueing=lambda: until_told.enter_context(held_back()),
             )
         tell(done, as_json=as_json)

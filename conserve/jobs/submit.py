@@ -48,6 +48,7 @@ def submit(
     name: str | None = None,
     priority: int = 0,
     on_rows: Callable[[int], None] | None = None,
+    constant_prompt: bool = False,
     before_queueing: Callable[[], object] = lambda: None,
 ) -> Submitted:
     """Render every row of the input and queue the job; on any error nothing is left behind.
@@ -63,6 +64,8 @@ def submit(
             path = spool(sys.stdin.buffer, folder) if from_stdin else Path(input_path)
         opened = open_input(path, from_stdin=from_stdin, openai=task.kind is Kind.OPENAI)
         check_task(opened.rows, task)
+        if not constant_prompt:
+            check_names_something(task)
         with home.explained(store.home):
             written = write_requests(folder / home.REQUESTS, opened.rows, task, on_rows)
             copy_inputs(opened, path, folder)
@@ -93,6 +96,15 @@ def check_parameters(task: Task) -> None:
     route = "" if task.kind is Kind.OPENAI else task.url  # each line names its own
     if fault := parameter_fault(route, task.params):
         raise UsageError(f"{fault}; correct it and submit again")
+
+
+def check_names_something(task: Task) -> None:
+    """Raise for a template that would ask every row the same."""
+    if task.kind is Kind.PROMPT and not template_names(task.template or ""):
+        raise TemplateError(
+            "the template names no column, so every row would ask the same; write {{ column }} where the row's "
+            "text belongs, or give --constant-prompt"
+        )
 
 
 def check_priority(priority: int) -> None:

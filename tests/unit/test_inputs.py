@@ -15,6 +15,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.store import catalog, home
 from conserve.store.query import views
 from conserve.store.store import Store
+from tests.commands import conserve
 from tests.conftest import WriteInput
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
@@ -134,6 +135,21 @@ def test_chats_are_sent_as_they_are_and_poison_chats_fail_alone(
     stored = requests(store, done.job_id, 5)
     assert stored[0].payload == '[{"role":"user","content":"hi"}]'
     assert [row.error_type for row in stored] == [None, *["invalid_messages"] * 4]
+
+
+@pytest.mark.parametrize("template", ["Tell a joke.", "", "{{ range(3) | list }}", "{% set x = 1 %}{{ x }}"])
+def test_a_template_that_names_no_column_is_refused_unless_that_is_meant(
+    store: Store, write_input: WriteInput, template: str
+) -> None:
+    path, task = str(write_input(q=["a", "b"])), Task(kind=Kind.PROMPT, template=template)
+    with pytest.raises(
+        TemplateError, match="names no column, so every row would ask the same.*--constant-prompt"
+    ):
+        submit(store, path, task)
+    assert submit(store, path, task, constant_prompt=True).rows == 2
+    done = conserve("submit", path, "--prompt", template)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert conserve("submit", path, "--prompt", template, "--constant-prompt").returncode == 0
 
 
 def test_a_null_that_a_template_prints_fails_that_row(store: Store, write_input: WriteInput) -> None:
