@@ -78,6 +78,15 @@ class Settings:
         return self.store or f"sqlite:///{self.home / 'conserve.db'}"
 
 
+def model_name(model: str) -> str:
+    """The name by which jobs are bound to a model: a folder's absolute path, else the name as it is."""
+    try:
+        folder = Path(model).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else model
+    except (OSError, RuntimeError, ValueError):  # no path, or ~ of an unknown user
+        return model
+
+
 def load(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,

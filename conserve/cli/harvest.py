@@ -9,9 +9,18 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
-from conserve.cli.options import Utility
+from conserve.cli.options import Rebind, Utility
 from conserve.cli.progress import Progress
-from conserve.cli.run import Pace, Times, make_endpoint, report, supervise, unfinished, unfinished_rows
+from conserve.cli.run import (
+    Binding,
+    Pace,
+    Times,
+    make_endpoint,
+    report,
+    supervise,
+    unfinished,
+    unfinished_rows,
+)
 from conserve.config import DEMO_MODEL, Settings
 from conserve.errors import ConserveError, SettingsError, StoreError, StoreTooNew
 from conserve.store.readings import read_jobs
@@ -51,6 +60,7 @@ def harvest(
     ] = None,
     max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
     utility: Utility = None,
+    rebind: Rebind = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON at the end.")] = False,
 ) -> None:
     """Send queued rows to a server that serves live requests too, behind them, until it is stopped."""
@@ -69,7 +79,10 @@ def harvest(
         )
     store = open_store(settings, wait=not until_empty)
     try:
-        raise typer.Exit(work(store, settings, jobs or [], window, until_empty=until_empty, as_json=as_json))
+        binding = Binding(named=model is not None, rebind=rebind)
+        raise typer.Exit(
+            work(store, settings, jobs or [], window, binding, until_empty=until_empty, as_json=as_json)
+        )
     finally:
         store.close()
 
@@ -97,6 +110,7 @@ def work(
     settings: Settings,
     jobs: list[str],
     window: int | None,
+    binding: Binding,
     *,
     until_empty: bool,
     as_json: bool,
@@ -110,6 +124,8 @@ def work(
     if until_empty and not unfinished(settings, only):
         output.say("nothing to run; queue a job with: conserve submit")
         return exits.DONE
+    if only or until_empty:
+        settings = binding.settled(settings, unfinished(settings, only))
     harvester = Harvester(
         store,
         server(settings, window),
@@ -118,6 +134,7 @@ def work(
         max_deaths=settings.max_attempts,  # live requests are in the engine too: no row is ever alone
         only=only,
         utility=settings.utility,
+        rebind=binding.rebind,
         follow=not until_empty,
         say=output.say,
     )

@@ -4,6 +4,9 @@ from typing import Annotated
 
 import typer
 
+Rebind = Annotated[
+    bool, typer.Option("--rebind", help="Answer jobs with this model that another one has begun.")
+]
 Utility = Annotated[
     float | None,
     typer.Option(

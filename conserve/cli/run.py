@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -15,10 +16,10 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, engine_flags, job_ids, split_flags
-from conserve.cli.options import Utility
+from conserve.cli.options import Rebind, Utility
 from conserve.cli.progress import Progress, first_step
-from conserve.config import DEMO_MODEL, Settings
-from conserve.errors import SettingsError
+from conserve.config import DEMO_MODEL, Settings, model_name
+from conserve.errors import JobRefused, SettingsError
 from conserve.store.readings import JobReading, read_jobs, resolve
 
 if TYPE_CHECKING:
@@ -52,6 +53,30 @@ class Pace(NamedTuple):
         return self.tbt_ms is not None or self.profile is not None
 
 
+class Binding(NamedTuple):
+    """What was said about the model that answers: whether it was named, and whether jobs may change theirs."""
+
+    named: bool = False
+    rebind: bool = False
+
+    def settled(self, settings: Settings, jobs: list[JobReading]) -> Settings:
+        """The settings with the model that all these jobs are bound to, where no other one was asked for.
+
+        Raises `JobRefused` where the embedded engine could answer none of them, before it is started.
+        """
+        bound = {job.model for job in jobs}
+        wanted = bound.pop() if len(bound) == 1 else None
+        if wanted is None or self.rebind:
+            return settings
+        if not self.named and settings.model == DEMO_MODEL:
+            return replace(settings, model=wanted)
+        if settings.endpoint is None and model_name(settings.model) != wanted:
+            from conserve.jobs.ledger import bound_elsewhere
+
+            raise JobRefused(bound_elsewhere(jobs[0].id, wanted, settings.model))
+        return settings
+
+
 def run(
     ctx: typer.Context,
     jobs: Annotated[
@@ -75,6 +100,7 @@ def run(
     ] = None,
     max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
     utility: Utility = None,
+    rebind: Rebind = False,
     tbt_ms: Annotated[
         float | None,
         typer.Option(
@@ -106,16 +132,27 @@ def run(
         utility=utility,
     )
     pace = Pace(tbt_ms, profile, forget_correction)
-    raise typer.Exit(drain(settings, wanted, flags, pace, as_json=as_json))
+    binding = Binding(named=model is not None, rebind=rebind)
+    raise typer.Exit(drain(settings, wanted, flags, pace, binding, as_json=as_json))
 
 
-def drain(settings: Settings, jobs: list[str], flags: list[str], pace: Pace, *, as_json: bool) -> int:
+def drain(
+    settings: Settings,
+    jobs: list[str],
+    flags: list[str],
+    pace: Pace,
+    binding: Binding = Binding(),  # noqa: B008  immutable
+    *,
+    as_json: bool,
+) -> int:
     """Run the harvester to the end and report; returns the exit code."""
     known = [reading.id for reading in read_jobs(settings, now=time.time())] if jobs else []
     only = [resolve(known, job) for job in jobs] or None
-    if not unfinished(settings, only):
+    waiting = unfinished(settings, only)
+    if not waiting:
         output.say("nothing to run; queue a job with: conserve submit")
         return exits.DONE
+    settings = binding.settled(settings, waiting)
     check_endpoint(settings, flags, pace)
     said = begin(settings)
     from conserve.jobs.harvest import Harvester
@@ -131,6 +168,7 @@ def drain(settings: Settings, jobs: list[str], flags: list[str], pace: Pace, *, 
             max_attempts=settings.max_attempts,
             only=only,
             utility=settings.utility,
+            rebind=binding.rebind,
         )
         begun = time.monotonic()
         progress = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr, said=said)

@@ -125,6 +125,7 @@ def detail(reading: JobReading, oldest: Oldest | None) -> list[str]:
         ),
         ("oldest", waited(oldest)),
         ("order", reading.row_order),
+        ("model", reading.model or "-"),
         ("tokens", tokens(reading)),
         ("submitted", output.moment(reading.submitted_at)),
         ("started", output.moment(reading.started_at)),

@@ -56,6 +56,9 @@ def submit(
         list[str] | None, typer.Option(metavar="KEY=JSON", help="Any other field of the request body.")
     ] = None,
     id: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with the rows' own ids.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model that is to answer; runs with another one are refused.")
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Beginning of the job's id, instead of the file's name.")
     ] = None,
@@ -96,6 +99,7 @@ def submit(
                 task,
                 name=slug(name) if name else None,
                 priority=priority,
+                model=model,
                 constant_prompt=constant_prompt,
                 before_queueing=lambda: until_told.enter_context(held_back()),
             )

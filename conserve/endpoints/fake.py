@@ -37,6 +37,7 @@ class Script:
     tokens: int = 8  # per answer, unless the request says max_tokens
     capacity: int = 1024
     identity: str = "fake"
+    model: str = "fake"
     reject: str = "REJECT"  # -> RequestRejected
     fault: str = "FAULT"  # -> EndpointFault
     busy: str = "BUSY"  # -> EndpointBusy, the first time only
@@ -76,6 +77,10 @@ class FakeEndpoint:
         return self.script.identity
 
     @property
+    def model(self) -> str:
+        return self.script.model
+
+    @property
     def capacity(self) -> int:
         return self.script.capacity
 
@@ -103,7 +108,7 @@ class FakeEndpoint:
             prompt_tokens=len(text.split()),
             completion_tokens=len(token_ids),
             cached_tokens=0,
-            model="fake",
+            model=self.script.model,
         )
 
     def _misbehave(self, text: str) -> None:

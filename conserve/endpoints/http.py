@@ -79,6 +79,11 @@ class HttpEndpoint:
         return self.server.identity
 
     @property
+    def model(self) -> str:
+        """The name under which the server knows the model."""
+        return self.server.model
+
+    @property
     def doing(self) -> str | None:
         """Step of the start; None once the endpoint is ready."""
         return None if self._server else f"asking {self.base_url} what it serves"

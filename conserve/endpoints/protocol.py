@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+from conserve.config import model_name
+
 
 class Url(StrEnum):
     """The OpenAI routes a request can ask for."""
@@ -74,6 +76,7 @@ OnTokens = Callable[[Sequence[int]], None]
 class Endpoint(Protocol):
     """Something that completes requests, many at a time; it may have a `kv_cache: KvCache` of which it knows.
 
+    It may have a `model: str`, the name of the model that answers, which jobs are bound to; see `model_of`.
     For the display it may have `doing: str | None`, what it does while it is not ready ("starting MODEL: loading
     the weights"), and `in_flight: InFlight`. Both are read a few times a second and must be cheap.
 
@@ -100,6 +103,11 @@ class Endpoint(Protocol):
 
     async def close(self) -> None:
         """Withdraw what is in flight and free everything."""
+
+
+def model_of(endpoint: Endpoint) -> str:
+    """The name of the model that answers, once started: a folder by its absolute path."""
+    return model_name(getattr(endpoint, "model", None) or endpoint.identity)
 
 
 RESUMABLE_PARAMETERS = frozenset(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from conserve.config import UTILITY
-from conserve.endpoints.protocol import Endpoint, InFlight, KvCache
+from conserve.endpoints.protocol import Endpoint, InFlight, KvCache, model_of
 from conserve.errors import (
     ConserveError,
     EndpointError,
@@ -78,6 +78,7 @@ class Harvester:
         max_deaths: int = SUSPECT_FAILURES,
         only: Collection[str] | None = None,
         utility: float = UTILITY,
+        rebind: bool = False,
         follow: bool = False,
         say: Callable[[str], None] = log.info,
         clock: Callable[[], float] = time.time,
@@ -97,6 +98,7 @@ class Harvester:
             lease_s=lease_s,
             only=only,
             utility=utility,
+            rebind=rebind,
             clock=clock,
             monotonic=self.monotonic,
         )
@@ -236,6 +238,7 @@ class Harvester:
     async def _next_works(self) -> list[Work]:
         """Lease as many rows as are worth a claim; a suspect once nothing else is left, and then alone."""
         works: list[Work] = []
+        self._ledger.model = model_of(self.endpoint)  # a server may come back with another one
         free = self.endpoint.capacity - len(self._flights)
         due = not self._flights or self.monotonic() >= self._claim_at
         if due and free >= max(1, self.endpoint.capacity // 4) and not self._suspect_in_flight():

@@ -20,6 +20,15 @@ from conserve.store.states import JobState
 from conserve.store.store import Store
 from conserve.store.sweep import sweep
 
+
+def bound_elsewhere(job_id: str, bound_to: str, model: str | None) -> str:
+    """The sentence for a job that another model than this run's is to answer."""
+    return (
+        f"job {job_id} is answered by {bound_to} and this run has {model}; give --model {bound_to}, "
+        "or --rebind to answer the rest of it with this one"
+    )
+
+
 RECOVER_S = 1.0  # how soon rows of the dead are taken back while there is nothing else to do
 
 
@@ -34,12 +43,15 @@ class Ledger:
         lease_s: float,
         only: Collection[str] | None,
         utility: float,
+        rebind: bool = False,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
         self.owner = owners.this_process()
         self._store, self._tally, self._lease_s, self._only, self._clock = store, tally, lease_s, only, clock
         self.kv_cache = KvCache()  # of the endpoint
+        self.model: str | None = None  # that answers
+        self._rebind = rebind  # jobs that are bound to another model, once
         self._utility = utility
         self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
         self._alone: str | None = None  # job that nothing was passed over of when it came to be alone
@@ -77,6 +89,8 @@ class Ledger:
 
     def claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
         """Lease rows and load their requests; a job whose requests cannot be read is refused, and no other."""
+        if self._rebind:
+            self._bind_all()
         if self._fruitless and not self.claimable():
             return []
         while True:
@@ -92,9 +106,9 @@ class Ledger:
     def _claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
         while True:
             now = self._clock()
-            terms = Terms(self.owner, now, self._lease_s)
+            terms = Terms(self.owner, now, self._lease_s, self.model)
             with self._store.write() as tx:
-                runnable = queue.runnable_jobs(tx, self._only)
+                runnable = queue.runnable_jobs(tx, self._only, self.model)
                 jobs = [] if suspect else choice.contenders(tx, runnable)
                 if windowed := self._is_to_choose(tx, jobs):
                     lease = choice.reclaim(tx, runnable, jobs[0].priority, terms, limit=limit)
@@ -107,6 +121,7 @@ class Ledger:
                         limit=limit,
                         suspect=suspect,
                         jobs=runnable,
+                        model=self.model,
                     )
             if lease is None and windowed:
                 refused = len(self._tally.refused)
@@ -141,7 +156,7 @@ class Ledger:
         try:
             lookahead.follow(jobs, self._refused)
             while not leases and (chosen := lookahead.take(limit)):
-                terms = Terms(self.owner, self._clock(), self._lease_s)
+                terms = Terms(self.owner, self._clock(), self._lease_s, self.model)
                 with self._store.write() as tx:
                     leases = choice.choose(tx, chosen, terms)
                     choice.remember(tx, lookahead.place)
@@ -186,23 +201,26 @@ class Ledger:
     def claimable(self) -> bool:
         """Whether a claim may find rows; it only reads, so that idling holds up nobody."""
         with self._store.read() as tx:
-            runnable = queue.runnable_jobs(tx, self._only, locked=False)
+            runnable = queue.runnable_jobs(tx, self._only, self.model, locked=False)
             if any(job.next_position < job.num_rows for job in runnable):
                 return True
-            left = queue.backlog(tx, only=self._only)
+            left = self._backlog(tx)
         return left.next_at is not None and not 0 < left.next_at - self._clock() <= queue.LONGEST_WAIT_S
 
     def nothing_left(self) -> bool:
         """Whether the queue is drained; says what it waits for if not."""
         now = self._clock()
         with self._store.read() as tx:
-            left, holders = queue.backlog(tx, only=self._only), queue.owners(tx)
+            left, holders = self._backlog(tx), queue.owners(tx)
+            others = catalog.of_other_models(tx, self.model, self._only) if self.model else {}
+        for job_id, bound_to in others.items():
+            self._tally.refused[job_id] = bound_elsewhere(job_id, bound_to, self.model)
         if holders and self._monotonic() >= self._recover_at:
             self._recover_at = self._monotonic() + RECOVER_S
             with self._store.write() as tx:
                 queue.abandon(tx, owners.dead(queue.owners(tx)))
                 self._end_silent(tx)
-                left = queue.backlog(tx, only=self._only)
+                left = self._backlog(tx)
         if left.waiting and left.next_at is not None and left.next_at > now:
             self._tally.waiting_for = f"{left.waiting} rows wait for their next attempt"
         elif left.leased:
@@ -210,6 +228,16 @@ class Ledger:
         else:
             self._tally.waiting_for = None
         return not left.leased and not left.waiting
+
+    def _backlog(self, tx: Any) -> queue.Backlog:
+        return queue.backlog(tx, only=self._only, model=self.model)
+
+    def _bind_all(self) -> None:
+        """Bind the jobs that this run is for to its model, whatever they were bound to."""
+        assert self.model is not None
+        with self._store.write() as tx:
+            catalog.rebind(tx, list(catalog.of_other_models(tx, self.model, self._only)), self.model)
+        self._rebind = False
 
     def write(self, outbox: Outbox) -> None:
         """Make the outbox durable and count it, even if nobody waits any more."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from conserve.config import model_name
 from conserve.errors import InputError, StoreError, TemplateError, UsageError
 from conserve.jobs.cells import Unreadable
 from conserve.jobs.external_sort import ExternalSort
@@ -48,6 +49,7 @@ def submit(
     name: str | None = None,
     priority: int = 0,
     on_rows: Callable[[int], None] | None = None,
+    model: str | None = None,
     constant_prompt: bool = False,
     before_queueing: Callable[[], object] = lambda: None,
 ) -> Submitted:
@@ -71,7 +73,16 @@ def submit(
             copy_inputs(opened, path, folder)
         check_ids(folder / home.REQUESTS, task)
         before_queueing()
-        return enqueue(store, folder, opened, task, written, name=name or slug(input_path), priority=priority)
+        return enqueue(
+            store,
+            folder,
+            opened,
+            task,
+            written,
+            name=name or slug(input_path),
+            priority=priority,
+            model=model_name(model) if model else None,
+        )
 
 
 def check_words(task: Task) -> None:
@@ -228,6 +239,7 @@ def enqueue(
     *,
     name: str,
     priority: int,
+    model: str | None,
 ) -> Submitted:
     """Give the job its id and put folder and database row in place, in this order.
 
@@ -251,6 +263,7 @@ def enqueue(
                 priority=priority,
                 now=time.time(),
                 files=files,
+                model=model,
             )
             record = catalog.record(tx, job_id)
     except BaseException:

@@ -1,6 +1,6 @@
 """Jobs: add one, find one, and change what it is doing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +64,8 @@ class Job:
     cached_tokens: int
     resumed_tokens: int
     files: Mapping[str, Seal] = field(default_factory=dict)
+    model: str | None = None  # that answers its rows; None until some run has taken the first of them
+    tags: Mapping[str, str] = field(default_factory=dict)
 
 
 def add(
@@ -76,6 +78,8 @@ def add(
     priority: int,
     now: float,
     files: Mapping[str, Seal] | None = None,
+    model: str | None = None,
+    tags: Mapping[str, str] | None = None,
 ) -> None:
     """Queue a job whose folder is in place, with the seals of these files in it."""
     tx.execute(
@@ -88,6 +92,8 @@ def add(
             source=msgspec.json.encode(source).decode(),
             num_rows=num_rows,
             files=msgspec.json.encode(files or {}).decode(),
+            model=model,
+            tags=msgspec.json.encode(tags).decode() if tags else None,
         )
     )
 
@@ -140,7 +146,7 @@ def to_job(row: Any) -> Job:
     """A database row as a `Job`; raises `StoreDamaged` for one that is none."""
     values = {str(name): value for name, value in row._mapping.items()}
     try:
-        for name in ("source", "files"):
+        for name in ("source", "files", "tags"):
             values[name] = msgspec.json.decode(values[name] or "{}")
         return msgspec.convert(values, Job)
     except (msgspec.MsgspecError, TypeError, UnicodeDecodeError) as error:
@@ -183,6 +189,19 @@ def refuse(tx: Connection, job_id: str, reason: str, *, now: float) -> None:
         .where(job.c.id == job_id, job.c.state == JobState.QUEUED.value)
         .values(state=JobState.FAILED.value, error=reason, finished_at=now)
     )
+
+
+def of_other_models(tx: Connection, model: str, only: Collection[str] | None) -> dict[str, str]:
+    """The queued jobs that are bound to another model than this, and to which."""
+    bound = select(job.c.id, job.c.model).where(job.c.state == JobState.QUEUED.value, job.c.model != model)
+    if only is not None:
+        bound = bound.where(job.c.id.in_(only))
+    return {row.id: row.model for row in tx.execute(bound.order_by(job.c.seq))}
+
+
+def rebind(tx: Connection, job_ids: Collection[str], model: str) -> None:
+    """Bind jobs to another model than before."""
+    tx.execute(update(job).where(job.c.id.in_(job_ids)).values(model=model))
 
 
 def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:

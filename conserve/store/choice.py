@@ -30,11 +30,12 @@ PLACE = "window"  # its key in `meta`
 
 
 class Terms(NamedTuple):
-    """Whose a lease is, and from when for how long."""
+    """Whose a lease is, from when for how long, and which model answers."""
 
     owner: str
     now: float
     lease_s: float
+    model: str | None = None
 
 
 def contenders(tx: Connection, runnable: Sequence[Any]) -> list[Any]:
@@ -83,7 +84,9 @@ def choose(tx: Connection, chosen: Sequence[tuple[str, int]], terms: Terms) -> l
     wanted: dict[str, list[int]] = defaultdict(list)
     for job_id, position in chosen:
         wanted[job_id].append(position)
-    leases = (choose_of(tx, job, wanted[job.id], terms) for job in runnable_jobs(tx, list(wanted)))
+    leases = (
+        choose_of(tx, job, wanted[job.id], terms) for job in runnable_jobs(tx, list(wanted), terms.model)
+    )
     return [lease for lease in leases if lease is not None]
 
 
@@ -105,7 +108,8 @@ def choose_of(tx: Connection, candidate: Any, wanted: Sequence[int], terms: Term
 def begin(tx: Connection, job_id: str, terms: Terms, rows: Sequence[LeasedRow]) -> Lease:
     """A new lease, for these rows."""
     expires_at = terms.now + terms.lease_s
-    return Lease(open_lease(tx, job_id, terms.owner, terms.now, expires_at), job_id, expires_at, tuple(rows))
+    epoch = open_lease(tx, job_id, terms.owner, terms.now, expires_at, terms.model)
+    return Lease(epoch, job_id, expires_at, tuple(rows))
 
 
 def still_waiting(tx: Connection, job_id: str, positions: Sequence[int]) -> Iterator[int]:

@@ -146,6 +146,7 @@ def openai_body(row: dict[str, Any], *, chat: bool) -> dict[str, Any]:
         "object": "chat.completion" if chat else "text_completion",
         "created": int(row["finished_at"].timestamp()),
         "model": row["model"],
+        "system_fingerprint": row["engine"],
         "choices": [openai_choice(index, choice, chat=chat) for index, choice in enumerate(choices)],
         "usage": {
             "prompt_tokens": row["prompt_tokens"],

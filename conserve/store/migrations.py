@@ -45,7 +45,17 @@ def m002_damage_is_noticed(tx: Connection) -> None:
     tx.execute(insert(schema.meta).values(key=STORE_ID, value=uuid.uuid4().hex))
 
 
-MIGRATIONS: list[Callable[[Connection], None]] = [m001_first_tables, m002_damage_is_noticed]
+def m003_models_and_tags(tx: Connection) -> None:
+    """The model that a job is bound to, and its tags."""
+    add_column(tx, "job", Column("model", Text))
+    add_column(tx, "job", Column("tags", Text))
+
+
+MIGRATIONS: list[Callable[[Connection], None]] = [
+    m001_first_tables,
+    m002_damage_is_noticed,
+    m003_models_and_tags,
+]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
 
 

@@ -118,8 +118,9 @@ def views(
 
 def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
     """The view `jobs`: one row a job, with its counters."""
-    rows = [asdict(job) | {"state": job.state.value} for job in taken.jobs]
-    kinds = dict.fromkeys(("id", "state", "error", "row_order"), pa.string())
+    rows = [asdict(job) | {"state": job.state.value, "tags": list(job.tags.items())} for job in taken.jobs]
+    kinds: dict[str, pa.DataType] = dict.fromkeys(("id", "state", "error", "row_order", "model"), pa.string())
+    kinds["tags"] = pa.map_(pa.string(), pa.string())
     kinds |= dict.fromkeys(("submitted_at", "started_at", "finished_at"), pa.float64())
     fields = [(name, kinds.get(name, pa.int64())) for name in readings.JobReading.__slots__]
     duck.register("job_rows", pa.Table.from_pylist(rows, schema=pa.schema(fields)))
@@ -137,11 +138,11 @@ def add_results(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
     duck.unregister("journal_arrow")
     parts = ["select * from store.journal"]
     if taken.shard_files:
-        parts.append(f"select * from read_parquet({literals(taken.shard_files)})")
+        parts.append(f"select * from read_parquet({literals(taken.shard_files)}, union_by_name = true)")
     documents = ", ".join(f"{name}::json as {name}" for name in ("json", "choices", "logprobs"))
     duck.execute(
         f"create view results as select * exclude (position) replace ({documents}) "
-        f"from ({' union all '.join(parts)})"
+        f"from ({' union all by name '.join(parts)})"  # older shards lack newer columns
     )
     assert [name for name in arrow_schema().names if name != "position"] == columns_of(duck, "results")
 

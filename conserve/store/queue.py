@@ -82,27 +82,34 @@ def claim(
     only: Collection[str] | None = None,
     suspect: bool = False,
     jobs: Sequence[Any] | None = None,
+    model: str | None = None,
 ) -> Lease | None:
     """Lease up to `limit` rows of the first of the runnable jobs (`jobs`) that has any, by priority, then age.
 
     Rows that came back go before rows never leased, and of these the passed over
     before the rest. A suspect (in flight when an engine died) is leased only
     where `suspect` is set, and then alone, so that it takes no innocent row with it.
+    The first lease of a job binds it to `model`.
     """
-    for candidate in runnable_jobs(tx, only) if jobs is None else jobs:
+    for candidate in runnable_jobs(tx, only, model) if jobs is None else jobs:
         back = returned(tx, candidate.id, now, 1 if suspect else limit, suspect)
         new = [] if suspect else fresh(tx, candidate, now, limit - len(back))
         if not back and not new:
             continue
-        epoch = open_lease(tx, candidate.id, owner, now, now + lease_s)
+        epoch = open_lease(tx, candidate.id, owner, now, now + lease_s, model)
         take_again(tx, candidate.id, epoch, back, now)
         take_first(tx, candidate.id, epoch, new)
         return Lease(epoch, candidate.id, now + lease_s, (*back, *new))
     return None
 
 
-def runnable_jobs(tx: Connection, only: Collection[str] | None, *, locked: bool = True) -> Sequence[Any]:
-    """Queued jobs in the order in which they are served; `locked` for a transaction that leases rows of them."""
+def runnable_jobs(
+    tx: Connection, only: Collection[str] | None, model: str | None = None, *, locked: bool = True
+) -> Sequence[Any]:
+    """Queued jobs in the order in which they are served; with a model, those that it may answer.
+
+    `locked` for a transaction that leases rows of them.
+    """
     jobs = (
         select(job.c.id, job.c.seq, job.c.priority, job.c.next_position, job.c.num_rows)
         .where(job.c.state == JobState.QUEUED.value)
@@ -112,7 +119,14 @@ def runnable_jobs(tx: Connection, only: Collection[str] | None, *, locked: bool 
         jobs = jobs.with_for_update()
     if only is not None:
         jobs = jobs.where(job.c.id.in_(only))
+    if model is not None:
+        jobs = jobs.where(may_answer(model))
     return tx.execute(jobs).all()
+
+
+def may_answer(model: str) -> ColumnElement[bool]:
+    """The condition that a job is bound to this model, or to none yet."""
+    return or_(job.c.model.is_(None), job.c.model == model)
 
 
 def returned(
@@ -150,9 +164,13 @@ def fresh(tx: Connection, candidate: Any, now: float, limit: int) -> list[Leased
     return [LeasedRow(position, 1, 0, now) for position in range(start, stop)]
 
 
-def open_lease(tx: Connection, job_id: str, owner: str, now: float, expires_at: float) -> int:
-    """A new lease row; returns its epoch."""
+def open_lease(
+    tx: Connection, job_id: str, owner: str, now: float, expires_at: float, model: str | None = None
+) -> int:
+    """A new lease row; returns its epoch. The first one of a job binds it to the model, if one is given."""
     tx.execute(update(job).where(job.c.id == job_id, job.c.started_at.is_(None)).values(started_at=now))
+    if model is not None:
+        tx.execute(update(job).where(job.c.id == job_id, job.c.model.is_(None)).values(model=model))
     added = tx.execute(
         insert(lease).values(
             job_id=job_id, owner=owner, claimed_at=now, expires_at=expires_at, lease_s=expires_at - now
@@ -301,8 +319,8 @@ def put_back(
         tx.execute(update(job).where(job.c.id == job_id).values(retries=job.c.retries + 1))
 
 
-def backlog(tx: Connection, *, only: Collection[str] | None = None) -> Backlog:
-    """What is not finished although nothing can be claimed."""
+def backlog(tx: Connection, *, only: Collection[str] | None = None, model: str | None = None) -> Backlog:
+    """What is not finished although nothing can be claimed; with a model, of the jobs that it may answer."""
     waiting = request.c.epoch.is_(None)
     live = (
         select(
@@ -315,6 +333,8 @@ def backlog(tx: Connection, *, only: Collection[str] | None = None) -> Backlog:
     )
     if only is not None:
         live = live.where(job.c.id.in_(only))
+    if model is not None:
+        live = live.where(may_answer(model))
     return Backlog(*tx.execute(live).one())
 
 

@@ -8,13 +8,14 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from conserve.config import Settings
 from conserve.errors import JobNotFound, StoreError, StoreReadOnly, StoreTooNew
 from conserve.store.states import JobState
+from conserve.store.versions import LATEST, WITH_MODELS, too_new
 
 Query = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
 
@@ -22,10 +23,14 @@ JOBS = """
     select id, state, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded, failed,
            retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens,
            (select count(*) from request where request.job_id = job.id and epoch is not null) as leased,
-           (select count(*) from lease where lease.job_id = job.id and expires_at > :now) as leases, task
+           (select count(*) from lease where lease.job_id = job.id and expires_at > :now) as leases, task,
+           model, tags
     from job order by seq
 """
 """Every job with its counters. `leased` counts rows in flight, of which there are never more than a window."""
+
+WITHOUT_MODELS = JOBS.replace("model, tags", "null as model, null as tags")
+"""The same of a store that no command has written to since jobs have a model and tags."""
 
 UNTAKEN = """
     select next_position from job where id = :job_id
@@ -61,6 +66,8 @@ class JobReading:
     cached_tokens: int
     resumed_tokens: int
     row_order: str  # in which order its rows run: "prefix", "input", "random:SEED"
+    model: str | None = None  # that it is bound to; None until some run has taken its first row
+    tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float | None:
@@ -76,14 +83,20 @@ class JobReading:
 def read_jobs(settings: Settings, *, now: float) -> list[JobReading]:
     """All jobs, oldest first; none where there is no store yet."""
     with opened(settings) as query:
-        return [to_reading(row) for row in query(JOBS, {"now": now})] if query else []
+        return [to_reading(row) for row in query(jobs_query(query), {"now": now})] if query else []
+
+
+def jobs_query(query: Query) -> str:
+    """The SQL for all jobs in a store of this version."""
+    rows = query(VERSION, {})
+    return JOBS if not rows or int(rows[0][0]) >= WITH_MODELS else WITHOUT_MODELS
 
 
 def to_reading(row: tuple[Any, ...]) -> JobReading:
     """One row of `JOBS`."""
     (job_id, stored, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded,
      failed, retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens, leased, leases,
-     task) = row  # fmt: skip
+     task, model, tags) = row  # fmt: skip
     state = JobState(stored)
     if state is JobState.QUEUED and leases:
         state = JobState.RUNNING
@@ -106,6 +119,8 @@ def to_reading(row: tuple[Any, ...]) -> JobReading:
         cached_tokens=cached_tokens,
         resumed_tokens=resumed_tokens,
         row_order=row_order(task),
+        model=model,
+        tags=json.loads(tags) if tags else {},
     )
 
 
@@ -172,8 +187,6 @@ def opened_elsewhere(settings: Settings) -> Iterator[Query]:
 
 def check_version(rows: list[tuple[Any, ...]]) -> None:
     """Refuse a store from the future; an older one is brought up to date by the next command that writes."""
-    from conserve.store.versions import LATEST, too_new
-
     if rows and int(rows[0][0]) > LATEST:
         raise StoreTooNew(too_new(int(rows[0][0])))
 

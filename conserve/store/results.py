@@ -35,6 +35,7 @@ class Result:
     choices: str | None = None  # all choices, where n > 1
     finish_reason: str | None = None
     model: str | None = None
+    engine: str | None = None  # Endpoint.identity: the model's name with a digest, or the server's address
     prompt_tokens: Count = 0
     completion_tokens: Count = 0
     cached_tokens: Count = 0

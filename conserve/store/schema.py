@@ -56,6 +56,8 @@ job = Table(
     Column("cached_tokens", BigInteger, nullable=False, default=0),
     Column("resumed_tokens", BigInteger, nullable=False, default=0),  # continued from, not generated again
     Column("files", Text),  # JSON of {file name: store.digests.Seal}; null for one of an earlier version
+    Column("model", Text),  # that answers its rows; null until some run has taken the first of them
+    Column("tags", Text),  # JSON object of texts
 )
 
 lease = Table(

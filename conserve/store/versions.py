@@ -1,6 +1,7 @@
 """The store's version, apart from the migrations so that reading it imports nothing heavy."""
 
-LATEST = 2
+LATEST = 3
+WITH_MODELS = 3  # from which on a job has a model and tags
 
 
 def too_new(current: int) -> str:

@@ -231,9 +231,8 @@ def set_version(store: Store, version: int) -> None:
 def test_a_store_of_the_future_is_not_read(store: Store, read_settings: Settings) -> None:
     assert read_jobs(read_settings, now=0.0) == []
     set_version(store, LATEST + 1)
-    with pytest.raises(
-        StoreTooNew, match=f"has version {LATEST + 1} and this ConServe knows only up to {LATEST}"
-    ):
+    said = f"has version {LATEST + 1} and this ConServe knows only up to {LATEST}"
+    with pytest.raises(StoreTooNew, match=said):
         read_jobs(read_settings, now=0.0)
 
 

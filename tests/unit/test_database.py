@@ -242,7 +242,7 @@ def test_files_lie_where_the_design_says(tmp_path: Path) -> None:
 
 
 NULLABLE = {
-    "job": {"error", "started_at", "finished_at", "files"},
+    "job": {"error", "started_at", "finished_at", "files", "model", "tags"},
     "lease": {"lease_s"},
     "journal": {"checksum"},
     "shard": {"digest", "bytes"},

@@ -32,6 +32,7 @@ def test_an_answer_is_a_line_of_a_batch_output_file() -> None:
     row = as_row(
         custom_id="mine",
         model="m",
+        engine="m@1",
         finish_reason="stop",
         prompt_tokens=7,
         completion_tokens=5,
@@ -49,6 +50,7 @@ def test_an_answer_is_a_line_of_a_batch_output_file() -> None:
                 "object": "chat.completion",
                 "created": 2,
                 "model": "m",
+                "system_fingerprint": "m@1",
                 "choices": [
                     {
                         "index": 0,

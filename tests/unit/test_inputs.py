@@ -143,7 +143,7 @@ def test_a_template_that_names_no_column_is_refused_unless_that_is_meant(
 ) -> None:
     path, task = str(write_input(q=["a", "b"])), Task(kind=Kind.PROMPT, template=template)
     with pytest.raises(
-        TemplateError, match="names no column, so every row would ask the same.*--constant-prompt"
+        TemplateError, match=r"names no column, so every row would ask the same.*--constant-prompt"
     ):
         submit(store, path, task)
     assert submit(store, path, task, constant_prompt=True).rows == 2

@@ -1,26 +1,22 @@
 """Values that Python, UTF-8 or JSON cannot hold: each spoils its own row, or is refused in one sentence."""
 
 import datetime
-import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from conserve.errors import InputError, TemplateError, UsageError
+from conserve.errors import InputError, UsageError
 from conserve.jobs.cells import Unreadable, in_microseconds, python_values
 from conserve.jobs.request_file import RequestFile, StoredRequest
 from conserve.jobs.submit import HIGHEST, LOWEST, submit
 from conserve.jobs.task import Kind, Task
 from conserve.store import home
 from conserve.store.store import Store
-from tests.commands import conserve, ended, start, until
+from tests.commands import conserve, until
 from tests.conftest import WriteInput
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
@@ -157,7 +153,7 @@ def test_templates_that_cannot_be_compiled_are_refused(
 def test_lines_beyond_what_json_readers_take_are_named(store: Store, tmp_path: Path, line: str) -> None:
     path = tmp_path / "deep.jsonl"
     path.write_text('{"q": [[{}]]}\n' + line)
-    with pytest.raises(InputError, match="line 2 of .*deep.jsonl"):
+    with pytest.raises(InputError, match=r"line 2 of .*deep\.jsonl"):
         submit(store, str(path), PROMPT)
 
 

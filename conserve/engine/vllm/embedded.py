@@ -84,6 +84,11 @@ class EmbeddedEndpoint:
         return self._identity
 
     @property
+    def model(self) -> str:
+        """The model as it was named."""
+        return self._model
+
+    @property
     def capacity(self) -> int:
         """Twice the sequences that the engine batches at once."""
         return self._capacity
