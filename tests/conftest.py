@@ -116,6 +116,7 @@ def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("CONSERVE_"):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("CONSERVE_FAKE", "1")
     monkeypatch.setenv("CONSERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 

@@ -42,6 +42,24 @@ OTHERS: dict[str, Mapping[str, Any]] = {
 }
 
 
+def word_tokenizer(folder: Path, *, context: int) -> Path:
+    """A folder with a tokenizer whose tokens are words, a chat template and a configuration, and no weights."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "<turn>": 3, "<bot>": 4}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'alien' %}{{ raise_exception('who?') }}{% endif %}"
+        "{{ m.content }} <turn> {% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    config = {"model_type": "llama", "max_position_embeddings": context}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def build_tiny_model(
     folder: Path, *, tokenizer_from: Path, layers: int = 2, kind: str = "Llama", **settings: Any
 ) -> Path:

@@ -34,6 +34,9 @@ conserve run --endpoint http://localhost:8000
 """
 
 
+FAKE = "CONSERVE_FAKE"  # 1 where rows may be answered with made-up words: in tests
+
+
 class Times(NamedTuple):
     """Seconds until the endpoint was ready, and from then until the last row was durable."""
 
@@ -101,6 +104,10 @@ def run(
     max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
     utility: Utility = None,
     rebind: Rebind = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Send nothing: say how many rows there are and whether they fit."),
+    ] = False,
     tbt_ms: Annotated[
         float | None,
         typer.Option(
@@ -133,7 +140,7 @@ def run(
     )
     pace = Pace(tbt_ms, profile, forget_correction)
     binding = Binding(named=model is not None, rebind=rebind)
-    raise typer.Exit(drain(settings, wanted, flags, pace, binding, as_json=as_json))
+    raise typer.Exit(drain(settings, wanted, flags, pace, binding, dry_run=dry_run, as_json=as_json))
 
 
 def drain(
@@ -143,6 +150,7 @@ def drain(
     pace: Pace,
     binding: Binding = Binding(),  # noqa: B008  immutable
     *,
+    dry_run: bool = False,
     as_json: bool,
 ) -> int:
     """Run the harvester to the end and report; returns the exit code."""
@@ -154,6 +162,10 @@ def drain(
         return exits.DONE
     settings = binding.settled(settings, waiting)
     check_endpoint(settings, flags, pace)
+    if dry_run:
+        from conserve.cli.dry_run import rehearse_run
+
+        return rehearse_run(settings, waiting, flags, as_json=as_json)
     said = begin(settings)
     from conserve.jobs.harvest import Harvester
     from conserve.store.store import Store
@@ -222,6 +234,11 @@ def check_endpoint(settings: Settings, flags: list[str], pace: Pace) -> None:
         raise SettingsError("--tbt-ms and --profile are for the embedded engine, and --endpoint was given")
     if flags:
         raise SettingsError("flags for vLLM go to the embedded engine, and --endpoint was given")
+    if address.startswith("fake:") and os.environ.get(FAKE) != "1":
+        raise SettingsError(
+            "the fake endpoint answers with made-up words, which would stand in the results; to see what a run "
+            f"would meet: conserve run --dry-run (tests set {FAKE}=1)"
+        )
     if not address.startswith(("fake:", "http://", "https://")):
         raise SettingsError(f"--endpoint takes an http:// or https:// address, not {address!r}")
 

@@ -11,6 +11,7 @@ import typer
 from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.signals import ended_in_order, held_back
+from conserve.config import Settings
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ def submit(
             help="Which rows run first: those whose prompts begin alike together, as they come, or shuffled.",
         ),
     ] = "prefix",
+    dry_run: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Queue nothing: show the first N requests as they would be sent."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Queue a file of prompts and print the job's id; once it is printed, the job is durable."""
@@ -91,6 +98,16 @@ def submit(
     task = make_task(read_prompt(prompt, prompt_file), messages, system, completions, id, params)
     task = in_order(task, order)
     context: Context = ctx.obj
+    if dry_run is not None:
+        preview(
+            context.settings(model=model),
+            file,
+            task,
+            dry_run,
+            constant_prompt=constant_prompt,
+            as_json=as_json,
+        )
+        return
     with ended_in_order(), ExitStack() as until_told:
         with context.store() as store:
             done = enqueue(
@@ -104,6 +121,17 @@ def submit(
                 before_queueing=lambda: until_told.enter_context(held_back()),
             )
         tell(done, as_json=as_json)
+
+
+def preview(
+    settings: Settings, file: str, task: "Task", rows: int, *, constant_prompt: bool, as_json: bool
+) -> None:
+    """Show the first requests of what would be queued."""
+    from conserve.cli.dry_run import local_counter, show_previews
+    from conserve.jobs.preview import previews
+
+    found = previews(file, task, rows, constant_prompt=constant_prompt)
+    show_previews(found, local_counter(settings, settings.model), task.params, as_json=as_json)
 
 
 def tell(done: "Submitted", *, as_json: bool) -> None:

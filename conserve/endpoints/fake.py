@@ -1,7 +1,7 @@
-"""An endpoint in memory with scripted latencies and failures, for tests and dry runs.
+"""An endpoint in memory with scripted latencies and failures, for tests.
 
-`conserve run --endpoint "fake:?token_ms=1"` drains a queue without a model. The answer to a request
-depends on nothing but the request, so that two runs of a job must agree to the byte.
+With CONSERVE_FAKE=1, `conserve run --endpoint "fake:?token_ms=1"` drains a queue without a model. The answer to a
+request depends on nothing but the request, so that two runs of a job must agree to the byte.
 """
 
 import asyncio

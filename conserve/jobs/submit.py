@@ -13,20 +13,18 @@ import pyarrow as pa
 
 from conserve.config import model_name
 from conserve.errors import InputError, StoreError, TemplateError, UsageError
+from conserve.jobs.admission import check_input, check_priority, check_task, needed_columns
 from conserve.jobs.cells import Unreadable
 from conserve.jobs.external_sort import ExternalSort
-from conserve.jobs.nesting import MAX_DEPTH, is_deeper
 from conserve.jobs.order import SortKey, sort_key
-from conserve.jobs.rendering import renderer, template_names
-from conserve.jobs.request_fault import DECIDED, parameter_fault
+from conserve.jobs.rendering import renderer
 from conserve.jobs.request_file import SCHEMA, RequestWriter, to_table
-from conserve.jobs.source import STDIN, JsonLines, Opened, Rows, check_columns, open_input, spool
+from conserve.jobs.source import STDIN, JsonLines, Opened, Rows, open_input, spool
 from conserve.jobs.task import Kind, Task
 from conserve.store import catalog, digests, home, marks
 from conserve.store.query import first_duplicate
 from conserve.store.store import Store
 
-LOWEST, HIGHEST = -(2**31), 2**31 - 1  # priorities: 32 bits in every database
 ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # nothing that looks like something else
 
 
@@ -57,17 +55,14 @@ def submit(
 
     `before_queueing` is called when all that is left is to queue what has been made.
     """
-    check_words(task)
-    check_parameters(task)
+    check_task(task)
     check_priority(priority)
     with home.new_job_folder(store.home, store.id) as folder:
         from_stdin = input_path == STDIN
         with home.explained(store.home):
             path = spool(sys.stdin.buffer, folder) if from_stdin else Path(input_path)
         opened = open_input(path, from_stdin=from_stdin, openai=task.kind is Kind.OPENAI)
-        check_task(opened.rows, task)
-        if not constant_prompt:
-            check_names_something(task)
+        check_input(opened.rows, task, constant_prompt=constant_prompt)
         with home.explained(store.home):
             written = write_requests(folder / home.REQUESTS, opened.rows, task, on_rows)
             copy_inputs(opened, path, folder)
@@ -83,66 +78,6 @@ def submit(
             priority=priority,
             model=model_name(model) if model else None,
         )
-
-
-def check_words(task: Task) -> None:
-    """Raise if the task holds what the store cannot keep as JSON."""
-    try:
-        task.to_json()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            "the prompt, a name or a parameter is not UTF-8; write it again in UTF-8 and submit again"
-        ) from error
-    if is_deeper(task.params, MAX_DEPTH):
-        raise UsageError(
-            f"a parameter or the schema nests too deep: more than {MAX_DEPTH} levels; flatten it"
-        )
-
-
-def check_parameters(task: Task) -> None:
-    """Raise for parameters with which no row could be answered."""
-    for name, instead in DECIDED.items():
-        if name in task.params:
-            raise UsageError(f"{name} is no parameter of a job; {instead}")
-    route = "" if task.kind is Kind.OPENAI else task.url  # each line names its own
-    if fault := parameter_fault(route, task.params):
-        raise UsageError(f"{fault}; correct it and submit again")
-
-
-def check_names_something(task: Task) -> None:
-    """Raise for a template that would ask every row the same."""
-    if task.kind is Kind.PROMPT and not template_names(task.template or ""):
-        raise TemplateError(
-            "the template names no column, so every row would ask the same; write {{ column }} where the row's "
-            "text belongs, or give --constant-prompt"
-        )
-
-
-def check_priority(priority: int) -> None:
-    """Raise for a priority that some database cannot hold."""
-    if not LOWEST <= priority <= HIGHEST:
-        raise UsageError(f"--priority goes from {LOWEST:,} to {HIGHEST:,}, not {priority}")
-
-
-def check_task(rows: Rows, task: Task) -> None:
-    """Raise if the task names columns that are not there or are of the wrong type."""
-    if task.kind is Kind.PROMPT:
-        check_columns(rows, sorted(template_names(task.template or "")), what="the template")
-    if task.column is not None:
-        check_columns(rows, [task.column], what="--messages")
-    if task.id_column is not None:
-        check_columns(rows, [task.id_column], what="--id")
-    rows.check(task)
-
-
-def needed_columns(task: Task, rows: Rows) -> list[str]:
-    """The columns that rendering reads."""
-    if task.kind is Kind.OPENAI:
-        return list(rows.columns)
-    names = template_names(task.template or "") if task.kind is Kind.PROMPT else {task.column or ""}
-    if task.id_column is not None:
-        names.add(task.id_column)
-    return [name for name in rows.columns if name in names]
 
 
 def write_requests(
@@ -185,7 +120,7 @@ def rendered_tables(
 ) -> Iterator[pa.Table]:
     """Every row's request, as they come, with what it is to be sorted by."""
     render = renderer(task)
-    id_column = "custom_id" if task.kind is Kind.OPENAI else task.id_column
+    id_column = id_column_of(task)
     index = 0
     for batch in rows.batches(needed_columns(task, rows)):
         ids = [
@@ -198,6 +133,11 @@ def rendered_tables(
         yield table
         index += len(batch)
         on_rows(index)
+
+
+def id_column_of(task: Task) -> str | None:
+    """The column with the rows' own names, if there is one."""
+    return "custom_id" if task.kind is Kind.OPENAI else task.id_column
 
 
 def custom_id(value: object, row_index: int) -> str | None:

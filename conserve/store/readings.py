@@ -131,6 +131,13 @@ def row_order(task: str) -> str:
     return f"{order}:{seed}" if order == "random" else str(order)
 
 
+def read_task(settings: Settings, job_id: str) -> str:
+    """The JSON of a job's task."""
+    with opened(settings) as query:
+        rows = query("select task from job where id = :job_id", {"job_id": job_id}) if query else []
+    return str(rows[0][0])
+
+
 def untaken(settings: Settings, job_id: str) -> list[int]:
     """The positions of rows that came back and wait, and the one from which on no row was ever leased."""
     with opened(settings) as query:

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pytest
 
 from conserve.errors import InputError, UsageError
+from conserve.jobs.admission import HIGHEST, LOWEST
 from conserve.jobs.cells import Unreadable, in_microseconds, python_values
 from conserve.jobs.request_file import RequestFile, StoredRequest
-from conserve.jobs.submit import HIGHEST, LOWEST, submit
+from conserve.jobs.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store import home
 from conserve.store.store import Store

@@ -1,0 +1,177 @@
+"""`conserve run --dry-run` and `conserve submit --dry-run`: what would be sent, and whether it fits the model."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from conserve.cli import exits, output
+from conserve.cli.context import engine_flags
+from conserve.config import DEMO_MODEL, Settings
+from conserve.store.readings import JobReading, read_task
+
+if TYPE_CHECKING:
+    from conserve.jobs.preview import Preview
+    from conserve.jobs.rehearsal import Rehearsal, Tokens
+
+PROMPTS = ("messages", "prompt")  # fields of a body that are shown by themselves
+
+
+class Counter(NamedTuple):
+    """A tokenizer, or why there is none."""
+
+    tokens: "Tokens | None"
+    why_none: str = ""
+
+
+def rehearse_run(settings: Settings, jobs: Sequence[JobReading], flags: list[str], *, as_json: bool) -> int:
+    """Say what a run of these jobs would meet; returns 5 if rows cannot be answered, else 0."""
+    counter, found = asyncio.run(rehearsed(settings, jobs, flags))
+    for one in found:
+        for line in told(one, settings, counter):
+            output.say(line)
+    output.say("nothing was sent, and the queue is as it was")
+    if as_json:
+        output.data_json({"jobs": {one.job_id: document(one) for one in found}})
+    return exits.FAILED_ROWS if any(one.unrendered or one.too_long for one in found) else exits.DONE
+
+
+async def rehearsed(
+    settings: Settings, jobs: Sequence[JobReading], flags: list[str]
+) -> "tuple[Counter, list[Rehearsal]]":
+    """Make every request and count its prompt."""
+    from conserve.jobs.rehearsal import rehearse
+    from conserve.jobs.task import Task
+
+    counter = await counter_of(settings, flags)
+    try:
+        found = []
+        for job in jobs:
+            task = Task.from_json(read_task(settings, job.id))
+            found.append(await rehearse(settings, job, task, counter.tokens))
+        return counter, found
+    finally:
+        close = getattr(counter.tokens, "close", None)
+        if close is not None:
+            await close()
+
+
+async def counter_of(settings: Settings, flags: list[str]) -> Counter:
+    """The tokenizer of what is to answer."""
+    if settings.endpoint is None:
+        return local_counter(settings, settings.model, engine_flags(settings, flags))
+    if settings.endpoint.startswith("fake:"):
+        return Counter(None, "the fake endpoint has no tokenizer")
+    from conserve.endpoints.tokens import ServerTokens
+
+    model = None if settings.model == DEMO_MODEL else settings.model
+    return Counter(
+        await ServerTokens.ask(settings.endpoint, api_key=settings.api_key, model=model),
+        f"{settings.endpoint} has no /tokenize",
+    )
+
+
+def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> Counter:
+    """The tokenizer of a model on this machine."""
+    from conserve.engine.vllm.tokenizer import folder_tokens
+
+    tokens = folder_tokens(model, settings.models_folder, flags)
+    return Counter(tokens, f"no tokenizer of {model} is on this machine")
+
+
+def told(found: "Rehearsal", settings: Settings, counter: Counter) -> list[str]:
+    """What a run of one job would meet, in sentences."""
+    lines = [f"{found.job_id}: {output.count(found.rows, 'row')} to run"]
+    if found.longest is not None:
+        longest = f"the longest {found.longest.tokens:,} (row {found.longest.row_index:,})"
+        lines[0] += f", {found.prompt_tokens:,} prompt tokens, {longest}"
+    if found.unrendered:
+        lines.append(f"{found.job_id}: {found.unrendered:,} of them cannot be answered ({found.first_error})")
+    if (first := found.first_too_long) is not None and counter.tokens is not None:
+        verb = "is" if found.too_long == 1 else "are"
+        wanted = f" and wants {first.answer:,} more" if first.answer else ""
+        lines.append(
+            f"{found.job_id}: {found.too_long:,} of them {verb} too long for a context of "
+            f"{counter.tokens.context:,} tokens: row {first.row_index:,} has {first.tokens:,}{wanted}"
+        )
+    if found.cut_short:
+        lines.append(
+            f"{found.job_id}: {found.cut_short:,} answers may be cut short by the end of the context"
+        )
+    if uncounted := found.rows - found.unrendered - found.counted:
+        lines.append(
+            f"{found.job_id}: {output.count(uncounted, 'prompt')} could not be counted: {counter.why_none}"
+        )
+    return lines
+
+
+def document(found: "Rehearsal") -> dict[str, Any]:
+    """The same for JSON (docs/scripting.md)."""
+    values = asdict(found)
+    del values["job_id"]
+    return {**values, "longest": shown(found.longest), "first_too_long": shown(found.first_too_long)}
+
+
+def shown(length: Any) -> dict[str, Any] | None:
+    """A row's length for JSON."""
+    return None if length is None else length._asdict()
+
+
+async def lengths(previews: "Sequence[Preview]", counter: Counter) -> list[int | None]:
+    """Tokens of each prompt that can be counted."""
+    from conserve.jobs.rehearsal import prompt_tokens
+
+    if counter.tokens is None:
+        return [None] * len(previews)
+    return [
+        None if one.body is None else await prompt_tokens(one.url, one.body, counter.tokens)
+        for one in previews
+    ]
+
+
+def show_previews(
+    previews: "Sequence[Preview]", counter: Counter, params: Mapping[str, Any], *, as_json: bool
+) -> None:
+    """Print requests as they would be sent."""
+    tokens = asyncio.run(lengths(previews, counter))
+    for one, number in zip(previews, tokens, strict=True):
+        if as_json:
+            output.data_json(one._asdict() | {"tokens": number})
+        else:
+            output.data("\n".join(lines_of(one, number, params)))
+    given = ", ".join(f"{name} {json.dumps(value)}" for name, value in params.items())
+    output.say(f"{'with ' + given + '; ' if given else ''}nothing was queued")
+
+
+def lines_of(preview: "Preview", tokens: int | None, params: Mapping[str, Any]) -> list[str]:
+    """One request for people."""
+    head = f"row {preview.row_index:,}"
+    head += f", id {preview.custom_id}" if preview.custom_id is not None else ""
+    head += f", {output.count(tokens, 'token')}" if tokens is not None else ""
+    if preview.body is None:
+        return [f"{head} cannot be answered: {preview.error}"]
+    return [head, *(f"  {part}" for part in parts_of(preview.body, params))]
+
+
+def parts_of(body: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
+    """The messages or the prompt of a body, then the fields that only this row has."""
+    if "messages" in body:
+        parts = [spoken(message) for message in body["messages"]]
+    else:
+        parts = [labelled("prompt", body.get("prompt"))]
+    own = {name: value for name, value in body.items() if name not in (*PROMPTS, *params)}
+    return [*parts, *([labelled("with", own)] if own else [])]
+
+
+def spoken(message: Mapping[str, Any]) -> str:
+    """One message of a chat."""
+    rest = {name: value for name, value in message.items() if name not in ("role", "content")}
+    said = labelled(str(message.get("role")), message.get("content"))
+    return f"{said} {json.dumps(rest, ensure_ascii=False)}" if rest else said
+
+
+def labelled(label: str, value: Any) -> str:
+    """Text behind its label, further lines below the first; what is no text is shown as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"{label}: {text}".replace("\n", "\n" + " " * (len(label) + 4))

@@ -1,0 +1,78 @@
+"""Token counts by the server that is to answer: vLLM's /tokenize."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import httpx
+
+from conserve.endpoints.discovery import served_models
+
+ANSWER_S = 60.0
+FIELDS = ("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+          "continue_final_message", "add_special_tokens")  # fmt: skip
+"""Fields of a chat that decide what its prompt is."""
+
+
+class ServerTokens:
+    """Asks a server how long prompts are; `context` is what it says of its model."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str, context: int | None) -> None:
+        self._client = client
+        self.model, self.context = model, context
+
+    @classmethod
+    async def ask(
+        cls,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> Self:
+        """Find out what the server serves; raises `EndpointUnusable` where none answers."""
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        client = httpx.AsyncClient(
+            base_url=base_url.rstrip("/").removesuffix("/v1"),
+            headers=headers,
+            timeout=ANSWER_S,
+            transport=transport,
+        )
+        try:
+            name = model or (await served_models(client))[0]
+            return cls(client, name, await context_of(client, name))
+        except BaseException:
+            await client.aclose()
+            raise
+
+    async def of_text(self, text: str, *, special: bool) -> int | None:
+        """Tokens of a prompt; None where the server does not count."""
+        return await self._count({"prompt": text, "add_special_tokens": special})
+
+    async def of_chat(self, body: Mapping[str, Any]) -> int | None:
+        """Tokens of a chat by the model's chat template; None where the server does not count."""
+        return await self._count({name: body[name] for name in FIELDS if body.get(name) is not None})
+
+    async def _count(self, body: dict[str, Any]) -> int | None:
+        try:
+            answer = await self._client.post("/tokenize", json={"model": self.model, **body})
+            if answer.status_code != httpx.codes.OK:
+                return None
+            told = answer.json()
+            self.context = self.context or int(told.get("max_model_len") or 0) or None
+            return int(told["count"])
+        except (httpx.HTTPError, AttributeError, KeyError, TypeError, ValueError):
+            return None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+
+async def context_of(client: httpx.AsyncClient, model: str) -> int | None:
+    """What the server's list of models says of this one's context; None where it does not."""
+    try:
+        entries = (await client.get("/v1/models")).json()["data"]
+        lengths = [entry.get("max_model_len") for entry in entries if entry["id"] == model]
+        return int(lengths[0]) if lengths and lengths[0] else None
+    except (httpx.HTTPError, AttributeError, KeyError, TypeError, ValueError):
+        return None
