@@ -126,6 +126,7 @@ class CorrectedModel:
         self._seen = start.seen
         profiled = list(residuals)
         self._residuals = deque(start.residuals or profiled, maxlen=WINDOW)
+        self._off: deque[float] = deque(maxlen=WINDOW)
         self._longest_ms = max((r.predicted_ms for r in (*profiled, *start.residuals)), default=inf)
         self._scale = exp(self._log_scale)
         self._margins: dict[int, float] = {}  # by time, in steps of a quarter of its logarithm
@@ -151,6 +152,11 @@ class CorrectedModel:
     def error(self) -> float:
         """Mean relative error of recent predictions, each made before its iteration was seen."""
         return self._error
+
+    @property
+    def off(self) -> list[float]:
+        """|predicted / actual - 1| of the last iterations, each predicted before it was seen."""
+        return list(self._off)
 
     @property
     def correction(self) -> Correction:
@@ -182,7 +188,9 @@ class CorrectedModel:
         residual = ms / predicted
         self._seen += 1
         forget = 1 - 0.5 ** (1 / HALF_LIFE)
-        self._error += max(forget, 1 / self._seen) * (abs(1 / residual - 1) - self._error)
+        off = abs(1 / residual - 1)
+        self._off.append(off)
+        self._error += max(forget, 1 / self._seen) * (off - self._error)
         step = max(-LARGEST_STEP, min(LARGEST_STEP, log(residual)))
         bound = log(LARGEST_SCALE)
         self._log_scale = max(-bound, min(bound, self._log_scale + forget * step))

@@ -21,6 +21,21 @@ class LatencyModel(Protocol):
         """
 
 
+class Timeless:
+    """Implements `LatencyModel` where nothing is known: for plans that bound no time."""
+
+    def predict(self, batch: Batch) -> float:
+        """Zero."""
+        return 0.0
+
+    def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:
+        """All of it."""
+        return request.tokens
+
+
+TIMELESS = Timeless()
+
+
 class Parabola(NamedTuple):
     """``curve * p^2 + slope * p + offset`` milliseconds, where one request brings p tokens."""
 

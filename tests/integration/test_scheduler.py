@@ -51,6 +51,7 @@ class Recording:
     def __init__(self, policy: Any) -> None:
         self.policy = policy
         self.decides = policy.decides
+        self.holds_offline = policy.holds_offline
         self.spares_offline = policy.spares_offline
         self.seen: Any = None
         self.said: Any = None
@@ -352,6 +353,74 @@ def test_a_last_token_under_way_does_not_let_offline_requests_in(make: Make, asy
         while history.live:
             history.step(ahead=int(asynchronous))
     assert all(request.num_computed_tokens == 0 for request in offline)
+
+
+def unprofiled(make: Make, policy: str, **flags: Any) -> Any:
+    """An engine that has not learned how long iterations take."""
+    return make(policy, slo={**SLO, "model": None}, **flags)
+
+
+@pytest.mark.parametrize("blocks", [40, 4096])
+def test_online_only_means_online_only_without_a_latency_model_too(make: Make, blocks: int) -> None:
+    engine = unprofiled(make, "priority", blocks=blocks, max_num_seqs=4)
+    offline = [engine.add(200, 50, offline=True) for _ in range(3)]
+    engine.step()
+    engine.scheduler.conserve({"policy": "online-only"})
+    assert engine.scheduler.conserve()["latency_model"] is None
+    computed = [request.num_computed_tokens for request in offline]
+    offline += [engine.add(100, 50, offline=True) for _ in range(2)]
+    online = [engine.add(150, 6) for _ in range(4)]
+    while not all(request.is_finished() for request in online):
+        scheduled = set(engine.step().num_scheduled_tokens)
+        assert scheduled
+        assert scheduled <= set(names(online))
+    assert not engine.step().num_scheduled_tokens
+    assert not engine.scheduler.has_requests() or engine.scheduler.has_finished_requests()
+    assert all(
+        now <= before for now, before in zip((r.num_computed_tokens for r in offline), computed, strict=False)
+    )
+
+
+def test_a_request_that_is_named_like_the_warm_up_is_one_like_others(make: Make) -> None:
+    engine = make("online-only")
+    row = engine.request(100, offline=True)
+    row.request_id = "conserve-warm-up-1"
+    engine.scheduler.add_request(row)
+    assert not engine.step().num_scheduled_tokens
+    live = engine.request(100)
+    live.request_id = "conserve-warm-up-2"
+    engine.scheduler.add_request(live)
+    engine.step()
+    assert engine.scheduler.conserve()["online"]["requests"] == 1
+
+
+def test_an_iteration_that_vllm_composes_alone_is_online_only_too(make: Make) -> None:
+    """After a plan under which nothing was computed vLLM has an iteration to itself."""
+    engine = make("conserve")
+    offline = [engine.add(100, 50, offline=True) for _ in range(2)]
+    engine.step()
+    engine.scheduler.conserve({"policy": "online-only"})
+    offline.append(engine.add(100, 50, offline=True))
+    online = [engine.add(300, 6) for _ in range(2)]
+    engine.scheduler._stalled = True
+    assert set(engine.step().num_scheduled_tokens) == set(names(online))
+    engine.scheduler._stalled = True
+    assert set(engine.step().num_scheduled_tokens) == set(names(online))
+    history = [engine.step() for _ in range(8)]
+    assert not set(names(offline)) & {name for output in history for name in output.num_scheduled_tokens}
+    engine.scheduler.conserve({"policy": "conserve"})
+    assert set(engine.step().num_scheduled_tokens) == set(names(offline))
+
+
+def test_the_report_says_which_model_plans_and_how_far_off_it_was(make: Make) -> None:
+    engine = make("conserve")
+    engine.add(100, 20, offline=True)
+    for _ in range(10):
+        engine.step()
+    model = engine.scheduler.conserve()["latency_model"]
+    assert (model["name"], model["source"]) == ("conserve", "profile")
+    assert model["off"]["iterations"] == 10
+    assert 0 <= model["off"]["p50"] <= model["off"]["p99"] < 0.01  # iterations take what the model says
 
 
 def test_online_only_frees_shared_memory_without_letting_offline_requests_run(make: Make) -> None:

@@ -19,6 +19,7 @@ class Conserve:
     """Every iteration as full as the SLO allows (conserve-2026 section 4.2, conserve-2024 section 4.5)."""
 
     decides = True
+    holds_offline = False
     spares_offline = False
 
     def plan(self, view: View) -> Plan:

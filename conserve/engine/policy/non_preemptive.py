@@ -8,6 +8,7 @@ class NonPreemptive:
     """Conserve-2026 section 6.1: low priority without preemption."""
 
     decides = False
+    holds_offline = False
     spares_offline = True
 
     def plan(self, view: View) -> Plan | None:

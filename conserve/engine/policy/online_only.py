@@ -12,6 +12,7 @@ class OnlineOnly:
     """What an engine without offline work would do; its requests wait, and give up memory when asked."""
 
     decides = True
+    holds_offline = True
     spares_offline = False
 
     def plan(self, view: View) -> Plan:

@@ -12,6 +12,7 @@ class Paced:
     """All requests are equal; the TBT of the SLO bounds each iteration."""
 
     decides = True
+    holds_offline = False
     spares_offline = False
 
     def plan(self, view: View) -> Plan:

@@ -30,6 +30,7 @@ class Policy(Protocol):
     """Composes iterations."""
 
     decides: bool  # False: vLLM's own schedule, and `plan` is not asked
+    holds_offline: bool  # offline requests never run, with a latency model or without
     spares_offline: bool  # vLLM takes memory back from who was admitted last, not from offline requests
 
     def plan(self, view: View) -> Plan | None:

@@ -8,6 +8,7 @@ class Priority:
     """Offline requests wait behind online ones and are the first to lose their memory; no SLO is known."""
 
     decides = False
+    holds_offline = False
     spares_offline = False
 
     def plan(self, view: View) -> Plan | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from conserve.engine.policy.plan import Plan
+from conserve.engine.runtime.traffic import quantiles
 from conserve.engine.vllm.pacing import Installed
 from conserve.engine.vllm.warm_up import WarmUp
 from conserve.profiles.batch import Batch, Slice
@@ -40,6 +41,7 @@ class Iterations:
         self.worth = Worth.by(installed.model) if installed.model is not None else Worth()
         self.counted = self.planned = self.overruns = 0
         self._correction_file = installed.correction_file
+        self._source = installed.source
         self._surcharge_ms: float | None = None
         self._under_way: dict[int, Scheduled] = {}  # by id() of vLLM's SchedulerOutput
         self._ended = 0.0
@@ -97,11 +99,18 @@ class Iterations:
             self.model, self.warm_up, self.worth = model, None, Worth.by(model)
 
     def described(self) -> dict[str, Any] | None:
-        """The latency model as it is now, for JSON; None while there is none."""
+        """The latency model as it is now and how far off it was, for JSON; None while there is none."""
         linear = self.model.model if self.model is not None else None
         if self.model is None or not isinstance(linear, LinearModel):
             return None
-        return {"name": linear.name, "coefficients": linear.coefficients, "scale": self.model.scale}
+        off = sorted(self.model.off)
+        return {
+            "name": linear.name,
+            "source": self._source,
+            "coefficients": linear.coefficients,
+            "scale": self.model.scale,
+            "off": {"iterations": len(off), **quantiles(off)},
+        }
 
     def report(self) -> dict[str, Any]:
         """Counts since the start, for JSON."""

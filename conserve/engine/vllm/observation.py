@@ -13,13 +13,13 @@ from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Slo, View
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.iterations import Iterations
 from conserve.engine.vllm.lanes import is_online
+from conserve.profiles.model import LatencyModel
 
 MOST_PASSED = 32  # waiting requests whose restore has to wait, before others are not looked at either
 
 
-def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) -> View:
+def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo, model: LatencyModel) -> View:
     """The requests that could compute something next, and the room for them."""
-    assert iterations.model is not None
     manager = scheduler.kv_cache_manager
     kind = manager.coordinator.single_type_managers[0]
     blocks_of = kind.req_to_blocks
@@ -75,7 +75,7 @@ def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo) 
             now,
         ),
         queued_online=len(scheduler.waiting.online),
-        model=iterations.model,
+        model=model,
         slo=slo,
         prompt_tokens=typical,
         arrivals_per_s=traffic.arrivals_per_s(now=moment),

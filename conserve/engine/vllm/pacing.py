@@ -21,7 +21,9 @@ from conserve.profiles.profile import MODELS, KVCopy
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+WARM_UP = "warm-up"
 AUTO = "auto"  # no profile: learn from the warm-up
+PROFILE_COMMAND = "conserve profile --served MODEL FLAGS"
 SECTION = "conserve"  # our part of vLLM's additional_config
 SCHEDULER = "conserve.engine.vllm.scheduler.CoServingScheduler"
 CONNECTOR = "CheckpointConnector"
@@ -70,6 +72,7 @@ class Pacing:
             "control": self.control,
             "preemption": self.preemption,
             "safepoint_every": self.safepoint_every,
+            "command": self.command,
             **self.source(config),
         }
         config.additional_config = {**config.additional_config, SECTION: section}
@@ -89,6 +92,7 @@ class Pacing:
             "coefficients": found.models[found.best].coefficients,
             "residuals": found.models[found.best].residuals,
             "of": found.stamp,
+            "profile_name": found.name,
             "block_ms": block_ms(found.kv_copies),
             "correction": str(book.correction_path(found.name, key)),
             "keep_correction": self.keep_correction,
@@ -102,6 +106,7 @@ class Installed:
     policy: str
     slo: Slo
     model: CorrectedModel | None  # None until the warm-up was seen
+    source: str = WARM_UP  # of the model
     correction_file: Path | None = None
     preemption: str = OFF
     safepoint_every: int | None = None
@@ -128,6 +133,7 @@ class Installed:
             policy=policy,
             slo=slo,
             model=corrected,
+            source=f"profile {section['profile_name']}" if section.get("profile_name") else "profile",
             correction_file=file,
             preemption=preemption,
             safepoint_every=every,
@@ -150,7 +156,7 @@ def slo_of(promises: Mapping[str, float | None]) -> Slo:
     return Slo(**{name: inf if ms is None else ms for name, ms in promises.items()})
 
 
-def written(section: Mapping[str, Any], command: str = "conserve profile --served MODEL FLAGS") -> Pacing:
+def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacing:
     """The wishes in `--additional-config '{"conserve": {...}}'`."""
     unknown = set(section) - set(WRITTEN)
     if unknown:

@@ -35,6 +35,7 @@ from conserve.engine.vllm.preemptions import Preemptions
 from conserve.engine.vllm.stamp import outcome_of
 from conserve.engine.vllm.warm_up import is_warm_up
 from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.model import TIMELESS
 
 SHORT_PROMPT = 128  # tokens
 RESTORES_PAUSE = 8  # iterations
@@ -136,7 +137,7 @@ class CoServing:
         self.preemptions.arrived(request.request_id)
         if surcharged(request):
             self._with_logprobs.add(request.request_id)
-        if is_warm_up(request.request_id):
+        if self._warms_up(request):
             return
         if is_online(request):
             at = time.monotonic() - (time.time() - request.arrival_time)
@@ -146,7 +147,7 @@ class CoServing:
 
     def arriving(self, request: Request) -> None:
         """Called in vLLM's I/O thread, while the model runs, for a request that `add_request` will bring."""
-        if is_online(request) and not is_warm_up(request.request_id):
+        if is_online(request) and not self._warms_up(request):
             arrived = time.monotonic() - (time.time() - request.arrival_time)
             self.preemptions.arriving(request, ttft_promise(request), arrived=arrived)
 
@@ -160,7 +161,7 @@ class CoServing:
 
     def has_requests(self) -> bool:
         """Whether vLLM should go on stepping; not for requests that the policy holds out for good."""
-        if self._policy_name == "online-only" and len(self._offline) == len(self.requests):
+        if self._policy.holds_offline and len(self._offline) == len(self.requests):
             return bool(super().has_finished_requests())  # type: ignore[misc]
         return bool(super().has_requests())  # type: ignore[misc]
 
@@ -179,7 +180,8 @@ class CoServing:
         started = time.monotonic()
         plan = self._plan()
         if self.checkpoints is not None:
-            self.checkpoints.predicted_ms = plan.predicted_ms if plan is not None and plan.tokens else None
+            timed = plan is not None and plan.tokens and self._iterations.model is not None
+            self.checkpoints.predicted_ms = plan.predicted_ms if plan is not None and timed else None
         if plan is None:
             output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._unplanned += 1
@@ -230,6 +232,10 @@ class CoServing:
             "tbt_ms": model.predict(Batch.of([Slice(1, SHORT_PROMPT, True)])),
         }
 
+    def _warms_up(self, request: Request) -> bool:
+        """True for a request of the warm-up; later a client may have named its own like that."""
+        return self._iterations.warm_up is not None and is_warm_up(request.request_id)
+
     def _end_warm_up(self) -> None:
         if self._iterations.warm_up is not None and not any(map(is_warm_up, self.requests)):
             self._iterations.end_warm_up()
@@ -237,18 +243,28 @@ class CoServing:
     def _plan(self) -> Plan | None:
         if self._iterations.warm_up is not None and not all(map(is_warm_up, self.requests)):
             self._iterations.end_warm_up()
-        if (
-            self._iterations.model is None
-            or self._stalled
-            or not self._policy.decides
-            or not (self._offline or self._policy_name == "paced")
-        ):
-            self._stalled = False
-            self._reserve(0)
-            return None
-        view = observe(self, self._iterations, self._traffic, self._slo)
-        self._reserve(view.reserved_blocks)
-        return self._policy.plan(view)
+        policy, model = self._policy, self._iterations.model
+        decides = policy.decides and (self._offline or self._policy_name == "paced")
+        stalled, self._stalled = self._stalled, False
+        if not decides or (model is None and not policy.holds_offline):
+            plan = None
+        elif stalled:
+            plan = self._online_alone() if policy.holds_offline else None
+        else:
+            view = observe(self, self._iterations, self._traffic, self._slo, model or TIMELESS)
+            self._reserve(view.reserved_blocks)
+            return policy.plan(view)
+        self._reserve(0)
+        return plan
+
+    def _online_alone(self) -> Plan:
+        """An iteration that vLLM composes as it likes, of online requests."""
+        waiting = [request.request_id for request in self.waiting.online]
+        running = [request.request_id for request in self.running if is_online(request)]
+        whole = Batch.of([Slice(self._most_tokens, 0)])
+        return Plan(
+            tokens=dict.fromkeys([*running, *waiting], self._most_tokens), batch=whole, admitted=waiting
+        )
 
     def _reserve(self, blocks: int) -> None:
         if self.checkpoints is not None:
