@@ -29,6 +29,8 @@ class Settings:
     """OpenAI-compatible server to use instead of the embedded engine."""
     api_key: str | None = None
     """Bearer token for `endpoint`."""
+    harvest_key: str | None = None
+    """The harvester's key of a server that co-serves: its rows may go on from saved tokens."""
     models: Path | None = None
     """Folder of the converted demo model; the platform's cache folder unless set."""
     engine_args: str = ""

@@ -177,6 +177,9 @@ class Deployment:
         if answer.status_code == httpx.codes.OK:
             said: dict[str, Any] = answer.json()
             return said
-        hint = "; start the server with: conserve serve MODEL --allow-control"
+        hint = (
+            "; start the server with: conserve serve MODEL --allow-control, "
+            "and set CONSERVE_HARVEST_KEY here and there if it has an API key"
+        )
         why = f"{answer.url} answered {answer.status_code}: {answer.text[:200]}"
         raise EndpointUnusable(why + (hint if answer.status_code in (403, 404) else ""))

@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from conserve.cli import output
-from conserve.cli.serve import harvester_command, server_command
+from conserve.cli.serve import harvester_command, keyed, server_command
 from conserve.config import Settings
 from conserve.engine.policy.policies import CONSERVE
 from conserve.errors import EndpointUnusable
@@ -54,7 +54,7 @@ async def on_server(
     from conserve.bench.sizing import judge, size
 
     endpoint = endpoint.rstrip("/").removesuffix("/v1")
-    deployment = Deployment(endpoint, api_key=settings.api_key)
+    deployment = Deployment(endpoint, api_key=settings.harvest_key or settings.api_key)
     try:
         before, engine = await deployment.regime(), await deployment.engine()
         if CONSERVE in design.policies and (why := await deployment.why_not_preempted()):
@@ -91,7 +91,7 @@ async def on_own_server(
     overload: bool,
 ) -> Measured:
     """Start a server and a harvester with offline rows of its own, and compare on it."""
-    port = free_port()
+    port, settings = free_port(), keyed(settings)
     enqueue_rows(settings, preset, design.seed)
     async with serving(settings, section, flags, preset, port) as service:
         pin(service, preset)

@@ -34,6 +34,12 @@ class Context:
             store.close()
 
 
+def bearer(settings: Settings) -> dict[str, str]:
+    """The header for a server's own routes, with whichever key there is."""
+    key = settings.api_key or settings.harvest_key
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
     """What a command was given, and the vLLM flags behind it; no job id or model begins with a dash."""
     first_flag = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))

@@ -69,6 +69,7 @@ def harvest(
         model=model,
         endpoint=endpoint,
         api_key=api_key,
+        harvest_key=api_key,  # a flag wins over a variable
         lease_s=lease_s,
         max_attempts=max_attempts,
         utility=utility,
@@ -158,7 +159,7 @@ def server(settings: Settings, window: int | None) -> "Endpoint":
 
     return HttpEndpoint(
         address,
-        api_key=settings.api_key,
+        api_key=settings.harvest_key or settings.api_key,
         model=None if settings.model == DEMO_MODEL else settings.model,
         most_rows=window,
         considerate=True,

@@ -3,6 +3,7 @@
 from typing import Any
 
 from conserve.cli import output
+from conserve.cli.context import bearer
 from conserve.config import Settings
 from conserve.jobs.services import Running, running
 
@@ -20,8 +21,7 @@ def ask(server: Running, settings: Settings) -> dict[str, Any]:
     import urllib.error
     import urllib.request
 
-    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    request = urllib.request.Request(f"{server.url}/v1/conserve", headers=headers)
+    request = urllib.request.Request(f"{server.url}/v1/conserve", headers=bearer(settings))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=ANSWER_S) as answer:
@@ -51,10 +51,29 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             f"  online   TTFT {pair(online['ttft_ms'], slo['ttft_ms'])}, "
             f"TBT {pair(online['tbt_ms'], slo['tbt_ms'])}, {attained(online['attainment'])}",
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
+            *predicted(server),
             *preempted(server.get("preemption"), offline["tokens"]),
             *checkpointed(server.get("checkpoint")),
         ]
     return [*shown, ""] if shown else []
+
+
+def predicted(server: dict[str, Any]) -> list[str]:
+    """Which latency model plans iterations, and how far off it was; a line, or none for an older server."""
+    if "latency_model" not in server:
+        return []
+    model = server["latency_model"]
+    if model is None:
+        held = server["policy"] == "online-only"
+        return ["  no latency model" + ("" if held else ": no SLO is kept until there is one")]
+    if "source" not in model:
+        return []
+    off = model["off"]
+    share = f", off by {off['p50']:.0%}, P99 {off['p99']:.0%}, of the last" if off["iterations"] else ""
+    seen = (
+        f"{share} {output.count(off['iterations'], 'iteration')}" if share else ", no iteration compared yet"
+    )
+    return [f"  model    {model['name']} from the {model['source']}{seen}"]
 
 
 def preempted(said: dict[str, Any] | None, offline_tokens: float) -> list[str]:

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.context import Context, engine_flags
+from conserve.cli.context import Context, bearer, engine_flags
 from conserve.cli.options import Utility
+from conserve.cli.serve_notices import open_to_all, warnings
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS, HOST_BYTES, policy_named
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.policy.preemption import OFF
+from conserve.engine.runtime.front import BODY_BYTES, CONNECTIONS, HARVEST_KEY, Front
 from conserve.errors import SettingsError
 from conserve.jobs.services import announce
 
@@ -34,6 +36,7 @@ conserve serve smollm2-demo --ttft-slo 1500ms --tbt-slo 150ms
 conserve serve Qwen/Qwen2.5-7B-Instruct --ttft-slo 1s --tbt-slo 100ms --max-model-len 8192
 conserve submit nightly.parquet --prompt "{{ q }}"
 """
+VLLMS_KEY = "VLLM_API_KEY"
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # as in the engine's plug-in, which is not imported here
 SPILL_S = 60.0  # that it may take to write KV of rows in flight
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
@@ -89,6 +92,15 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(help="Bearer token that clients must send (CONSERVE_API_KEY).")
     ] = None,
+    open_metrics: Annotated[
+        bool, typer.Option("--open-metrics", help="Answer /metrics without a key.")
+    ] = False,
+    max_body: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest body of a request.")
+    ] = f"{BODY_BYTES >> 20}MiB",
+    max_connections: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most connections at once.")
+    ] = CONNECTIONS,
     harvest: Annotated[bool, typer.Option(help="Drain the job queue of this store.")] = True,
     utility: Utility = None,
     allow_control: Annotated[
@@ -111,7 +123,10 @@ def serve(
     from conserve.engine.service import Service
 
     context: Context = ctx.obj
-    settings = context.settings(model=words[0], api_key=api_key, utility=utility)
+    settings = keyed(context.settings(model=words[0], api_key=api_key, utility=utility))
+    front = Front(
+        body_bytes=size_bytes("--max-body", max_body), connections=max_connections, open_metrics=open_metrics
+    )
     section = {
         "policy": policy,
         "ttft_slo_ms": milliseconds("--ttft-slo", ttft_slo),
@@ -125,11 +140,14 @@ def serve(
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
     require_free(host, port)
-    refuse_ours(words[1:])
+    flags = engine_flags(settings, words[1:])
+    refuse_ours(flags)
     checkpoint = kv_checkpoint or (ADAPTIVE if policy == SERVING[0] or allow_control else NO_CHECKPOINTS)
-    flags = checkpointing(engine_flags(settings, words[1:]), checkpoint, kv_host_memory, kv_spill)
+    flags = checkpointing(flags, checkpoint, kv_host_memory, kv_spill)
     flags += ["--host", host, "--port", str(port)]
-    server, lock = server_command(settings, section, flags, port), None
+    for notice in open_to_all(host, settings):
+        output.say(notice)
+    server, lock = server_command(settings, section, flags, port, front), None
     if kv_spill is not None:
         lock = claim(kv_spill)
         server = replace(server, environment={**server.environment, SUPERVISOR: secrets.token_hex(16)})
@@ -172,6 +190,8 @@ def require_free(host: str, port: int) -> None:
 def refuse_ours(flags: list[str]) -> None:
     """Raise for flags of vLLM that `conserve serve` decides, or that it cannot watch over."""
     ours = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
+    if any(flag.split("=")[0].replace("_", "-") == "--api-key" for flag in flags):
+        raise SettingsError("a key among vLLM's flags can be read by all; set CONSERVE_API_KEY instead")
     others = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
     for flag in flags:
         name = flag.split("=")[0].replace("_", "-")
@@ -212,14 +232,19 @@ def host_bytes(text: str | None) -> int:
     whole, _ = memory_bytes()
     if text is None:
         return min(HOST_BYTES, whole // 4)
-    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if found is None or not float(found[1]):
-        raise SettingsError(f"--kv-host-memory takes a size like 4GiB or 500MB, not {text!r}")
-    size = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+    size = size_bytes("--kv-host-memory", text)
     if size > whole:
         has = f"{whole / 2**30:.0f} GiB"
         raise SettingsError(f"--kv-host-memory {text} is more than the {has} of this machine; give less")
     return size
+
+
+def size_bytes(flag: str, text: str) -> int:
+    """A size with its unit, in bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise SettingsError(f"{flag} takes a size like 4GiB or 500MB, not {text!r}")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
 
 
 def milliseconds(flag: str, text: str | None) -> float | None:
@@ -232,19 +257,30 @@ def milliseconds(flag: str, text: str | None) -> float | None:
     return float(found[1]) * UNITS_MS[found[2]]
 
 
-def server_command(settings: Settings, section: dict[str, Any], flags: list[str], port: int) -> "Command":
+def keyed(settings: Settings) -> Settings:
+    """Settings with a harvester's key, made for this start unless given; without an API key, with none."""
+    api_key = settings.api_key or os.environ.get(VLLMS_KEY)
+    made = settings.harvest_key or secrets.token_urlsafe(32)
+    return replace(settings, api_key=api_key or None, harvest_key=made if api_key else None)
+
+
+def server_command(
+    settings: Settings, section: dict[str, Any], flags: list[str], port: int, front: Front | None = None
+) -> "Command":
     """vLLM's server with our plug-in."""
     from conserve.engine.service import Command, python
 
     log = os.environ.get("CONSERVE_ENGINE_LOG")
-    words = (settings.model, str(settings.models_folder), json.dumps(section), *flags)
+    limits = json.dumps((front or Front()).document())
+    words = (settings.model, str(settings.models_folder), json.dumps(section), limits, *flags)
     return Command(
         name="server",
         words=python("conserve.engine.vllm.server", *words),
-        # The key in the environment, since anybody may read a command line.
+        # Keys in the environment, since anybody may read a command line.
         environment={
             "CONSERVE_SERVED": "1",
-            **({"VLLM_API_KEY": settings.api_key} if settings.api_key else {}),
+            VLLMS_KEY: settings.api_key or "",
+            HARVEST_KEY: settings.harvest_key or "",
         },
         log=Path(log).expanduser() if log else settings.home / "serving" / f"{port}.log",
     )
@@ -255,9 +291,11 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "Command":
     from conserve.engine.service import Command, python
 
     # Its model is what the server serves, and its store is ours, whatever its surroundings say.
-    environment = {"CONSERVE_MODEL": DEMO_MODEL, "CONSERVE_STORE": settings.store_url}
-    if settings.api_key:
-        environment["CONSERVE_API_KEY"] = settings.api_key
+    environment = {
+        "CONSERVE_MODEL": DEMO_MODEL,
+        "CONSERVE_STORE": settings.store_url,
+        HARVEST_KEY: settings.harvest_key or "",
+    }
     what = ("harvest", "--endpoint", url, "--utility", str(settings.utility))
     words = ("--home", str(settings.home), *what, *more)
     return Command(name="harvester", words=python("conserve", *words), environment=environment)
@@ -293,7 +331,7 @@ async def spill(settings: Settings, server: "Command", url: str) -> None:
     """Before rows are withdrawn: have the server write their KV to disk, and say what came of it."""
     import httpx
 
-    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    headers = bearer(settings)
     headers[SUPERVISOR] = server.environment[SUPERVISOR]
     try:
         async with httpx.AsyncClient(timeout=SPILL_S, trust_env=False, headers=headers) as client:
@@ -306,40 +344,3 @@ async def spill(settings: Settings, server: "Command", url: str) -> None:
         output.say(f"KV of rows in flight is not kept: {why}")
     elif blocks:
         output.say(f"KV of rows in flight is kept: {output.count(blocks, 'block')}, {size / 1e6:,.0f} MB")
-
-
-async def warnings(settings: Settings, section: dict[str, Any], url: str) -> list[str]:
-    """What to say once the server serves: of an SLO that cannot be kept, of preemption that cannot be."""
-    import httpx
-
-    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    try:
-        async with httpx.AsyncClient(timeout=10.0, trust_env=False, headers=headers) as client:
-            said = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()
-            return [*too_tight(said["alone"], section), *not_preempted(said["preemption"], section)]
-    except (httpx.HTTPError, KeyError, ValueError):
-        return ["the server does not say how it does; is another plug-in in its way?"]
-
-
-def not_preempted(preemption: dict[str, Any], section: dict[str, Any]) -> list[str]:
-    """What to say of iterations that rows cannot leave although they were to."""
-    why = preemption["why_off"]
-    if not why or section.get("preemption") == OFF:
-        return []
-    return [f"live requests wait for the iteration under way, which rows cannot leave: {why}"]
-
-
-def too_tight(alone: dict[str, Any] | None, section: dict[str, Any]) -> list[str]:
-    """What to say of an SLO that the model cannot keep even alone."""
-    if not alone:
-        return []
-    found = []
-    for name, thing, rows in (
-        ("ttft", f"a prompt of {alone['prompt_tokens']} tokens", "rows run only while nobody is served"),
-        ("tbt", "a token", "rows run only while nobody is served"),
-    ):
-        slo_ms, alone_ms = section[f"{name}_slo_ms"], alone[f"{name}_ms"]
-        if slo_ms is not None and slo_ms < alone_ms:
-            takes = f"{thing} takes {alone_ms:.0f} ms on this machine with nothing beside it"
-            found.append(f"--{name}-slo {slo_ms:g}ms cannot be kept: {takes}; {rows}")
-    return found

@@ -44,13 +44,15 @@ class Server:
     most_rows: int  # at once
     priority: int | None = None  # that rows are sent with
     has_metrics: bool = False  # vLLM's
+    resumes: bool = False  # rows go on from saved tokens
     kv_cache: KvCache = field(default_factory=KvCache)
 
     def notice(self, base_url: str) -> str:
         """One sentence for the user."""
         if self.mode is Mode.COSERVING:
             behind = f"at most {self.most_rows} rows at once, behind live requests"
-            return f"{base_url} co-serves {one_line(self.model)}: {behind}"
+            key = "" if self.resumes else "; rows cut short start over, unless CONSERVE_HARVEST_KEY is set"
+            return f"{base_url} co-serves {one_line(self.model)}: {behind}{key}"
         kind = "stock vLLM" if self.has_metrics else "a server"
         how = f"with priority {self.priority}" if self.priority else "without priorities"
         by = "its metrics" if self.has_metrics else "the time that probe requests take"
@@ -80,7 +82,9 @@ async def discover(
         return Server(
             mode=Mode.COSERVING,
             model=found,
-            identity=ours.identity,
+            # Tokens saved with another key are not gone on from; so they are another's.
+            identity=ours.identity if ours.resumes else f"{ours.identity} from the beginning",
+            resumes=ours.resumes,
             most_rows=min(bears, most_rows or bears),
             priority=ours.offline_priority,
             kv_cache=await kv_cache(client),
@@ -154,6 +158,7 @@ class CoServing:
     identity: Annotated[str, Meta(max_length=4096, pattern="^[^\\x00]+$")]  # no database takes more
     max_num_seqs: Annotated[int, Meta(ge=1, le=1_000_000)]
     offline_priority: Whole
+    resumes: bool = True  # True if our key is the harvester's; servers without keys do not say
 
 
 async def coserving(client: httpx.AsyncClient) -> CoServing | None:

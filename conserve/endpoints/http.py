@@ -159,7 +159,7 @@ class HttpEndpoint:
     # One call.
 
     async def _complete(self, call: Call, on_tokens: OnTokens | None) -> Completion:
-        if on_tokens is not None and self._streams and self.server.mode is Mode.COSERVING:
+        if on_tokens is not None and self._streams and self.server.resumes:
             try:
                 return await self._in_pieces(call, on_tokens)
             except NotFaithful:

@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from conserve.cli import live
+from conserve.cli import live, serve_notices
 from conserve.cli import serve as serving
 from conserve.cli.app import app
+from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.vllm.flags import synchronous
 from conserve.errors import SettingsError
@@ -93,10 +95,10 @@ def test_policies_that_never_preempt_leave_vllms_worker_alone(
 
 
 def test_preemption_that_cannot_be_is_said_in_a_sentence_unless_it_was_not_wanted() -> None:
-    (sentence,) = serving.not_preempted({"why_off": WHY}, {})
+    (sentence,) = serve_notices.not_preempted({"why_off": WHY}, {})
     assert sentence == f"live requests wait for the iteration under way, which rows cannot leave: {WHY}"
-    assert serving.not_preempted({"why_off": None}, {}) == []
-    assert serving.not_preempted({"why_off": "it is switched off"}, {"preemption": "off"}) == []
+    assert serve_notices.not_preempted({"why_off": None}, {}) == []
+    assert serve_notices.not_preempted({"why_off": "it is switched off"}, {"preemption": "off"}) == []
 
 
 def test_a_server_schedules_ahead_only_where_the_user_says_so() -> None:
@@ -151,3 +153,122 @@ def test_status_says_what_became_of_kv() -> None:
     assert live.checkpointed(refused) == [line, f"  nothing from disk: {WHY}"]
     assert live.checkpointed({**counted, "policy": "off", "why_off": WHY}) == [f"  no KV checkpoints: {WHY}"]
     assert live.checkpointed(None) == []
+
+
+def test_status_says_which_model_plans_and_how_far_off_it_was() -> None:
+    model: dict[str, Any] = {
+        "name": "conserve", "source": "warm-up", "coefficients": {}, "scale": 1.0,
+        "off": {"iterations": 1000, "p50": 0.061, "p99": 0.314},
+    }  # fmt: skip
+    said = {**server(None), "latency_model": model}
+    assert live.lines([said])[3] == (
+        "  model    conserve from the warm-up, off by 6%, P99 31%, of the last 1,000 iterations"
+    )
+    model["off"] = {"iterations": 0, "p50": None, "p99": None}
+    assert live.lines([said])[3] == "  model    conserve from the warm-up, no iteration compared yet"
+    without = {**server(None), "latency_model": None}
+    assert live.lines([without])[3] == "  no latency model: no SLO is kept until there is one"
+    assert live.lines([{**without, "policy": "online-only"}])[3] == "  no latency model"
+    assert live.predicted({"policy": "conserve"}) == []
+    older = {"name": "conserve", "coefficients": {}, "scale": 1.0}
+    assert live.predicted({"policy": "conserve", "latency_model": older}) == []
+
+
+# Keys.
+
+
+def environments(settings: Settings) -> tuple[dict[str, str], dict[str, str]]:
+    """Of the server and the harvester."""
+    server = serving.server_command(settings, {"policy": "conserve"}, ["--port", "1"], 1)
+    harvester = serving.harvester_command(settings, "http://127.0.0.1:1")
+    for command in (server, harvester):
+        assert not any(
+            key and key in word for word in command.words for key in (settings.api_key, settings.harvest_key)
+        )
+    return dict(server.environment), dict(harvester.environment)
+
+
+def test_the_harvester_gets_a_key_of_its_own_that_no_command_line_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CONSERVE_API_KEY", "sesame")
+    first, second = (serving.keyed(load()) for _ in range(2))
+    assert first.harvest_key is not None
+    assert second.harvest_key is not None
+    assert first.harvest_key != second.harvest_key
+    assert len(first.harvest_key) >= 40
+    server, harvester = environments(first)
+    assert (server["VLLM_API_KEY"], server["CONSERVE_HARVEST_KEY"]) == ("sesame", first.harvest_key)
+    assert harvester["CONSERVE_HARVEST_KEY"] == first.harvest_key
+
+
+def test_a_harvesters_key_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSERVE_API_KEY", "sesame")
+    monkeypatch.setenv("CONSERVE_HARVEST_KEY", "open")
+    assert serving.keyed(load()).harvest_key == "open"
+
+
+def test_without_an_api_key_there_is_no_key_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setenv("CONSERVE_HARVEST_KEY", "open")
+    keyed = serving.keyed(load())
+    assert (keyed.api_key, keyed.harvest_key) == (None, None)
+    server, harvester = environments(keyed)
+    assert (server["VLLM_API_KEY"], server["CONSERVE_HARVEST_KEY"], harvester["CONSERVE_HARVEST_KEY"]) == (
+        "",
+        "",
+        "",
+    )
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    assert serving.keyed(load()).api_key == "sesame"
+
+
+def test_a_key_among_vllms_flags_is_refused() -> None:
+    for flag in ("--api-key", "--api_key=sesame"):
+        with pytest.raises(SettingsError, match="set CONSERVE_API_KEY instead"):
+            serving.refuse_ours([flag, "sesame"])
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "open_"),
+    [
+        ("127.0.0.1", None, False), ("localhost", None, False), ("::1", None, False), ("127.0.0.9", None, False),
+        ("0.0.0.0", None, True), ("::", None, True), ("10.0.0.1", None, True), ("gpu-7", None, True),
+        ("0.0.0.0", "sesame", False),
+    ],
+)  # fmt: skip
+def test_a_server_that_all_may_use_is_said_to_be_one(host: str, key: str | None, open_: bool) -> None:
+    settings = replace(load(), api_key=key)
+    said = serve_notices.open_to_all(host, settings)
+    assert len(said) == open_
+    assert all(host in sentence and "CONSERVE_API_KEY" in sentence for sentence in said)
+
+
+def test_a_policy_that_knows_no_slo_says_so() -> None:
+    section: dict[str, Any] = {"policy": "priority", "ttft_slo_ms": 1500.0, "tbt_slo_ms": None}
+    assert serve_notices.only_counted(section) == [
+        "--policy priority knows no SLO: --ttft-slo is counted, and not kept"
+    ]
+    assert serve_notices.only_counted({**section, "policy": "online-only"}) == []
+    assert serve_notices.only_counted({**section, "ttft_slo_ms": None}) == []
+
+
+def test_limits_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Sequence[str]] = []
+    command = serving.server_command
+
+    def catch(*arguments: Any) -> Any:
+        found.append(command(*arguments).words)
+        raise SettingsError("caught")
+
+    monkeypatch.setattr(serving, "server_command", catch)
+    monkeypatch.setattr(serving, "require_free", lambda host, port: None)
+    words = ["serve", "smollm2-demo", "--max-body", "1MB", "--max-connections", "7", "--open-metrics"]
+    CliRunner().invoke(app, words)
+    CliRunner().invoke(app, ["serve", "smollm2-demo"])
+    limits = [json.loads(next(word for word in words if "body_bytes" in word)) for words in found]
+    assert limits == [
+        {"body_bytes": 1_000_000, "connections": 7, "open_metrics": True},
+        {"body_bytes": 64 << 20, "connections": 4096, "open_metrics": False},
+    ]
+    assert CliRunner().invoke(app, ["serve", "smollm2-demo", "--max-body", "much"]).exit_code != 0

@@ -15,13 +15,18 @@ from fastapi import FastAPI, Response
 from prometheus_client.parser import text_string_to_metric_families
 
 from conserve.engine.policy.preemption import OFF, PREEMPTIONS
-from conserve.engine.vllm import plugin
+from conserve.engine.vllm import routes
+from conserve.engine.vllm.learning import require_model, scheduler_says
 from conserve.engine.vllm.metrics import COUNTS, Metrics
 from conserve.engine.vllm.plugin import Surface
+from conserve.engine.vllm.privileges import CALLER, SLO, Caller, Role
+from conserve.errors import ProfileMissing
 from tests import virtual_time
 
 SAID: dict[str, Any] = {
     "policy": "conserve",
+    "slo": {"ttft_ms": 1500.0, "tbt_ms": None},
+    "latency_model": {"name": "conserve"},
     "online": {"requests": 12, "attainment": 0.75},
     "offline": {"tokens": 3456, "tokens_per_s": 7.0},
     "iterations": 100,
@@ -85,7 +90,7 @@ def app_for(client: EngineClient, *, wait_s: float = 0.05) -> FastAPI:
         def attach_router(self, app: FastAPI) -> None:
             super().attach_router(app)
             app.router.routes.pop()
-            Metrics(plugin.scheduler_says, wait_s=wait_s).attach(app)
+            Metrics(scheduler_says, wait_s=wait_s).attach(app)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.plugins.load_endpoint_plugins", lambda tasks: [Quick()])
@@ -101,7 +106,7 @@ async def get(app: FastAPI, path: str) -> httpx.Response:
 async def post(app: FastAPI, content: Any) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         body = content if isinstance(content, str) else json.dumps(content)
-        return await client.post(plugin.PATH, content=body)
+        return await client.post(routes.PATH, content=body)
 
 
 def ours(answer: httpx.Response) -> dict[str, float]:
@@ -265,14 +270,14 @@ class SpillingEngine(EngineClient):
 def test_only_who_started_the_server_has_kv_written(
     secret: str, sent: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(plugin.SUPERVISOR, secret)
+    monkeypatch.setenv(routes.SUPERVISOR, secret)
     client = SpillingEngine()
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app_for(client)), base_url="http://server"
         ) as http:
-            return await http.post(plugin.SPILL_PATH, headers={plugin.SUPERVISOR: sent.encode()})
+            return await http.post(routes.SPILL_PATH, headers={routes.SUPERVISOR: sent.encode()})
 
     answered = virtual_time.run(ask())
     assert answered.status_code == status
@@ -281,3 +286,111 @@ def test_only_who_started_the_server_has_kv_written(
         assert client.asked == ["begin", "end", "end"]
     else:
         assert not client.asked
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/v1/embeddings", 404), ("GET", "/v2/none", 404), ("DELETE", "/metrics", 405)],
+)
+def test_what_the_server_lacks_is_refused_in_openais_form(method: str, path: str, status: int) -> None:
+    app = app_for(EngineClient())
+
+    async def go() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.request(method, path, json={})
+
+    answer = virtual_time.run(go())
+    assert answer.status_code == status
+    assert answer.json() == {
+        "error": {
+            "message": f"this server does not answer {method} {path}; GET /openapi.json lists its routes",
+            "type": "invalid_request_error", "param": None, "code": status,
+        }
+    }  # fmt: skip
+
+
+def test_the_server_says_whether_rows_may_go_on_with_the_key_that_asks() -> None:
+    app = app_for(EngineClient())
+    for caller, resumes in (
+        (None, True),
+        (Caller(role=Role.HARVESTER), True),
+        (Caller(role=Role.CLIENT), False),
+    ):
+        token = CALLER.set(caller)
+        assert virtual_time.run(get(app, routes.PATH)).json()["resumes"] is resumes
+        CALLER.reset(token)
+
+
+def test_the_guard_knows_the_slo_as_it_is_now() -> None:
+    app = app_for(EngineClient())
+    virtual_time.run(get(app, routes.PATH))
+    assert getattr(app.state, SLO) == 1500.0
+
+
+def test_an_slo_is_refused_where_there_is_no_latency_model() -> None:
+    client = EngineClient(lambda: {**SAID, "latency_model": None})
+    client.vllm_config.additional_config["conserve"]["command"] = "conserve profile --served tiny --seed 1"
+    app = app_for(client)
+    refused = virtual_time.run(post(app, {"slo": {"tbt_ms": 100}}))
+    assert refused.status_code == 409
+    message = refused.json()["error"]["message"]
+    assert message.startswith("--tbt-slo cannot be kept: this engine has no latency model")
+    assert message.endswith("measure one with: conserve profile --served tiny --seed 1")
+    assert client.asked == [None]
+    assert virtual_time.run(post(app, {"slo": {"tbt_ms": None}})).status_code == 200
+
+
+def test_an_engine_without_a_latency_model_starts_without_an_slo_alone() -> None:
+    unknown: dict[str, Any] = {"latency_model": None}
+    require_model(unknown, {"ttft_ms": None, "tbt_ms": None})
+    require_model(SAID, {"ttft_ms": 1.0, "tbt_ms": 1.0})
+    with pytest.raises(ProfileMissing, match=r"^--ttft-slo and --tbt-slo cannot be kept") as refused:
+        require_model(unknown, {"ttft_ms": 1.0, "tbt_ms": 1.0})
+    assert str(refused.value).endswith("measure one with: conserve profile --served MODEL FLAGS")
+
+
+class Learner(EngineClient):
+    """Has a latency model once it was asked so many times."""
+
+    def __init__(self, looks: int, runner_type: str = "generate") -> None:
+        super().__init__(lambda: {"latency_model": {"name": "conserve"} if len(self.asked) > looks else None})
+        self.vllm_config.model_config = Namespace(runner_type=runner_type)
+
+
+@pytest.mark.parametrize(("looks", "more"), [(0, 0), (3, 3)])
+def test_a_warm_up_goes_on_until_the_scheduler_has_a_model(
+    looks: int, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conserve.engine.vllm import learning
+    from conserve.engine.vllm.warm_up import Group, Growth, insist
+
+    served: list[Group] = []
+
+    async def serve(group: Group) -> None:
+        served.append(group)
+
+    async def warm_up(llm: Any, *, say: Any, known: Any) -> None:
+        await insist(Growth(seconds=1, longest=100, most=4), serve, known)
+
+    monkeypatch.setattr(learning, "warm_up", warm_up)
+    said: list[str] = []
+    virtual_time.run(learning.learn(Learner(looks), say=said.append))
+    assert len(served) == more
+    assert said == []
+
+
+def test_an_engine_that_learns_nothing_is_given_up_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from conserve.engine.vllm import learning
+
+    asked = []
+
+    async def warm_up(llm: Any, *, say: Any, known: Any) -> None:
+        asked.append(await known())
+
+    monkeypatch.setattr(learning, "warm_up", warm_up)
+    said: list[str] = []
+    virtual_time.run(learning.learn(Learner(10_000), say=said.append))
+    assert asked == [False]
+    assert said == ["the warm-up taught too little; the first requests go on with it"]
+    virtual_time.run(learning.learn(Learner(10_000, "pooling"), say=said.append))
+    assert asked == [False], "a model that generates nothing cannot be warmed up"

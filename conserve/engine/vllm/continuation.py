@@ -152,6 +152,33 @@ async def continued(
                 return
 
 
+def why_not(saved: object, prompt: object, params: SamplingParams, vocabulary: int) -> str | None:
+    """Why a generation with these parameters cannot go on from the saved tokens; None if it can.
+
+    `resumable` of endpoints/protocol.py says the same of request bodies, and why.
+    """
+    if not isinstance(saved, list) or not all(type(token) is int for token in saved):
+        return "it takes the token ids of one answer"
+    if not all(0 <= token < vocabulary for token in saved):
+        return f"a token id is not one of this model's {vocabulary:,}"
+    if not isinstance(prompt, dict) or not prompt.get("prompt_token_ids"):
+        return "the prompt has no token ids"
+    lost = {
+        "several choices": params.n != 1,
+        "logprobs": any(
+            (params.logprobs is not None, params.prompt_logprobs is not None, params.logprob_token_ids)
+        ),
+        "structured output": params.structured_outputs is not None,
+        "presence and frequency penalties": bool(params.presence_penalty or params.frequency_penalty),
+        "bad words": bool(params.bad_words),
+        "a thinking budget": params.thinking_token_budget is not None,
+        "repetition detection": params.repetition_detection is not None,
+        "a seed, unless the temperature is 0": params.seed is not None and params.temperature > 0,
+    }
+    found = next((name for name, asked in lost.items() if asked), None)
+    return None if found is None else f"an answer with {found} cannot go on from saved tokens"
+
+
 def _with_model_stops(params: SamplingParams, llm: AsyncLLM) -> SamplingParams:
     """As the engine completes parameters on arrival: the model's own end tokens stop too."""
     params = params.clone()

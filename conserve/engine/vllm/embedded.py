@@ -23,12 +23,12 @@ from conserve.engine.vllm.environment import (
 from conserve.engine.vllm.fingerprint import identity_of
 from conserve.engine.vllm.flags import parse_flags
 from conserve.engine.vllm.launch import Launch
+from conserve.engine.vllm.learning import PACE_FLAGS, learn, require_model, scheduler_says
 from conserve.engine.vllm.pacing import AUTO, Pacing
 from conserve.engine.vllm.phases import CONVERTING, IMPORTING, LEARNING, PROCESSES, Phases
 from conserve.engine.vllm.requests import Prepared, Prompt, prepare, rejection
 from conserve.engine.vllm.serving import Serving
 from conserve.engine.vllm.token_watch import in_flight
-from conserve.engine.vllm.warm_up import warm_up
 from conserve.errors import (
     ConserveError,
     EndpointUnavailable,
@@ -211,7 +211,9 @@ class _Engine:
                 raise EndpointUnusable(f"{name} does not generate text; name a model that does")
             if pacing is not None and pacing.profile == AUTO:
                 phases.begin(LEARNING)
-                await warm_up(llm, say=say)
+                await learn(llm, say=say)
+                if (said := await scheduler_says(llm, {})) is not None:
+                    require_model(said, said["slo"], pacing.command, flags=PACE_FLAGS)
             return cls(launch, Serving(llm, name))
         except BaseException:
             await launch.stop()

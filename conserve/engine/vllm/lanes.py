@@ -10,8 +10,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
-
-TTFT_ARGUMENT = "conserve_ttft_ms"  # in a request's vllm_xargs
+from conserve.engine.vllm.privileges import TTFT_ARGUMENT
 
 
 def is_online(request: Request) -> bool:

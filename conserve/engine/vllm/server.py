@@ -18,16 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conserve.engine.policy.preemption import OFF
+from conserve.engine.runtime.front import HARVEST_KEY, Front
 from conserve.engine.vllm.compat import require_engine
 from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
 from conserve.engine.vllm.environment import gist, prepare_environment, quiet_warnings
 from conserve.engine.vllm.flags import cpu_defaults, synchronous
 from conserve.engine.vllm.pacing import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
+from conserve.engine.vllm.privileges import API_KEY, Keys
 from conserve.errors import ConserveError, ProfileMissing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+MOST_DESCRIPTORS = 65_535  # to which vLLM raises the limit if it may
 DRAIN_S = 30  # that requests under way have after SIGTERM
 
 
@@ -98,6 +101,38 @@ def settle_profile(args: Namespace, flags: Sequence[str], section: dict[str, Any
     args.worker_cls = config.parallel_config.worker_cls
 
 
+def put_in_front(args: Namespace, front: Front) -> None:
+    """Guard every route with our middleware. vLLM's own, which guards some, is given the same keys."""
+    from conserve.engine.vllm.guard import FRONT, GUARD, KEYS
+
+    given = [key for key in (args.api_key or [os.environ.get(API_KEY)]) if key]
+    harvester = os.environ.get(HARVEST_KEY)
+    args.api_key = [*given, harvester] if given and harvester else given or None
+    args.middleware = [*args.middleware, GUARD]  # the last is the outermost
+    setattr(args, FRONT, front)
+    setattr(args, KEYS, Keys.of(args.api_key, os.environ))
+
+
+def http_protocol(front: Front) -> type[asyncio.Protocol]:
+    """uvicorn's protocol with a bound on connections."""
+    from conserve.engine.vllm.connections import affordable, bounded
+
+    return bounded(affordable(front.connections, descriptors()))
+
+
+def descriptors() -> int:
+    """File descriptors that this process may open, after it has raised its limit as vLLM would."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_DESCRIPTORS
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
+
+
 def allow_plugin() -> None:
     """Name our endpoint plug-in to vLLM, which loads none that is not named; leave the others in."""
     chosen = os.environ.get("VLLM_PLUGINS")
@@ -110,9 +145,9 @@ def allow_plugin() -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Serve until SIGTERM; returns the exit code. The words: model, models' folder, our section, flags."""
-    model, models_folder, section_json, *flags = words
-    section = json.loads(section_json)
+    """Serve until SIGTERM; returns the exit code. The words: model, models' folder, our section, `Front`, flags."""
+    model, models_folder, section_json, front_json, *flags = words
+    section, front = json.loads(section_json), Front.of(json.loads(front_json))
     try:
         require_engine()
         offline = model == DEMO_MODEL or Path(model).exists()
@@ -121,6 +156,7 @@ def main(words: Sequence[str]) -> int:
         allow_plugin()
         args = arguments(model, flags, section, models_folder=Path(models_folder))
         settle_profile(args, flags, section, f"conserve profile --served {shlex.join([model, *flags])}")
+        put_in_front(args, front)
     except ConserveError as error:
         print(f"conserve: {error}", file=sys.stderr)
         return error.exit_code
@@ -132,7 +168,11 @@ def main(words: Sequence[str]) -> int:
         return 1
     from vllm.entrypoints.launchers.api_server.entry import run_server
 
-    asyncio.run(run_server(args))
+    try:
+        asyncio.run(run_server(args, http=http_protocol(front)))
+    except ConserveError as error:  # an SLO without a latency model
+        print(f"conserve: {error}", file=sys.stderr)
+        return error.exit_code
     return 0
 
 

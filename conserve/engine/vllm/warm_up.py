@@ -29,6 +29,7 @@ LONGEST_PROMPT = 3000
 MOST_TOGETHER = 32
 LEAST_SAMPLES = 4 * len(ConServeModel.terms)
 LEAST_PREFILLS = 2 * len(ConServeModel.terms)  # of these, iterations with a prompt in them
+MOST_MORE = 4 * LEAST_SAMPLES  # groups after the end, for an engine that has no model by then
 FIRST_TOKENS = 16  # prompt tokens of the first group
 GROWTH = 4  # times as many tokens in a group as in any before, at most
 GROUP_SHARE = 0.2  # of the time, for the largest group
@@ -167,8 +168,17 @@ async def grow(
         growth.served(group, clock() - now)
 
 
-async def warm_up(llm: AsyncLLM, *, say: Callable[[str], None], seconds: float = WARM_UP_S) -> None:
-    """Have the engine serve random requests, a few at a time, of all sizes that it is fast enough for."""
+async def warm_up(
+    llm: AsyncLLM,
+    *,
+    say: Callable[[str], None],
+    seconds: float = WARM_UP_S,
+    known: Callable[[], Awaitable[bool]] | None = None,
+) -> None:
+    """Have the engine serve random requests, a few at a time, of all sizes that it is fast enough for.
+
+    `known` says whether the scheduler has a model; until it does the warm-up goes on, within reason.
+    """
     dice, config = random.Random(0), llm.vllm_config
     growth = Growth(
         seconds=seconds,
@@ -190,6 +200,22 @@ async def warm_up(llm: AsyncLLM, *, say: Callable[[str], None], seconds: float =
         )
 
     await grow(growth, serve, seconds=seconds, say=say)
+    if known is not None:
+        await insist(growth, serve, known)
+
+
+async def insist(
+    growth: Growth, serve: Callable[[Group], Awaitable[None]], known: Callable[[], Awaitable[bool]]
+) -> None:
+    """Serve more groups while the scheduler still has no model, which counts iterations and not groups.
+
+    An engine that speculates takes fewer than an answer has tokens. One that learns nothing from `MOST_MORE` groups
+    will not learn from another.
+    """
+    for _ in range(MOST_MORE):
+        if await known():
+            return
+        await serve(growth.next())
 
 
 async def _request(llm: AsyncLLM, name: str, length: int, max_tokens: int, dice: random.Random) -> None:

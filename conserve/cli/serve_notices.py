@@ -1,0 +1,73 @@
+"""Sentences at the start of a service that cannot do all it was asked for, or that is open to all."""
+
+from ipaddress import ip_address
+from typing import Any
+
+from conserve.cli.context import bearer
+from conserve.config import Settings
+from conserve.engine.policy.preemption import OFF
+
+WITHOUT_SLO = ("non-preemptive", "priority")
+
+
+def open_to_all(host: str, settings: Settings) -> list[str]:
+    """A sentence where others than this machine may reach the server without a key."""
+    if settings.api_key or is_loopback(host):
+        return []
+    return [
+        f"no API key: everybody who reaches {host} may use the engine, overtake others and change what it does; "
+        "set CONSERVE_API_KEY"
+    ]
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine reaches the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def warnings(settings: Settings, section: dict[str, Any], url: str) -> list[str]:
+    """What to say once the server serves: of an SLO that cannot be kept, of preemption that cannot be."""
+    import httpx
+
+    try:
+        async with httpx.AsyncClient(timeout=10.0, trust_env=False, headers=bearer(settings)) as client:
+            said = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()
+            found = [*too_tight(said["alone"], section), *not_preempted(said["preemption"], section)]
+            return [*only_counted(section), *found]
+    except (httpx.HTTPError, KeyError, ValueError):
+        return ["the server does not say how it does; is another plug-in in its way?"]
+
+
+def only_counted(section: dict[str, Any]) -> list[str]:
+    """A sentence where the policy knows no SLO although there is one."""
+    flags = [f"--{name}-slo" for name in ("ttft", "tbt") if section[f"{name}_slo_ms"] is not None]
+    if not flags or section["policy"] not in WITHOUT_SLO:
+        return []
+    return [f"--policy {section['policy']} knows no SLO: {' and '.join(flags)} is counted, and not kept"]
+
+
+def not_preempted(preemption: dict[str, Any], section: dict[str, Any]) -> list[str]:
+    """What to say of iterations that rows cannot leave although they were to."""
+    why = preemption["why_off"]
+    if not why or section.get("preemption") == OFF:
+        return []
+    return [f"live requests wait for the iteration under way, which rows cannot leave: {why}"]
+
+
+def too_tight(alone: dict[str, Any] | None, section: dict[str, Any]) -> list[str]:
+    """What to say of an SLO that the model cannot keep even alone."""
+    if not alone:
+        return []
+    found = []
+    for name, thing, rows in (
+        ("ttft", f"a prompt of {alone['prompt_tokens']} tokens", "rows run only while nobody is served"),
+        ("tbt", "a token", "rows run only while nobody is served"),
+    ):
+        slo_ms, alone_ms = section[f"{name}_slo_ms"], alone[f"{name}_ms"]
+        if slo_ms is not None and slo_ms < alone_ms:
+            takes = f"{thing} takes {alone_ms:.0f} ms on this machine with nothing beside it"
+            found.append(f"--{name}-slo {slo_ms:g}ms cannot be kept: {takes}; {rows}")
+    return found

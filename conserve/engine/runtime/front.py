@@ -1,0 +1,26 @@
+"""What a server lets in: the size of a body, open connections, and who may read its metrics."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+BODY_BYTES = 64 << 20  # images travel in bodies, as base64
+CONNECTIONS = 4096
+HARVEST_KEY = "CONSERVE_HARVEST_KEY"  # the variable that holds the harvester's key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """Limits of the API server."""
+
+    body_bytes: int = BODY_BYTES  # of one request
+    connections: int = CONNECTIONS  # open at once
+    open_metrics: bool = False  # `/metrics` is answered without a key
+
+    def document(self) -> dict[str, Any]:
+        """The limits for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Self:
+        """The limits that `document` wrote."""
+        return cls(**document)
