@@ -19,6 +19,7 @@ from tests import commands, reach
 
 SERVERS = frozenset(
     {
+        "test_clients",
         "test_embedded_engine",
         "test_parallel",
         "test_profiled_engine",

@@ -25,11 +25,13 @@ pytestmark = [
 ]
 
 KEY = "sesame"
+HARVEST_KEY = "open-" + "x" * 40
 MODEL = "smollm2-demo"
 FLAGS = (
     *("--max-model-len", "2048", "--max-num-batched-tokens", "512"),
     *("--kv-cache-memory-bytes", str(512 << 20)),
     *("--dtype", "float32"),  # in bf16 greedy text varies with the shape of the batch
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 )
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -46,6 +48,7 @@ class Service:
             "CONSERVE_HOME": str(home),
             "CONSERVE_MODELS": str(models),
             "CONSERVE_API_KEY": KEY,
+            "CONSERVE_HARVEST_KEY": HARVEST_KEY,
         }
         self.said = home.parent / "said.txt"
         words = ("serve", MODEL, "--ttft-slo", "5s", "--tbt-slo", "500ms", "--port", str(self.port))
@@ -86,10 +89,10 @@ class Service:
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
 
-    def client(self) -> openai.OpenAI:
+    def client(self, key: str = KEY) -> openai.OpenAI:
         """A live client that asks once."""
         http_client = httpx.Client(trust_env=False)
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, http_client=http_client)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=http_client)
 
     def kill(self) -> None:
         """The server and all of its processes: nobody is left to end them."""
@@ -124,6 +127,13 @@ def client(service: Service) -> Iterator[openai.OpenAI]:
         yield made
 
 
+@pytest.fixture
+def harvester(service: Service) -> Iterator[openai.OpenAI]:
+    """A client with the harvester's key."""
+    with service.client(HARVEST_KEY) as made:
+        yield made
+
+
 def rows_file(folder: Path, count: int, *, longest: int | None = None, **params: Any) -> Path:
     """Rows with answers of so many tokens; the first has the `longest`."""
     path = folder / "rows.jsonl"
@@ -152,19 +162,102 @@ def test_a_live_client_sees_plain_vllm(service: Service, client: openai.OpenAI) 
 
 
 def test_without_the_key_nothing_is_answered(service: Service) -> None:
-    for path in ("/v1/models", "/v1/conserve"):
-        assert httpx.get(f"{service.url}{path}", trust_env=False).status_code == 401
+    with httpx.Client(base_url=service.url, trust_env=False) as http:
+        routes = http.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()["paths"]
+        tried = {(method, path) for path, methods in routes.items() for method in methods}
+        tried |= {("get", path) for path in ("/metrics", "/docs", "/load", "/v1/conserve")}
+        assert ("post", "/invocations") in tried
+        found = {path for method, path in tried if http.request(method, path).status_code != 401}
+    assert found == {"/health", "/ping", "/version"}
 
 
-def test_policy_and_slo_stay_what_they_are_unless_control_was_allowed(service: Service) -> None:
+def test_keys_are_in_no_command_line_log_or_report(service: Service) -> None:
+    children = psutil.Process(service.process.pid).children(recursive=True)
+    assert any("harvest" in child.cmdline() for child in children)
+    seen = [" ".join(child.cmdline()) for child in children]
+    seen += [path.read_text(errors="replace") for path in (service.home / "serving").iterdir()]
+    seen += [service.said.read_text(), json.dumps(service.report())]
+    assert not [text for text in seen if KEY in text or HARVEST_KEY in text]
+
+
+def test_a_live_client_cannot_push_others_aside(client: openai.OpenAI, harvester: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "messages": FRANCE, "max_tokens": 1}
+    for said in (
+        {"priority": -1_000_000_000},
+        {"vllm_xargs": {"conserve_ttft_ms": 1e-9}},
+        {"vllm_xargs": {"conserve_resume": [1, 2]}},
+    ):
+        for stream in (False, True):
+            with pytest.raises(openai.PermissionDeniedError, match="harvester's key"):
+                client.chat.completions.create(**asked, extra_body=said, stream=stream)
+        assert harvester.chat.completions.create(**asked, extra_body=said).choices
+    with pytest.raises(openai.PermissionDeniedError, match="harvester's key"):
+        client.responses.create(model=MODEL, input="a", max_output_tokens=1, extra_body={"priority": -1})
+    with pytest.raises(openai.PermissionDeniedError, match="harvester's key"):
+        client.chat.completions.create(**asked, extra_headers={"X-Vllm-Priority": "-1"})
+    for said in ({"priority": 3}, {"vllm_xargs": {"conserve_ttft_ms": 9000}}):
+        assert client.chat.completions.create(**asked, extra_body=said).choices
+
+
+def test_what_cannot_be_resumed_is_refused_at_once(harvester: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "max_tokens": 40}
+    saved = {"vllm_xargs": {"conserve_resume": [1, 2, 3]}}
+    for more in ({"logprobs": True}, {"n": 2}, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(openai.BadRequestError, match="cannot go on from saved tokens"):
+            harvester.chat.completions.create(**asked, **more, extra_body=saved)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_are_vllms(client: openai.OpenAI, stream: bool) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+    }
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    asked: dict[str, Any] = {
+        "model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 60, "tools": [tool],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    }  # fmt: skip
+    if stream:
+        deltas = [
+            chunk.choices[0].delta
+            for chunk in client.chat.completions.create(**asked, stream=True)
+            if chunk.choices
+        ]
+        calls = [call.function for delta in deltas for call in delta.tool_calls or () if call.function]
+        name = "".join(call.name or "" for call in calls)
+        arguments = "".join(call.arguments or "" for call in calls)
+    else:
+        (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls or ()
+        name, arguments = call.function.name, call.function.arguments  # type: ignore[union-attr]
+    assert name == "weather"
+    assert set(json.loads(arguments)) == {"city"}
+
+
+def test_responses_are_answered_and_embeddings_refused_as_openai_words_it(client: openai.OpenAI) -> None:
+    answer = client.responses.create(
+        model=MODEL, input="What is the capital of France?", max_output_tokens=24
+    )
+    assert answer.output_text
+    with pytest.raises(openai.NotFoundError, match="does not answer POST /v1/embeddings"):
+        client.embeddings.create(model=MODEL, input="a")
+
+
+@pytest.mark.parametrize("key", [KEY, HARVEST_KEY])
+def test_policy_and_slo_stay_what_they_are_unless_control_was_allowed(service: Service, key: str) -> None:
     answer = httpx.post(
         f"{service.url}/v1/conserve",
         json={"policy": "priority"},
-        headers={"Authorization": f"Bearer {KEY}"},
+        headers={"Authorization": f"Bearer {key}"},
         trust_env=False,
     )
     assert answer.status_code == 403
     assert service.report()["policy"] == "conserve"
+    model = service.report()["latency_model"]
+    assert model["source"] == "warm-up"
+    assert model["off"]["iterations"] > 0
+    assert "model    conserve from the warm-up, off by" in service.conserve("status")
 
 
 def test_the_flex_tier_and_a_high_priority_are_offline(service: Service, client: openai.OpenAI) -> None:
@@ -210,9 +303,8 @@ def test_rows_say_what_they_found_in_the_prefix_cache(service: Service, tmp_path
     assert 0 < job["hit_rate"] < 1
 
 
-def test_saved_tokens_come_back_as_the_beginning_of_the_answer(
-    service: Service, client: openai.OpenAI
-) -> None:
+def test_saved_tokens_come_back_as_the_beginning_of_the_answer(harvester: openai.OpenAI) -> None:
+    client = harvester
     asked = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 40}
     whole = client.chat.completions.create(**asked, extra_body={"return_token_ids": True, "ignore_eos": True})
     ids = whole.choices[0].token_ids  # type: ignore[attr-defined]
