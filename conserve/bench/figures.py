@@ -83,27 +83,6 @@ def timeline(blocks: Sequence[Block], slo: Limits | None) -> str:
     return svg.picture("".join(drawn), WIDTH, bottom + BOTTOM, "Requests and tokens over time")
 
 
-def ratio_bars(heading: str, values: Mapping[str, float | None]) -> str:
-    """A bar per policy and a line at 1."""
-    known = [value for value in values.values() if value is not None]
-    label = max([104.0, *(LETTER * len(policy) for policy in values)])
-    x = Scale(low=0.0, high=max([*known, 1.0]), start=label + 8, end=label + 168)
-    shown = colours(values)
-    bottom = 28.0 + 26 * len(values)
-    drawn = [svg.text(heading, 0, 14, "heading"), svg.line([(x(1), 24), (x(1), bottom)], "one")]
-    for number, (policy, value) in enumerate(values.items()):
-        y, width = 28.0 + 26 * number, x(value or 0) - x.start
-        place = {"x": x.start, "y": y, "width": width, "height": 18.0}
-        drawn += [
-            svg.text(policy, label, y + 14, "label", "end"),
-            svg.element("rect", **place, class_=f"bar {shown[policy]}"),
-            svg.text(
-                "not measured" if value is None else f"{value:.2f}", x.start + width + 6, y + 14, "value"
-            ),
-        ]
-    return svg.picture("".join(drawn), label + 226, bottom + 4, heading)
-
-
 def _requests(stage: Stage, top: float, bottom: float) -> Panel:
     series = [(block, _arrivals(block, stage)) for block in stage.blocks]
     y = svg.linear([float(v) for _, s in series for v in s.values], start=bottom, end=top)

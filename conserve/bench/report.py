@@ -4,9 +4,20 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
-from conserve.bench.figures import SPARE, colours, ratio_bars, timeline
+from conserve.bench import verdict
+from conserve.bench.figures import SPARE, colours, timeline
 from conserve.bench.harm import Change, Harm, Interval
-from conserve.bench.measure import LATE_MS, ORDER, SCALES, Block, Comparison, Limits, Outcome
+from conserve.bench.measure import (
+    LATE_MS,
+    NON_PREEMPTIVE,
+    ONLINE_ONLY,
+    ORDER,
+    SCALES,
+    Block,
+    Comparison,
+    Limits,
+    Outcome,
+)
 from conserve.bench.svg import figure
 
 HEADER = (
@@ -23,7 +34,24 @@ HEADER = (
         "overruns",
     ),
 )
-NOTHING = "-"
+NOTHING = verdict.NOTHING
+CLIENTS = HEADER[1:8] + HEADER[10:12]
+QUEUE = HEADER[8:10] + HEADER[12:]
+CLIENTS_NOTE = (
+    "Online requests and their latencies in milliseconds: time to first token (TTFT), time between tokens (TBT). "
+    "Ratios: P99s to those of online-only."
+)
+QUEUE_NOTE = (
+    "Offline tokens per second; work: the same with decode steps counted as so many tokens of prompts as they "
+    "cost, to compare policies whose rows are at different stages. Offline ratio: tokens to those of "
+    "non-preemptive. Preemptions: iterations that offline rows left for a live request; wasted: tokens computed "
+    "for those rows by then, as a share of offline tokens. Restored and recomputed: tokens of rows that had lost "
+    "their memory. Overruns: share of planned iterations that took longer than their limit."
+)
+ATTAINMENT_NOTE = (
+    "Share of requests whose TTFT, and of token gaps, that stay within the reference times the scale (the smaller "
+    "of the two; a failed request is a miss). Reference:"
+)
 
 
 class Table(NamedTuple):
@@ -31,6 +59,11 @@ class Table(NamedTuple):
 
     header: list[str]
     rows: list[list[str]]
+
+    def part(self, names: Sequence[str]) -> "Table":
+        """The policies and these columns."""
+        places = [0, *(self.header.index(name) for name in names)]
+        return Table([self.header[n] for n in places], [[row[n] for n in places] for row in self.rows])
 
 
 def table_rows(comparison: Comparison) -> Table:
@@ -105,11 +138,12 @@ def page(
     title: str = "Policies compared",
     slo: Limits | None = None,
     facts: Mapping[str, str] | None = None,
+    stopped: str | None = None,
 ) -> str:
-    """One HTML page with everything in it.
+    """One HTML page with everything in it, the answer first.
 
     `slo` are the limits to draw, the comparison's reference unless given; `facts` say how it was measured
-    (machine, model, versions, commit, seed, trace, command).
+    (machine, model, versions, commit, seed, trace, command); `stopped` says which blocks are missing, if any.
     """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -119,31 +153,43 @@ def page(
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(source)
     return template.render(
         title=title,
-        receipts=receipts(comparison),
+        answer=verdict.sentence(comparison),
+        stopped=stopped,
         warnings=warnings(comparison),
-        table=table_rows(comparison),
-        ratios=[Markup(drawing) for drawing in _ratio_drawings(comparison)],
+        chart=verdict.chart(comparison),
+        note=_chart_note(comparison),
+        receipts=receipts(comparison),
         timeline=Markup(timeline(blocks, slo)),
-        attainment=attainment_rows(comparison),
-        reference=comparison.reference,
+        tables=_tables(comparison),
         slo=slo,
         facts=facts or {},
         colours=colours(comparison.policies),
         shades=len(ORDER) + SPARE,
-        figure=figure,
     )
 
 
-def _ratio_drawings(comparison: Comparison) -> list[str]:
-    ratios = comparison.ratios
-    return [
-        ratio_bars("P99 TTFT / online-only", {n: r.ttft_p99_to_online_only for n, r in ratios.items()}),
-        ratio_bars("P99 TBT / online-only", {n: r.tbt_p99_to_online_only for n, r in ratios.items()}),
-        ratio_bars(
-            "Offline tokens/s / non-preemptive",
-            {n: r.offline_tokens_to_non_preemptive for n, r in ratios.items()},
-        ),
+def _chart_note(comparison: Comparison) -> str:
+    """The key to the chart, as far as its references were measured."""
+    said = ["In each column the longest bar is the largest figure."]
+    if ONLINE_ONLY in comparison.policies:
+        said.append(f"The dashed line is {ONLINE_ONLY}, the same requests with no offline rows;")
+        said.append("the ratios of latencies are to it.")
+    if NON_PREEMPTIVE in comparison.policies:
+        said.append(f"The queue's percentages are of {NON_PREEMPTIVE}, which never makes rows wait.")
+    return " ".join(said)
+
+
+def _tables(comparison: Comparison) -> list[tuple[str, str, Table]]:
+    """Heading, explanation and cells of each table, none of them wider than a sheet of paper."""
+    table, reference = table_rows(comparison), comparison.reference
+    found = [
+        ("Clients", CLIENTS_NOTE, table.part(CLIENTS)),
+        ("Queue and engine", QUEUE_NOTE, table.part(QUEUE)),
     ]
+    if reference is not None:
+        limits = f"TTFT {figure(reference.ttft_ms)} ms, TBT {figure(reference.tbt_ms)} ms"
+        found.append(("Attainment", f"{ATTAINMENT_NOTE} {limits}.", attainment_rows(comparison)))
+    return found
 
 
 def _latencies(outcome: Outcome) -> list[str]:

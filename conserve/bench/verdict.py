@@ -1,0 +1,130 @@
+"""The answer of a comparison: what clients noticed and what the queue got, as one sentence and one chart."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from conserve.bench.harm import Change
+from conserve.bench.measure import NON_PREEMPTIVE, ONLINE_ONLY, Comparison, Outcome
+from conserve.bench.svg import figure
+
+NOTHING = "-"
+
+
+class Bar(NamedTuple):
+    """One figure of the chart."""
+
+    length: float  # share of the column's longest
+    value: str
+    ratio: str  # to the policy that the column compares with; empty for that policy itself
+
+
+class Column(NamedTuple):
+    """One figure of every policy, in the chart's order of policies."""
+
+    heading: str
+    unit: str
+    bars: list[Bar]
+    mark: float | None  # length of online-only's bar
+
+
+class Chart(NamedTuple):
+    """Policies down, figures across."""
+
+    policies: list[str]
+    columns: list[Column]
+
+
+def sentence(comparison: Comparison) -> str:
+    """The answer for the first policy that runs offline rows."""
+    lead = next((name for name in comparison.policies if name != ONLINE_ONLY), None)
+    if lead is None:
+        alone = comparison.policies[ONLINE_ONLY]
+        return f"With no offline rows {_clients(alone, None, None)}; no other policy was measured."
+    outcome, harm = comparison.policies[lead], comparison.harm.get(lead)
+    changes = (harm.ttft_p99, harm.tbt_p99) if harm else (None, None)
+    return f"Under {lead} {_clients(outcome, *changes)}; the queue got {_queue(comparison, lead)}."
+
+
+def chart(comparison: Comparison) -> Chart:
+    """Latencies of clients, and tokens of the queue, a bar for each policy."""
+    outcomes, ratios = comparison.policies.values(), comparison.ratios.values()
+    mark = [*comparison.policies].index(ONLINE_ONLY) if ONLINE_ONLY in comparison.policies else None
+    return Chart(
+        [*comparison.policies],
+        [
+            _column(
+                "Clients: first token",
+                "P99, ms",
+                [one.ttft_ms.p99 if one.ttft_ms else None for one in outcomes],
+                [_times(one.ttft_p99_to_online_only) for one in ratios],
+                mark,
+            ),
+            _column(
+                "Clients: next tokens",
+                "P99, ms",
+                [one.tbt_ms.p99 if one.tbt_ms else None for one in outcomes],
+                [_times(one.tbt_p99_to_online_only) for one in ratios],
+                mark,
+            ),
+            _column(
+                "Queue",
+                "tokens/s",
+                [one.offline_tokens_per_s for one in outcomes],
+                [_percent(one.offline_tokens_to_non_preemptive) for one in ratios],
+                None,
+            ),
+        ],
+    )
+
+
+def _column(
+    heading: str, unit: str, values: list[float | None], ratios: Iterable[str], mark: int | None
+) -> Column:
+    longest = max([value for value in values if value is not None], default=0.0) or 1.0
+    plain = unit.rpartition(" ")[2]
+    bars = [
+        Bar((value or 0.0) / longest, NOTHING if value is None else f"{figure(value)} {plain}", ratio)
+        for value, ratio in zip(values, ratios, strict=True)
+    ]
+    marked = mark is not None and values[mark] is not None
+    return Column(heading, unit, bars, bars[mark].length if mark is not None and marked else None)
+
+
+def _clients(outcome: Outcome, ttft: Change | None, tbt: Change | None) -> str:
+    """The two P99s; "P99" is spelled out."""
+    if outcome.ttft_ms is None:
+        return "no client got a token"
+    said = f"99% of clients' first tokens came within {figure(outcome.ttft_ms.p99)} ms{_before(ttft)}"
+    if outcome.tbt_ms is not None:
+        alone = _before(tbt, again=ttft is not None)
+        said += f" and 99% of the next ones within {figure(outcome.tbt_ms.p99)} ms of the one before{alone}"
+    return said + (f", {outcome.failed:,} of {outcome.requests:,} requests failed" if outcome.failed else "")
+
+
+def _before(change: Change | None, *, again: bool = False) -> str:
+    """The same with no offline rows (not explained `again`), and whether the difference is certain."""
+    if change is None:
+        return ""
+    low, high = change.difference_ci_ms
+    within = ", no certain difference" if low <= 0 <= high else ""
+    alone = "" if again else " with no offline rows"
+    return f" ({figure(change.without_ms)} ms{alone}{within})"
+
+
+def _queue(comparison: Comparison, policy: str) -> str:
+    tokens_per_s = comparison.policies[policy].offline_tokens_per_s
+    if not tokens_per_s:
+        return "nothing"
+    share = comparison.ratios[policy].offline_tokens_to_non_preemptive
+    of = (
+        "" if share is None or policy == NON_PREEMPTIVE else f", {share:.0%} of what {NON_PREEMPTIVE} gave it"
+    )
+    return f"{figure(tokens_per_s)} tokens/s{of}"
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f} x"
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.0%}"

@@ -1,0 +1,102 @@
+"""The page of a comparison: the answer first, at any width, in the dark and on paper."""
+
+import re
+
+import pytest
+
+from conserve.bench import report, verdict
+from conserve.bench.measure import Block, compare
+from tests.unit.test_bench import answer, block, failed, four_policies
+
+ANSWER = (
+    "Under conserve 99% of clients' first tokens came within 198 ms (99 ms with no offline rows) and 99% of the "
+    "next ones within 20 ms of the one before (10 ms); the queue got 80 tokens/s, 80% of what "
+    "non-preemptive gave it."
+)
+
+
+def said(*blocks: Block) -> str:
+    return verdict.sentence(compare(blocks))
+
+
+def test_the_answer_is_one_sentence() -> None:
+    assert said(*four_policies()) == ANSWER
+
+
+def test_a_difference_that_may_be_chance_is_not_called_one() -> None:
+    alone = [answer(ms) for ms in (10.0, 20.0, 30.0, 40.0)]
+    told = said(block("online-only", alone), block("conserve", alone, offline_tokens=50))
+    assert "within 40 ms (40 ms with no offline rows, no certain difference)" in told
+    assert told.endswith("; the queue got 5 tokens/s.")
+
+
+def test_the_answer_of_very_little_is_still_true() -> None:
+    assert (
+        said(block("conserve", [failed()])) == "Under conserve no client got a token; the queue got nothing."
+    )
+    alone = said(block("online-only", [answer(30.0, tokens=1)]))
+    assert alone == (
+        "With no offline rows 99% of clients' first tokens came within 30 ms; no other policy was measured."
+    )
+    some = said(block("conserve", [answer(30.0), failed()]))
+    assert some == (
+        "Under conserve 99% of clients' first tokens came within 30 ms and 99% of the next ones within 10 ms of "
+        "the one before, 1 of 2 requests failed; the queue got nothing."
+    )
+    assert "of what" not in said(block("non-preemptive", [answer(1.0)], offline_tokens=5))
+
+
+def test_the_chart_has_a_bar_for_every_policy_and_marks_the_clients_alone() -> None:
+    chart = verdict.chart(compare(four_policies()))
+    assert chart.policies == ["conserve", "online-only", "non-preemptive", "priority"]
+    first, further, queue = chart.columns
+    assert [bar.length for bar in first.bars] == pytest.approx([0.04, 0.02, 1.0, 0.2])
+    assert [bar.value for bar in first.bars] == ["198 ms", "99 ms", "4,950 ms", "990 ms"]
+    assert [bar.ratio for bar in first.bars] == ["2.00 x", "1.00 x", "50.00 x", "10.00 x"]
+    assert (first.mark, further.mark, queue.mark) == (pytest.approx(0.02), pytest.approx(0.02), None)
+    assert [bar.length for bar in queue.bars] == pytest.approx([0.8, 0.0, 1.0, 0.9])
+    assert [bar.ratio for bar in queue.bars] == ["80%", "0%", "100%", "90%"]
+
+
+def test_a_figure_that_was_not_measured_has_no_bar() -> None:
+    chart = verdict.chart(compare([block("conserve", [failed()]), block("online-only", [])]))
+    for column in chart.columns[:2]:
+        assert [(bar.length, bar.value) for bar in column.bars] == [(0.0, "-"), (0.0, "-")]
+        assert column.mark is None
+
+
+def page() -> str:
+    blocks = four_policies()
+    return report.page(compare(blocks), blocks, stopped="Stopped after 4 of 8 blocks.")
+
+
+def test_the_answer_and_its_chart_stand_before_everything_else() -> None:
+    body = page().partition("<body>")[2]
+    escaped = ANSWER.replace("'", "&#39;")
+    places = [body.index(part) for part in (escaped, 'class="chart"', "<h2>", "<svg", "</body>")]
+    assert places == sorted(places)
+    assert body.index("Stopped after 4 of 8 blocks.") < body.index('class="chart"')
+
+
+def test_nothing_on_the_page_is_wider_than_a_sheet_of_paper() -> None:
+    """The body is as wide as its window, tables have few columns, drawings scale."""
+    shown = page()
+    assert "max-width" not in re.findall(r"^body \{.*?\}", shown, re.MULTILINE | re.DOTALL)[0]
+    for head in re.findall(r"<thead>.*?</thead>", shown, re.DOTALL):
+        assert head.count("<th") <= 12
+    assert not re.findall(r"min-width: *\d{3,}px *;", shown)
+    assert not re.findall(r"<svg[^>]* width=", shown)
+
+
+def test_no_figure_of_the_terminal_is_missing_on_the_page() -> None:
+    comparison = compare(four_policies())
+    shown = page()
+    for name in report.table_rows(comparison).header:
+        assert f"<th>{name}</th>" in shown
+
+
+def test_the_page_has_a_dark_scheme_and_prints_light() -> None:
+    shown = page()
+    assert "@media screen and (prefers-color-scheme: dark)" in shown
+    assert "@media print" in shown
+    assert 'name="viewport"' in shown
