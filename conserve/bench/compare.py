@@ -2,16 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from conserve.bench.answers import tbts_ms, ttfts_ms
-from conserve.bench.deployment import OFF, Counters, Deployment
+from conserve.bench.deployment import OFF, Deployment
 from conserve.bench.load import Plan, Target, play_apart
 from conserve.bench.measure import ONLINE_ONLY, Block, Limits, by_policy, online_only_p99s, percentiles
 from conserve.bench.traces import Trace
 
 LEAD_S = 2.5  # for the load generator's process to come up
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,11 @@ class Design:
     preemption: str = OFF  # of policies that do not name theirs (`conserve/just-enough`)
     load_cores: tuple[int, ...] = ()  # that the load generator is pinned to
 
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the whole comparison."""
+        return self.rounds * len(self.policies)
+
 
 Source = Callable[[int], Trace]
 """Gives each round its arrivals."""
@@ -41,11 +49,12 @@ async def alternate(
     *,
     say: Callable[[str], None],
     judged: Callable[[Block], None] | None = None,
-) -> list[Block]:
-    """Play every round's arrivals under every policy; the policies' order turns from round to round.
+) -> AsyncIterator[Block]:
+    """Play every round's arrivals under every policy, and give each block as it ends.
 
-    Online-only comes first, since its latencies are the others' SLO; each further block of it refines them. Its
-    first block is `judged`, which raises what ends the comparison there.
+    The order of the policies turns from round to round. Online-only comes first, since its latencies are the
+    others' SLO; each further block of it refines them. Its first block is `judged`, which raises what ends the
+    comparison there.
     """
     blocks: list[Block] = []
     for number in range(design.rounds):
@@ -61,7 +70,7 @@ async def alternate(
             say(sentence(block, number, design.rounds))
             if judged is not None and policy == ONLINE_ONLY and number == 0:
                 judged(block)
-    return blocks
+            yield block
 
 
 def order(policies: Sequence[str], number: int) -> list[str]:
@@ -84,20 +93,18 @@ async def one_block(
     """Play the arrivals once; offline tokens count while arrivals do, answers until the last has come."""
     loop = asyncio.get_running_loop()
     start_at = loop.time() + LEAD_S
-    playing = asyncio.create_task(
-        play_apart(Plan(trace=trace, target=target, seed=seed, start_at=start_at, cores=design.load_cores))
-    )
-    await asyncio.sleep(max(0.0, start_at - loop.time()))
-    first, began = await deployment.counters(), loop.time()
-    watching = asyncio.create_task(deployment.watch(start_at))
-    done, _ = await asyncio.wait({playing}, timeout=max(0.0, start_at + design.block_s - loop.time()))
-    if done:
-        playing.result()  # raises what ended it early
-        await asyncio.sleep(max(0.0, start_at + design.block_s - loop.time()))
-    last, ended = await deployment.counters(), loop.time()
-    watching.cancel()
-    seen: list[tuple[float, Counters]] = await watching
-    answers = await playing
+    plan = Plan(trace=trace, target=target, seed=seed, start_at=start_at, cores=design.load_cores)
+    async with beside(play_apart(plan)) as playing:
+        await asyncio.sleep(max(0.0, start_at - loop.time()))
+        first, began = await deployment.counters(), loop.time()
+        async with beside(deployment.watch(start_at)) as watching:
+            done, _ = await asyncio.wait({playing}, timeout=max(0.0, start_at + design.block_s - loop.time()))
+            if done:
+                playing.result()  # raises what ended it early
+                await asyncio.sleep(max(0.0, start_at + design.block_s - loop.time()))
+            last, ended = await deployment.counters(), loop.time()
+        seen = watching.result()
+        answers = await playing
     return Block(
         policy=policy,
         started_s=time.time() - (loop.time() - start_at),
@@ -106,6 +113,19 @@ async def one_block(
         offline_series=tuple((at, c.offline_tokens - first.offline_tokens) for at, c in seen),
         **last.since(first),
     )
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T]"]:
+    """Do the work meanwhile; at the end it is cancelled, and over."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # has been seen
 
 
 def sentence(block: Block, number: int, rounds: int) -> str:

@@ -146,6 +146,7 @@ async def play_apart(plan: Plan) -> list[Answer]:
             *(sys.executable, "-m", "conserve.bench.load", "-", str(path)),
             stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C is for the benchmark, which ends it
         )
         try:
             _, complaint = await process.communicate(msgspec.json.encode(plan))

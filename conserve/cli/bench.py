@@ -1,10 +1,13 @@
 """`conserve bench`: what do live clients notice, and what does the queue get, under each policy?"""
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +16,7 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.bench_arrivals import arrivals
-from conserve.cli.bench_servers import Measured, on_own_server, on_server
+from conserve.cli.bench_servers import Measured, enqueue_rows, on_own_server, on_server, until_stopped
 from conserve.cli.context import Context, engine_flags
 from conserve.cli.serve import checkpointing, milliseconds
 from conserve.config import Settings
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from conserve.bench.compare import Design
     from conserve.bench.measure import Block, Comparison, Limits
     from conserve.bench.presets import Preset
+    from conserve.bench.sizing import Sized
 
 EXAMPLE = """
 conserve bench --trace azure_code_2023_10min_bursty.parquet --policies all --preset cpu
@@ -133,23 +137,55 @@ def bench(
     settings = context.settings(model=words[0] if words else None)
     given = {"rounds": rounds, "block_s": block_s}
     offered = arrivals(chosen, trace, gamma, on_off, rate, speed, times, seed, given=given)
+    measured = Measured(offered=offered)
     names = which(policies, preemption=preemption)
     design = make_design(chosen, names, limits(ttft_slo, tbt_slo), slo_scale, seed)
-    if endpoint is None:
-        flags = [*chosen.engine_flags, *engine_flags(settings, words[1:])]
-        if CONSERVE in {name.partition("/")[0] for name in names}:
-            flags = checkpointing(flags, kv_checkpoint, None)
-        own = replace(settings, home=folder.absolute() / "store", store=None)  # never the user's queue
-        measured = asyncio.run(
-            on_own_server(own, section(settings, names), flags, chosen, offered, design, overload=overload)
-        )
-    else:
-        measured = asyncio.run(on_server(endpoint, settings, chosen, offered, design, overload=overload))
+    with interruptible():
+        if endpoint is None:
+            flags = [*chosen.engine_flags, *engine_flags(settings, words[1:])]
+            if CONSERVE in {name.partition("/")[0] for name in names}:
+                flags = checkpointing(flags, kv_checkpoint, None)
+            own = replace(settings, home=folder.absolute() / "store", store=None)  # never the user's queue
+            enqueue_rows(own, chosen, seed)
+            engine = section(settings, names)
+            work = on_own_server(own, engine, flags, chosen, design, measured, overload=overload)
+        else:
+            work = on_server(endpoint, settings, chosen, design, measured, overload=overload)
+        asyncio.run(until_stopped(work))
     said = {"offline rows": f"{offline} tokens"} if offline is not None else {}
+    raise typer.Exit(conclude(measured, folder, {"preset": preset, **said}, as_json=as_json))
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Until the event loop has the signals, Ctrl-C and SIGTERM end what is under way and go on behind it."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def conclude(measured: Measured, folder: Path, said: Mapping[str, str], *, as_json: bool) -> int:
+    """Report what was measured, if anything was; returns the exit code."""
+    if measured.sized is None or not measured.blocks:
+        output.say("stopped before the first block was measured: there is no page")
+        return exits.INTERRUPTED
     design = measured.sized.design
-    said = {**facts(design), "preset": preset, **played(measured), **said}
-    report(measured.blocks, design, folder, said, as_json=as_json)
-    raise typer.Exit(exits.DONE)
+    stopped = missing(measured.blocks, design)
+    said = {**facts(design), **played(measured, measured.sized), **said}
+    report(measured.blocks, design, folder, said, stopped=stopped, as_json=as_json)
+    return exits.INTERRUPTED if stopped else exits.DONE
+
+
+def missing(blocks: Sequence["Block"], design: "Design") -> str | None:
+    """A sentence on the blocks that were not measured; None if all were."""
+    if len(blocks) == design.blocks:
+        return None
+    counts = Counter(block.policy for block in blocks)
+    each = ", ".join(f"{counts[policy]} of {policy}" for policy in design.policies)
+    return f"Stopped after {len(blocks)} of {design.blocks} blocks: {each}."
 
 
 def resized(preset: "Preset", rounds: int | None, block_s: float | None, offline: str | None) -> "Preset":
@@ -234,9 +270,18 @@ def make_design(
 
 
 def report(
-    blocks: Sequence["Block"], design: "Design", folder: Path, said: Mapping[str, str], *, as_json: bool
+    blocks: Sequence["Block"],
+    design: "Design",
+    folder: Path,
+    said: Mapping[str, str],
+    *,
+    stopped: str | None,
+    as_json: bool,
 ) -> None:
-    """Tables on stdout, the page and the raw numbers in the folder; `said` is how it was measured."""
+    """Tables on stdout, the page and the raw numbers in the folder.
+
+    `said` is how it was measured; `stopped` says which blocks are missing, if any.
+    """
     from conserve.bench import raw
     from conserve.bench import report as reports
     from conserve.bench.compare import relative
@@ -244,23 +289,27 @@ def report(
 
     placed = relative(blocks)
     comparison = compare(placed, seed=design.seed)
-    document = {**comparison.document(), "design": said}
+    document = {**comparison.document(), "design": {**said, **({"stopped": stopped} if stopped else {})}}
     raw.write_blocks(placed, folder / "answers.parquet")
     raw.write_counts(placed, folder / "blocks.parquet")
     (folder / "comparison.json").write_text(json.dumps(document, indent=2))
-    page = reports.page(comparison, placed, slo=comparison.reference, facts=said)
+    page = reports.page(comparison, placed, slo=comparison.reference, facts=said, stopped=stopped)
     (folder / "page.html").write_text(page)
     if as_json:
         output.data_json(document)
     else:
         show(comparison)
+    if stopped:
+        output.say(stopped)
     output.say(f"the page: {folder / 'page.html'}")
 
 
 def show(comparison: "Comparison") -> None:
-    """The tables and sentences."""
+    """The answer, then the tables and sentences behind it."""
     from conserve.bench import report as reports
+    from conserve.bench import verdict
 
+    output.data(f"{verdict.sentence(comparison)}\n")
     table, shares = reports.table_rows(comparison), reports.attainment_rows(comparison)
     output.data("\n".join(output.columns(tuple(table.header), table.rows, right=range(1, len(table.header)))))
     if shares.rows:
@@ -281,6 +330,7 @@ def facts(design: "Design") -> dict[str, str]:
     return {
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "version": __version__,
+        "measured": time.strftime("%Y-%m-%d %H:%M"),
         "policies": ", ".join(design.policies),
         **({"preemption": design.preemption} if CONSERVE in design.policies else {}),
         "blocks": f"{design.rounds} of {design.block_s:g} s",
@@ -289,10 +339,11 @@ def facts(design: "Design") -> dict[str, str]:
     }
 
 
-def played(measured: Measured) -> dict[str, str]:
+def played(measured: Measured, sized: "Sized") -> dict[str, str]:
     """Facts for the report: what was played, the flags that play it again, what was expected."""
-    sized, offered = measured.sized, measured.offered
+    offered = measured.offered
     return {
+        "model": measured.model,
         "arrivals": f"{offered.name} {sized.flags(offered, sized.rate)}".strip(),
         "set by": "the machine's speed" if sized.chosen else "the command line",
         **({"expected": sized.sentence()} if sized.forecasts else {}),

@@ -1,12 +1,11 @@
 """The servers that `conserve bench` plays live traffic against: its own, or one that runs already."""
 
 import asyncio
-import contextlib
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,11 @@ from conserve.cli import output
 from conserve.cli.serve import harvester_command, keyed, server_command
 from conserve.config import Settings
 from conserve.engine.policy.policies import CONSERVE
-from conserve.errors import EndpointUnusable
+from conserve.errors import ConserveError, EndpointUnusable
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
+    from conserve.bench.deployment import Deployment
     from conserve.bench.forecast import Engine
     from conserve.bench.measure import Block
     from conserve.bench.presets import Preset
@@ -26,58 +26,106 @@ if TYPE_CHECKING:
     from conserve.engine.service import Service
 
 VOCABULARY = (100, 20_000)  # token ids that prompts are made of
+END_S = 5.0  # for processes to end by themselves: what they have to save is of the benchmark's own store
+RESTORE_S = 5.0  # for a server to take its policy back
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Measured:
-    """A comparison's blocks, and what was played in them."""
+    """A comparison's blocks as they come, and what is played in them."""
 
-    blocks: list["Block"]
     offered: "Offered"
-    sized: "Sized"
-    engine: "Engine | None"  # None where the server does not tell its latency model
+    blocks: list["Block"] = field(default_factory=list)
+    sized: "Sized | None" = None  # None before the engine's speed was asked for
+    engine: "Engine | None" = None  # None where the server does not tell its latency model
+    model: str = ""  # as the server names it
+
+
+async def until_stopped(work: Coroutine[Any, Any, None]) -> bool:
+    """Do the work until Ctrl-C or SIGTERM; True if it came to its end.
+
+    Work that was stopped is cancelled, once; its errors while it ends are of processes that were ended.
+    """
+    task, stopped = asyncio.ensure_future(work), False
+
+    def stop() -> None:
+        nonlocal stopped
+        if not stopped:
+            output.say("stopping: the block under way is dropped")
+            stopped = task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        await task
+    except (asyncio.CancelledError, ConserveError):
+        if not stopped:
+            raise
+    return not stopped
 
 
 async def on_server(
     endpoint: str,
     settings: Settings,
     preset: "Preset",
-    offered: "Offered",
     design: "Design",
+    measured: Measured,
     *,
     overload: bool,
-) -> Measured:
-    """Compare on a server that runs already."""
-    from conserve.bench.compare import alternate
+) -> None:
+    """Compare on a server that runs already, and give it back as it was."""
     from conserve.bench.deployment import Deployment
-    from conserve.bench.load import Target
-    from conserve.bench.sizing import judge, size
 
     endpoint = endpoint.rstrip("/").removesuffix("/v1")
     deployment = Deployment(endpoint, api_key=settings.harvest_key or settings.api_key)
     try:
-        before, engine = await deployment.regime(), await deployment.engine()
-        if CONSERVE in design.policies and (why := await deployment.why_not_preempted()):
-            output.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")
-        target = Target(
-            base_url=endpoint,
-            model=await deployment.model(),
-            api_key=settings.api_key,
-            vocab_range=VOCABULARY,
-        )
-        sized = size(offered, preset, design, engine, overload=overload)
-        output.say(sized.sentence())
-        judged = None if overload else partial(judge, sized=sized, offered=offered, engine=engine)
+        before = await deployment.regime()
         try:
-            blocks = await alternate(
-                deployment, target, sized.source, sized.design, say=output.say, judged=judged
-            )
+            await comparison(deployment, endpoint, settings, preset, design, measured, overload=overload)
         finally:
-            with contextlib.suppress(EndpointUnusable):
-                await deployment.restore(before)
+            if measured.sized is not None:  # otherwise nothing was changed
+                await give_back(deployment, before, endpoint)
     finally:
         await deployment.close()
-    return Measured(blocks=blocks, offered=offered, sized=sized, engine=engine)
+
+
+async def comparison(
+    deployment: "Deployment",
+    endpoint: str,
+    settings: Settings,
+    preset: "Preset",
+    design: "Design",
+    measured: Measured,
+    *,
+    overload: bool,
+) -> None:
+    """Size the load, and add the blocks to `measured` as they end."""
+    from conserve.bench.compare import alternate
+    from conserve.bench.load import Target
+    from conserve.bench.sizing import judge, size
+
+    offered, engine = measured.offered, await deployment.engine()
+    if CONSERVE in design.policies and (why := await deployment.why_not_preempted()):
+        output.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")
+    measured.model = await deployment.model()
+    target = Target(base_url=endpoint, model=measured.model, api_key=settings.api_key, vocab_range=VOCABULARY)
+    sized = size(offered, preset, design, engine, overload=overload)
+    measured.sized, measured.engine = sized, engine
+    output.say(sized.sentence())
+    judged = None if overload else partial(judge, sized=sized, offered=offered, engine=engine)
+    async for block in alternate(
+        deployment, target, sized.source, sized.design, say=output.say, judged=judged
+    ):
+        measured.blocks.append(block)
+
+
+async def give_back(deployment: "Deployment", regime: dict[str, Any], endpoint: str) -> None:
+    """Restore the server's policy, preemption and SLO, or say that they are not."""
+    try:
+        async with asyncio.timeout(RESTORE_S):
+            await deployment.restore(regime)
+    except (EndpointUnusable, TimeoutError):
+        output.say(f"{endpoint} did not take its policy {regime['policy']} back; start it again to have it")
 
 
 async def on_own_server(
@@ -85,23 +133,27 @@ async def on_own_server(
     section: dict[str, Any],
     flags: list[str],
     preset: "Preset",
-    offered: "Offered",
     design: "Design",
+    measured: Measured,
     *,
     overload: bool,
-) -> Measured:
-    """Start a server and a harvester with offline rows of its own, and compare on it."""
+) -> None:
+    """Start a server and a harvester of the rows in the store of these settings, and compare on it."""
+    from conserve.bench.deployment import Deployment
+
     port, settings = free_port(), keyed(settings)
-    enqueue_rows(settings, preset, design.seed)
+    endpoint = f"http://127.0.0.1:{port}"
     async with serving(settings, section, flags, preset, port) as service:
         pin(service, preset)
-        return await on_server(
-            f"http://127.0.0.1:{port}", settings, preset, offered, design, overload=overload
-        )
+        deployment = Deployment(endpoint, api_key=settings.harvest_key or settings.api_key)
+        try:
+            await comparison(deployment, endpoint, settings, preset, design, measured, overload=overload)
+        finally:
+            await deployment.close()
 
 
 def free_port() -> int:
-    """One that nobody has: two comparisons on one machine must not change each other's policy."""
+    """A port that nothing listens on: two comparisons on one machine must not change each other's policy."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         number: int = probe.getsockname()[1]
@@ -135,7 +187,7 @@ def enqueue_rows(settings: Settings, preset: "Preset", seed: int) -> None:
 async def serving(
     settings: Settings, section: dict[str, Any], flags: list[str], preset: "Preset", port: int
 ) -> AsyncIterator["Service"]:
-    """The service while it runs; Ctrl-C stops it in order."""
+    """The service while it runs; its processes are ended at the end, whatever they are doing."""
     from conserve.engine.service import Service
 
     url = f"http://127.0.0.1:{port}"
@@ -149,19 +201,28 @@ async def serving(
     async def on_ready() -> None:
         ready.set()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     output.say(f"starting {settings.model}")
     running = asyncio.create_task(service.run(stop, on_ready=on_ready))
     waiting = asyncio.create_task(ready.wait())
-    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        running.result()
     try:
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
         await asyncio.sleep(1.0)  # the harvester comes up
         yield service
     finally:
         waiting.cancel()
         stop.set()
+        await end(service, running)
+
+
+async def end(service: "Service", running: "asyncio.Task[None]") -> None:
+    """Wait for the service, which was told to stop, and kill what is left of it after `END_S`."""
+    try:
+        await asyncio.wait({running}, timeout=END_S)
+    finally:  # also where Ctrl-C comes meanwhile
+        if not running.done():
+            service.kill()
         await running
 
 

@@ -379,14 +379,15 @@ def test_the_comparison_stops_after_the_first_block_of_online_only(monkeypatch: 
         target = Target(base_url="http://host", model="m")
         plan = design(policies=policies, settle_s=0.0)
         source = lambda number: Trace(name="t", duration_s=1.0, arrivals=())  # noqa: E731
-        await alternate(
-            Following(),
+        comparison = alternate(
+            Following(),  # type: ignore[arg-type]
             target,
             source,
             plan,
             say=lambda line: None,
-            judged=judged,  # type: ignore[arg-type]
+            judged=judged,
         )
+        assert [block.policy async for block in comparison] == blocks
 
     monkeypatch.setattr(compare, "one_block", one_block)
     with pytest.raises(Overloaded):
@@ -511,11 +512,11 @@ def test_a_server_that_is_asked_too_much_is_left_alone_and_the_command_exits_2(
 def test_the_document_says_what_was_set_and_on_which_engine() -> None:
     offered, engine = asked(), slower(5)
     sized = size(offered, CPU, design(), engine)
-    said = played_facts(Measured(blocks=[], offered=offered, sized=sized, engine=engine))
+    said = played_facts(Measured(offered=offered, engine=engine), sized)
     assert said["arrivals"] == f"--trace {BURSTY} {sized.flags(offered, sized.rate)}"
     assert said["set by"] == "the machine's speed"
     assert said["expected"] == sized.sentence()
     assert said["latency model"].startswith("conserve: compute 3.191, ")
     given_rate = size(asked(rate=0.2), CPU, design(), engine)
-    said = played_facts(Measured(blocks=[], offered=asked(rate=0.2), sized=given_rate, engine=engine))
+    said = played_facts(Measured(offered=asked(rate=0.2), engine=engine), given_rate)
     assert (said["arrivals"], said["set by"]) == (f"--trace {BURSTY} --rate 0.2", "the command line")

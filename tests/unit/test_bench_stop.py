@@ -1,0 +1,240 @@
+"""`conserve bench` that is stopped: soon over, with the blocks it has measured. In virtual time, no processes."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pyarrow.parquet as pq
+import pytest
+
+from conserve.bench import compare, presets
+from conserve.bench.answers import Answer, Status
+from conserve.bench.deployment import Deployment
+from conserve.bench.load import Plan
+from conserve.cli import bench
+from conserve.config import Settings
+from conserve.errors import ServiceFailed
+from tests import virtual_time
+from tests.commands import Done, conserve
+
+T = TypeVar("T")
+
+ENDS_S = 10.0
+NEVER = 1000
+WORDS = ("bench", "--gamma", "1,1,16,4", "--policies", "all", "--rounds", "2", "--block-s", "20")
+STATE: dict[str, Any] = {
+    "policy": "online-only",
+    "slo": {"ttft_ms": 9.0, "tbt_ms": None},
+    "offline": {"tokens": 7},
+    "iterations": 5,
+    "planned": 4,
+    "overruns": 1,
+    "busy_s": 0.5,
+}
+
+
+class World:
+    """What the processes and the server of a comparison do, and when the signal came."""
+
+    def __init__(self, *, stop_in: int = NEVER, number: int = signal.SIGTERM, hangs: bool = False) -> None:
+        self.stop_in, self.number, self.hangs = stop_in, number, hangs
+        self.blocks = 0
+        self.playing = 0  # load generators under way
+        self.came_s: float | None = None  # the signal
+        self.took_s: float | None = None  # from there to the end of the event loop
+        self.answers = True  # whether the server does
+        self.posted: list[dict[str, Any]] = []
+        self.killed = False
+
+    def stop(self) -> None:
+        self.came_s = asyncio.get_running_loop().time()
+        os.kill(os.getpid(), self.number)
+
+    async def play(self, plan: Plan) -> list[Answer]:
+        """The load generator: three tokens for every request, or a block in which the signal comes."""
+        self.playing += 1
+        try:
+            await asyncio.sleep(3.0)
+            if self.blocks == self.stop_in:
+                self.answers = not self.hangs
+                self.stop()
+            await asyncio.sleep(30.0)
+            self.blocks += 1
+            return [answer(n, arrival.at_s) for n, arrival in enumerate(plan.trace)]
+        finally:
+            self.playing -= 1
+
+    async def serve(self, request: httpx.Request) -> httpx.Response:
+        if not self.answers:
+            await asyncio.sleep(3600.0)
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        if request.method == "POST":
+            self.posted.append(json.loads(request.content))
+        return httpx.Response(200, json=STATE)
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Instead of `asyncio.run`."""
+
+        async def timed() -> T:
+            try:
+                return await main
+            finally:
+                if self.came_s is not None:
+                    self.took_s = asyncio.get_running_loop().time() - self.came_s
+
+        return virtual_time.run(timed())
+
+
+def answer(index: int, due_s: float) -> Answer:
+    times_s = (due_s + 0.1, due_s + 0.2, due_s + 0.3)
+    sent = {"index": index, "due_s": due_s, "sent_s": due_s, "ended_s": due_s + 0.3}
+    return Answer(**sent, input_tokens=9, token_at_s=times_s, status=Status.OK)
+
+
+class SlowService:
+    """The processes of a server that take a minute to stop unless they are killed."""
+
+    world: World
+    comes_up = True
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._killed = asyncio.Event()
+
+    async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], Awaitable[None]]) -> None:
+        if self.comes_up:
+            await on_ready()
+        else:
+            asyncio.get_running_loop().call_later(5.0, self.world.stop)
+        await stop.wait()
+        try:
+            await asyncio.wait_for(self._killed.wait(), 65.0)
+        except TimeoutError:
+            raise ServiceFailed("it was let to take its time") from None
+
+    def process_ids(self) -> list[int]:
+        return []
+
+    def kill(self) -> None:
+        self.world.killed = True
+        self._killed.set()
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Done]:
+    """Run a comparison in a world, on a server of its own unless one is named."""
+
+    def go(world: World, *more: str) -> Done:
+        transport = httpx.MockTransport(world.serve)
+        monkeypatch.setattr("conserve.bench.deployment.Deployment", partial(Deployment, transport=transport))
+        monkeypatch.setattr("conserve.engine.service.Service", SlowService)
+        monkeypatch.setattr(SlowService, "world", world, raising=False)
+        monkeypatch.setattr(compare, "play_apart", world.play)
+        monkeypatch.setattr(asyncio, "run", world.run)
+        return conserve(*WORDS, "-o", str(tmp_path / "out"), *more)
+
+    monkeypatch.setitem(presets.PRESETS, "full", replace(presets.FULL, offline_rows=3))
+    return go
+
+
+Run = Callable[..., Done]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_comparison_that_is_stopped_ends_soon_with_the_blocks_it_has(
+    stopped: Run, tmp_path: Path, number: int
+) -> None:
+    world = World(stop_in=2, number=number)
+    done = stopped(world)
+    assert done.returncode == 130, done.stderr
+    assert world.took_s is not None
+    assert world.took_s <= ENDS_S
+    assert world.killed
+    assert world.playing == 0
+    said = "Stopped after 2 of 8 blocks: 1 of conserve, 1 of online-only, 0 of non-preemptive, 0 of priority."
+    assert said in (tmp_path / "out" / "page.html").read_text()
+    assert said in done.stderr
+    document = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert document["design"]["stopped"] == said
+    assert set(document["policies"]) == {"conserve", "online-only"}
+    assert pq.read_table(tmp_path / "out" / "blocks.parquet").num_rows == 2
+
+
+def test_a_comparison_that_is_let_finish_is_not_called_stopped(stopped: Run, tmp_path: Path) -> None:
+    done = stopped(World(), "--json")
+    assert done.returncode == 0, done.stderr
+    assert "stopped" not in json.loads(done.stdout)["design"]
+    assert "Stopped" not in (tmp_path / "out" / "page.html").read_text()
+
+
+def test_a_server_that_ran_already_is_given_back_as_it_was(stopped: Run, tmp_path: Path) -> None:
+    world = World(stop_in=1)
+    done = stopped(world, "--endpoint", "http://host")
+    assert done.returncode == 130, done.stderr
+    assert world.posted[-1] == {"policy": "online-only", "slo": STATE["slo"]}
+    assert world.posted[-2]["policy"] == "conserve"
+    assert (tmp_path / "out" / "page.html").exists()
+
+
+def test_a_server_that_hangs_does_not_hold_the_end_up(stopped: Run, tmp_path: Path) -> None:
+    world = World(stop_in=1, hangs=True)
+    done = stopped(world, "--endpoint", "http://host")
+    assert done.returncode == 130, done.stderr
+    assert world.took_s is not None
+    assert world.took_s <= ENDS_S
+    assert "http://host did not take its policy online-only back" in done.stderr
+    assert (tmp_path / "out" / "page.html").exists()
+
+
+@pytest.mark.parametrize("comes_up", [True, False])
+def test_without_a_block_there_is_no_page(
+    stopped: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_up: bool
+) -> None:
+    monkeypatch.setattr(SlowService, "comes_up", comes_up)
+    world = World(stop_in=0)
+    done = stopped(world)
+    assert done.returncode == 130, done.stderr
+    assert world.took_s is not None
+    assert world.took_s <= ENDS_S
+    assert "before the first block was measured: there is no page" in done.stderr
+    assert not (tmp_path / "out" / "page.html").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_rows_that_are_still_being_made_do_not_hold_the_end_up(
+    stopped: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def endless(settings: Settings, preset: presets.Preset, seed: int) -> None:
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal ends this")
+
+    monkeypatch.setattr(bench, "enqueue_rows", endless)
+    before = signal.getsignal(signal.SIGTERM)
+    done = stopped(World())
+    assert done.returncode == 130, done.stderr
+    assert "there is no page" in done.stderr
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_after_the_last_block_loses_nothing(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    run = SlowService.run
+
+    async def stops_late(self: SlowService, stop: asyncio.Event, **more: Any) -> None:
+        running = asyncio.ensure_future(run(self, stop, **more))
+        await stop.wait()
+        world.stop()
+        await running
+
+    monkeypatch.setattr(SlowService, "run", stops_late)
+    done = stopped(world)
+    assert world.blocks == 8
+    assert done.returncode == 0, done.stderr
+    assert world.killed
