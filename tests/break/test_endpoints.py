@@ -40,36 +40,42 @@ def no_traceback(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not any(record.exc_info for record in shown)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test a round, so that each is bounded."""
+    if "number" in metafunc.fixturenames:
+        seed, rounds = (int(metafunc.config.getoption(f"--break-{name}")) for name in ("seed", "rounds"))
+        metafunc.parametrize("number", range(seed, seed + rounds))
+
+
 @pytest.mark.parametrize(
     ("command", "coserves"),
     [(("run",), False), (("harvest", "--until-empty"), True)],
     ids=["plain", "co-serving"],
 )
 def test_every_row_ends_once_however_odd_the_answers_are(
-    write_input: WriteInput, tmp_path: Path, rounds: int, seed: int, command: Sequence[str], coserves: bool
+    write_input: WriteInput, tmp_path: Path, number: int, command: Sequence[str], coserves: bool
 ) -> None:
     name = "a co-serving server" if coserves else "a plain server"
-    for number in range(seed, seed + rounds):
-        with OddServer(seed=number) as server:
-            server.script.coserves = coserves
-            jobs = {
-                submit(write_input, f"row {{}} of {number}"): f"row {{}} of {number}",
-                submit(write_input, f"{{}} as JSON, {number}", "--schema", SCHEMA): f"{{}} as JSON, {number}",
-            }
-            drain(server, command)
-            found = {job_id: results(job_id) for job_id in jobs}
-            for job_id, rows in found.items():
-                check(server, jobs[job_id], rows)
-                read_in_every_way(job_id, tmp_path)
-            failed = sum(row["error"] is not None for rows in found.values() for row in rows)
-            again(server, jobs, failed)
-            everything = [(job_id, row["row_index"]) for job_id, rows in found.items() for row in rows]
-            report(
-                f"odd answers of {name}",
-                tried=sum(server.odd.values()),
-                lost=len(jobs) * ROWS - len(set(everything)),
-                doubled=len(everything) - len(set(everything)),
-            )
+    with OddServer(seed=number) as server:
+        server.script.coserves = coserves
+        jobs = {
+            submit(write_input, f"row {{}} of {number}"): f"row {{}} of {number}",
+            submit(write_input, f"{{}} as JSON, {number}", "--schema", SCHEMA): f"{{}} as JSON, {number}",
+        }
+        drain(server, command)
+        found = {job_id: results(job_id) for job_id in jobs}
+        for job_id, rows in found.items():
+            check(server, jobs[job_id], rows)
+            read_in_every_way(job_id, tmp_path)
+        failed = sum(row["error"] is not None for rows in found.values() for row in rows)
+        again(server, jobs, failed)
+        everything = [(job_id, row["row_index"]) for job_id, rows in found.items() for row in rows]
+        report(
+            f"odd answers of {name}",
+            tried=sum(server.odd.values()),
+            lost=len(jobs) * ROWS - len(set(everything)),
+            doubled=len(everything) - len(set(everything)),
+        )
 
 
 def submit(write_input: WriteInput, prompt: str, *flags: str) -> str:
