@@ -43,6 +43,7 @@ COMMANDS = {
     "resume": Entry("control", "Let a paused job go on, or a refused one try again."),
     "cancel": Entry("control", "Stop a job for good; the results it has are kept."),
     "retry": Entry("control", "Put the failed rows of a job back into the queue."),
+    "check": Entry("check", "Find what is damaged in the store, and mend it."),
     "profile": Entry("profile", "Measure how long the engine's iterations take, and show it."),
     "bench": Entry("bench", "Play live traffic under each policy in turn, and compare."),
     "doctor": Entry("doctor", "Check the installation, the engine, the device and the store."),

@@ -46,7 +46,7 @@ def retry(ctx: typer.Context, jobs: Jobs) -> None:
         with store.read() as tx:
             wanted = [catalog.get(tx, job).id for job in jobs]
         for job_id in wanted:
-            rows = retry_failed(store, job_id, now=time.time())
+            rows = retry_failed(store, job_id, now=time.time(), warn=output.say)
             output.data(f"{job_id}: {output.count(rows, 'failed row')} back in the queue")
     output.say("run them with: conserve run")
 

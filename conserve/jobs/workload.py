@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from conserve.endpoints.protocol import Call, Url, resumable
 from conserve.errors import StoreDamaged
 from conserve.jobs.request_file import RequestFile, StoredRequest
@@ -65,12 +67,13 @@ class Workload:
                 f"`conserve resume {job_id}`, or submit the new file"
             )
         try:
+            task = task_of(job)
             requests = self._requests(job, now)
         except StoreDamaged as error:
             if not home.jobs_folder(self._store.home).is_dir():
                 raise  # it is not this job: the whole store is out of reach
             return str(error)
-        self._open[job_id] = OpenJob(job, Task.from_json(job.task), requests)
+        self._open[job_id] = OpenJob(job, task, requests)
         return None
 
     def _requests(self, job: catalog.Job, now: float) -> RequestFile:
@@ -95,6 +98,16 @@ class Workload:
         """Close the request files of these jobs, or all; a job is opened again when rows of it are leased."""
         for job_id in list(self._open if job_ids is None else job_ids):
             self._open.pop(job_id).requests.close()
+
+
+def task_of(job: catalog.Job) -> Task:
+    """What to ask of the job's rows; raises `StoreDamaged` if its record does not say."""
+    try:
+        return Task.from_json(job.task)
+    except msgspec.MsgspecError as error:
+        raise StoreDamaged(
+            f"the record of job {job.id} is damaged ({error}); run: conserve check {job.id}", job_id=job.id
+        ) from error
 
 
 def to_work(opened: OpenJob, epoch: int, row: LeasedRow, request: StoredRequest, identity: str) -> Work:

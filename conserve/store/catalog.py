@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, func, insert, or_, select, update
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store import schema
@@ -144,15 +144,30 @@ def ids(tx: Connection) -> list[str]:
 
 def to_job(row: Any) -> Job:
     """A database row as a `Job`; raises `StoreDamaged` for one that is none."""
-    values = {str(name): value for name, value in row._mapping.items()}
     try:
-        for name in ("source", "files", "tags"):
-            values[name] = msgspec.json.decode(values[name] or "{}")
-        return msgspec.convert(values, Job)
+        return convert(row._mapping)
     except (msgspec.MsgspecError, TypeError, UnicodeDecodeError) as error:
         raise StoreDamaged(
             f"the record of job {row.id} is damaged ({error}); run: conserve check {row.id}", job_id=row.id
         ) from error
+
+
+def convert(row: Mapping[Any, Any]) -> Job:
+    """The columns of a row as a `Job`."""
+    values = {str(name): value for name, value in row.items()}
+    msgspec.json.decode(values["task"], type=dict[str, Any])
+    for name in ("source", "files", "tags"):
+        values[name] = msgspec.json.decode(values[name] or "{}")
+    return msgspec.convert(values, Job)
+
+
+def is_readable(row: Mapping[Any, Any]) -> bool:
+    """Whether the columns of a row make a `Job`."""
+    try:
+        convert(row)
+    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
+        return False
+    return True
 
 
 # What a job may be told, and the states in which it makes sense.
@@ -210,9 +225,8 @@ def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:
     return {row.id: JobState(row.state) for row in rows}
 
 
-LOST_REQUESTS = (
-    "the requests "  # how the reason begins for which a job was refused whose requests cannot be read
-)
+DAMAGED = ("the requests ", "the record ")
+"""How the reason begins for which a job was refused that is damaged."""
 
 
 def fail(tx: Connection, job_id: str, reason: str, *, now: float) -> bool:
@@ -228,13 +242,13 @@ def fail(tx: Connection, job_id: str, reason: str, *, now: float) -> bool:
 
 
 def forgive(tx: Connection, job_id: str) -> bool:
-    """Queue a job again that was refused because its requests could not be read; says whether it was."""
+    """Queue a job again that was refused because it was damaged; says whether it was."""
     queued = tx.execute(
         update(job)
         .where(
             job.c.id == job_id,
             job.c.state == JobState.FAILED.value,
-            job.c.error.startswith(LOST_REQUESTS),
+            or_(*(job.c.error.startswith(words) for words in DAMAGED)),
         )
         .values(state=JobState.QUEUED.value, error=None, finished_at=None)
     )

@@ -93,10 +93,33 @@ def jobs_query(query: Query) -> str:
 
 
 def to_reading(row: tuple[Any, ...]) -> JobReading:
-    """One row of `JOBS`."""
+    """One row of `JOBS`; one whose values make no sense stands for a job that failed for that."""
+    try:
+        return reading_of(row)
+    except (ValueError, TypeError):
+        error = f"its record is damaged; run: conserve check {row[0]}"
+        return reading_of(
+            (row[0], JobState.FAILED.value, error, 0, 0.0, None, None, *[0] * 10, "{}", None, None)
+        )
+
+
+def reading_of(row: tuple[Any, ...]) -> JobReading:
+    """The reading of a row that makes sense."""
     (job_id, stored, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded,
      failed, retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens, leased, leases,
      task, model, tags) = row  # fmt: skip
+    counters = (
+        num_rows,
+        succeeded,
+        failed,
+        retries,
+        prompt_tokens,
+        completion_tokens,
+        cached_tokens,
+        resumed_tokens,
+    )
+    if not all(isinstance(value, int) for value in counters):
+        raise TypeError(counters)
     state = JobState(stored)
     if state is JobState.QUEUED and leases:
         state = JobState.RUNNING
@@ -126,7 +149,7 @@ def to_reading(row: tuple[Any, ...]) -> JobReading:
 
 def row_order(task: str) -> str:
     """The order in the JSON of a task; jobs of older stores name none."""
-    fields = json.loads(task)
+    fields = dict(json.loads(task))
     order, seed = fields.get("order", "input"), fields.get("order_seed", 0)
     return f"{order}:{seed}" if order == "random" else str(order)
 

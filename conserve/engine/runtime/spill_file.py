@@ -119,6 +119,16 @@ def read_index(folder: Path) -> Spill | None:
     return spill
 
 
+def verify(folder: Path) -> None:
+    """Read a whole spill; raises `SpillRefused` if any of it is not what was written."""
+    spill = read_index(folder)
+    if spill is None:
+        return
+    for shard in spill.shards:
+        blocks = ([bytearray(shard.block_bytes)] for _ in spill.keys)
+        read_shard(folder, shard, spill.keys, blocks, layout=shard.layout)
+
+
 def require_same(spilled: Identity, ours: Identity) -> None:
     """Raise `SpillRefused` with the first thing in which two engines differ."""
     for name in dict.fromkeys((*ours, *spilled)):

@@ -1,0 +1,168 @@
+"""Repair: recover of a damaged job what the rest of it allows, and let the job fail alone where nothing does.
+
+Requests are rendered again from the input, inputs are copied again, if the input is as it was at submit. Results
+that are lost are computed again (`store.mending`).
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow.parquet as pq
+
+from conserve.errors import UsageError
+from conserve.jobs.source import JsonLines, Opened, changed, open_input
+from conserve.jobs.submit import check_task, write_requests
+from conserve.jobs.task import Kind, Task
+from conserve.store import catalog, checking, digests, home, mending, records
+from conserve.store.damage import Damage, Part
+from conserve.store.store import Store
+
+
+def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float) -> list[str]:
+    """Mend one job as far as the rest of it allows; says what was done."""
+    parts = {damage.part for damage in damages}
+    said = [records.mend(store, job_id, now=now)] if Part.RECORD in parts else []
+    said += mending.mend_rows(store, job_id, now=now)
+    with store.read() as tx:
+        job = catalog.get(tx, job_id)
+    if (lost := task_fault(job)) is not None:
+        return said + fail(store, job, f"what job {job.id} asks is lost ({lost}); submit it again", now)
+    if Part.INPUTS in parts:
+        said += mend_inputs(store, job, now)
+    if Part.REQUESTS in parts and not is_whole(home.requests_file(store.home, job.id), job):
+        said += mend_requests(store, job, now)
+    with store.write() as tx:
+        whole = is_whole(home.requests_file(store.home, job.id), catalog.get(tx, job.id))
+        queued = whole and catalog.forgive(tx, job.id)
+    return said + [f"job {job.id} is queued again"] * queued
+
+
+def task_fault(job: catalog.Job) -> str | None:
+    """What is wrong with a job's task, if anything."""
+    try:
+        Task.from_json(job.task)
+    except msgspec.MsgspecError as error:
+        return str(error)
+    return None
+
+
+def mend_inputs(store: Store, job: catalog.Job, now: float) -> list[str]:
+    """Copy the input rows again."""
+    path = home.inputs_file(store.home, job.id)
+    if is_whole(path, job):
+        return []  # it was in the trash
+    opened = original(job)
+    if opened is None or not isinstance(opened.rows, JsonLines):
+        return []
+    with scratch_file(store, path) as scratch:
+        opened.rows.copy_to(scratch)
+        replace(store, job, path, scratch, now)
+    return [f"{path.relative_to(store.home)} was copied from {job.source.path} again"]
+
+
+def mend_requests(store: Store, job: catalog.Job, now: float) -> list[str]:
+    """Render the requests again; a job with rows left to run fails where that is not possible."""
+    path = home.requests_file(store.home, job.id)
+    source = render_again(store, job, path, now)
+    if source is None:
+        lost = f"the requests of job {job.id} are lost, and its input is not as it was; submit it again"
+        return fail(store, job, lost, now)
+    return [f"{path.relative_to(store.home)} was rendered from {source} again"]
+
+
+def fail(store: Store, job: catalog.Job, reason: str, now: float) -> list[str]:
+    """Let a job fail that cannot run any more, if rows of it are left to run."""
+    reason += f", the {job.succeeded + job.failed:,} results it has stay"
+    with store.write() as tx:
+        failed = catalog.fail(tx, job.id, reason, now=now)
+    return [reason] * failed
+
+
+class Candidate(NamedTuple):
+    """Rows that a job's requests may be rendered from."""
+
+    name: str
+    opened: Opened
+    original: bool  # its fingerprint is that of the job's input
+
+
+def candidates(store: Store, job: catalog.Job) -> Iterator[Candidate]:
+    """The input where it was, if it is as it was; then the copy of its rows in the store."""
+    if (opened := original(job)) is not None:
+        yield Candidate(str(job.source.path), opened, True)
+    path = home.inputs_file(store.home, job.id)
+    if job.source.copied and is_whole(path, job):
+        with suppress(UsageError):
+            opened = open_input(path, from_stdin=True, openai=False)
+            yield Candidate(str(path.relative_to(store.home)), opened, False)
+
+
+def original(job: catalog.Job) -> Opened | None:
+    """The job's input, if it is where it was and what it was."""
+    if job.source.path is None or changed(job.source):
+        return None
+    openai = Task.from_json(job.task).kind is Kind.OPENAI
+    try:
+        opened = open_input(Path(job.source.path), from_stdin=False, openai=openai)
+    except UsageError:
+        return None
+    return opened if opened.source.digest == job.source.digest else None
+
+
+def render_again(store: Store, job: catalog.Job, path: Path, now: float) -> str | None:
+    """Render a job's requests from what is left of its input; returns what that was, None if nothing does.
+
+    The file is taken if it is the same, byte for byte. Rendered from the very input by another version it may
+    differ, and need only fit the results that there are.
+    """
+    task = Task.from_json(job.task)
+    for candidate in candidates(store, job):
+        with suppress(UsageError), scratch_file(store, path) as scratch:
+            check_task(candidate.opened.rows, task)
+            write_requests(scratch, candidate.opened.rows, task)
+            seal = job.files.get(home.REQUESTS)
+            same = seal is not None and digests.seal(scratch) == seal
+            if same or (candidate.original and fits(store, job, scratch)):
+                replace(store, job, path, scratch, now)
+                return candidate.name
+    return None
+
+
+def fits(store: Store, job: catalog.Job, requests: Path) -> bool:
+    """Whether the results that there are answer the requests at their positions."""
+    indexes = pq.read_table(requests, columns=["row_index"])["row_index"].to_numpy()
+    if len(indexes) != job.num_rows:
+        return False
+    with store.read() as tx:
+        positions, rows = mending.answered(tx, store.home, job.id)
+    return bool(np.array_equal(indexes[positions], rows))
+
+
+def is_whole(path: Path, job: catalog.Job) -> bool:
+    """Whether a file of a job is what was written."""
+    return checking.file_fault(path, job.files.get(path.name)) is None
+
+
+@contextmanager
+def scratch_file(store: Store, path: Path) -> Iterator[Path]:
+    """A file to write beside `path`, in a folder that is there."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    with home.explained(store.home):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield scratch
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def replace(store: Store, job: catalog.Job, path: Path, scratch: Path, now: float) -> None:
+    """Put a file that was made again in its place, and keep its seal."""
+    mending.throw_away(store, path, now)
+    seal = digests.seal(scratch)
+    home.write_durably(path, scratch)
+    with store.write() as tx:
+        catalog.keep_seal(tx, job.id, path.name, seal)

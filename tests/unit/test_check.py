@@ -1,0 +1,485 @@
+"""`conserve check` finds what is damaged and names the job; `--repair` recovers what the rest allows."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from conserve.errors import StoreDamaged
+from conserve.jobs.owner import this_process
+from conserve.jobs.request_file import RequestFile
+from conserve.store import catalog, checking, home, marks, shards, trash
+from conserve.store.damage import Part, unreadable
+from conserve.store.states import JobState
+from conserve.store.store import Store
+from tests.commands import Done, conserve
+from tests.conftest import WriteInput
+from tests.store_rows import add_job, finish, job, leased, select
+
+ROWS = 40
+
+
+@pytest.fixture
+def submit(tmp_path: Path) -> Callable[..., str]:
+    """Submits JSON lines, of which every tenth will fail; returns the job's id."""
+
+    def submit(name: str = "one", rows: int = ROWS, **options: str) -> str:
+        path = tmp_path / f"{name}.jsonl"
+        lines = [{"q": f"{name} {n}" + (" REJECT" if n % 10 == 3 else ""), "n": n} for n in range(rows)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        words = [word for option in options.items() for word in (f"--{option[0]}", option[1])]
+        done = conserve("submit", str(path), "--prompt", "{{ q }}", *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return submit
+
+
+def run(*jobs: str) -> Done:
+    done = conserve("run", *jobs, "--endpoint", "fake:")
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def results(job_id: str) -> list[dict[str, Any]]:
+    """The answers of a job, as they are exported; without the times, which differ from run to run."""
+    done = conserve("results", job_id)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return [{name: row[name] for name in ("row_index", "text", "error_type")} for row in rows]
+
+
+def check(*words: str, code: int | None = 1) -> dict[str, Any]:
+    """What `conserve check --json` says."""
+    done = conserve("check", *words, "--json")
+    assert code is None or done.returncode == code, done
+    return dict(json.loads(done.stdout))
+
+
+def shard_files(store: Store, job_id: str, *, failed: bool = False) -> list[Path]:
+    found = select(store, f"select file from shard where job_id = '{job_id}' and failed = {int(failed)}")
+    return [store.home / file for (file,) in found]
+
+
+def flip(path: Path, share: float = 0.5) -> None:
+    """Turn one bit round, so far into the file."""
+    content = bytearray(path.read_bytes())
+    content[int(share * (len(content) - 1))] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "missing": lambda path: path.unlink(),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-50]),
+    "empty": lambda path: path.write_bytes(b""),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "flipped at the beginning": lambda path: flip(path, 0),
+    "flipped in a page": lambda path: flip(path, 0.2),
+    "flipped in the footer": lambda path: flip(path, 0.97),
+}
+damaged_ways = pytest.mark.parametrize("damage", list(DAMAGES.values()), ids=list(DAMAGES))
+
+
+def test_a_whole_store_is_said_to_be_whole(store: Store, submit: Callable[..., str]) -> None:
+    submit()
+    run()
+    submit("two")
+    found = check(code=0)
+    assert (found["jobs"], found["damages"], found["left"]) == (2, [], [])
+    assert found["files"] == 2 + 2 + 2, "requests, inputs and shards"
+    done = conserve("check")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("nothing is damaged (2 jobs, 6 files, ")
+
+
+def test_an_empty_store_is_whole(store: Store) -> None:
+    assert check(code=0)["jobs"] == 0
+
+
+@damaged_ways
+def test_the_rows_of_a_damaged_shard_are_computed_again(
+    store: Store, submit: Callable[..., str], damage: Callable[[Path], Any]
+) -> None:
+    """And those of no other one; what is there of the file goes to the trash."""
+    hurt, other = submit(), submit("two")
+    run()
+    before = results(hurt), results(other), shard_files(store, other), shard_files(store, hurt, failed=True)
+    (file,) = shard_files(store, hurt)
+    damage(file)
+    (found,) = check()["damages"]
+    assert (found["job_id"], found["part"], found["file"]) == (
+        hurt,
+        "shard",
+        str(file.relative_to(store.home)),
+    )
+    assert found["fix"] == f"run: conserve check --repair {hurt} (its 36 rows are computed again)"
+    assert check(other, code=0)["damages"] == []
+    repaired = check("--repair", code=0)
+    assert repaired["left"] == []
+    assert "36 rows are back in the queue" in repaired["repairs"]
+    assert (job(store, hurt).state, job(store, hurt).succeeded, job(store, hurt).failed) == ("queued", 0, 4)
+    assert job(store, hurt).prompt_tokens == 0
+    assert job(store, other).state is JobState.COMPLETED
+    run()
+    assert (
+        results(hurt),
+        results(other),
+        shard_files(store, other),
+        shard_files(store, hurt, failed=True),
+    ) == before
+    assert check(code=0)["damages"] == []
+    assert not file.exists()
+
+
+def test_a_shard_that_was_swept_by_mistake_comes_back_from_the_trash(
+    store: Store, submit: Callable[..., str]
+) -> None:
+    job_id = submit()
+    run()
+    before = results(job_id)
+    (file,) = shard_files(store, job_id)
+    trash.throw_away(store.home, file, now=1e9)
+    (found,) = check()["damages"]
+    assert found["what"] == "is missing"
+    assert check("--repair", code=0)["repairs"] == [f"{file.relative_to(store.home)} was found in the trash"]
+    assert results(job_id) == before
+
+
+@damaged_ways
+def test_damaged_requests_are_rendered_again_from_the_input(
+    store: Store, submit: Callable[..., str], damage: Callable[[Path], Any]
+) -> None:
+    """A run refuses the job meanwhile, and that job alone."""
+    hurt, other = submit(), submit("two")
+    path = home.requests_file(store.home, hurt)
+    before = path.read_bytes()
+    damage(path)
+    done = run()
+    assert done.returncode == 1
+    assert f"refused: the requests of job {hurt} cannot be read" in done.stderr
+    assert f"run: conserve check {hurt}" in done.stderr
+    assert (job(store, hurt).state, job(store, other).state) == ("failed", "completed")
+    (found,) = check()["damages"]
+    assert (found["job_id"], found["part"]) == (hurt, "requests")
+    repaired = check("--repair", code=0)
+    assert any("was rendered from" in said for said in repaired["repairs"])
+    assert path.read_bytes() == before
+    assert job(store, hurt).state is JobState.QUEUED
+    assert run().returncode == 5
+    assert len(results(hurt)) == ROWS
+
+
+@damaged_ways
+def test_damaged_inputs_are_copied_again(
+    store: Store, submit: Callable[..., str], damage: Callable[[Path], Any]
+) -> None:
+    hurt = submit()
+    path = home.inputs_file(store.home, hurt)
+    before = path.read_bytes()
+    damage(path)
+    (found,) = check()["damages"]
+    assert (found["job_id"], found["part"]) == (hurt, "inputs")
+    assert check("--repair", code=0)["left"] == []
+    assert path.read_bytes() == before
+    assert run().returncode == 5
+
+
+def test_a_job_whose_requests_and_input_are_lost_fails_alone_and_keeps_its_results(
+    store: Store, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    half, done, other = submit(), submit("two"), submit("three")
+    run(done)
+    with store.write() as tx:
+        catalog.move(tx, other, "pause", now=0.0)
+    finish(store, leased(store, limit=10, only=[half]))
+    for job_id, name in ((half, "one"), (done, "two")):
+        home.requests_file(store.home, job_id).unlink()
+        home.inputs_file(store.home, job_id).unlink()
+        (tmp_path / f"{name}.jsonl").unlink()
+    repaired = check("--repair")
+    assert {(damage["job_id"], damage["part"]) for damage in repaired["left"]} == {
+        (job_id, part) for job_id in (half, done) for part in ("requests", "inputs")
+    }
+    failed = job(store, half)
+    assert failed.state is JobState.FAILED
+    assert "its input is not as it was; submit it again, the 10 results it has stay" in (failed.error or "")
+    assert job(store, done).state is JobState.COMPLETED
+    assert job(store, other).state is JobState.PAUSED
+    assert len(conserve("results", half).stdout.splitlines()) == 10
+
+
+def test_standard_input_is_rendered_again_from_its_copy(store: Store, submit: Callable[..., str]) -> None:
+    lines = "".join(json.dumps({"q": f"row {n}"}) + "\n" for n in range(9))
+    job_id = conserve("submit", "-", "--prompt", "{{ q }}", stdin=lines).stdout.strip()
+    path = home.requests_file(store.home, job_id)
+    before = path.read_bytes()
+    flip(path)
+    assert check("--repair", code=0)["left"] == []
+    assert path.read_bytes() == before
+
+
+def test_requests_that_another_version_would_render_otherwise_must_fit_the_results(
+    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another order of rows would give results to rows that they do not answer."""
+    job_id = submit(order="random:1")
+    finish(store, leased(store, limit=10))
+    path = home.requests_file(store.home, job_id)
+    indexes = pq.read_table(path)["row_index"].to_pylist()
+    path.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("conserve.jobs.submit.in_order", lambda rows, task, *_: iter(()))
+        assert [damage["part"] for damage in check("--repair")["left"]] == ["requests"]
+    assert indexes != list(range(ROWS))
+
+
+@pytest.mark.parametrize("column", ["payload", "failed", "checksum", "position"])
+def test_a_damaged_row_of_the_journal_is_computed_again(
+    store: Store, submit: Callable[..., str], column: str
+) -> None:
+    job_id = submit(rows=20, order="input")
+    finish(store, leased(store, limit=10), prompt_tokens=7)
+    with store.write() as tx:
+        change = {
+            "payload": "payload = cast(replace(cast(payload as text), 'yes', 'yet') as blob)",
+            "failed": "failed = 1",
+            "checksum": "checksum = checksum + 1",
+            "position": "position = 12",
+        }[column]
+        tx.exec_driver_sql(f"update journal set {change} where position = 4")
+    found = check()["damages"]
+    assert {damage["job_id"] for damage in found} == {job_id}
+    assert "journal" in {damage["part"] for damage in found}
+    assert shards.compact(store, job_id, now=0.0) == 9
+    assert check("--repair", code=0)["left"] == []
+    assert (job(store, job_id).succeeded, job(store, job_id).prompt_tokens) == (9, 63)
+    assert select(store, "select count(*) from journal") == [(0,)]
+    run()
+    assert [row["row_index"] for row in results(job_id)] == list(range(20))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "update job set succeeded = succeeded + 1",
+        "update job set failed = 7",
+        "update job set prompt_tokens = 5",
+        "update job set next_position = 12",
+        "update job set next_position = 9",
+        "update job set next_position = 0",
+        "delete from request where position = 11",
+        "delete from journal where position = 2",
+        "update request set position = 14 where position = 11",
+        "update request set position = 99 where position = 11",
+        "insert into request select job_id, 3, epoch, attempts, failures, available_at, suspect, started_at, "
+        "tokens, tokens_by from request where position = 11",
+        "update job set state = 'completed'",
+    ],
+)
+def test_books_that_do_not_add_up_are_found_and_mended(
+    store: Store, submit: Callable[..., str], change: str
+) -> None:
+    """Each position is in exactly one of four places, and the counters are the sums over the results."""
+    job_id = submit(rows=16, order="input")
+    finish(store, leased(store, limit=10))
+    dead = this_process().rsplit(":", 2)[0] + ":0:abcdef"
+    leased(store, limit=3, owner=dead)
+    shards.compact(store, job_id, now=0.0)
+    finish(store, leased(store, limit=1))
+    assert check(code=0)["damages"] == []
+    with store.write() as tx:
+        tx.exec_driver_sql(change)
+        if "journal" in change:
+            tx.exec_driver_sql("delete from journal")
+    found = check()["damages"]
+    assert {damage["job_id"] for damage in found} == {job_id}
+    assert {damage["part"] for damage in found} <= {"rows", "counters"}
+    assert check("--repair", code=0)["left"] == []
+    run()
+    assert [row["row_index"] for row in results(job_id)] == list(range(16))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "update job set task = '{' where id = :id",
+        "update job set source = 'x' where id = :id",
+        "update job set files = '[1]' where id = :id",
+        "update job set state = 'quexed' where id = :id",
+        "update job set num_rows = 41 where id = :id",
+        "update job set num_rows = 'x' where id = :id",
+        "update job set succeeded = 'many' where id = :id",
+    ],
+)
+@pytest.mark.parametrize("marked", [True, False], ids=["with a mark", "without"])
+def test_a_damaged_record_is_taken_from_the_jobs_folder(
+    store: Store, submit: Callable[..., str], change: str, marked: bool
+) -> None:
+    """Where that is lost too the job runs no more, and keeps its results. Others work all the time."""
+    from sqlalchemy import text
+
+    hurt, other = submit(), submit("two")
+    run()
+    expected = results(hurt), results(other)
+    with store.write() as tx:
+        tx.execute(text(change), {"id": hurt})
+    if not marked:
+        (home.job_folder(store.home, hurt) / marks.MARK).unlink()
+    assert conserve("status").returncode == 0
+    assert conserve("jobs").returncode == 0
+    assert results(other) == expected[1]
+    found = check()["damages"]
+    assert {damage["job_id"] for damage in found} == {hurt}
+    assert check("--repair", code=0)["left"] == []
+    assert results(other) == expected[1]
+    assert results(hurt) == expected[0]
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["with a mark", "without"])
+def test_a_task_that_makes_no_sense_is_taken_from_the_folder_or_fails_its_job_alone(
+    store: Store, submit: Callable[..., str], marked: bool
+) -> None:
+    hurt, other = submit(), submit("two")
+    with store.write() as tx:
+        tx.exec_driver_sql(f"update job set task = replace(task, 'prompt', 'promqt') where id = '{hurt}'")
+    if not marked:
+        (home.job_folder(store.home, hurt) / marks.MARK).unlink()
+    done = run()
+    assert f"refused: the record of job {hurt} is damaged" in done.stderr
+    assert job(store, other).state is JobState.COMPLETED
+    (found,) = check()["damages"]
+    assert (found["job_id"], found["part"]) == (hurt, "record")
+    if marked:
+        assert check("--repair", code=0)["left"] == []
+        assert run().returncode == 5
+    else:
+        assert len(check("--repair")["left"]) == 1
+        assert "what job" in (job(store, hurt).error or "")
+
+
+def test_a_damage_of_the_database_itself_is_named(store: Store, submit: Callable[..., str]) -> None:
+    job_id = submit()
+    finish(store, leased(store))
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("pragma foreign_keys = off")
+    raw = store.engine.raw_connection()
+    raw.execute("pragma foreign_keys = off")  # type: ignore[attr-defined]
+    raw.execute("update journal set job_id = 'nobody' where position = 1")  # type: ignore[attr-defined]
+    raw.close()
+    found = check()["damages"]
+    assert {(damage["job_id"], damage["part"]) for damage in found} >= {(None, "database"), (job_id, "rows")}
+    assert check("--repair", code=0)["left"] == []
+
+
+def test_a_job_that_is_removed_while_it_is_looked_at_is_not_damaged(store: Store) -> None:
+    add_job(store)
+    checked = checking.Checked()
+    assert checking.check_job(store, "gone", checked) == []
+
+
+def test_what_is_repaired_and_what_is_left_is_said(store: Store, submit: Callable[..., str]) -> None:
+    job_id = submit()
+    run()
+    (file,) = shard_files(store, job_id)
+    flip(file)
+    home.requests_file(store.home, job_id).unlink()
+    done = conserve("check", job_id)
+    assert done.returncode == 1
+    first, second = done.stdout.splitlines()
+    assert first == (
+        f"job {job_id}: jobs/{job_id}/requests.parquet is missing; run: conserve check --repair {job_id} "
+        "(they are rendered again if the input is as it was)"
+    )
+    assert second.startswith(f"job {job_id}: {file.relative_to(store.home)} is not what was written; run: ")
+    assert done.stderr.startswith("2 damages (1 job, 3 files, ")
+    done = conserve("check", "--repair")
+    assert done.returncode == 0
+    assert f"repaired: {file.relative_to(store.home)} was taken out of the store" in done.stdout.splitlines()
+
+
+def test_a_job_that_is_not_there_is_a_mistake_of_the_users(store: Store) -> None:
+    done = conserve("check", "nope")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no job 'nope'" in done.stderr
+
+
+def test_files_of_an_earlier_version_are_read_to_their_end(store: Store, submit: Callable[..., str]) -> None:
+    """They have no digest; a page that cannot be read is found all the same."""
+    job_id = submit(rows=2000)
+    run()
+    with store.write() as tx:
+        tx.exec_driver_sql("update shard set digest = null, bytes = null")
+        tx.exec_driver_sql("update job set files = null")
+    assert check(code=0)["damages"] == []
+    for path in (*shard_files(store, job_id), home.requests_file(store.home, job_id)):
+        flip(path, 0.3)
+    assert {damage["part"] for damage in check()["damages"]} == {"shard", "requests"}
+    assert check("--repair", code=0)["left"] == []
+
+
+def test_what_cannot_be_read_is_named_for_queries(
+    store: Store, submit: Callable[..., str], write_input: WriteInput
+) -> None:
+    """Each file with its job and the next command; only the parts that are asked for."""
+    hurt, whole = submit(), submit("two")
+    run()
+    (file,) = shard_files(store, hurt)
+    flip(file)
+    home.inputs_file(store.home, whole).unlink()
+
+    def damages(**named: Any) -> list[tuple[str | None, str, str, str]]:
+        with store.read() as tx:
+            jobs, found = catalog.everything(tx), shards.files(tx)
+        found_ = unreadable(store.home, jobs, found, now=0.0, **named)
+        return [(damage.job_id, damage.part, damage.what, damage.fix) for damage in found_]
+
+    shard = (hurt, "shard", "is not what was written", f"run: conserve check {hurt}")
+    inputs = (whole, "inputs", "is missing", f"run: conserve check {whole}")
+    assert damages() == [inputs, shard]
+    assert damages(parts=[Part.SHARD]) == [shard]
+    assert damages(parts=[Part.REQUESTS]) == []
+
+
+def test_a_flipped_bit_in_requests_is_noticed_by_its_page(store: Store, submit: Callable[..., str]) -> None:
+    """Also where it turns after the digest was compared."""
+    path = home.requests_file(store.home, submit(rows=3000))
+    requests = RequestFile(path)
+    flip(path, 0.3)
+    with pytest.raises(StoreDamaged, match=r"cannot be read \(.*; run: conserve check"):
+        requests.read(range(3000))
+    requests.close()
+
+
+def failed_shard_lost(store: Store, submit: Callable[..., str]) -> tuple[str, Path]:
+    job_id = submit()
+    run()
+    (file,) = shard_files(store, job_id, failed=True)
+    file.unlink()
+    return job_id, file
+
+
+def test_failed_rows_whose_shard_is_missing_are_put_back_with_a_warning(
+    store: Store, submit: Callable[..., str]
+) -> None:
+    job_id, file = failed_shard_lost(store, submit)
+    done = conserve("retry", job_id)
+    assert (done.returncode, done.stdout) == (0, f"{job_id}: 4 failed rows back in the queue\n")
+    assert f"warning: {file.relative_to(store.home)} is missing; its rows had failed" in done.stderr
+    assert conserve("run", "--endpoint", "fake:?reject=NEVER").returncode == 0
+    assert [row["error_type"] for row in results(job_id)] == [None] * ROWS
+    assert check(code=0)["damages"] == []
+
+
+def test_a_retry_beside_other_lost_rows_names_the_repair(store: Store, submit: Callable[..., str]) -> None:
+    job_id, _ = failed_shard_lost(store, submit)
+    (other,) = shard_files(store, job_id)
+    other.unlink()
+    done = conserve("retry", job_id)
+    assert done.returncode == 1
+    assert f"run: conserve check --repair {job_id}" in done.stderr
+    assert check("--repair", code=0)["left"] == []
+    run()
+    assert len(results(job_id)) == ROWS
