@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
-from conserve.cli import output
+from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
     from conserve.store.catalog import Job
+    from conserve.store.damage import Damage
     from conserve.store.export import Format
     from conserve.store.store import Store
 
@@ -64,22 +65,36 @@ def results(
     with context.store() as store:
         with store.read() as tx:
             found = catalog.get(tx, job)
+        damages: list[Damage] = []
         with sink(out) as stream:
-            rows = write(store, found, wanted, stream, with_inputs=with_inputs)
+            rows = write(store, found, wanted, stream, with_inputs=with_inputs, damages=damages)
     if rows < found.num_rows:
         so_far = f"{rows:,} of {output.count(found.num_rows, 'row')} so far"
         output.say(f"job {found.id} is {found.state}: {so_far}")
     if out is not None:
         output.say(f"wrote {output.count(rows, 'row')} to {out}")
+    for damage in damages:
+        output.say(f"warning: results are left out: {damage.sentence}")
+    if damages:
+        raise typer.Exit(exits.FAILED)
 
 
-def write(store: "Store", job: "Job", wanted: "Format", stream: BinaryIO, *, with_inputs: bool) -> int:
-    """Write the job's results in the wanted format; returns the number of rows."""
+def write(
+    store: "Store",
+    job: "Job",
+    wanted: "Format",
+    stream: BinaryIO,
+    *,
+    with_inputs: bool,
+    damages: "list[Damage]",
+) -> int:
+    """Write the job's results in the wanted format; returns the number of rows, and what is left out."""
     from conserve.jobs.task import Task
     from conserve.store import export
     from conserve.store.query import views
 
     with views(store, now=time.time(), only=[job.id], sealed=False) as opened:
+        damages += opened.damages
         if with_inputs and opened.left_out:
             raise UsageError(
                 f"the inputs cannot be joined: {opened.left_out[0].reason}; leave out --with-inputs"

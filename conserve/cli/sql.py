@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from conserve.cli import output
+from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 
 EXAMPLE = """
@@ -42,6 +42,8 @@ def sql(
         with views(store, now=time.time(), only=only) as opened:
             for left_out in opened.left_out:
                 output.say(f"warning: the view inputs leaves out job {left_out.job_id}: {left_out.reason}")
+            for damage in opened.damages:
+                output.say(f"warning: the view results leaves out rows: {damage.sentence}")
             answer = ask(opened.duck, sys.stdin.read() if query == "-" else query)
             if as_json:
                 export.write_lines(answer, sys.stdout.buffer)
@@ -49,6 +51,8 @@ def sql(
                 export.write_csv(answer, sys.stdout.buffer)
             else:
                 show(answer)
+            if opened.damages:
+                raise typer.Exit(exits.FAILED)
 
 
 def show(answer: Any) -> None:

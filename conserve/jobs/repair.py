@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from conserve.errors import UsageError
+from conserve.jobs.admission import check_input
 from conserve.jobs.source import JsonLines, Opened, changed, open_input
-from conserve.jobs.submit import check_task, write_requests
+from conserve.jobs.submit import write_requests
 from conserve.jobs.task import Kind, Task
 from conserve.store import catalog, checking, digests, home, mending, records
 from conserve.store.damage import Damage, Part
@@ -122,7 +123,7 @@ def render_again(store: Store, job: catalog.Job, path: Path, now: float) -> str 
     task = Task.from_json(job.task)
     for candidate in candidates(store, job):
         with suppress(UsageError), scratch_file(store, path) as scratch:
-            check_task(candidate.opened.rows, task)
+            check_input(candidate.opened.rows, task, constant_prompt=True)
             write_requests(scratch, candidate.opened.rows, task)
             seal = job.files.get(home.REQUESTS)
             same = seal is not None and digests.seal(scratch) == seal

@@ -7,18 +7,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import duckdb
 import pyarrow as pa
-from sqlalchemy import Connection, select, text
+from sqlalchemy import select, text
 
 from conserve.errors import QueryError
-from conserve.store import catalog, home, readings, schema
+from conserve.store import catalog, home, readings, schema, shards
+from conserve.store.damage import Damage, Part, damaged_rows, unreadable
+from conserve.store.journal import is_whole
 from conserve.store.results import arrow_schema, decode, to_arrow
+from conserve.store.shards import ShardFile
 from conserve.store.store import Store
 
-journal, shard = schema.journal, schema.shard
+journal = schema.journal
 
 SETTINGS = {
     "autoinstall_known_extensions": False,
@@ -52,14 +55,16 @@ def first_duplicate(path: Path, column: str) -> Duplicate | None:
     return Duplicate(*row) if row else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """What the store held at one moment; shards are immutable, so their names are enough."""
 
     jobs: list[readings.JobReading]
     catalog: list[catalog.Job]
-    shard_files: list[Path]
+    shards: list[ShardFile]
     journal_rows: pa.Table
+    damages: list[Damage]
+    """What cannot be read of results and copied inputs; it is left out."""
 
 
 def snapshot(store: Store, *, now: float, only: Sequence[str] | None = None) -> Snapshot:
@@ -68,16 +73,22 @@ def snapshot(store: Store, *, now: float, only: Sequence[str] | None = None) -> 
         jobs = [readings.to_reading(tuple(row)) for row in tx.execute(text(readings.JOBS), {"now": now})]
         entries = catalog.everything(tx)
         wanted = [job.id for job in jobs if only is None or job.id in only]
-        files = [store.home / f for f in tx.scalars(select(shard.c.file).where(shard.c.job_id.in_(wanted)))]
-        rows = journal_table(tx, wanted)
+        found = shards.files(tx, wanted)
+        rows = tx.execute(select(journal).where(journal.c.job_id.in_(wanted))).all()
+    ours = [entry for entry in entries if entry.id in wanted]
+    damages = unreadable(store.home, ours, found, now=now, parts=[Part.SHARD, Part.INPUTS])
+    lost = {damage.file for damage in damages}
     return Snapshot(
-        [job for job in jobs if job.id in wanted], [e for e in entries if e.id in wanted], files, rows
+        jobs=[job for job in jobs if job.id in wanted],
+        catalog=ours,
+        shards=[file for file in found if file.file not in lost],
+        journal_rows=journal_table([row for row in rows if is_whole(row)]),
+        damages=[*damages, *damaged_rows(rows)],
     )
 
 
-def journal_table(tx: Connection, job_ids: Sequence[str]) -> pa.Table:
-    """The journal of these jobs as a table; compaction keeps it short."""
-    rows = tx.execute(select(journal).where(journal.c.job_id.in_(job_ids))).all()
+def journal_table(rows: Sequence[Any]) -> pa.Table:
+    """Rows of the journal as a table; compaction keeps it short."""
     return to_arrow([r.job_id for r in rows], [r.position for r in rows], [decode(r.payload) for r in rows])
 
 
@@ -94,6 +105,8 @@ class Views:
 
     duck: duckdb.DuckDBPyConnection
     left_out: list[LeftOut]
+    damages: list[Damage]
+    """Results that are left out since they are not what was written."""
 
 
 @contextmanager
@@ -108,12 +121,13 @@ def views(
     ):
         duck.execute("set timezone = 'UTC'")
         add_jobs(duck, taken)
-        add_results(duck, taken)
-        readable, left_out = readable_inputs(store, taken.catalog)
+        files = [store.home / shard.file for shard in taken.shards]
+        add_results(duck, taken, files)
+        readable, left_out = readable_inputs(store, taken)
         add_inputs(duck, readable)
         if sealed:
-            seal(duck, [*taken.shard_files, *readable.values()])
-        yield Views(duck, left_out)
+            seal(duck, [*files, *readable.values()])
+        yield Views(duck, left_out, [each for each in taken.damages if each.part is not Part.INPUTS])
 
 
 def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
@@ -131,14 +145,14 @@ def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
     duck.unregister("job_rows")
 
 
-def add_results(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
+def add_results(duck: duckdb.DuckDBPyConnection, taken: Snapshot, files: Sequence[Path]) -> None:
     """The view `results`: one row a finished input row, from shards and journal together."""
     duck.register("journal_arrow", taken.journal_rows)
     duck.execute("create schema store; create table store.journal as select * from journal_arrow")
     duck.unregister("journal_arrow")
     parts = ["select * from store.journal"]
-    if taken.shard_files:
-        parts.append(f"select * from read_parquet({literals(taken.shard_files)}, union_by_name = true)")
+    if files:
+        parts.append(f"select * from read_parquet({literals(files)}, union_by_name = true)")
     documents = ", ".join(f"{name}::json as {name}" for name in ("json", "choices", "logprobs"))
     duck.execute(
         f"create view results as select * exclude (position) replace ({documents}) "
@@ -147,11 +161,14 @@ def add_results(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
     assert [name for name in arrow_schema().names if name != "position"] == columns_of(duck, "results")
 
 
-def readable_inputs(store: Store, jobs: Sequence[catalog.Job]) -> tuple[dict[str, Path], list[LeftOut]]:
-    """The file with each job's input rows; jobs whose file is gone or has changed are left out."""
+def readable_inputs(store: Store, taken: Snapshot) -> tuple[dict[str, Path], list[LeftOut]]:
+    """The file with each job's input rows; jobs whose file is gone, damaged or has changed are left out."""
     readable: dict[str, Path] = {}
-    left_out = []
-    for job in jobs:
+    damaged = {damage.job_id: damage for damage in taken.damages if damage.part is Part.INPUTS}
+    left_out = [LeftOut(str(job_id), f"{d.file} {d.what}; {d.fix}") for job_id, d in damaged.items()]
+    for job in taken.catalog:
+        if job.id in damaged:
+            continue
         if job.source.copied:
             readable[job.id] = home.inputs_file(store.home, job.id)
         elif fault := input_fault(job.source):
