@@ -43,6 +43,8 @@ class Settings:
     """Seconds that one answer of `endpoint` may take, from sending its request to the last byte."""
     max_answer_mib: float = 64.0
     """Size that one answer of `endpoint` may have, in MiB."""
+    input_copy_gib: float = 1.0
+    """Size up to which `submit` copies Parquet files into the store unless told otherwise, in GiB."""
     utility: float = UTILITY
     """Share of rows, where several jobs wait, that are chosen for their prefix; the others are the stalest."""
 
@@ -54,6 +56,8 @@ class Settings:
         for name, value in (("max_answer_s", self.max_answer_s), ("max_answer_mib", self.max_answer_mib)):
             if not 0 < value < 1e9:  # nor if it is no number
                 raise SettingsError(f"{name} must be above 0 and below 1e9, not {value:g}")
+        if not self.input_copy_gib >= 0:  # nor if it is no number
+            raise SettingsError(f"input_copy_gib must be 0 or more, not {self.input_copy_gib:g}")
         if not 0 <= self.utility <= 1:  # nor if it is no number
             raise SettingsError(
                 "utility goes from 0 (the stalest row first) to 1 (always the longest shared prefix), "

@@ -61,11 +61,17 @@ class UsageError(ConserveError):
 
 
 class InputError(UsageError):
-    """An input file that cannot become a job."""
+    """An input file that cannot become a job. Names and values of the user's in it are made safe to print."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message, most=2000))
 
 
 class TemplateError(UsageError):
     """A prompt template that cannot be compiled, or that names what is not there."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message, most=2000))
 
 
 class SettingsError(UsageError):

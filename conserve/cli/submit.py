@@ -12,9 +12,10 @@ from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.signals import ended_in_order, held_back
 from conserve.config import Settings
-from conserve.errors import UsageError
+from conserve.errors import UsageError, one_line
 
 if TYPE_CHECKING:
+    from conserve.jobs.source import Input
     from conserve.jobs.submit import Submitted
     from conserve.jobs.task import Task
 
@@ -25,12 +26,34 @@ conserve submit batch.jsonl
 cat rows.jsonl | conserve submit - --prompt "{{ q }}"
 """
 
-Input = Annotated[str, typer.Argument(metavar="FILE", help="Parquet or JSONL file, or - for standard input.")]
+Files = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FILE...",
+        help="Parquet, JSONL, CSV or TSV (also .gz, .zst), patterns, folders, or - for standard input.",
+    ),
+]
 
 
 def submit(
     ctx: typer.Context,
-    file: Input,
+    files: Files = None,
+    sql: Annotated[
+        str | None, typer.Option(metavar="SELECT", help="DuckDB query whose rows are the input.")
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format", metavar="parquet|jsonl|csv|tsv", help="What the files are, if not as named."
+        ),
+    ] = None,
+    keep_input: Annotated[
+        str | None,
+        typer.Option(
+            metavar="copy|link|reference",
+            help="Where the rows of Parquet files stay; a copy up to input_copy_gib, a link beyond.",
+        ),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(help="Jinja template over the row's columns.")] = None,
     constant_prompt: Annotated[
         bool, typer.Option("--constant-prompt", help="Allow a template that names no column.")
@@ -98,10 +121,11 @@ def submit(
     task = make_task(read_prompt(prompt, prompt_file), messages, system, completions, id, params)
     task = in_order(task, order)
     context: Context = ctx.obj
+    given = read_input(files or [], sql, form, keep_input, context.settings())
     if dry_run is not None:
         preview(
             context.settings(model=model),
-            file,
+            given,
             task,
             dry_run,
             constant_prompt=constant_prompt,
@@ -112,7 +136,7 @@ def submit(
         with context.store() as store:
             done = enqueue(
                 store,
-                file,
+                given,
                 task,
                 name=slug(name) if name else None,
                 priority=priority,
@@ -124,13 +148,13 @@ def submit(
 
 
 def preview(
-    settings: Settings, file: str, task: "Task", rows: int, *, constant_prompt: bool, as_json: bool
+    settings: Settings, given: "Input", task: "Task", rows: int, *, constant_prompt: bool, as_json: bool
 ) -> None:
     """Show the first requests of what would be queued."""
     from conserve.cli.dry_run import local_counter, show_previews
     from conserve.jobs.preview import previews
 
-    found = previews(file, task, rows, constant_prompt=constant_prompt)
+    found = previews(given, task, rows, constant_prompt=constant_prompt)
     show_previews(found, local_counter(settings, settings.model), task.params, as_json=as_json)
 
 
@@ -140,12 +164,35 @@ def tell(done: "Submitted", *, as_json: bool) -> None:
     if done.unrendered:
         percent = f"{100 * done.unrendered / done.rows:.3g} %"
         share = f"{done.unrendered:,} of {output.count(done.rows, 'row')} ({percent})"
-        first = f"the first is row {done.first_row:,}: {done.first_error}"
+        first = f"the first is row {done.first_row:,}: {one_line(done.first_error)}"
         output.say(f"warning: {share} cannot be answered and will fail; {first}")
     if as_json:
         output.data_json({"job_id": done.job_id, "rows": done.rows, "unrendered": done.unrendered})
     else:
         output.data(done.job_id)
+
+
+def read_input(
+    files: list[str], sql: str | None, form: str | None, keep: str | None, settings: Settings
+) -> "Input":
+    """What is to be submitted, from the flags."""
+    from conserve.jobs.input_files import Form
+    from conserve.jobs.keeping import Keep
+    from conserve.jobs.source import Input
+
+    if not files and sql is None:
+        raise UsageError('there is no input; name a file, - for standard input, or --sql "select ..."')
+    if form is not None and form not in tuple(Form):
+        raise UsageError(f"--format takes {', '.join(Form)}, not {form!r}")
+    if keep is not None and keep not in tuple(Keep):
+        raise UsageError(f"--keep-input takes {', '.join(Keep)}, not {keep!r}")
+    return Input(
+        names=files,
+        sql=sql,
+        form=Form(form) if form else None,
+        keep=Keep(keep) if keep else None,
+        copy_gib=settings.input_copy_gib,
+    )
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:

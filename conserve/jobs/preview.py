@@ -1,15 +1,16 @@
 """The first requests of a job that is not queued, as they would be sent."""
 
-import sys
 import tempfile
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from conserve.endpoints.protocol import Url
 from conserve.jobs.admission import check_input, check_task, needed_columns
+from conserve.jobs.keeping import Keep
 from conserve.jobs.rendering import Renderer, renderer
-from conserve.jobs.source import STDIN, open_input, spool
+from conserve.jobs.source import Input, open_input
 from conserve.jobs.submit import custom_id, id_column_of
 from conserve.jobs.task import Kind, Task
 
@@ -24,13 +25,12 @@ class Preview(NamedTuple):
     error: str | None
 
 
-def previews(input_path: str, task: Task, rows: int, *, constant_prompt: bool = False) -> list[Preview]:
+def previews(given: Input, task: Task, rows: int, *, constant_prompt: bool = False) -> list[Preview]:
     """The requests of the first rows of the input; raises for what submit would refuse before it renders."""
     check_task(task)
     with tempfile.TemporaryDirectory(prefix="conserve-preview-") as scratch:
-        from_stdin = input_path == STDIN
-        path = spool(sys.stdin.buffer, Path(scratch)) if from_stdin else Path(input_path)
-        opened = open_input(path, from_stdin=from_stdin, openai=task.kind is Kind.OPENAI)
+        in_place = replace(given, keep=Keep.REFERENCE)
+        opened = open_input(in_place, Path(scratch), openai=task.kind is Kind.OPENAI)
         check_input(opened.rows, task, constant_prompt=constant_prompt)
         batches = opened.rows.batches(needed_columns(task, opened.rows))
         first = islice((row for batch in batches for row in batch), rows)

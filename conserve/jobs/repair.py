@@ -15,7 +15,11 @@ import pyarrow.parquet as pq
 
 from conserve.errors import UsageError
 from conserve.jobs.admission import check_input
-from conserve.jobs.source import JsonLines, Opened, changed, open_input
+from conserve.jobs.fingerprint import is_other
+from conserve.jobs.input_files import Form
+from conserve.jobs.keeping import Keep
+from conserve.jobs.parquet_rows import ParquetRows
+from conserve.jobs.source import Input, Opened, Rows, open_input
 from conserve.jobs.submit import write_requests
 from conserve.jobs.task import Kind, Task
 from conserve.store import catalog, checking, digests, home, mending, records
@@ -56,12 +60,12 @@ def mend_inputs(store: Store, job: catalog.Job, now: float) -> list[str]:
     path = home.inputs_file(store.home, job.id)
     if is_whole(path, job):
         return []  # it was in the trash
-    opened = original(job)
-    if opened is None or not isinstance(opened.rows, JsonLines):
-        return []
-    with scratch_file(store, path) as scratch:
-        opened.rows.copy_to(scratch)
-        replace(store, job, path, scratch, now)
+    with home.new_job_folder(store.home, store.id) as folder:
+        opened = open_again(job, folder, Keep.COPY)
+        if opened is None:
+            return []
+        opened.copy_text(folder)
+        replace(store, job, path, folder / home.INPUTS, now)
     return [f"{path.relative_to(store.home)} was copied from {job.source.path} again"]
 
 
@@ -87,31 +91,31 @@ class Candidate(NamedTuple):
     """Rows that a job's requests may be rendered from."""
 
     name: str
-    opened: Opened
-    original: bool  # its fingerprint is that of the job's input
+    rows: Rows
+    original: bool  # their fingerprint is that of the job's input
 
 
-def candidates(store: Store, job: catalog.Job) -> Iterator[Candidate]:
+def candidates(store: Store, job: catalog.Job, folder: Path) -> Iterator[Candidate]:
     """The input where it was, if it is as it was; then the copy of its rows in the store."""
-    if (opened := original(job)) is not None:
-        yield Candidate(str(job.source.path), opened, True)
+    if (opened := open_again(job, folder, Keep.REFERENCE)) is not None:
+        yield Candidate(str(job.source.path), opened.rows, True)
     path = home.inputs_file(store.home, job.id)
     if job.source.copied and is_whole(path, job):
         with suppress(UsageError):
-            opened = open_input(path, from_stdin=True, openai=False)
-            yield Candidate(str(path.relative_to(store.home)), opened, False)
+            name = str(path.relative_to(store.home))
+            yield Candidate(name, ParquetRows(path, name), False)
 
 
-def original(job: catalog.Job) -> Opened | None:
-    """The job's input, if it is where it was and what it was."""
-    if job.source.path is None or changed(job.source):
+def open_again(job: catalog.Job, folder: Path, keep: Keep) -> Opened | None:
+    """The job's input, kept in a scratch folder, if it is where it was and what it was."""
+    files = [] if job.source.path is None else job.source.files
+    if not files or any(not Path(part.path).exists() or is_other(part, Path(part.path)) for part in files):
         return None
-    openai = Task.from_json(job.task).kind is Kind.OPENAI
-    try:
-        opened = open_input(Path(job.source.path), from_stdin=False, openai=openai)
-    except UsageError:
-        return None
-    return opened if opened.source.digest == job.source.digest else None
+    form = Form(job.source.format) if job.source.format in set(Form) else None
+    given = Input(names=[part.path for part in files], form=form, keep=keep)
+    with suppress(UsageError):
+        return open_input(given, folder, openai=Task.from_json(job.task).kind is Kind.OPENAI)
+    return None
 
 
 def render_again(store: Store, job: catalog.Job, path: Path, now: float) -> str | None:
@@ -121,15 +125,16 @@ def render_again(store: Store, job: catalog.Job, path: Path, now: float) -> str 
     differ, and need only fit the results that there are.
     """
     task = Task.from_json(job.task)
-    for candidate in candidates(store, job):
-        with suppress(UsageError), scratch_file(store, path) as scratch:
-            check_input(candidate.opened.rows, task, constant_prompt=True)
-            write_requests(scratch, candidate.opened.rows, task)
-            seal = job.files.get(home.REQUESTS)
-            same = seal is not None and digests.seal(scratch) == seal
-            if same or (candidate.original and fits(store, job, scratch)):
-                replace(store, job, path, scratch, now)
-                return candidate.name
+    with home.new_job_folder(store.home, store.id) as folder:
+        for candidate in candidates(store, job, folder):
+            with suppress(UsageError), scratch_file(store, path) as scratch:
+                check_input(candidate.rows, task, constant_prompt=True)
+                write_requests(scratch, candidate.rows, task)
+                seal = job.files.get(home.REQUESTS)
+                same = seal is not None and digests.seal(scratch) == seal
+                if same or (candidate.original and fits(store, job, scratch)):
+                    replace(store, job, path, scratch, now)
+                    return candidate.name
     return None
 
 

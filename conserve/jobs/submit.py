@@ -2,7 +2,6 @@
 
 import re
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,7 +18,7 @@ from conserve.jobs.external_sort import ExternalSort
 from conserve.jobs.order import SortKey, sort_key
 from conserve.jobs.rendering import renderer
 from conserve.jobs.request_file import SCHEMA, RequestWriter, to_table
-from conserve.jobs.source import STDIN, JsonLines, Opened, Rows, open_input, spool
+from conserve.jobs.source import Input, Opened, Rows, open_input
 from conserve.jobs.task import Kind, Task
 from conserve.store import catalog, digests, home, marks
 from conserve.store.query import first_duplicate
@@ -41,7 +40,7 @@ class Submitted:
 
 def submit(
     store: Store,
-    input_path: str,
+    given: Input | str,
     task: Task,
     *,
     name: str | None = None,
@@ -55,17 +54,16 @@ def submit(
 
     `before_queueing` is called when all that is left is to queue what has been made.
     """
+    given = Input(names=[given]) if isinstance(given, str) else given
     check_task(task)
     check_priority(priority)
     with home.new_job_folder(store.home, store.id) as folder:
-        from_stdin = input_path == STDIN
         with home.explained(store.home):
-            path = spool(sys.stdin.buffer, folder) if from_stdin else Path(input_path)
-        opened = open_input(path, from_stdin=from_stdin, openai=task.kind is Kind.OPENAI)
+            opened = open_input(given, folder, openai=task.kind is Kind.OPENAI)
         check_input(opened.rows, task, constant_prompt=constant_prompt)
         with home.explained(store.home):
             written = write_requests(folder / home.REQUESTS, opened.rows, task, on_rows)
-            copy_inputs(opened, path, folder)
+            opened.copy_text(folder)
         check_ids(folder / home.REQUESTS, task)
         before_queueing()
         return enqueue(
@@ -74,7 +72,7 @@ def submit(
             opened,
             task,
             written,
-            name=name or slug(input_path),
+            name=name or slug(given.label),
             priority=priority,
             model=model_name(model) if model else None,
         )
@@ -147,18 +145,6 @@ def custom_id(value: object, row_index: int) -> str | None:
     return None if value is None else str(value)
 
 
-def copy_inputs(opened: Opened, path: Path, folder: Path) -> None:
-    """Keep the input rows with the job, where the input file cannot be queried in place or will be gone."""
-    if not opened.source.copied:
-        return
-    if isinstance(opened.rows, JsonLines):
-        opened.rows.copy_to(folder / home.INPUTS)
-        if opened.source.path is None:
-            path.unlink()
-    else:
-        path.rename(folder / home.INPUTS)
-
-
 def check_ids(requests: Path, task: Task) -> None:
     """Raise if two rows have one custom id."""
     if task.kind is not Kind.OPENAI and task.id_column is None:
@@ -227,10 +213,9 @@ def discard_unregistered(store: Store, job_id: str) -> None:
             home.discard_job(store.home, job_id)
 
 
-def slug(input_path: str) -> str:
-    """A short name for the job from its file's name."""
-    stem = "stdin" if input_path == STDIN else Path(input_path).stem
-    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:24].strip("-") or "job"
+def slug(label: str) -> str:
+    """A short name for a job."""
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:24].strip("-") or "job"
 
 
 def new_ids(name: str) -> Iterator[str]:

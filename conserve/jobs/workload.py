@@ -7,8 +7,8 @@ import msgspec
 
 from conserve.endpoints.protocol import Call, Url, resumable
 from conserve.errors import StoreDamaged
+from conserve.jobs.fingerprint import changed
 from conserve.jobs.request_file import RequestFile, StoredRequest
-from conserve.jobs.source import changed
 from conserve.jobs.task import Task
 from conserve.store import catalog, home
 from conserve.store.damage import Part, unreadable
@@ -61,9 +61,9 @@ class Workload:
             return None
         with self._store.read() as tx:
             job = catalog.get(tx, job_id)
-        if changed(job.source):
+        if (path := changed(self._store.home, job)) is not None:
             return (
-                f"{job.source.path} changed after job {job_id} was submitted; restore it and run "
+                f"{path} changed after job {job_id} was submitted; restore it and run "
                 f"`conserve resume {job_id}`, or submit the new file"
             )
         try:

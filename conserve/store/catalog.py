@@ -29,15 +29,38 @@ COUNTERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """The input of a job, and what it was like at submit."""
+class Part:
+    """A file of an input, and what it was like at submit."""
 
-    path: str | None  # absolute; None for standard input
-    format: str  # "parquet", "jsonl", "openai"
+    path: str  # absolute
     size: int = 0  # bytes
     mtime_ns: int = 0
     digest: str = ""  # BLAKE2b of the contents
-    copied: bool = False  # whether HOME/jobs/<id>/inputs.parquet holds the rows
+    first_row: int = 0  # row index of its first row
+    partition: Mapping[str, int | str | None] = field(default_factory=dict)  # columns read off its path
+    kept: str | None = None  # a link to it in HOME/jobs/<id>
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The input of a job, and what it was like at submit."""
+
+    path: str | None  # absolute, of several files a folder; None for standard input and for a query
+    format: str  # "parquet", "jsonl", "openai", "csv", "tsv", "sql"
+    size: int = 0  # bytes, of all files
+    mtime_ns: int = 0  # of the file changed last
+    digest: str = ""  # BLAKE2b of the contents; of several files, of their digests
+    copied: bool = False  # HOME/jobs/<id>/inputs.parquet holds the rows
+    linked: bool = False  # it is a hard link, so that it changes with the file
+    parts: tuple[Part, ...] = ()  # the files, where there are several, or a link
+    sql: str | None = None  # the query that gave the rows
+
+    @property
+    def files(self) -> tuple[Part, ...]:
+        """The files that the rows came from; none of standard input or a query."""
+        if self.parts or self.path is None:
+            return self.parts
+        return (Part(path=self.path, size=self.size, mtime_ns=self.mtime_ns, digest=self.digest),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

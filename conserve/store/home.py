@@ -2,7 +2,8 @@
 
 HOME/conserve.db                 the database (unless CONSERVE_STORE names another)
 HOME/jobs/<id>/requests.parquet  the rendered requests, in execution order
-HOME/jobs/<id>/inputs.parquet    the input rows, where they did not come as a Parquet file
+HOME/jobs/<id>/inputs.parquet    the input rows, or a link to the Parquet file that holds them
+HOME/jobs/<id>/inputs/*.parquet  links to the Parquet files that hold them, where there are several
 HOME/jobs/<id>/results/*.parquet result shards
 HOME/jobs/<id>/job.json          which store the job is of, and its record (`marks`)
 HOME/trash/                      what was swept up, for a week (`trash`)
@@ -23,6 +24,7 @@ from conserve.store.marks import Mark
 
 REQUESTS = "requests.parquet"
 INPUTS = "inputs.parquet"
+PARTS = "inputs"
 RESULTS = "results"
 
 

@@ -14,8 +14,9 @@ import pyarrow as pa
 from sqlalchemy import select, text
 
 from conserve.errors import QueryError
-from conserve.store import catalog, home, readings, schema, shards
+from conserve.store import catalog, readings, schema, shards
 from conserve.store.damage import Damage, Part, damaged_rows, unreadable
+from conserve.store.input_parts import InputPart, fault, parts_of, relation
 from conserve.store.journal import is_whole
 from conserve.store.results import arrow_schema, decode, to_arrow
 from conserve.store.shards import ShardFile
@@ -126,7 +127,8 @@ def views(
         readable, left_out = readable_inputs(store, taken)
         add_inputs(duck, readable)
         if sealed:
-            seal(duck, [*files, *readable.values()])
+            inputs = [part.path for parts in readable.values() for part in parts]
+            seal(duck, [*files, *inputs])
         yield Views(duck, left_out, [each for each in taken.damages if each.part is not Part.INPUTS])
 
 
@@ -161,52 +163,44 @@ def add_results(duck: duckdb.DuckDBPyConnection, taken: Snapshot, files: Sequenc
     assert [name for name in arrow_schema().names if name != "position"] == columns_of(duck, "results")
 
 
-def readable_inputs(store: Store, taken: Snapshot) -> tuple[dict[str, Path], list[LeftOut]]:
-    """The file with each job's input rows; jobs whose file is gone, damaged or has changed are left out."""
-    readable: dict[str, Path] = {}
+def readable_inputs(store: Store, taken: Snapshot) -> tuple[dict[str, list[InputPart]], list[LeftOut]]:
+    """The files with each job's input rows; jobs of which one is gone, damaged or has changed are left out."""
+    readable: dict[str, list[InputPart]] = {}
     damaged = {damage.job_id: damage for damage in taken.damages if damage.part is Part.INPUTS}
     left_out = [LeftOut(str(job_id), f"{d.file} {d.what}; {d.fix}") for job_id, d in damaged.items()]
     for job in taken.catalog:
         if job.id in damaged:
             continue
-        if job.source.copied:
-            readable[job.id] = home.inputs_file(store.home, job.id)
-        elif fault := input_fault(job.source):
-            left_out.append(LeftOut(job.id, fault))
+        parts = parts_of(store.home, job.id, job.source)
+        if reason := fault(job.source, parts):
+            left_out.append(LeftOut(job.id, reason))
         else:
-            readable[job.id] = Path(job.source.path or "")
+            readable[job.id] = parts
     return readable, left_out
 
 
-def input_fault(source: catalog.Source) -> str | None:
-    """Why an input file cannot be joined with results any more, if it cannot."""
-    path = Path(source.path or "")
-    try:
-        stat = path.stat()
-    except OSError:
-        return f"its input {path} is gone"
-    if (stat.st_size, stat.st_mtime_ns) != (source.size, source.mtime_ns):
-        return f"its input {path} changed after submit"
-    return None
-
-
-def add_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, Path]) -> None:
+def add_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, list[InputPart]]) -> None:
     """The view `inputs`: job_id, row_index, and the columns of the input files of all jobs by name."""
     if not readable:
         duck.execute(
             "create view inputs as select null::varchar as job_id, null::bigint as row_index where false"
         )
         return
-    types = {job_id: column_types(duck, path) for job_id, path in readable.items()}
+    types = {job_id: column_types(duck, parts) for job_id, parts in readable.items()}
     as_text = disagreeing(list(types.values()))
-    parts = (input_select(job_id, path, types[job_id], as_text) for job_id, path in readable.items())
-    duck.execute(f"create view inputs as {' union all by name '.join(parts)}")
+    selects = (input_select(job_id, parts, types[job_id], as_text) for job_id, parts in readable.items())
+    duck.execute(f"create view inputs as {' union all by name '.join(selects)}")
 
 
-def column_types(duck: duckdb.DuckDBPyConnection, path: Path) -> dict[str, str]:
-    """The columns of a Parquet file and their SQL types."""
-    described = duck.execute(f"describe select * from read_parquet({literals([path])})").fetchall()
-    return {name: kind for name, kind, *_ in described}
+def table_of(parts: Sequence[InputPart]) -> str:
+    """The SQL table of an input's columns and `file_row_number`."""
+    return relation(parts, literals([part.path for part in parts]))
+
+
+def column_types(duck: duckdb.DuckDBPyConnection, parts: Sequence[InputPart]) -> dict[str, str]:
+    """The columns of an input and their SQL types."""
+    described = duck.execute(f"describe select * from {table_of(parts)}").fetchall()
+    return {name: kind for name, kind, *_ in described[:-1]}  # the last is file_row_number
 
 
 def disagreeing(files: Sequence[dict[str, str]]) -> set[str]:
@@ -218,13 +212,13 @@ def disagreeing(files: Sequence[dict[str, str]]) -> set[str]:
     return {name for name, found in kinds.items() if len(found) > 1 and not found <= NUMBERS}
 
 
-def input_select(job_id: str, path: Path, types: dict[str, str], as_text: set[str]) -> str:
+def input_select(job_id: str, parts: Sequence[InputPart], types: dict[str, str], as_text: set[str]) -> str:
     """One job's input rows; a column of the user's that is called like one of ours gets a prefix."""
     chosen = [f"{literal(job_id)} as job_id", "file_row_number as row_index"]
     for name, alias in prefixed(list(types), ROW).items():
         cast = "::varchar" if name in as_text else ""
         chosen.append(f"{quoted(name)}{cast} as {quoted(alias)}")
-    return f"select {', '.join(chosen)} from read_parquet({literals([path])}, file_row_number = true)"
+    return f"select {', '.join(chosen)} from {table_of(parts)}"
 
 
 def prefixed(names: Sequence[str], taken: Sequence[str]) -> dict[str, str]:

@@ -18,6 +18,8 @@ from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, OnTokens
 from conserve.errors import QueryError
 from conserve.jobs.harvest import Harvester
+from conserve.jobs.keeping import Keep
+from conserve.jobs.source import Input
 from conserve.jobs.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store import export, shards
@@ -247,8 +249,11 @@ def test_a_duplicate_is_found_with_how_often_it_is_there(tmp_path: Path) -> None
 def test_a_changed_or_missing_input_is_left_out_with_the_reason(
     store: Store, write_input: WriteInput
 ) -> None:
-    changed = submit(store, str(write_input("changed.parquet", q=["a"])), TASK).job_id
-    gone = submit(store, str(write_input("gone.parquet", q=["a"])), TASK).job_id
+    def referring(path: Path) -> str:
+        return submit(store, Input(names=[str(path)], keep=Keep.REFERENCE), TASK).job_id
+
+    changed = referring(write_input("changed.parquet", q=["a"]))
+    gone = referring(write_input("gone.parquet", q=["a"]))
     write_input("changed.parquet", q=["a", "b"])
     Path(write_input("gone.parquet", q=["a"])).unlink()
     with views(store, now=0.0) as opened:

@@ -1,5 +1,6 @@
 """Input files: what is read of them, whether they changed, and the request files made of them."""
 
+import dataclasses
 import io
 import json
 import os
@@ -13,12 +14,17 @@ import pytest
 from conserve.config import Settings
 from conserve.endpoints.protocol import Url
 from conserve.errors import InputError, StoreError, TemplateError
-from conserve.jobs import request_file, source
+from conserve.jobs import parquet_rows, request_file, source, text_rows
+from conserve.jobs.fingerprint import changed, fingerprint
+from conserve.jobs.parquet_rows import ParquetRows
 from conserve.jobs.rendering import Rendered, messages_fault, render_openai_line, renderer, template_names
 from conserve.jobs.request_file import RequestFile, RequestWriter, first_waiting, to_table
-from conserve.jobs.source import JsonLines, ParquetRows, changed, column_kinds, fingerprint, open_input, spool
+from conserve.jobs.source import Input, open_input, spool
 from conserve.jobs.task import Kind, Task
-from conserve.store import home
+from conserve.jobs.text_rows import JsonLines, column_kinds
+from conserve.store import catalog, home
+from conserve.store.catalog import Source
+from conserve.store.states import JobState
 from conserve.store.store import Store
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, leased, put_back
@@ -40,24 +46,55 @@ def requests(path: Path, payloads: list[str | None], row_indexes: list[int] | No
     return RequestFile(path)
 
 
+def job_of(path: Path) -> catalog.Job:
+    """A job whose input is referred to."""
+    mark = fingerprint(path)
+    found = Source(path=mark.path, format="jsonl", size=mark.size, mtime_ns=mark.mtime_ns, digest=mark.digest)
+    return dataclasses.replace(JOB, source=found)
+
+
+JOB = catalog.Job(
+    seq=1,
+    id="job-1",
+    state=JobState.QUEUED,
+    error=None,
+    priority=0,
+    submitted_at=0.0,
+    started_at=None,
+    finished_at=None,
+    task="{}",
+    source=Source(path=None, format="jsonl"),
+    num_rows=1,
+    next_position=0,
+    succeeded=0,
+    failed=0,
+    retries=0,
+    prompt_tokens=0,
+    completion_tokens=0,
+    cached_tokens=0,
+    resumed_tokens=0,
+)
+
+
 def test_a_file_is_changed_when_its_contents_are(tmp_path: Path) -> None:
     path = tmp_path / "input"
     path.write_bytes(b"one")
     before = fingerprint(path)
+    job = job_of(path)
     assert (before.path, before.size, len(before.digest)) == (str(path), 3, 40)
-    assert not changed(before)
+    assert changed(tmp_path, job) is None
     os.utime(path, (0, 0))
-    assert not changed(before), "only its time has"
+    assert changed(tmp_path, job) is None, "only its time has"
     path.write_bytes(b"two")
     os.utime(path, ns=(0, before.mtime_ns + 1))
-    assert changed(before)
+    assert changed(tmp_path, job) == str(path)
     path.write_bytes(b"longer")
-    assert changed(before)
+    assert changed(tmp_path, job) == str(path)
     path.write_bytes(b"one")
-    assert not changed(before), "it is what it was again"
+    assert changed(tmp_path, job) is None, "it is what it was again"
     path.unlink()
-    assert not changed(before), "a file that is gone cannot be told from one that is elsewhere"
-    assert not changed(source.Source(path=None, format="jsonl"))
+    assert changed(tmp_path, job) is None, "a file that is gone cannot be told from one that is elsewhere"
+    assert changed(tmp_path, JOB) is None
 
 
 def test_a_digest_is_of_the_whole_file(tmp_path: Path) -> None:
@@ -74,38 +111,40 @@ def test_standard_input_is_kept_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("from_stdin", [True, False])
 def test_what_is_kept_of_an_input_says_where_its_rows_are(
-    write_input: WriteInput, tmp_path: Path, from_stdin: bool
+    write_input: WriteInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_stdin: bool
 ) -> None:
     parquet, text = write_input(q=["a"]), lines(tmp_path / "a.jsonl", {"q": "a"})
-    for path, kind, copied in ((parquet, "parquet", from_stdin), (text, "jsonl", True)):
-        found = open_input(path, from_stdin=from_stdin, openai=False).source
-        assert (found.format, found.copied) == (kind, copied)
+    for path, kind in ((parquet, "parquet"), (text, "jsonl")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+        folder = tmp_path / kind
+        folder.mkdir()
+        given = Input(names=["-" if from_stdin else str(path)])
+        found = open_input(given, folder, openai=False).source
+        assert (found.format, found.copied, found.linked) == (kind, True, False)
         assert found.path == (None if from_stdin else str(path))
-        assert found.size == path.stat().st_size
-
-
-def test_a_folder_is_no_input(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is not a file"):
-        open_input(tmp_path, from_stdin=False, openai=False)
+        assert found.size == (0 if from_stdin and kind == "jsonl" else path.stat().st_size)
 
 
 def test_an_input_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = lines(tmp_path / "a.jsonl", {})
+
     def denied(path: Path) -> None:
-        raise PermissionError(13, "Permission denied")
+        raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(source, "fingerprint", denied)
-    with pytest.raises(InputError, match="Permission denied; check its permissions"):
-        open_input(lines(tmp_path / "a.jsonl", {}), from_stdin=False, openai=False)
+    with pytest.raises(InputError, match=r"cannot read .*a\.jsonl: Permission denied; check its permissions"):
+        open_input(Input(names=[str(path)]), tmp_path, openai=False)
 
 
 @pytest.mark.parametrize("wanted", [["q"], ["n", "q"], []])
 def test_batches_hold_every_row_once_with_the_wanted_columns(
     write_input: WriteInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: list[str]
 ) -> None:
-    monkeypatch.setattr(source, "ROWS_PER_GROUP", 2)
+    monkeypatch.setattr(parquet_rows, "ROWS_PER_GROUP", 2)
+    monkeypatch.setattr(text_rows, "ROWS_PER_GROUP", 2)
     rows = [{"q": str(n), "n": n} for n in range(5)]
     path = write_input(q=[row["q"] for row in rows], n=[row["n"] for row in rows])
-    for found in (ParquetRows(path, "x"), JsonLines(lines(tmp_path / "a.jsonl", *rows), "x")):
+    for found in (ParquetRows(path, "x"), JsonLines([lines(tmp_path / "a.jsonl", *rows)], "x")):
         batches = list(found.batches(wanted))
         assert [len(batch) for batch in batches] == [2, 2, 1]
         assert [row for batch in batches for row in batch] == [{k: row[k] for k in wanted} for row in rows]
@@ -115,15 +154,16 @@ def test_batches_hold_every_row_once_with_the_wanted_columns(
 def test_long_rows_come_fewer_at_a_time(
     write_input: WriteInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "GROUP_BYTES", 1000)
+    monkeypatch.setattr(parquet_rows, "GROUP_BYTES", 1000)
+    monkeypatch.setattr(text_rows, "GROUP_BYTES", 1000)
     rows = [{"q": f"{n}" * 400} for n in range(9)]
-    text = JsonLines(lines(tmp_path / "a.jsonl", *rows), "x")
+    text = JsonLines([lines(tmp_path / "a.jsonl", *rows)], "x")
     assert [len(batch) for batch in text.batches(["q"])] == [3, 3, 3]
     values = [os.urandom(200).hex() for _ in range(9)]
     parquet = ParquetRows(write_input(q=values), "x")
     assert 1 <= parquet.batch_rows() <= 3
     assert [row["q"] for batch in parquet.batches(["q"]) for row in batch] == values
-    monkeypatch.setattr(source, "GROUP_BYTES", 1)
+    monkeypatch.setattr(parquet_rows, "GROUP_BYTES", 1)
     assert parquet.batch_rows() == 1
 
 
@@ -166,7 +206,7 @@ def test_kinds_of_columns_are_those_of_all_rows() -> None:
 def test_columns_of_lines_keep_their_type_or_become_text(
     tmp_path: Path, values: list[Any], kind: str, stored: list[Any]
 ) -> None:
-    rows = JsonLines(lines(tmp_path / "a.jsonl", *({"x": value} for value in values)), "x")
+    rows = JsonLines([lines(tmp_path / "a.jsonl", *({"x": value} for value in values))], "x")
     rows.copy_to(tmp_path / "copy.parquet")
     table = pq.read_table(tmp_path / "copy.parquet")
     assert str(table.schema.field("x").type) == kind
@@ -204,15 +244,15 @@ def test_messages_have_a_role_and_a_content_each(messages: object, fault: str | 
     ],
 )
 def test_columns_of_chats_are_known_by_their_type(kind: pa.DataType, fits: bool) -> None:
-    assert source.is_messages(kind) is fits
+    assert parquet_rows.is_messages(kind) is fits
 
 
 def test_chats_may_be_null_in_lines(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "x"}]
-    rows = JsonLines(lines(tmp_path / "a.jsonl", {"m": chat}, {"m": None}), "x")
+    rows = JsonLines([lines(tmp_path / "a.jsonl", {"m": chat}, {"m": None})], "x")
     rows.check(Task(kind=Kind.MESSAGES, column="m"))
     with pytest.raises(InputError, match="is list, string, not a list of messages"):
-        JsonLines(lines(tmp_path / "b.jsonl", {"m": chat}, {"m": "x"}), "x").check(
+        JsonLines([lines(tmp_path / "b.jsonl", {"m": chat}, {"m": "x"})], "x").check(
             Task(kind=Kind.MESSAGES, column="m")
         )
 

@@ -1,0 +1,185 @@
+"""The files that an input names: patterns and folders spelled out, partitions read off paths, forms told apart."""
+
+import glob
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from conserve.errors import InputError
+
+Partition = Mapping[str, int | str | None]
+
+
+class Form(StrEnum):
+    """How rows are written down."""
+
+    PARQUET = "parquet"
+    JSONL = "jsonl"
+    CSV = "csv"
+    TSV = "tsv"
+
+
+SUFFIXES = {
+    ".parquet": Form.PARQUET,
+    ".pq": Form.PARQUET,
+    ".jsonl": Form.JSONL,
+    ".ndjson": Form.JSONL,
+    ".csv": Form.CSV,
+    ".tsv": Form.TSV,
+    ".tab": Form.TSV,
+}
+PACKED = {".gz": "gzip", ".zst": "zstd"}
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+PARQUET_MAGIC = b"PAR1"
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+
+
+class Named(NamedTuple):
+    """The files of an input; `several` where it was given as a pattern, a folder or more than one name."""
+
+    paths: list[Path]
+    several: bool
+
+
+def spelled_out(names: Sequence[str]) -> Named:
+    """The files that these names, patterns and folders stand for, in order; raises if there is none."""
+    found: list[Path] = []
+    several = len(names) > 1
+    for name in names:
+        paths = files_of(name)
+        several = several or paths != [Path(name)]
+        found += paths
+    twice = (
+        next((path for path in found if found.count(path) > 1), None)
+        if len(set(found)) < len(found)
+        else None
+    )
+    if twice is not None:
+        raise InputError(f"{twice} is named twice; name each file once")
+    return Named(found, several)
+
+
+def files_of(name: str) -> list[Path]:
+    """The files that one name stands for."""
+    path = Path(name)
+    try:
+        name.encode()
+        if path.is_dir():
+            return files_below(path)
+        if not path.exists() and glob.has_magic(name):
+            return files_like(name)
+        if not path.exists():
+            raise InputError(f"there is no file {name}; check the path")
+    except UnicodeEncodeError as error:
+        raise InputError(f"the name of the file {name:.200} is not UTF-8; rename it") from error
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise InputError(f"cannot read {name:.200}: {error.strerror}; check the path") from error
+    if not path.is_file():
+        raise InputError(f"{name} is neither a file nor a folder; submit files of rows")
+    return [path]
+
+
+def files_below(folder: Path) -> list[Path]:
+    """The files of a folder that hold rows, at any depth; names that begin with _ or . are not data."""
+    found = sorted(path for path in folder.rglob("*") if is_data(path, folder) and form_of_name(path))
+    if not found:
+        kinds = ", ".join(SUFFIXES)
+        raise InputError(
+            f"the folder {folder} holds no file of rows ({kinds}; .gz and .zst too); check the path"
+        )
+    return found
+
+
+def files_like(pattern: str) -> list[Path]:
+    """The files that match a pattern."""
+    matches = glob.glob(pattern, recursive=True)  # noqa: PTH207  Path.glob takes no absolute pattern
+    found = sorted(path for path in map(Path, matches) if path.is_file())
+    if not found:
+        raise InputError(f"no file matches {pattern}; check the pattern")
+    return found
+
+
+def is_data(path: Path, folder: Path) -> bool:
+    """True for a file that no part of whose path below the folder is hidden or a table's own bookkeeping."""
+    return path.is_file() and not any(part.startswith(("_", ".")) for part in path.relative_to(folder).parts)
+
+
+def form_of_name(path: Path) -> Form | None:
+    """The form that a file's name tells, packed or not."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in PACKED:
+        suffixes.pop()
+    return SUFFIXES.get(suffixes[-1]) if suffixes else None
+
+
+def form_of(path: Path, name: str, wanted: Form | None, *, from_stdin: bool) -> Form:
+    """The form of a file, asked for or told by its first bytes and its name; lines of JSON if nothing tells."""
+    named = None if from_stdin else form_of_name(path)
+    with opened(path, name) as file:
+        is_parquet = file.read(4) == PARQUET_MAGIC
+    form = wanted or (Form.PARQUET if is_parquet else named or Form.JSONL)
+    if form is Form.PARQUET and not is_parquet:
+        raise InputError(f"{name} is not a Parquet file; write it again, or say what it is: --format")
+    if is_parquet and packing(path) is not None:
+        raise InputError(f"{name} is a Parquet file that was packed; unpack it, Parquet compresses by itself")
+    if is_parquet and form is not Form.PARQUET:
+        raise InputError(f"{name} is a Parquet file, not {form}; leave --format out")
+    return form
+
+
+def packing(path: Path) -> str | None:
+    """How a file is compressed, by its first bytes."""
+    with path.open("rb") as file:
+        head = file.read(4)
+    return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
+
+
+@contextmanager
+def opened(path: Path, name: str) -> Iterator[BinaryIO]:
+    """The bytes of a file, unpacked as they are read; raises `InputError` for one that cannot be read."""
+    try:
+        kind = packing(path)
+        if kind is None:
+            with path.open("rb") as file:
+                yield file
+        else:
+            with pa.input_stream(str(path), compression=kind) as packed:
+                yield cast("BinaryIO", io.BufferedReader(packed, 1 << 20))
+    except (pa.ArrowException, OSError) as error:
+        reason = getattr(error, "strerror", None)
+        if reason:
+            raise InputError(f"cannot read {name}: {reason}; check its permissions") from error
+        raise InputError(f"{name} is damaged or truncated ({error}); write it again") from error
+
+
+def partitions(paths: Sequence[Path]) -> list[Partition]:
+    """The partition of each file, from folders called key=value, where all files have the same keys."""
+    found = [dict(pairs_of(path)) for path in paths]
+    if len({tuple(one) for one in found}) != 1:
+        return [{} for _ in paths]
+    values = {key: [one[key] for one in found] for key in found[0]}
+    whole = {key for key, texts in values.items() if all(t == HIVE_NULL or WHOLE.fullmatch(t) for t in texts)}
+    return [{key: partition_value(text, key in whole) for key, text in one.items()} for one in found]
+
+
+def pairs_of(path: Path) -> Iterator[tuple[str, str]]:
+    """The pairs key=value among the folders of a path."""
+    for part in path.parent.parts:
+        key, equals, value = part.partition("=")
+        if equals and key:
+            yield key, unquote(value)
+
+
+def partition_value(text: str, whole: bool) -> int | str | None:
+    """A value of a partition, as Hive writes it."""
+    if text == HIVE_NULL:
+        return None
+    return int(text) if whole else text

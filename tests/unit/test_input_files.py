@@ -1,0 +1,380 @@
+"""Inputs people have: CSV, packed lines, patterns, folders with partitions, and whatever DuckDB scans."""
+
+import gzip
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from conserve.errors import InputError, UsageError
+from conserve.jobs import text_rows
+from conserve.jobs.input_files import Form, partitions, spelled_out
+from conserve.jobs.keeping import Keep
+from conserve.jobs.request_file import RequestFile
+from conserve.jobs.source import Input
+from conserve.jobs.submit import submit
+from conserve.jobs.task import Kind, Task
+from conserve.store import catalog, home
+from conserve.store.query import views
+from conserve.store.store import Store
+from tests.commands import conserve
+from tests.conftest import WriteInput
+
+PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
+CSV = 'q,n\r\n"one, two",007\r\n"line\nbreak",\r\n"quote "" here",x\r\n'
+ROWS = ["one, two", "line\nbreak", 'quote " here']
+
+
+def packed(path: Path, content: bytes) -> Path:
+    """A file whose name says how it is packed."""
+    if path.suffix == ".zst":
+        with pa.output_stream(str(path), compression="zstd") as sink:
+            sink.write(content)
+    else:
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def payloads(store: Store, job_id: str, rows: int) -> list[str | None]:
+    file = RequestFile(home.requests_file(store.home, job_id))
+    found = [row.payload for row in file.read(range(rows))]
+    file.close()
+    return found
+
+
+def source(store: Store, job_id: str) -> catalog.Source:
+    with store.read() as tx:
+        return catalog.get(tx, job_id).source
+
+
+def inputs(store: Store, columns: str = "*") -> list[tuple[Any, ...]]:
+    with views(store, now=0.0) as opened:
+        return opened.duck.execute(
+            f"select row_index, {columns} from inputs order by job_id, row_index"
+        ).fetchall()
+
+
+def parquet(path: Path, **columns: Sequence[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(dict(columns)), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_csv_is_text_as_it_stands(store: Store, tmp_path: Path, suffix: str) -> None:
+    path = packed(tmp_path / f"rows.csv{suffix}", CSV.encode())
+    done = submit(store, str(path), PROMPT)
+    assert payloads(store, done.job_id, 3) == ROWS
+    assert done.job_id.startswith("rows-")
+    assert inputs(store, "q, n") == [
+        (n, q, v) for n, (q, v) in enumerate(zip(ROWS, ["007", "", "x"], strict=True))
+    ]
+    found = source(store, done.job_id)
+    assert (found.format, found.copied, found.size) == ("csv", True, path.stat().st_size)
+    assert len(found.digest) == 40
+
+
+def test_tsv_and_files_from_spreadsheets(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes("﻿q\t\r\nä\t1\r\n\r\nb\t2\r\n".encode())
+    done = submit(store, str(tmp_path / "a.tsv"), PROMPT)
+    assert payloads(store, done.job_id, 2) == ["ä", "b"]
+    assert inputs(store, "q, column_1") == [(0, "ä", "1"), (1, "b", "2")]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("q,n\na,1\nb\n", "line 3 of .*rows.csv has 1 values and the header 2"),
+        ("q,n\na,1,2\n", "line 2 of .* has 3 values and the header 2"),
+        ("q,q\na,b\n", "two columns called 'q'"),
+        ('q\n"a\n', "line 2 .* is not CSV"),
+        ('q\n"a"b\n', "line 2 .* is not CSV"),
+        (b"q\nfine\ncaf\xe9\n", "line 3 .* is not UTF-8"),
+        ("", "has no rows"),
+        ("q\n", "has no rows"),
+    ],
+)
+def test_csv_that_is_none_is_named_with_its_line(
+    store: Store, tmp_path: Path, content: str | bytes, words: str
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=words):
+        submit(store, str(path), PROMPT)
+
+
+def test_a_field_may_be_longer_than_pythons_reader_likes(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("q\n" + "x" * 300_000 + "\n")
+    done = submit(store, str(tmp_path / "a.csv"), PROMPT)
+    assert [len(payload or "") for payload in payloads(store, done.job_id, 1)] == [300_000]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_packed_lines_are_read_as_they_would_be_unpacked(store: Store, tmp_path: Path, suffix: str) -> None:
+    rows = [{"q": {"a": n}, "n": n} for n in range(5)]
+    content = "\n".join(map(json.dumps, rows)).encode()
+    done = submit(
+        store,
+        str(packed(tmp_path / f"a.jsonl{suffix}", content)),
+        Task(kind=Kind.PROMPT, template="{{ q.a }}"),
+    )
+    assert payloads(store, done.job_id, 5) == [str(n) for n in range(5)]
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+    line = {**request, "body": {"messages": [{"role": "user", "content": "hi"}]}}
+    path = packed(tmp_path / f"batch.jsonl{suffix}", json.dumps(line).encode())
+    assert submit(store, str(path), Task(kind=Kind.OPENAI)).rows == 1
+
+
+def test_several_members_of_a_gzip_file_are_one(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"q": "a"}\n') + gzip.compress(b'{"q": "b"}\n'))
+    assert payloads(store, submit(store, str(path), PROMPT).job_id, 2) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["cut.jsonl.gz", "cut.jsonl.zst"])
+def test_a_packed_file_that_was_cut_off_is_damaged(store: Store, tmp_path: Path, name: str) -> None:
+    content = "\n".join(json.dumps({"q": f"{n * 7919 % 10_007}"}) for n in range(5000)).encode()
+    path = packed(tmp_path / name, content)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match=rf"{name} is damaged or truncated"):
+        submit(store, str(path), PROMPT)
+
+
+def test_packed_parquet_is_refused(store: Store, write_input: WriteInput, tmp_path: Path) -> None:
+    path = packed(tmp_path / "a.parquet.gz", write_input(q=["a"]).read_bytes())
+    with pytest.raises(InputError, match="Parquet file that was packed; unpack it"):
+        submit(store, str(path), PROMPT)
+
+
+def test_rows_are_read_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_rows, "GROUP_BYTES", 1000)
+    path = packed(tmp_path / "a.csv.gz", ("q\n" + ("x" * 400 + "\n") * 9).encode())
+    rows = text_rows.CsvRows([path], "x")
+    assert [len(batch) for batch in rows.batches(["q"])] == [3, 3, 3]
+
+
+# Several files.
+
+
+def test_a_pattern_is_one_input_in_the_order_of_names(store: Store, tmp_path: Path) -> None:
+    for name, rows in (("b", ["3"]), ("a", ["1", "2"]), ("c", ["4", "5"])):
+        parquet(tmp_path / "data" / f"{name}.parquet", q=rows)
+    done = submit(store, str(tmp_path / "data" / "*.parquet"), PROMPT)
+    assert payloads(store, done.job_id, 5) == list("12345")
+    assert inputs(store, "q") == list(enumerate("12345"))
+    assert done.job_id.startswith("data-")
+    found = source(store, done.job_id)
+    assert [Path(part.path).name for part in found.parts] == ["a.parquet", "b.parquet", "c.parquet"]
+    assert len({part.digest for part in found.parts}) == 3
+    assert found.size == sum(part.size for part in found.parts)
+
+
+@pytest.mark.parametrize("keep", list(Keep))
+def test_folders_of_partitions_have_their_columns(store: Store, tmp_path: Path, keep: Keep) -> None:
+    table = tmp_path / "table"
+    parquet(table / "year=2023" / "lang=de" / "a.parquet", q=["x"], n=[1])
+    parquet(table / "year=2024" / "lang=__HIVE_DEFAULT_PARTITION__" / "b.parquet", q=["y", "z"], n=[2.5, 3.5])
+    parquet(table / "year=2024" / "lang=pt%2FBR" / "c.parquet", q=["u"], extra=["e"])
+    (table / "_SUCCESS").write_text("")
+    parquet(table / "_temporary" / "year=1" / "d.parquet", q=["no"])
+    task = Task(kind=Kind.PROMPT, template="{{ year + 1 }} {{ lang or '-' }} {{ q }} {{ n }}")
+    done = submit(store, Input(names=[str(table)], keep=keep), task)
+    assert payloads(store, done.job_id, 4)[:3] == ["2024 de x 1.0", "2025 - y 2.5", "2025 - z 3.5"]
+    assert done.unrendered == 1, "n is null in the last file"
+    assert inputs(store, "q, n, year, lang, extra") == [
+        (0, "x", 1.0, 2023, "de", None),
+        (1, "y", 2.5, 2024, None, None),
+        (2, "z", 3.5, 2024, None, None),
+        (3, "u", None, 2024, "pt/BR", "e"),
+    ]
+
+
+def test_partitions_of_files_are_alike_or_none() -> None:
+    def of(*names: str) -> list[dict[str, Any]]:
+        return [dict(one) for one in partitions([Path(name) for name in names])]
+
+    assert of("a=1/x", "a=2/x") == [{"a": 1}, {"a": 2}]
+    assert of("a=01/x", "a=2/x") == [{"a": "01"}, {"a": "2"}]
+    assert of("a=1/x", "b=2/x") == [{}, {}]
+    assert of("a=1/x", "x") == [{}, {}]
+    assert of("a=-5/b=c%20d/x") == [{"a": -5, "b": "c d"}]
+
+
+def test_a_column_of_the_files_wins_over_a_partition(store: Store, tmp_path: Path) -> None:
+    for year in (1, 2):
+        parquet(tmp_path / "data" / f"year={year}" / "a.parquet", q=["x"], year=[year * 100])
+    for keep in Keep:
+        done = submit(
+            store,
+            Input(names=[str(tmp_path / "data")], keep=keep),
+            Task(kind=Kind.PROMPT, template="{{ q }}{{ year }}"),
+        )
+        assert payloads(store, done.job_id, 2) == ["x100", "x200"]
+    assert [row[1] for row in inputs(store, "year")] == [100, 200] * 3
+
+
+def test_several_files_of_lines_are_one_input(store: Store, tmp_path: Path) -> None:
+    for day, suffix in ((1, ""), (2, ".gz"), (3, ".zst")):
+        folder = tmp_path / "data" / f"day={day}"
+        folder.mkdir(parents=True)
+        packed(folder / f"x.jsonl{suffix}", json.dumps({"q": f"q{day}", f"only{day}": day}).encode())
+    names = [str(path) for path in sorted(tmp_path.glob("data/*/*"))]
+    task = Task(kind=Kind.PROMPT, template="{{ day }} {{ q }}")
+    done = submit(store, Input(names=names), task)
+    assert payloads(store, done.job_id, 3) == ["1 q1", "2 q2", "3 q3"]
+    assert inputs(store, "day, only2") == [(0, 1, None), (1, 2, 2), (2, 3, None)]
+    (tmp_path / "data" / "day=2" / "x.jsonl.gz").unlink()
+    (tmp_path / "data" / "day=2" / "y.jsonl").write_text("not JSON")
+    with pytest.raises(InputError, match=r"line 1 of .*day=2/y\.jsonl is not JSON"):
+        submit(store, str(tmp_path / "data"), task)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["nothing/*.parquet"], "no file matches nothing/"),
+        (["empty"], "the folder empty holds no file of rows"),
+        (["a.parquet", "a.parquet"], "a.parquet is named twice"),
+        (["*.parquet", "a.parquet"], "a.parquet is named twice"),
+        (["a.parquet", "b.jsonl"], "a.parquet is parquet and b.jsonl is jsonl"),
+        (["a.parquet", "c.parquet"], "c.parquet has other columns than the files before it"),
+        (["a.parquet", "missing.parquet"], "there is no file missing.parquet"),
+        (["-", "a.parquet"], "goes with no other file"),
+        (["twice.parquet"], "two columns called 'q'"),
+    ],
+)
+def test_files_that_are_no_input_together_say_why(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parquet(Path("a.parquet"), q=["a"])
+    parquet(Path("c.parquet"), q=[[1]])
+    Path("b.jsonl").write_text('{"q": "b"}')
+    Path("empty").mkdir()
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["q", "q"]), "twice.parquet")
+    with pytest.raises(UsageError, match=words):
+        submit(store, Input(names=names), PROMPT)
+
+
+def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
+    path = tmp_path / "a[1].jsonl"
+    path.write_text('{"q": "a"}')
+    assert spelled_out([str(path)]) == ([path], False)
+
+
+def test_the_form_may_be_said(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.txt").write_text("q\na\n")
+    done = submit(store, Input(names=[str(tmp_path / "rows.txt")], form=Form.CSV), PROMPT)
+    assert payloads(store, done.job_id, 1) == ["a"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(b"q\tn\nb\t1\n"))))
+    done = submit(store, Input(names=["-"], form=Form.TSV), PROMPT)
+    assert payloads(store, done.job_id, 1) == ["b"]
+    assert sorted(path.name for path in home.job_folder(store.home, done.job_id).iterdir()) == [
+        home.INPUTS,
+        home.REQUESTS,
+    ]
+    with pytest.raises(InputError, match="is not a Parquet file"):
+        submit(store, Input(names=[str(tmp_path / "rows.txt")], form=Form.PARQUET), PROMPT)
+
+
+# Queries.
+
+
+def test_a_query_is_an_input(store: Store, tmp_path: Path) -> None:
+    parquet(tmp_path / "x.parquet", text=["a", "b", "c"], n=[1, 2, 3])
+    with duckdb.connect(str(tmp_path / "mine.duckdb")) as mine:
+        mine.execute("create table notes as select 2 as n, 'noted' as note")
+    sql = (
+        f"select upper(text) as q, n, now() as t, interval 1 hour as i, 10::hugeint as h "
+        f"from '{tmp_path}/x.parquet' where n > 1 order by n desc"
+    )
+    done = submit(store, Input(sql=sql), PROMPT)
+    assert payloads(store, done.job_id, 2) == ["C", "B"]
+    assert inputs(store, "q, n") == [(0, "C", 3), (1, "B", 2)]
+    found = source(store, done.job_id)
+    assert (found.path, found.format, found.sql, found.copied) == (None, "sql", sql, True)
+    assert len(found.digest) == 40
+    (tmp_path / "x.parquet").unlink()
+    assert conserve("run", "--endpoint", "fake:").returncode == 0
+
+
+def test_a_query_may_give_chats(store: Store) -> None:
+    sql = "select [{'role': 'user', 'content': 'hi ' || n}] as m from range(2) t(n)"
+    done = submit(store, Input(sql=sql), Task(kind=Kind.MESSAGES, column="m"))
+    assert payloads(store, done.job_id, 2)[1] == '[{"role":"user","content":"hi 1"}]'
+
+
+def test_rows_of_a_query_are_streamed(store: Store) -> None:
+    done = submit(store, Input(sql="select n as q from range(20000) t(n)"), PROMPT)
+    assert done.rows == 20_000
+    assert payloads(store, done.job_id, 20_000)[19_999] == "19999"
+
+
+@pytest.mark.parametrize(
+    ("sql", "words"),
+    [
+        ("select", "--sql fails"),
+        ("select * from 'missing.parquet'", "--sql fails.*missing.parquet"),
+        ("select cast('x' as int) as q", "--sql fails"),
+        ("select 1 as q; select 2 as q", "takes one SELECT"),
+        ("create table x as select 1", "takes one SELECT"),
+        ("copy (select 1 as q) to 'written.csv'", "takes one SELECT"),
+        ("", "takes one SELECT"),
+        ("select 'a' as q where false", "no rows"),
+        ("select 1 as q, 2 as q", "two columns called 'q'"),
+        ("select 'a' as other", "names 'q', but the columns are: other"),
+    ],
+)
+def test_a_query_that_gives_no_input_is_one_sentence(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sql: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=words) as error:
+        submit(store, Input(sql=sql), PROMPT)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert list(home.jobs_folder(store.home).iterdir()) == []
+
+
+# The command.
+
+
+def test_the_command_takes_them_all(
+    tmp_path: Path, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in (1, 2):
+        write_input(f"{n}.parquet", q=[f"row {n}"])
+    flags = ["--prompt", "{{ q }}"]
+    two = [str(tmp_path / f"{n}.parquet") for n in (1, 2)]
+    assert json.loads(conserve("submit", *two, *flags, "--json").stdout)["rows"] == 2
+    assert conserve("submit", "--sql", f"from '{tmp_path}/1.parquet'", *flags).stdout.startswith("sql-")
+    piped = conserve(
+        "submit",
+        "-",
+        *flags,
+        "--format",
+        "csv",
+        stdin="q\nx\ny\n",
+    )
+    assert piped.returncode == 0
+    assert conserve("run", "--endpoint", "fake:").returncode == 0
+    for wrong, words in (
+        ([], "there is no input"),
+        ([*two, "--sql", "select 1"], "not both"),
+        ([*two, "--format", "xml"], "--format takes parquet, jsonl, csv, tsv"),
+        ([*two, "--keep-input", "maybe"], "--keep-input takes copy, link, reference"),
+        (["--sql", "select \udcff"], "--sql fails"),
+    ):
+        done = conserve("submit", *wrong, *flags)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert words in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    monkeypatch.setenv("CONSERVE_MODELS", str(tmp_path))
+    shown = conserve("submit", "--sql", "select 'x' as q", *flags, "--dry-run", "1")
+    assert shown.stdout.splitlines() == ["row 0", "  user: x"]
