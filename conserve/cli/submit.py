@@ -26,6 +26,13 @@ conserve submit batch.jsonl
 cat rows.jsonl | conserve submit - --prompt "{{ q }}"
 """
 
+WHERE = {
+    "link": "the rows stay in the file, to which the store has a link: replace or delete it as you like, and "
+    "do not write into it",
+    "reference": "the rows stay in the file: leave it as it is until the job is done and its answers are joined",
+}
+"""What to know of an input that was not copied."""
+
 Files = Annotated[
     list[str] | None,
     typer.Argument(
@@ -161,6 +168,8 @@ def preview(
 def tell(done: "Submitted", *, as_json: bool) -> None:
     """Say what was queued, and print the job's id."""
     output.say(f"queued {output.count(done.rows, 'row')}; run them with: conserve run")
+    if done.kept in WHERE:
+        output.say(f"{WHERE[done.kept]}; --keep-input copy keeps a copy in the store")
     if done.unrendered:
         percent = f"{100 * done.unrendered / done.rows:.3g} %"
         share = f"{done.unrendered:,} of {output.count(done.rows, 'row')} ({percent})"

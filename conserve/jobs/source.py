@@ -88,8 +88,7 @@ class Opened:
             return
         self.rows.copy_to(folder / home.INPUTS)
         (folder / SPOOLED).unlink(missing_ok=True)
-        if (path := written_meanwhile(self.source)) is not None:
-            raise InputError(f"{path} was written to while it was read; submit it again")
+        check_unwritten(self.source)
 
 
 def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
@@ -189,8 +188,9 @@ def open_parts(named: Named, title: str, folder: Path, how: Keep) -> Opened:
     parts = ParquetParts(named.paths, title, partitions(named.paths))
     if how is Keep.COPY:
         parts.copy_to(folder / home.INPUTS)
-        rows = ParquetRows(folder / home.INPUTS, title)
-        return Opened(rows, replace(source_of(named, marks, Form.PARQUET), copied=True))
+        source = source_of(named, marks, Form.PARQUET)
+        check_unwritten(source)
+        return Opened(ParquetRows(folder / home.INPUTS, title), replace(source, copied=True))
     (folder / home.PARTS).mkdir()
     kept_parts = []
     for number, (path, mark) in enumerate(zip(named.paths, marks, strict=True)):
@@ -207,6 +207,12 @@ def open_parts(named: Named, title: str, folder: Path, how: Keep) -> Opened:
         how = kept if kept is Keep.REFERENCE else how  # one file system, one answer
     source = replace(source_of(named, marks, Form.PARQUET), parts=tuple(kept_parts))
     return Opened(parts, source, how)
+
+
+def check_unwritten(source: Source) -> None:
+    """Raise if a file was written to between its fingerprint and its last row."""
+    if (path := written_meanwhile(source)) is not None:
+        raise InputError(f"{path} was written to while it was read; submit it again")
 
 
 def marks_of(paths: Sequence[Path]) -> list[Part]:

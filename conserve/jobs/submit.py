@@ -15,6 +15,7 @@ from conserve.errors import InputError, StoreError, TemplateError, UsageError
 from conserve.jobs.admission import check_input, check_priority, check_task, needed_columns
 from conserve.jobs.cells import Unreadable
 from conserve.jobs.external_sort import ExternalSort
+from conserve.jobs.keeping import Keep
 from conserve.jobs.order import SortKey, sort_key
 from conserve.jobs.rendering import renderer
 from conserve.jobs.request_file import SCHEMA, RequestWriter, to_table
@@ -36,6 +37,7 @@ class Submitted:
     unrendered: int
     first_row: int | None  # of the unrendered ones, in the input
     first_error: str | None  # its error
+    kept: Keep  # where the input's rows lie
 
 
 def submit(
@@ -202,6 +204,7 @@ def enqueue(
         unrendered=written.unrendered,
         first_row=written.first_row,
         first_error=written.first_error,
+        kept=opened.kept,
     )
 
 
