@@ -47,6 +47,14 @@ class Settings:
     """Size up to which `submit` copies Parquet files into the store unless told otherwise, in GiB."""
     utility: float = UTILITY
     """Share of rows, where several jobs wait, that are chosen for their prefix; the others are the stalest."""
+    sql_memory: str | None = None
+    """Most memory a query of `conserve sql` may take, as 2GiB; by the machine unless set."""
+    sql_disk: str | None = None
+    """Most temporary disk a query may take; by what is free unless set."""
+    sql_threads: int | None = None
+    """Threads of a query; one for each core, at most 8, unless set."""
+    sql_timeout_s: float = 300.0
+    """Seconds that a query may compute; 0 for any time."""
 
     def __post_init__(self) -> None:
         if self.lease_s < 1:
@@ -58,6 +66,10 @@ class Settings:
                 raise SettingsError(f"{name} must be above 0 and below 1e9, not {value:g}")
         if not self.input_copy_gib >= 0:  # nor if it is no number
             raise SettingsError(f"input_copy_gib must be 0 or more, not {self.input_copy_gib:g}")
+        if not self.sql_timeout_s >= 0:
+            raise SettingsError(f"sql_timeout_s must be 0 or more seconds, not {self.sql_timeout_s:g}")
+        if self.sql_threads is not None and self.sql_threads < 1:
+            raise SettingsError(f"sql_threads must be at least 1, not {self.sql_threads}")
         if not 0 <= self.utility <= 1:  # nor if it is no number
             raise SettingsError(
                 "utility goes from 0 (the stalest row first) to 1 (always the longest shared prefix), "

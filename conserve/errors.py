@@ -9,6 +9,7 @@ ConserveError                  one sentence for the user, with the next command;
 │   ├── Overloaded             `conserve bench`: live requests queue without any offline row beside them
 │   ├── QueryError             SQL that is wrong, or that asks for what the sandbox does not give
 │   └── GridTooLarge           a profile was asked for that does not fit the KV cache or the model
+├── QueryTooGreedy             a query that needs more memory, temporary disk or time than it may have
 ├── ProfileError               no latency profile that could be used
 │   ├── ProfileMissing         none for this model on this machine; names the command that makes one
 │   ├── ProfileMismatch        it was measured with another device, model, version or flag
@@ -88,6 +89,10 @@ class Overloaded(UsageError):
 
 class QueryError(UsageError):
     """SQL that is wrong, or that asks for what the sandbox does not give."""
+
+
+class QueryTooGreedy(ConserveError):
+    """A query that needs more memory, temporary disk or time than it may have."""
 
 
 class GridTooLarge(UsageError):

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from conserve.errors import ConserveError
 
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 STATE_COLOURS = {
     "running": "cyan",
     "queued": "blue",
@@ -39,9 +40,21 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def visible(text: str, stream: TextIO) -> str:
+    """The text; on a terminal with its control characters spelled out, since there they are commands."""
+    if not stream.isatty():
+        return text
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def warn(message: str) -> None:
+    """A warning, on stderr."""
+    say(f"warning: {visible(message, sys.stderr)}")
+
+
 def failed(error: ConserveError) -> int:
     """Say what went wrong, on stderr; returns the exit code."""
-    say(f"{coloured('conserve:', 'red', sys.stderr)} {error}")
+    say(f"{coloured('conserve:', 'red', sys.stderr)} {visible(str(error), sys.stderr)}")
     return error.exit_code
 
 

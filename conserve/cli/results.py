@@ -1,11 +1,7 @@
 """`conserve results`: a job's answers as a file."""
 
-import os
 import sys
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
@@ -16,10 +12,11 @@ from conserve.cli.context import Context, job_ids
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
+    from conserve.store.answer import Question
     from conserve.store.catalog import Job
-    from conserve.store.damage import Damage
     from conserve.store.export import Format
-    from conserve.store.store import Store
+    from conserve.store.readable import LeftOut
+    from conserve.store.rows import Rows
 
 EXAMPLE = """
 conserve results last
@@ -48,91 +45,92 @@ def results(
     with_inputs: Annotated[
         bool, typer.Option("--with-inputs", help="Add the input's own columns to every row.")
     ] = False,
+    with_prompts: Annotated[
+        bool, typer.Option("--with-prompts", help="Add the text of its prompt to every row.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format jsonl.")] = False,
 ) -> None:
     """Write the answers a job has so far, in the order of its input rows."""
-    from conserve.store import catalog
-    from conserve.store.export import Format, format_of
+    from conserve.cli.asking import answer
+    from conserve.cli.sink import sink
 
-    if format is not None and format not in FORMATS:
-        raise UsageError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
-    if format == "openai" and with_inputs:
-        raise UsageError("--format openai has no place for --with-inputs; use jsonl")
-    wanted = format_of(out, Format(format) if format else Format.JSONL if as_json else None)
-    if out is None and wanted is Format.PARQUET and sys.stdout.isatty():
-        raise UsageError("Parquet does not belong on a terminal; name a file with -o")
-    context: Context = ctx.obj
-    with context.store() as store:
-        with store.read() as tx:
-            found = catalog.get(tx, job)
-        damages: list[Damage] = []
-        with sink(out) as stream:
-            rows = write(store, found, wanted, stream, with_inputs=with_inputs, damages=damages)
+    wanted = wanted_format(out, format, as_json=as_json, more=with_inputs or with_prompts)
+    found, asked = question(ctx.obj, job, wanted, with_inputs=with_inputs, with_prompts=with_prompts)
+    left_out: list[LeftOut] = []
+    with answer(asked, lambda gap: accept(gap, left_out)) as answers, sink(out) as stream:
+        rows = write(answers, found, wanted, stream)
     if rows < found.num_rows:
         so_far = f"{rows:,} of {output.count(found.num_rows, 'row')} so far"
         output.say(f"job {found.id} is {found.state}: {so_far}")
     if out is not None:
         output.say(f"wrote {output.count(rows, 'row')} to {out}")
-    for damage in damages:
-        output.say(f"warning: results are left out: {damage.sentence}")
-    if damages:
+    if left_out:
         raise typer.Exit(exits.FAILED)
 
 
-def write(
-    store: "Store",
-    job: "Job",
-    wanted: "Format",
-    stream: BinaryIO,
-    *,
-    with_inputs: bool,
-    damages: "list[Damage]",
-) -> int:
-    """Write the job's results in the wanted format; returns the number of rows, and what is left out."""
+def wanted_format(out: Path | None, named: str | None, *, as_json: bool, more: bool) -> "Format":
+    """The format that the flags ask for; `more` says that they ask for more columns."""
+    from conserve.store.export import Format, format_of
+
+    if named is not None and named not in FORMATS:
+        raise UsageError(f"there is no format {named!r}; there are {', '.join(FORMATS)}")
+    if named == Format.OPENAI and more:
+        raise UsageError("--format openai has no place for --with-inputs or --with-prompts; use jsonl")
+    wanted = format_of(out, Format(named) if named else Format.JSONL if as_json else None)
+    if out is None and wanted is Format.PARQUET and sys.stdout.isatty():
+        raise UsageError("Parquet does not belong on a terminal; name a file with -o")
+    return wanted
+
+
+def question(
+    context: Context, job: str, wanted: "Format", *, with_inputs: bool, with_prompts: bool
+) -> "tuple[Job, Question]":
+    """The job, and the query for its results as it stands."""
+    from conserve.cli.bounds import export_bounds
+    from conserve.jobs.asked import Tasks
+    from conserve.store import catalog, export
+    from conserve.store.answer import Question
+    from conserve.store.snapshot import snapshot
+
+    with context.store() as store:
+        with store.read() as tx:
+            found = catalog.get(tx, job)
+        taken = snapshot(store, now=time.time(), only=[found.id])
+    uses = {"results"} | ({"inputs"} if with_inputs else set()) | ({"requests"} if with_prompts else set())
+    if wanted is export.Format.OPENAI:
+        ask = lambda duck: export.with_urls(duck, taken.home, found.id)  # noqa: E731
+    else:
+        ask = lambda duck: export.ordered(  # noqa: E731
+            duck, found.id, with_inputs=with_inputs, with_prompts=with_prompts
+        )
+    bounds = export_bounds(context.settings())
+    return found, Question(
+        taken=taken,
+        ask=ask,
+        uses=lambda duck: uses,
+        bounds=bounds,
+        sealed=False,
+        wording=Tasks(taken.catalog),
+    )
+
+
+def accept(gap: "LeftOut", left_out: "list[LeftOut]") -> None:
+    """Warn of results that cannot be read; raise where a join with what is missing would drop others."""
+    if gap.view == "inputs":
+        raise UsageError(f"the inputs cannot be joined: {gap.reason}; leave out --with-inputs")
+    if gap.view == "requests":
+        raise UsageError(f"the prompts cannot be shown: {gap.reason}; leave out --with-prompts")
+    output.warn(gap.sentence)
+    left_out.append(gap)
+
+
+def write(answers: "Rows", job: "Job", wanted: "Format", stream: BinaryIO) -> int:
+    """Write the job's results in the wanted format; returns the number of rows."""
     from conserve.jobs.task import Task
     from conserve.store import export
-    from conserve.store.query import views
+    from conserve.store.openai_lines import openai_line
 
-    with views(store, now=time.time(), only=[job.id], sealed=False) as opened:
-        damages += opened.damages
-        if with_inputs and opened.left_out:
-            raise UsageError(
-                f"the inputs cannot be joined: {opened.left_out[0].reason}; leave out --with-inputs"
-            )
-        if wanted is export.Format.OPENAI:
-            url = Task.from_json(job.task).url
-            answer = export.with_urls(opened.duck, store, job.id)
-            return export.write_lines(answer, stream, lambda row: export.openai_line(row, url))
-        answer = export.ordered(opened.duck, job.id, with_inputs=with_inputs)
-        if wanted is export.Format.PARQUET:
-            return export.write_parquet(answer, stream)
-        if wanted is export.Format.CSV:
-            return export.write_csv(answer, stream)
-        return export.write_lines(answer, stream)
-
-
-@contextmanager
-def sink(path: Path | None) -> Iterator[BinaryIO]:
-    """Where the bytes go: stdout, or a file that appears whole or not at all."""
-    from conserve.store.home import explained, write_durably
-
-    if path is None:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    if not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"there is no folder {path.absolute().parent} to write {path.name} to; make it first"
-        )
-    with explained(path):
-        if path.exists() and not path.is_file():  # a pipe or a device takes no renaming
-            with path.open("wb") as stream:
-                yield stream
-            return
-        scratch = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:6]}")
-        try:
-            with scratch.open("wb") as stream:
-                yield stream
-            write_durably(path, scratch)
-        finally:
-            scratch.unlink(missing_ok=True)
+    if wanted is not export.Format.OPENAI:
+        return export.write(answers, stream, wanted)
+    url = Task.from_json(job.task).url
+    return export.write(answers, stream, wanted, lambda row: openai_line(row, url))

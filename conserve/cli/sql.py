@@ -1,18 +1,27 @@
-"""`conserve sql`: SQL over jobs, results and inputs."""
+"""`conserve sql`: SQL over jobs, results, inputs and requests."""
 
 import sys
 import time
 from decimal import Decimal
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
+from conserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from conserve.store.answer import Question
+    from conserve.store.export import Format
+    from conserve.store.readable import LeftOut
+    from conserve.store.rows import Rows
 
 EXAMPLE = """
 conserve sql "select finish_reason, count(*) from results group by 1"
 conserve sql "select i.question, r.text from results r join inputs i using (job_id, row_index) limit 3"
+conserve sql --with gold=gold.csv -o right.parquet "select * from results join gold using (custom_id)"
 conserve sql "describe inputs"
 """
 
@@ -23,48 +32,120 @@ SHOWN_ROWS = 100
 def sql(
     ctx: typer.Context,
     query: Annotated[
-        str, typer.Argument(metavar="SQL", help="One SELECT, DESCRIBE or SUMMARIZE; - reads it from stdin.")
+        str,
+        typer.Argument(
+            metavar="SQL", help="One SELECT, PIVOT, DESCRIBE or SUMMARIZE; - reads it from stdin."
+        ),
     ],
     job: Annotated[
         list[str] | None, typer.Option(help="Only this job's rows; may be repeated.", autocompletion=job_ids)
     ] = None,
+    named: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with", metavar="NAME=PATH", help="A Parquet, CSV or JSONL file to join; may be repeated."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write; .parquet, .csv or .jsonl.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV with a header.")] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Most memory it may take, as 2GiB (CONSERVE_SQL_MEMORY)."),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=0.0, help="Longest it may compute; 0: no bound (CONSERVE_SQL_TIMEOUT_S)."
+        ),
+    ] = None,
 ) -> None:
-    """Query the views jobs, results and inputs with DuckDB; nothing else can be read or written."""
-    from conserve.store import catalog, export
-    from conserve.store.query import ask, views
+    """Query the views jobs, results, inputs and requests with DuckDB; nothing else can be read or written."""
+    from conserve.cli.asking import answer, say_left_out
+    from conserve.cli.sink import sink
+    from conserve.store import export
 
+    lost: list[LeftOut] = []
+
+    def warn(gap: "LeftOut") -> None:
+        say_left_out(gap)
+        if gap.view == "results":
+            lost.append(gap)
+
+    wanted = wanted_format(out, as_json=as_json, as_csv=as_csv)
+    text = sys.stdin.read() if query == "-" else query
     context: Context = ctx.obj
+    asked = question(context, text, job, named, None if wanted else SHOWN_ROWS + 1, memory, timeout)
+    with answer(asked, warn) as rows:
+        if wanted is None:
+            show(rows)
+        else:
+            with sink(out) as stream:
+                count = export.write(rows, stream, wanted)
+            if out is not None:
+                output.say(f"wrote {output.count(count, 'row')} to {out}")
+    if lost:
+        raise typer.Exit(exits.FAILED)
+
+
+def wanted_format(out: Path | None, *, as_json: bool, as_csv: bool) -> "Format | None":
+    """How the answer is written; None for a table."""
+    from conserve.store.export import SUFFIXES, Format
+
+    if as_json and as_csv:
+        raise UsageError("give --json or --csv, not both")
+    named = SUFFIXES.get(out.suffix.lower()) if out is not None else None
+    flagged = Format.JSONL if as_json else Format.CSV if as_csv else None
+    if out is not None and named is None and flagged is None:
+        raise UsageError(f"-o {out} does not say how to write; end it in .parquet, .csv or .jsonl")
+    return flagged or named
+
+
+def question(
+    context: Context,
+    text: str,
+    job: list[str] | None,
+    named: list[str] | None,
+    limit: int | None,
+    memory: str | None,
+    timeout: float | None,
+) -> "Question":
+    """The query over the store as it is now; with `limit` only that many of its rows."""
+    from conserve.cli.bounds import query_bounds
+    from conserve.jobs.asked import Tasks
+    from conserve.store import catalog
+    from conserve.store.answer import Question
+    from conserve.store.named_files import named_file
+    from conserve.store.query import ask, views_of
+    from conserve.store.snapshot import snapshot
+
+    settings = context.settings(sql_memory=memory, sql_timeout_s=timeout)
+    bounds, files = query_bounds(settings), tuple(named_file(one) for one in named or ())
     with context.store() as store:
         with store.read() as tx:
             only = [catalog.get(tx, name).id for name in job] if job else None
-        with views(store, now=time.time(), only=only) as opened:
-            for left_out in opened.left_out:
-                output.say(f"warning: the view inputs leaves out job {left_out.job_id}: {left_out.reason}")
-            for damage in opened.damages:
-                output.say(f"warning: the view results leaves out rows: {damage.sentence}")
-            answer = ask(opened.duck, sys.stdin.read() if query == "-" else query)
-            if as_json:
-                export.write_lines(answer, sys.stdout.buffer)
-            elif as_csv:
-                export.write_csv(answer, sys.stdout.buffer)
-            else:
-                show(answer)
-            if opened.damages:
-                raise typer.Exit(exits.FAILED)
+        taken = snapshot(store, now=time.time(), only=only)
+    return Question(
+        taken=taken,
+        ask=lambda duck: ask(duck, text, limit=limit),
+        uses=lambda duck: views_of(duck, text),
+        bounds=bounds,
+        wording=Tasks(taken.catalog),
+        named=files,
+    )
 
 
-def show(answer: Any) -> None:
+def show(rows: "Rows") -> None:
     """The first rows as a table; long values are cut, on a terminal and off it alike."""
-    found = answer.limit(SHOWN_ROWS + 1).to_arrow_table()
-    header = found.column_names
-    rows = list(zip(*(column.to_pylist() for column in found.columns), strict=True))
-    figures = [n for n, column in enumerate(zip(*rows, strict=True)) if all(is_figure(v) for v in column)]
-    table = [[cell(value) for value in row] for row in rows[:SHOWN_ROWS]]
+    found = list(rows.tuples())
+    figures = [n for n, column in enumerate(zip(*found, strict=True)) if all(is_figure(v) for v in column)]
+    table = [[cell(value) for value in row] for row in found[:SHOWN_ROWS]]
+    header = [output.visible(name, sys.stdout) for name in rows.schema.names]
     output.data("\n".join(output.columns(header, table, right=figures)))
-    if len(rows) > SHOWN_ROWS:
-        output.say(f"(the first {SHOWN_ROWS} rows; --json or --csv gives them all)")
+    if len(found) > SHOWN_ROWS:
+        output.say(f"(the first {SHOWN_ROWS} rows; --json, --csv or -o give them all)")
 
 
 def is_figure(value: Any) -> bool:
@@ -77,4 +158,5 @@ def cell(value: Any) -> str:
     if value is None:
         return "-"
     text = f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
-    return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"
+    text = text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"
+    return output.visible(text, sys.stdout)

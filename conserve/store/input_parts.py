@@ -6,8 +6,12 @@ from typing import NamedTuple
 
 from conserve.store import home
 from conserve.store.catalog import Source
+from conserve.store.quoting import literal, parquet, quoted
 
-FILE, FIRST = '"file of conserve"', '"first row of conserve"'  # names that no column of the user's has
+# Names that no column of the user's has.
+FILE, FIRST, COUNT, ROW_NUMBER = (
+    f'"{what} of conserve"' for what in ("file", "first row", "count", "row number")
+)
 
 
 class InputPart(NamedTuple):
@@ -31,7 +35,7 @@ def parts_of(store_home: Path, job_id: str, source: Source) -> list[InputPart]:
     ]
 
 
-def fault(source: Source, parts: Sequence[InputPart]) -> str | None:
+def changed(source: Source, parts: Sequence[InputPart]) -> str | None:
     """Why these files cannot be joined with results, if they cannot; copied rows always can."""
     if source.copied and not source.linked:
         return None
@@ -45,34 +49,32 @@ def fault(source: Source, parts: Sequence[InputPart]) -> str | None:
     return None
 
 
-def literal(value: int | str | None) -> str:
+def value(found: int | str | None) -> str:
     """A value in SQL."""
-    if value is None:
+    if found is None:
         return "null"
-    return str(value) if isinstance(value, int) else "'" + value.replace("'", "''") + "'"
+    return str(found) if isinstance(found, int) else literal(found)
 
 
-def quoted(name: str) -> str:
-    """A name in SQL."""
-    return '"' + name.replace('"', '""') + '"'
+def relation(parts: Sequence[InputPart], *, counted: bool) -> str:
+    """An SQL table of the columns of several files, or of one with a partition, and `ROW_NUMBER`.
 
-
-def relation(parts: Sequence[InputPart], files: str) -> str:
-    """An SQL table of the input's columns and `file_row_number`, the row's place in the whole input.
-
-    `files` is the list of the parts' paths in SQL.
+    With `counted` rows are numbered as they are read, since `file_row_number` is a column of the user's.
     """
-    if len(parts) == 1 and not parts[0].partition:
-        return f"read_parquet({files}, file_row_number = true, hive_partitioning = false)"
     keys = list(parts[0].partition)
     values = ", ".join(f"({', '.join(row_of(part, keys))})" for part in parts)
     names = ", ".join([FILE, FIRST, *map(quoted, keys)])
-    chosen = [f"f.* exclude (file_row_number, {FILE})", *(f"p.{quoted(key)}" for key in keys)]
-    options = "file_row_number = true, union_by_name = true, hive_partitioning = false"
+    options = ["union_by_name = true", f"filename = {literal(FILE[1:-1])}"]
+    if not counted:
+        options.append("file_row_number = true")
+    scan = parquet([part.path for part in parts], *options)
+    if counted:
+        scan = f"(select *, row_number() over () - 1 as {COUNT} from {scan})"
+    number, hidden = (COUNT, COUNT) if counted else (f"p.{FIRST} + f.file_row_number", "file_row_number")
+    chosen = [f"f.* exclude ({hidden}, {FILE})", *(f"p.{quoted(key)}" for key in keys)]
     return (
-        f"(select {', '.join(chosen)}, p.{FIRST} + f.file_row_number as file_row_number "
-        f"from read_parquet({files}, {options}, filename = {literal(FILE[1:-1])}) f "
-        f"join (values {values}) p({names}) using ({FILE}))"
+        f"(select {', '.join(chosen)}, {number} as {ROW_NUMBER} "
+        f"from {scan} f join (values {values}) p({names}) using ({FILE}))"
     )
 
 
@@ -81,5 +83,5 @@ def row_of(part: InputPart, keys: Sequence[str]) -> list[str]:
     return [
         literal(str(part.path)),
         str(part.first_row),
-        *(literal(part.partition[key]) for key in keys),
+        *(value(part.partition[key]) for key in keys),
     ]

@@ -8,7 +8,7 @@ import duckdb
 import pyarrow as pa
 
 from conserve.errors import InputError
-from conserve.store.input_parts import quoted
+from conserve.store.quoting import quoted
 
 BATCH_ROWS = 2048
 

@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conserve.store import export, home, shards
+from conserve.store import export, home, openai_lines, shards
 from conserve.store.export import Format, format_of
 from conserve.store.query import views
 from conserve.store.results import COLUMNS, Result, arrow_schema, decode, encode, to_arrow
+from conserve.store.rows import rows_of
 from conserve.store.store import Store
 from tests.store_rows import add_job, finish, leased, result
 
@@ -38,7 +39,7 @@ def test_an_answer_is_a_line_of_a_batch_output_file() -> None:
         completion_tokens=5,
         cached_tokens=4,
     )
-    assert export.openai_line(row, CHAT) == {
+    assert openai_lines.openai_line(row, CHAT) == {
         "id": "job-1-3",
         "custom_id": "mine",
         "error": None,
@@ -71,7 +72,7 @@ def test_an_answer_is_a_line_of_a_batch_output_file() -> None:
 
 
 def test_a_failed_row_is_an_error_under_its_row_index() -> None:
-    assert export.openai_line(as_row(failed=True), CHAT) == {
+    assert openai_lines.openai_line(as_row(failed=True), CHAT) == {
         "id": "job-1-3",
         "custom_id": "3",
         "response": None,
@@ -89,7 +90,7 @@ def test_a_failed_row_is_an_error_under_its_row_index() -> None:
     ],
 )
 def test_the_rows_own_route_decides_the_shape_of_its_body(url: str | None, default: str, kind: str) -> None:
-    body = export.openai_line(as_row(url=url), default)["response"]["body"]
+    body = openai_lines.openai_line(as_row(url=url), default)["response"]["body"]
     assert body["object"] == kind
     assert ("message" in body["choices"][0]) == (kind == "chat.completion")
     assert body["choices"][0].get("text") == (None if kind == "chat.completion" else "yes")
@@ -100,7 +101,7 @@ def test_several_choices_keep_their_order_and_logprobs() -> None:
         {"text": "a", "finish_reason": "stop", "logprobs": {"tokens": ["a"]}},
         {"text": "b", "finish_reason": "length"},
     ]
-    body = export.openai_line(as_row(choices=json.dumps(choices)), COMPLETIONS)["response"]["body"]
+    body = openai_lines.openai_line(as_row(choices=json.dumps(choices)), COMPLETIONS)["response"]["body"]
     assert body["choices"] == [
         {"index": 0, "text": "a", "logprobs": {"tokens": ["a"]}, "finish_reason": "stop"},
         {"index": 1, "text": "b", "logprobs": None, "finish_reason": "length"},
@@ -123,7 +124,7 @@ def test_a_job_is_exported_in_the_order_of_its_input(store: Store) -> None:
         plain = (
             export.ordered(opened.duck, "job-1", with_inputs=False).select("job_id", "row_index").fetchall()
         )
-        routed = export.with_urls(opened.duck, store, "job-1").to_arrow_table().to_pylist()
+        routed = export.with_urls(opened.duck, store.home, "job-1").to_arrow_table().to_pylist()
     assert plain == [("job-1", n) for n in range(4)]
     assert [(row["row_index"], row["url"], row["error"]) for row in routed] == [
         (0, None, None),
@@ -136,12 +137,11 @@ def test_a_job_is_exported_in_the_order_of_its_input(store: Store) -> None:
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_every_row_is_written_and_counted(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Over several batches, with quotes, line breaks and nulls in it."""
-    monkeypatch.setattr(export, "BATCH_ROWS", 2)
+    monkeypatch.setattr("conserve.store.rows.BATCH_ROWS", 2)
     values = ["plain", 'a "quoted", one', "über\n Zeilen", None, "last"]
     answer = duckdb.from_arrow(pa.table({"text": values, "n": range(5)}))
     sink = io.BytesIO()
-    write = {"jsonl": export.write_lines, "csv": export.write_csv, "parquet": export.write_parquet}[kind]
-    assert write(answer, sink) == 5
+    assert export.write(rows_of(answer), sink, Format(kind)) == 5
     assert not sink.closed, "which is the caller's"
     if kind == "jsonl":
         assert [json.loads(line) for line in sink.getvalue().decode().splitlines()] == [
@@ -157,7 +157,7 @@ def test_every_row_is_written_and_counted(monkeypatch: pytest.MonkeyPatch, kind:
 
 def test_lines_can_be_converted_on_their_way() -> None:
     sink = io.BytesIO()
-    assert export.write_lines(duckdb.sql("select 1 as n"), sink, lambda row: [row["n"] + 1]) == 1
+    assert export.write_lines(rows_of(duckdb.sql("select 1 as n")), sink, lambda row: [row["n"] + 1]) == 1
     assert sink.getvalue() == b"[2]\n"
 
 
@@ -165,7 +165,7 @@ def test_lines_can_be_converted_on_their_way() -> None:
 def test_json_columns_come_out_as_values(column: str) -> None:
     sink = io.BytesIO()
     answer = duckdb.sql(f"""select unnest(['{{"a": [1]}}', null])::json as {column}, 'x' as text""")
-    assert export.write_lines(answer, sink) == 2
+    assert export.write_lines(rows_of(answer), sink) == 2
     assert [json.loads(line) for line in sink.getvalue().splitlines()] == [
         {column: {"a": [1]}, "text": "x"},
         {column: None, "text": "x"},

@@ -23,7 +23,9 @@ from conserve.jobs.source import Input
 from conserve.jobs.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store import export, shards
+from conserve.store.export import Format
 from conserve.store.query import Views, ask, first_duplicate, views
+from conserve.store.rows import rows_of
 from conserve.store.store import Store
 from tests import virtual_time
 from tests.conftest import WriteInput
@@ -88,8 +90,9 @@ def test_looking_around_is_possible(opened: Views, sql: str) -> None:
     assert ask(opened.duck, sql).to_arrow_table().num_rows
 
 
-def test_only_the_three_views_are_shown(opened: Views) -> None:
-    assert ask(opened.duck, "show tables").fetchall() == [("inputs",), ("jobs",), ("results",)]
+def test_only_the_views_are_shown(opened: Views) -> None:
+    shown = ask(opened.duck, "show tables").fetchall()
+    assert shown == [("inputs",), ("jobs",), ("requests",), ("results",)]
 
 
 def test_results_join_inputs_by_row(opened: Views) -> None:
@@ -168,9 +171,7 @@ def test_inputs_beside_results_hide_no_answer(store: Store, write_input: WriteIn
     drain(store)
     with views(store, now=0.0, only=[job_id]) as opened:
         sink, answer = io.BytesIO(), export.ordered(opened.duck, job_id, with_inputs=True)
-        {"jsonl": export.write_lines, "csv": export.write_csv, "parquet": export.write_parquet}[kind](
-            answer, sink
-        )
+        export.write(rows_of(answer), sink, Format(kind))
         (text,) = opened.duck.execute("select text from results").fetchone() or ()
     (row,) = read_back(sink, kind)
     assert (row["text"], row["model"]) == (text, "fake")
@@ -189,7 +190,7 @@ def read_back(sink: io.BytesIO, kind: str) -> list[dict[str, Any]]:
 
 def test_text_of_the_user_in_a_column_called_json_stays_text() -> None:
     sink = io.BytesIO()
-    export.write_lines(duckdb.sql("select '{no json' as json"), sink)
+    export.write_lines(rows_of(duckdb.sql("select '{no json' as json")), sink)
     assert json.loads(sink.getvalue()) == {"json": "{no json"}
 
 
@@ -273,6 +274,6 @@ def test_json_that_a_model_wrote_in_lines_is_one_line_of_output() -> None:
     written = '{\n"a": "b\\nc",\r\n "d":\n\n812\n}'
     sink = io.BytesIO()
     found = duckdb.sql("select $1::json as json, 2 as n", params=[written])
-    assert export.write_lines(found, sink) == 1
+    assert export.write_lines(rows_of(found), sink) == 1
     (line,) = sink.getvalue().splitlines()
     assert json.loads(line) == {"json": {"a": "b\nc", "d": 812}, "n": 2}

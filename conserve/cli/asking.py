@@ -1,0 +1,53 @@
+"""Asks a store for rows, with warnings of what is left out and a sign of life."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from conserve.cli import output
+
+if TYPE_CHECKING:
+    from conserve.store.answer import Question
+    from conserve.store.readable import LeftOut
+    from conserve.store.rows import Rows
+
+SPINNER_AFTER_S = 1.0
+
+
+@contextmanager
+def answer(question: "Question", warn: "Callable[[LeftOut], None] | None" = None) -> Iterator["Rows"]:
+    """The rows of an answer; `warn` hears of rows that its views cannot show."""
+    from conserve.store.answer import answered
+
+    spinner = Spinner()
+    try:
+        with answered(question, warn=warn or say_left_out, on_wait=spinner.waited) as rows:
+            yield rows
+    finally:
+        spinner.waited(None)
+
+
+def say_left_out(found: "LeftOut") -> None:
+    """Warn of rows that a view cannot show."""
+    output.warn(found.sentence)
+
+
+class Spinner:
+    """Says on a terminal that a query is at work, once it takes longer than a second."""
+
+    def __init__(self) -> None:
+        self._stop: Callable[[], None] | None = None
+
+    def waited(self, waited_s: float | None) -> None:
+        """The query has computed for so long; None once there is something to show."""
+        if waited_s is None:
+            if self._stop is not None:
+                self._stop()
+                self._stop = None
+        elif self._stop is None and waited_s >= SPINNER_AFTER_S and output.colourful(sys.stderr):
+            from rich.console import Console
+
+            status = Console(stderr=True).status("the query is at work (Ctrl-C ends it)")
+            status.start()
+            self._stop = status.stop

@@ -1,0 +1,72 @@
+"""How much a query may take, from flags and settings; without them by the machine."""
+
+import os
+import re
+import shutil
+import tempfile
+from typing import TYPE_CHECKING
+
+from conserve.config import Settings
+from conserve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from conserve.store.bounds import Bounds
+
+GIB = 1 << 30
+SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+LEAST_MEMORY_BYTES = 128 << 20
+MOST_MEMORY_BYTES = 4 * GIB
+MOST_DISK_BYTES = 20 * GIB
+MOST_THREADS = 8
+
+
+def query_bounds(settings: Settings) -> "Bounds":
+    """The bounds of `conserve sql`."""
+    from conserve.store.bounds import Bounds
+
+    memory, disk = settings.sql_memory, settings.sql_disk
+    memory_bytes = default_memory() if memory is None else size("sql_memory", memory)
+    if memory_bytes < LEAST_MEMORY_BYTES:
+        raise SettingsError(f"{memory} is too little memory for a query; give at least 128MiB with --memory")
+    return Bounds(
+        threads=threads(settings.sql_threads),
+        memory_bytes=memory_bytes,
+        disk_bytes=default_disk() if disk is None else size("sql_disk", disk),
+        timeout_s=settings.sql_timeout_s or None,
+    )
+
+
+def export_bounds(settings: Settings) -> "Bounds":
+    """The bounds of `conserve results`, whose query is our own: threads alone."""
+    from conserve.store.bounds import Bounds
+
+    return Bounds(threads=threads(settings.sql_threads))
+
+
+def default_memory() -> int:
+    """A quarter of the machine's or the control group's memory, at most 4 GiB."""
+    from conserve.engine.runtime.machine import memory_limit
+
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    quarter = min(whole, memory_limit() or whole) // 4
+    return max(LEAST_MEMORY_BYTES, min(MOST_MEMORY_BYTES, quarter))
+
+
+def default_disk() -> int:
+    """Half of what is free where temporary files go, at most 20 GiB."""
+    return min(MOST_DISK_BYTES, shutil.disk_usage(tempfile.gettempdir()).free // 2)
+
+
+def threads(wanted: int | None) -> int:
+    """As many as wanted, else as there are cores for this process, at most 8."""
+    from conserve.engine.runtime.machine import compute_threads
+
+    return wanted or min(MOST_THREADS, compute_threads())
+
+
+def size(name: str, text: str) -> int:
+    """`512MiB`, `2GB` or a number of bytes."""
+    found = SIZE.fullmatch(text.strip())
+    if found is None:
+        raise SettingsError(f"{name} takes a size like 2GiB or 500MB, not {text!r}")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))

@@ -1,0 +1,44 @@
+"""Where the bytes of an answer go: standard output, or a file that appears whole or not at all."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from conserve.errors import UsageError
+
+
+@contextmanager
+def sink(path: Path | None) -> Iterator[BinaryIO]:
+    """Open the place for the bytes; without a path it is standard output."""
+    if path is None:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    from conserve.store.home import explained
+
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder} to write {path.name} to; make it first")
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file in it")
+    with explained(path):
+        if path.exists() and not path.is_file():  # a pipe or a device takes no renaming
+            with path.open("wb") as stream:
+                yield stream
+        else:
+            with whole(path) as stream:
+                yield stream
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file under another name that takes its own once it is complete and on the disk."""
+    from conserve.store import scratch
+    from conserve.store.home import write_durably
+
+    with scratch.place(path.absolute().parent) as temporary:
+        with temporary.open("xb") as stream:
+            yield stream
+        write_durably(path, temporary)

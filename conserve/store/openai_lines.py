@@ -1,0 +1,54 @@
+"""Results as OpenAI Batch output: one line a row."""
+
+from typing import Any
+
+import msgspec
+
+
+def openai_line(row: dict[str, Any], default_url: str) -> dict[str, Any]:
+    """One line of an OpenAI Batch output file."""
+    line: dict[str, Any] = {
+        "id": f"{row['job_id']}-{row['row_index']}",
+        "custom_id": row["custom_id"] if row["custom_id"] is not None else str(row["row_index"]),
+        "response": None,
+        "error": None,
+    }
+    if row["error_type"] is not None:
+        line["error"] = {"code": row["error_type"], "message": row["error"]}
+        return line
+    body = openai_body(row, chat=(row["url"] or default_url).endswith("chat/completions"))
+    line["response"] = {"status_code": 200, "request_id": line["id"], "body": body}
+    return line
+
+
+def openai_body(row: dict[str, Any], *, chat: bool) -> dict[str, Any]:
+    """The response body that an OpenAI-compatible server would have given."""
+    if row["choices"] is not None:
+        choices = msgspec.json.decode(row["choices"])
+    else:
+        choices = [{"text": row["text"], "finish_reason": row["finish_reason"], "logprobs": row["logprobs"]}]
+    return {
+        "id": f"{row['job_id']}-{row['row_index']}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(row["finished_at"].timestamp()),
+        "model": row["model"],
+        "system_fingerprint": row["engine"],
+        "choices": [openai_choice(index, choice, chat=chat) for index, choice in enumerate(choices)],
+        "usage": {
+            "prompt_tokens": row["prompt_tokens"],
+            "completion_tokens": row["completion_tokens"],
+            "total_tokens": row["prompt_tokens"] + row["completion_tokens"],
+            "prompt_tokens_details": {"cached_tokens": row["cached_tokens"]},
+        },
+    }
+
+
+def openai_choice(index: int, choice: dict[str, Any], *, chat: bool) -> dict[str, Any]:
+    """One entry of `choices` in the shape of its route."""
+    text = {"message": {"role": "assistant", "content": choice["text"]}} if chat else {"text": choice["text"]}
+    return {
+        "index": index,
+        **text,
+        "logprobs": choice.get("logprobs"),
+        "finish_reason": choice["finish_reason"],
+    }

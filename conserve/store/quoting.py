@@ -1,0 +1,25 @@
+"""Names, strings, files and Parquet scans as SQL text."""
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def quoted(name: str) -> str:
+    """An SQL identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(value: str) -> str:
+    """An SQL string."""
+    return "'" + value.replace("'", "''") + "'"
+
+
+def literals(paths: Sequence[Path]) -> str:
+    """A list of files in SQL; characters in their names that a glob would read stand for themselves."""
+    return "[" + ", ".join(literal(glob.escape(str(path))) for path in paths) + "]"
+
+
+def parquet(paths: Sequence[Path], *options: str) -> str:
+    """A scan of Parquet files. A folder called `day=1` adds no column to them."""
+    return f"read_parquet({', '.join([literals(paths), 'hive_partitioning = false', *options])})"

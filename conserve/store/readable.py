@@ -1,0 +1,43 @@
+"""Files of a store that cannot be opened, and what a view leaves out for that."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MAGIC = b"PAR1"
+LEAST_BYTES = 12  # magic, length of the footer, magic
+
+CHECK = "run: conserve check"
+REPAIR = "run: conserve check --repair"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Rows of a job that a view does not show, why, and what to do about it."""
+
+    view: str
+    job_id: str
+    reason: str
+    fix: str
+
+    @property
+    def sentence(self) -> str:
+        """One sentence for the user."""
+        return f"the view {self.view} leaves out rows of job {self.job_id}: {self.reason}; {self.fix}"
+
+
+def fault(path: Path) -> str | None:
+    """Why a Parquet file cannot be opened, if it cannot; reads its last 8 bytes."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < LEAST_BYTES:
+                return "is cut short"
+            file.seek(-8, 2)
+            tail = file.read(8)
+    except FileNotFoundError:
+        return "is gone"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if tail[4:] != MAGIC or int.from_bytes(tail[:4], "little") > size - LEAST_BYTES:
+        return "is cut short or was overwritten"
+    return None

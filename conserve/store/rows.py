@@ -1,0 +1,70 @@
+"""Rows of an answer as Arrow batches."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+UNKNOWN_TO_PYTHON = (ValueError, OverflowError, pa.ArrowException)
+BATCH_ROWS = 2048  # one vector of DuckDB's; with 100 KB a row a batch is 200 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Batches of one schema; `documents` are the columns that hold JSON text."""
+
+    schema: pa.Schema
+    documents: frozenset[str]
+    batches: Iterable[pa.RecordBatch]
+
+    def tuples(self) -> Iterator[tuple[Any, ...]]:
+        """Row by row, in Python's types."""
+        for batch in self.batches:
+            yield from zip(*(values(column) for column in batch.columns), strict=True)
+
+
+def rows_of(answer: duckdb.DuckDBPyRelation) -> Rows:
+    """The rows of a relation; computes nothing yet but the first of them."""
+    names = unique(answer.columns)
+    documents = {name for name, kind in zip(names, answer.types, strict=True) if str(kind) == "JSON"}
+    reader = answer.to_arrow_reader(BATCH_ROWS)
+    schema = pa.schema([field.with_name(name) for field, name in zip(reader.schema, names, strict=True)])
+    batches = (pa.RecordBatch.from_arrays(batch.columns, schema=schema) for batch in reader)
+    return Rows(schema, frozenset(documents), batches)
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """The names, with a number behind those that came before: `a`, `a_1`."""
+    taken = {name.lower() for name in names}
+    found: list[str] = []
+    for name in names:
+        if name.lower() in {before.lower() for before in found}:
+            numbered = (f"{name}_{number}" for number in count(1))
+            name = next(other for other in numbered if other.lower() not in taken)
+            taken.add(name.lower())
+        found.append(name)
+    return found
+
+
+def values(column: pa.Array) -> list[Any]:
+    """A column in Python's types; text where Python has none, as for dates beyond the year 9999."""
+    try:
+        found: list[Any] = column.to_pylist()
+    except UNKNOWN_TO_PYTHON:
+        found = [value_of(scalar) for scalar in column]
+    return found
+
+
+def value_of(scalar: pa.Scalar) -> Any:
+    """One value in Python's types, part by part."""
+    try:
+        return scalar.as_py()
+    except UNKNOWN_TO_PYTHON:
+        if isinstance(scalar, pa.StructScalar):
+            return {name: value_of(part) for name, part in scalar.items()}
+        if isinstance(scalar, pa.ListScalar | pa.FixedSizeListScalar):
+            return [value_of(part) for part in scalar.values]
+        return scalar.cast(pa.string()).as_py()

@@ -1,0 +1,60 @@
+"""Temporary files whose names say which process made them, so that a later process can remove them."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PREFIX = ".conserve-tmp-"
+
+
+@contextmanager
+def place(folder: Path | None = None) -> Iterator[Path]:
+    """A path in a folder (the system's for temporary files) that is gone at the end, file or folder.
+
+    Nothing is created: so a query that spills nothing leaves nothing, however it ends. What processes that
+    were killed have left in the folder is removed first.
+    """
+    folder = folder or Path(tempfile.gettempdir())
+    sweep(folder)
+    path = folder / f"{PREFIX}{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+    try:
+        yield path
+    finally:
+        remove(path)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what dead processes of this machine have left in a folder."""
+    with contextlib.suppress(OSError):  # a folder that may not be read has nothing of ours
+        for entry in os.scandir(folder):
+            if entry.name.startswith(PREFIX) and is_stale(entry.name):
+                remove(Path(entry.path))
+
+
+def is_stale(name: str) -> bool:
+    """True if the process that chose this name ran on this machine and has ended."""
+    host, _, pid = name.removeprefix(PREFIX).rpartition(":")[0].rpartition(":")
+    if host != socket.gethostname() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # another user's, or no process id
+        return False
+    return False
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there and may be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()

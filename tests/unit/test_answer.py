@@ -1,0 +1,247 @@
+"""A query computes in a child within bounds, and fails alone."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve.errors import QueryError, QueryTooGreedy
+from conserve.jobs.submit import submit
+from conserve.jobs.task import Kind, Task
+from conserve.store import answer, child, scratch
+from conserve.store.answer import Question
+from conserve.store.bounds import Bounds
+from conserve.store.query import ask
+from conserve.store.snapshot import Snapshot, snapshot
+from conserve.store.store import Store
+from tests.conftest import WriteInput
+
+MIB = 1 << 20
+TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
+
+
+@pytest.fixture
+def taken(store: Store, write_input: WriteInput) -> Snapshot:
+    submit(store, str(write_input(q=["a", "b"])), TASK)
+    return snapshot(store, now=0.0)
+
+
+def asked(taken: Snapshot, sql: str, **bounds: Any) -> list[tuple[Any, ...]]:
+    """The rows of a query."""
+    question = Question(
+        taken=taken,
+        ask=lambda duck: ask(duck, sql),
+        uses=lambda duck: None,
+        bounds=Bounds(**({"threads": 2, "memory_bytes": 512 * MIB} | bounds)),
+    )
+    with answer.answered(question, warn=lambda found: None) as rows:
+        return list(rows.tuples())
+
+
+def test_rows_arrive_in_order_over_many_batches(taken: Snapshot) -> None:
+    found = asked(taken, "select range as n, 'x' || range as s from range(10000)")
+    assert found == [(n, f"x{n}") for n in range(10_000)]
+
+
+def test_every_type_of_duckdbs_arrives(taken: Snapshot) -> None:
+    """Also those without a place in Python, as text."""
+    kinds = asked(taken, "from test_all_types()")
+    assert len(kinds) == 3
+    assert asked(taken, "select date '12000-01-01'") == [("12000-01-01",)]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "select cast('x' as int)",
+        "select cast(q as int) from inputs",
+        "select error('mine')",
+        "select 9223372036854775807 + 1",
+        "select * from inputs where row_index / 0 = cast(q as int)",
+        "with recursive t as (select 1 n union all select n + 1 from t where n < 9) from t select ('n' || n)::int",
+        "select 1 where",
+        "select nope from results",
+        "select * from nowhere",
+        "copy jobs to 'x.csv'",
+    ],
+)
+def test_a_mistake_found_at_any_time_is_one_line(taken: Snapshot, sql: str) -> None:
+    with pytest.raises(QueryError) as error:
+        asked(taken, sql)
+    assert "\n" not in str(error.value)
+    assert "Traceback" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "select length(repeat('x', 2000000000))",
+        "select repeat('x', 2000000000)",
+        "select list(range) from range(200000000)",
+        "select string_agg(range::varchar, ',') from range(200000000)",
+    ],
+)
+def test_a_query_cannot_take_more_memory_than_it_may(taken: Snapshot, sql: str) -> None:
+    with pytest.raises(QueryTooGreedy, match=r"memory than 512 MiB.*--memory"):
+        asked(taken, sql)
+
+
+def test_what_does_not_fit_into_memory_is_spilled(taken: Snapshot) -> None:
+    sql = "select count(*) from (select range % 3000000 as k, count(*) as n from range(6000000) group by 1)"
+    assert asked(taken, sql, memory_bytes=160 * MIB) == [(3_000_000,)]
+
+
+def test_a_query_cannot_take_more_disk_than_it_may(taken: Snapshot) -> None:
+    sql = "select count(*) from (select range % 3000000 as k, count(*) as n from range(6000000) group by 1)"
+    with pytest.raises(QueryTooGreedy, match="temporary disk than 1 MiB"):
+        asked(taken, sql, memory_bytes=160 * MIB, disk_bytes=MIB)
+
+
+def test_a_query_cannot_take_longer_than_it_may(taken: Snapshot) -> None:
+    with pytest.raises(QueryTooGreedy, match=r"longer than 0.2 s.*--timeout"):
+        asked(taken, "select count(*) from range(1000000000000) where hash(range) = 1", timeout_s=0.2)
+
+
+def test_time_that_the_reader_takes_does_not_count(taken: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10**9, 1000))  # each look at the clock is a thousand seconds after the last
+    question = Question(
+        taken=taken,
+        ask=lambda duck: ask(duck, "from range(5000)"),
+        uses=lambda duck: None,
+        bounds=Bounds(threads=1, timeout_s=100.0),
+    )
+    with answer.answered(question, warn=lambda found: None) as rows:
+        batches = iter(rows.batches)
+        first = next(batches)
+        monkeypatch.setattr(child.select, "poll", None)  # nothing is waited for from here on
+        assert first.num_rows + sum(batch.num_rows for batch in batches) == 5000
+    assert next(clock) == 0
+
+
+def test_a_process_that_dies_is_a_sentence(taken: Snapshot) -> None:
+    question = Question(
+        taken=taken,
+        ask=lambda duck: os.kill(os.getpid(), signal.SIGKILL),  # type: ignore[arg-type,return-value]
+        uses=lambda duck: None,
+        bounds=Bounds(threads=1, memory_bytes=512 * MIB),
+    )
+    with (
+        pytest.raises(QueryTooGreedy, match="ended by SIGKILL, most likely for want of memory"),
+        answer.answered(question, warn=lambda found: None),
+    ):
+        pass
+
+
+def test_our_own_mistakes_are_not_hidden(taken: Snapshot) -> None:
+    question = Question(
+        taken=taken,
+        ask=lambda duck: {}["nowhere"],  # type: ignore[index,return-value]
+        uses=lambda duck: None,
+        bounds=Bounds(threads=1),
+    )
+    with pytest.raises(RuntimeError, match="KeyError: 'nowhere'"), answer.answered(question, warn=print):
+        pass
+
+
+def working_forever(send: child.Send) -> None:
+    """A child that says its process id and never ends."""
+    send(b"P", str(os.getpid()).encode())
+    while True:
+        signal.pause()
+
+
+def test_the_child_ends_with_its_context_whatever_it_does() -> None:
+    with child.working(working_forever) as frames:
+        pid = int(next(frames).payload)
+        os.kill(pid, signal.SIGINT)  # which is for the parent
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_an_interrupted_wait_ends_the_child() -> None:
+    def interrupted(waited_s: float | None) -> None:
+        raise KeyboardInterrupt
+
+    pids = []
+
+    def wait() -> None:
+        with child.working(working_forever, on_wait=interrupted) as frames:
+            pids.append(int(next(frames).payload))
+            next(frames)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+def test_a_wait_is_reported_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[float | None] = []
+
+    def slow(send: child.Send) -> None:
+        os.read(reader, 1)
+        send(b"X", b"done")
+
+    reader, writer = os.pipe()
+
+    def heard_twice(waited_s: float | None) -> None:
+        heard.append(waited_s)
+        if len(heard) == 2:
+            os.write(writer, b"go")
+
+    with child.working(slow, on_wait=heard_twice) as frames:
+        assert [frame.payload for frame in frames] == [b"done"]
+    os.close(reader)
+    os.close(writer)
+    assert heard[-1] is None
+    assert all(waited_s is not None and waited_s > 0 for waited_s in heard[:-1])
+
+
+@pytest.fixture
+def dead_process() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_what_a_killed_process_left_goes_at_the_next_start(tmp_path: Path, dead_process: int) -> None:
+    with scratch.place(tmp_path) as mine:
+        mine.write_text("half a file")
+        theirs = tmp_path / mine.name.replace(f":{os.getpid()}:", f":{dead_process}:")
+        theirs.mkdir()
+        (theirs / "spilled").write_text("half a query")
+        elsewhere = tmp_path / mine.name.replace(scratch.socket.gethostname(), "another-machine")
+        elsewhere.write_text("")
+        with scratch.place(tmp_path) as second:
+            assert not second.exists()
+            assert not theirs.exists()
+            assert mine.exists()
+            assert elsewhere.exists(), "nothing is known of other machines"
+    assert not mine.exists()
+
+
+def test_a_query_that_spills_leaves_nothing(taken: Snapshot, tmp_path: Path) -> None:
+    question = Question(
+        taken=taken,
+        ask=lambda duck: ask(duck, "select range % 2000000, count(*) from range(4000000) group by 1"),
+        uses=lambda duck: None,
+        bounds=Bounds(threads=2, memory_bytes=160 * MIB),
+    )
+    with answer.answered(question, warn=lambda found: None, spill_in=tmp_path) as rows:
+        next(iter(rows.batches))
+        (spilled,) = tmp_path.glob(f"{scratch.PREFIX}*")
+        assert spilled.stat().st_mode & 0o077 == 0, "others may not read it"
+    assert not list(tmp_path.glob(f"{scratch.PREFIX}*"))
+
+
+def test_waiting_costs_no_processor_time() -> None:
+    begun = time.process_time()
+    with child.working(lambda send: send(b"X", b"")) as frames:
+        assert next(frames).kind == b"X"
+    assert time.process_time() - begun < 5.0

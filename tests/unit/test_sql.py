@@ -1,0 +1,295 @@
+"""`conserve sql` as a user meets it."""
+
+import csv
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.commands import conserve, ended, start, until
+from tests.conftest import WriteInput
+from tests.unit.test_cli import submit
+
+ENDLESS = "select count(*) from range(1000000000000) where hash(range) = 1"
+
+
+def lines(*arguments: str) -> list[dict[str, object]]:
+    done = conserve("sql", "--json", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_sums_are_numbers(write_input: WriteInput) -> None:
+    done = conserve(
+        "sql",
+        "--json",
+        "select sum(range) as s, 9007199254740993::bigint as exact, "
+        "170141183460469231731687303715884105727 as huge, 1.50::decimal(5, 2) as d, "
+        "avg(range) as mean from range(4)",
+    )
+    assert done.stdout == (
+        '{"s":6,"exact":9007199254740993,"huge":170141183460469231731687303715884105727,"d":1.50,"mean":1.5}\n'
+    )
+
+
+def test_csv_ends_its_lines_in_a_newline_alone() -> None:
+    done = conserve(
+        "sql", "--csv", "select 'a\r\nb' as text, 'c\rd' as r, 'e\nf' as n, [1, 2] as list, null as z"
+    )
+    assert done.stdout == 'text,r,n,list,z\n"a\r\nb","c\rd","e\nf","[1,2]",\n'
+    assert list(csv.reader(io.StringIO(done.stdout, newline="")))[1] == [
+        "a\r\nb",
+        "c\rd",
+        "e\nf",
+        "[1,2]",
+        "",
+    ]
+
+
+def test_columns_of_one_name_are_all_there() -> None:
+    assert lines("select 1 as a, 2 as a, 3 as A_1") == [{"a": 1, "a_2": 2, "A_1": 3}]
+
+
+def test_pivot(write_input: WriteInput) -> None:
+    submit(write_input(q=["a", "b", "c"], kind=["x", "y", "x"], n=[1, 2, 3]))
+    assert lines("pivot inputs on kind using sum(n) group by job_id")[0]["x"] == 4
+    assert lines("from (pivot inputs on kind using sum(n) group by job_id) select y") == [{"y": 2}]
+    assert lines("select * from (select kind, n from inputs) pivot (sum(n) for kind in ('x', 'z'))") == [
+        {"x": 4, "z": None}
+    ]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "create type t as enum ('a'); select 1",
+        "create temp table t as select 1; select 1",
+        "pivot (from range(3)) on range; select 1",
+    ],
+)
+def test_pivot_lets_nothing_else_in(sql: str) -> None:
+    done = conserve("sql", sql)
+    assert done.returncode == 2
+    assert "one statement at a time" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "sql", ["summarize results", "summarize select 1 as a", "describe inputs", "show tables"]
+)
+def test_looking_around(sql: str, write_input: WriteInput) -> None:
+    submit(write_input(q=["a"]))
+    assert lines(sql)
+    assert conserve("sql", sql).returncode == 0
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl"])
+def test_an_answer_can_be_a_file(tmp_path: Path, ending: str) -> None:
+    out = tmp_path / f"out.{ending}"
+    done = conserve("sql", "-o", str(out), "select range as n, 'x' as s from range(3000)")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", f"wrote 3,000 rows to {out}\n")
+    if ending == "parquet":
+        table = pq.read_table(out)
+        assert (table.num_rows, table["n"].to_pylist()[-1]) == (3000, 2999)
+    else:
+        text = out.read_text()
+        assert text.startswith("n,s\n0,x\n" if ending == "csv" else '{"n":0,"s":"x"}\n')
+        assert text.count("\n") == 3000 + (ending == "csv")
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    out.write_text("what was there")
+    sql = "select case when range = 90000 then error('no') else range end as n from range(100000)"
+    done = conserve("sql", "-o", str(out), sql)
+    assert done.returncode == 2
+    assert out.read_text() == "what was there"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.csv"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["-o", "out.txt", "select 1"], 2, "end it in .parquet, .csv or .jsonl"),
+        (["-o", "nowhere/out.csv", "select 1"], 2, "there is no folder"),
+        (["-o", ".", "--csv", "select 1"], 2, "is a folder"),
+        (["--json", "--csv", "select 1"], 2, "not both"),
+        (["--memory", "lots", "select 1"], 2, "a size like 2GiB"),
+        (["--memory", "1MiB", "select 1"], 2, "too little memory"),
+        (["--timeout", "0.2", ENDLESS], 1, "longer than 0.2 s"),
+        (["--memory", "512MiB", "select repeat('x', 2000000000)"], 1, "more memory than 512 MiB"),
+        (["select cast('x' as int)"], 2, "Could not convert string 'x'"),
+        (["--with", "a", "select 1"], 2, "--with takes NAME=PATH"),
+        (["--with", "a b=x.csv", "select 1"], 2, "--with takes NAME=PATH"),
+        (["--with", "a=nowhere.csv", "select 1"], 2, "there is no file"),
+        (["--with", "a=*.csv", "select 1"], 2, "patterns are not expanded"),
+        (["--with", "a=/dev/zero", "select 1"], 2, "there is no file"),
+        (["--with", f"a={__file__}", "select 1"], 2, "is none of .parquet"),
+        (["select * from read_csv('/etc/passwd')"], 2, "no other files"),
+    ],
+)
+def test_a_mistake_is_a_sentence(arguments: list[str], code: int, words: str) -> None:
+    done = conserve("sql", *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_settings_bound_a_query(tmp_path: Path) -> None:
+    done = conserve("sql", "select repeat('x', 2000000000)", CONSERVE_SQL_MEMORY="300MiB")
+    assert "more memory than 300 MiB" in done.stderr
+    assert "longer than 0.1 s" in conserve("sql", ENDLESS, CONSERVE_SQL_TIMEOUT_S="0.1").stderr
+    shown = "select name, value from duckdb_settings() where name in ('threads', 'max_temp_directory_size')"
+    done = conserve("sql", "--csv", shown, CONSERVE_SQL_THREADS="3", CONSERVE_SQL_DISK="3MiB")
+    assert "threads,3\n" in done.stdout
+    assert "3.0 MiB" in done.stdout
+    for name, value in (("THREADS", "0"), ("TIMEOUT_S", "-1"), ("DISK", "much"), ("MEMORY", "0")):
+        assert conserve("sql", "select 1", **{f"CONSERVE_SQL_{name}": value}).returncode == 2
+
+
+class TestNamedFiles:
+    """`--with`: files that the user names, and no others."""
+
+    @pytest.fixture(autouse=True)
+    def files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "gold.csv").write_text("q,label\na,1\nb,2\n")
+        (tmp_path / "gold.tsv").write_text("q\tlabel\na\t1\nb\t2\n")
+        (tmp_path / "gold.jsonl").write_text('{"q": "a", "label": 1}\n{"q": "b", "label": 2}\n')
+        pq.write_table(pa.table({"q": ["a", "b"], "label": [1, 2]}), tmp_path / "gold.parquet")
+
+    @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
+    def test_each_kind_joins(self, ending: str, write_input: WriteInput) -> None:
+        submit(write_input("input.parquet", q=["a", "b"]))
+        sql = "select label from inputs join gold using (q) order by 1 desc"
+        assert lines("--with", f"gold=gold.{ending}", sql) == [{"label": 2}, {"label": 1}]
+
+    def test_several_join(self) -> None:
+        sql = "select sum(a.label + b.label) as n from a join b using (q)"
+        assert lines("--with", "a=gold.csv", "--with", "b=gold.jsonl", sql) == [{"n": 6}]
+
+    def test_names_are_not_taken_twice(self) -> None:
+        for names in (["jobs"], ["Results"], ["a", "A"]):
+            flags = [word for name in names for word in ("--with", f"{name}=gold.csv")]
+            done = conserve("sql", *flags, "select 1")
+            assert done.returncode == 2
+            assert "choose another" in done.stderr
+
+    def test_awkward_names_are_one_file_each(self, tmp_path: Path) -> None:
+        (tmp_path / "it's [a] *.csv").write_text("n\n1\n")
+        (tmp_path / "it's a 2.csv").write_text("n\n2\n")
+        assert lines("--with", "a=it's [a] *.csv", "from a") == [{"n": 1}]
+
+    def test_a_link_counts_as_its_target_and_brings_nothing_else(self, tmp_path: Path) -> None:
+        (tmp_path / "link.csv").symlink_to(tmp_path / "gold.csv")
+        assert len(lines("--with", "a=link.csv", "from a")) == 2
+        for other in ("gold.tsv", "gold.parquet"):
+            done = conserve("sql", "--with", "a=link.csv", f"from '{tmp_path / other}'")
+            assert done.returncode == 2
+
+    def test_a_file_that_is_something_else_is_a_sentence(self, tmp_path: Path) -> None:
+        (tmp_path / "no.parquet").write_text("q,label\n")
+        done = conserve("sql", "--with", "a=no.parquet", "from a")
+        assert done.returncode == 2
+        assert "cannot be read as parquet" in done.stderr
+
+
+def at_work(running: "subprocess.Popen[str]") -> bool:
+    """Whether the command has its child compute."""
+    children = psutil.Process(running.pid).children()
+    return bool(children) and children[0].cpu_times().user > 0.05
+
+
+@pytest.mark.parametrize(
+    "sql", [ENDLESS, "select sum(length(repeat(range::varchar, 400000000))) from range(10000)"]
+)
+def test_ctrl_c_ends_a_query_at_once(sql: str, tmp_path: Path) -> None:
+    running = start(["-m", "conserve", "sql", "--memory", "4GiB", sql])
+    until(lambda: at_work(running), running)
+    (child,) = psutil.Process(running.pid).children()
+    running.send_signal(signal.SIGINT)
+    done = ended(running, hangs_s=10.0)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert not child.is_running()
+
+
+def test_a_query_ends_with_the_command_that_was_killed() -> None:
+    running = start(["-m", "conserve", "sql", ENDLESS])
+    until(lambda: at_work(running), running)
+    (child,) = psutil.Process(running.pid).children()
+    running.kill()
+    child.wait(timeout=60)
+
+
+def test_a_temporary_file_of_a_killed_command_goes_at_the_next(tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    running = start(["-m", "conserve", "sql", "-o", str(out), "from range(1000000000000)"])
+    until(lambda: any(path.is_file() for path in tmp_path.glob(".conserve-tmp-*")), running)
+    running.kill()
+    ended(running)
+    assert [path for path in tmp_path.glob(".conserve-tmp-*") if path.is_file()]
+    assert conserve("sql", "-o", str(out), "select 1").returncode == 0
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.csv"]
+
+
+def on_a_terminal(*arguments: str) -> str:
+    """What a command shows on a terminal, both streams together."""
+    master, slave = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "conserve", *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        close_fds=True,
+    ) as running:
+        os.close(slave)
+        shown = b""
+        while True:
+            try:
+                data = os.read(master, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not data:
+                break
+            shown += data
+        running.wait()
+    os.close(master)
+    return shown.decode()
+
+
+ESCAPES = "select chr(27) || ']0;owned' || chr(7) || chr(155) || '2J' as \"a\x1b[31m\""
+
+
+def test_a_terminal_gets_no_commands_from_answers() -> None:
+    shown = on_a_terminal("sql", ESCAPES).replace("\x1b[90m", "").replace("\x1b[0m", "")
+    assert not {"\x1b", "\x07", "\x9b"} & set(shown)
+    assert r"\x1b]0;owned\x07\x9b2J" in shown
+    assert r"a\x1b[31m" in shown
+    shown = on_a_terminal("sql", f"select cast(a as int) from (select {ESCAPES.split(' as ')[0][7:]} as a)")
+    assert "\x1b]0" not in shown
+    assert r"\x1b]0;owned" in shown
+
+
+def test_pipes_and_files_get_answers_as_they_are(tmp_path: Path) -> None:
+    raw = "\x1b]0;owned\x07\x9b2J"
+    assert raw in conserve("sql", ESCAPES).stdout
+    assert raw in conserve("sql", "--csv", ESCAPES).stdout
+    assert raw in json.loads(conserve("sql", "--json", ESCAPES).stdout).values()
+    conserve("sql", "-o", str(tmp_path / "out.csv"), ESCAPES)
+    assert raw in (tmp_path / "out.csv").read_text()
+
+
+def test_a_long_query_says_on_a_terminal_that_it_is_at_work() -> None:
+    shown = on_a_terminal("sql", "--timeout", "1.5", ENDLESS)
+    assert "the query is at work" in shown
+    assert "longer than 1.5 s" in shown
+    assert "at work" not in on_a_terminal("sql", "select 1")
+    assert "at work" not in conserve("sql", "--timeout", "1.5", ENDLESS).stderr

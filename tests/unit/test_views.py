@@ -1,0 +1,221 @@
+"""One odd or damaged job costs `conserve sql` that job's rows in one view, and no other job anything."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from conserve.jobs.submit import submit
+from conserve.jobs.task import Kind, Task
+from conserve.store import home, shards
+from conserve.store.query import views
+from conserve.store.store import Store
+from tests.commands import conserve
+from tests.conftest import WriteInput
+from tests.store_rows import finish, leased
+
+TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
+ODD = ("text", "json", "Text", "input_text", "job_id", "row_index", "file_row_number")
+
+
+def queue(store: Store, path: Path) -> str:
+    return submit(store, str(path), TASK).job_id
+
+
+def answer(store: Store, job_id: str) -> None:
+    """Finish every row of the job and move the results into a shard."""
+    finish(store, leased(store, only=[job_id]))
+    shards.compact(store, job_id, now=0.0)
+
+
+def shard_of(store: Store, job_id: str) -> Path:
+    (path,) = (home.job_folder(store.home, job_id) / home.RESULTS).glob("*.parquet")
+    return path
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def rows(store: Store, sql: str) -> list[tuple[Any, ...]]:
+    with views(store, now=0.0) as opened:
+        return opened.duck.execute(sql).fetchall()
+
+
+def test_a_column_called_like_duckdbs_row_number_is_the_users(store: Store, write_input: WriteInput) -> None:
+    plain = queue(store, write_input("plain.parquet", q=["a", "b"]))
+    odd = queue(store, write_input("odd.parquet", q=["c", "d"], File_Row_Number=[70, 80]))
+    assert rows(store, "select job_id, row_index, q, file_row_number from inputs order by q") == [
+        (plain, 0, "a", None),
+        (plain, 1, "b", None),
+        (odd, 0, "c", 70),
+        (odd, 1, "d", 80),
+    ]
+
+
+def test_rows_are_numbered_as_they_lie_in_the_file(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "many.parquet"
+    numbers = list(range(30_000))
+    table = pa.table({"q": [str(n) for n in numbers], "file_row_number": numbers})
+    pq.write_table(table, path, row_group_size=1000)
+    queue(store, path)
+    wrong = "select count(*) from inputs where row_index <> file_row_number"
+    assert rows(store, wrong) == [(0,)]
+    assert rows(store, "select q from inputs where row_index = 12345") == [("12345",)]
+
+
+def test_names_that_differ_in_case_are_one_column(store: Store, write_input: WriteInput) -> None:
+    """To SQL they are; where their types disagree they are text."""
+    queue(store, write_input("one.parquet", q=["a"], Tag=[[1, 2]]))
+    queue(store, write_input("two.parquet", q=["b"], tag=["x"]))
+    assert rows(store, "select tag from inputs order by q") == [("[1, 2]",), ("x",)]
+
+
+def test_a_prefixed_name_may_be_another_jobs_own(store: Store, write_input: WriteInput) -> None:
+    queue(store, write_input("one.parquet", q=["a"], job_id=["theirs"]))
+    queue(store, write_input("two.parquet", q=["b"], input_job_id=[{"x": 1}]))
+    assert rows(store, "select input_job_id from inputs order by q") == [("theirs",), ("{'x': 1}",)]
+
+
+def test_a_folder_called_like_a_partition_adds_no_column(tmp_path: Path, write_input: WriteInput) -> None:
+    from conserve.config import load
+
+    folder = tmp_path / "day=1"
+    folder.mkdir()
+    store = Store.open(load({"home": folder / "home"}))
+    try:
+        job_id = queue(store, write_input("day=1/input.parquet", q=["a"]))
+        answer(store, job_id)
+        assert rows(store, "select count(*) from results join inputs using (job_id, row_index)") == [(1,)]
+        assert "day" not in [name for name, *_ in rows(store, "describe inputs")]
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, lambda path: path.write_bytes(b"")])
+def test_a_shard_that_cannot_be_read_costs_its_rows_alone(
+    store: Store, write_input: WriteInput, damage: Any
+) -> None:
+    good, bad = (queue(store, write_input(f"{name}.parquet", q=["a", "b"])) for name in ("good", "bad"))
+    for job_id in (good, bad):
+        answer(store, job_id)
+    damage(shard_of(store, bad))
+    with views(store, now=0.0) as opened:
+        found = opened.duck.execute("select job_id, count(*) from results group by 1").fetchall()
+        (left_out,) = opened.left_out
+        states = opened.duck.execute("select distinct job_id, state from requests order by 1").fetchall()
+    assert found == [(good, 2)]
+    assert (left_out.view, left_out.job_id) == ("results", bad)
+    assert left_out.sentence.endswith("run: conserve check --repair")
+    assert sorted(states) == sorted([(good, "succeeded"), (bad, "unreadable")])
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate])
+@pytest.mark.parametrize("name", [home.INPUTS, home.REQUESTS])
+def test_a_copied_input_or_request_file_that_cannot_be_read_costs_its_rows_alone(
+    store: Store, tmp_path: Path, damage: Any, name: str
+) -> None:
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text('{"q": "a"}\n')
+    good, bad = queue(store, lines), queue(store, lines)
+    damage(home.job_folder(store.home, bad) / name)
+    view = name.removesuffix(".parquet")
+    with views(store, now=0.0) as opened:
+        assert opened.duck.execute(f"select job_id from {view}").fetchall() == [(good,)]
+        (left_out,) = opened.left_out
+    assert (left_out.view, left_out.job_id) == (view, bad)
+
+
+def test_an_input_that_is_no_parquet_any_more_is_left_out(store: Store, tmp_path: Path) -> None:
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text('{"q": "a"}\n')
+    good, bad = queue(store, lines), queue(store, lines)
+    path = home.inputs_file(store.home, bad)
+    size = path.stat().st_size
+    path.write_bytes(b"PAR1" + b"\xff" * (size - 12) + (20).to_bytes(4, "little") + b"PAR1")
+    with views(store, now=0.0) as opened:
+        assert opened.duck.execute("select job_id from inputs").fetchall() == [(good,)]
+        assert [left_out.job_id for left_out in opened.left_out] == [bad]
+
+
+def test_sql_warns_of_what_the_query_would_have_read(store: Store, write_input: WriteInput) -> None:
+    good, bad = (queue(store, write_input(f"{name}.parquet", q=["a", "b"])) for name in ("good", "bad"))
+    for job_id in (good, bad):
+        answer(store, job_id)
+    shard_of(store, bad).unlink()
+    done = conserve("sql", "--csv", "select job_id, count(*) as n from results group by 1")
+    assert (done.returncode, done.stdout) == (0, f"job_id,n\n{good},2\n")
+    assert done.stderr.startswith(f"warning: the view results leaves out rows of job {bad}: ")
+    assert done.stderr.endswith("is gone; run: conserve check --repair\n")
+    assert conserve("sql", "--csv", "select count(*) from jobs").stderr == ""
+    assert conserve("sql", "--csv", "select 1").stderr == ""
+
+
+def test_results_of_a_damaged_job_are_written_and_exit_1(store: Store, write_input: WriteInput) -> None:
+    job_id = queue(store, write_input(q=[str(n) for n in range(4)]))
+    for part in ([0, 1], [2, 3]):
+        finish(store, leased(store, limit=2), of=part)
+        shards.compact(store, job_id, now=0.0)
+    sorted((home.job_folder(store.home, job_id) / home.RESULTS).glob("*.parquet"))[0].unlink()
+    done = conserve("results", job_id)
+    assert done.returncode == 1
+    assert [json.loads(line)["row_index"] for line in done.stdout.splitlines()] == [2, 3]
+    assert done.stderr.startswith(f"warning: the view results leaves out rows of job {job_id}: ")
+
+
+def odd_table() -> pa.Table:
+    return pa.table({"q": ["a"], **{name: [f"their {name}"] for name in ODD}})
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_an_input_column_has_one_name_everywhere(store: Store, tmp_path: Path, kind: str) -> None:
+    """In `sql` and beside results, in every format; the results' own columns keep their names."""
+    source = tmp_path / f"input.{kind}"
+    if kind == "parquet":
+        pq.write_table(odd_table(), source)
+    else:
+        source.write_text(json.dumps(odd_table().to_pylist()[0]) + "\n")
+    job_id = queue(store, source)
+    answer(store, job_id)
+    beside = {}
+    for ending in ("jsonl", "csv", "parquet"):
+        out = tmp_path / f"out.{ending}"
+        assert conserve("results", job_id, "--with-inputs", "-o", str(out)).returncode == 0
+        beside[ending] = read_back(out)
+    (asked,) = (json.loads(line) for line in conserve("sql", "--json", "from inputs").stdout.splitlines())
+    theirs = {name: value for name, value in asked.items() if str(value).startswith("their ")}
+    assert sorted(theirs.values()) == sorted(f"their {name}" for name in ODD)
+    assert len({name.lower() for name in theirs}) == len(ODD)
+    assert not {name.lower() for name in theirs} & {"text", "json", "job_id", "row_index"}
+    for row in beside.values():
+        assert {name: row[name] for name in theirs} == theirs
+        assert (row["text"], row["job_id"]) == ("yes", job_id)
+        assert int(row["row_index"]) == 0
+    both = conserve("sql", "--json", "select * from results join inputs using (job_id, row_index)")
+    assert json.loads(both.stdout) == beside["jsonl"]
+
+
+def test_openai_lines_have_no_place_for_input_columns(store: Store, write_input: WriteInput) -> None:
+    job_id = queue(store, write_input(q=["a"], text=["theirs"]))
+    answer(store, job_id)
+    for flag in ("--with-inputs", "--with-prompts"):
+        assert conserve("results", job_id, "--format", "openai", flag).returncode == 2
+    (line,) = conserve("results", job_id, "--format", "openai").stdout.splitlines()
+    body = json.loads(line)["response"]["body"]
+    assert body["choices"][0]["message"]["content"] == "yes"
+
+
+def read_back(path: Path) -> dict[str, Any]:
+    """The one row of a file."""
+    if path.suffix == ".parquet":
+        (row,) = pq.read_table(path).to_pylist()
+    elif path.suffix == ".csv":
+        with path.open(newline="") as file:
+            (row,) = csv.DictReader(file)
+    else:
+        row = json.loads(path.read_text())
+    return dict(row)
