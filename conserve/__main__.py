@@ -5,6 +5,14 @@ import sys
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    from conserve.cli import stdout
+
+    stdout.guard()
+    sys.exit(stdout.flushed(answer))
+
+
+def answer() -> int:
+    """Answer the command line, without typer where that can be; returns the exit code."""
     from conserve.cli.shortcuts import answered
 
     code = answered(sys.argv[1:])
@@ -12,7 +20,7 @@ def main() -> None:
         from conserve.cli.app import main as run
 
         code = run()
-    sys.exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,9 +32,6 @@ def answered(words: Sequence[str]) -> int | None:
         return overview() if asked is None else status(asked)
     except KeyboardInterrupt:
         return exits.INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return exits.FAILED
 
 
 def status_asked(words: Sequence[str]) -> Asked | None:

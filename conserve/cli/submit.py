@@ -1,7 +1,8 @@
 """`conserve submit`: queue a job."""
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -12,12 +13,13 @@ from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.signals import ended_in_order, held_back
 from conserve.config import Settings
-from conserve.errors import UsageError, one_line
+from conserve.errors import ConserveError, UsageError, one_line
 
 if TYPE_CHECKING:
     from conserve.jobs.source import Input
     from conserve.jobs.submit import Submitted
     from conserve.jobs.task import Task
+    from conserve.store.store import Store
 
 EXAMPLE = """
 conserve submit data.parquet --prompt "Summarize: {{ text }}" --max-tokens 128
@@ -139,19 +141,23 @@ def submit(
             as_json=as_json,
         )
         return
-    with ended_in_order(), ExitStack() as until_told:
-        with context.store() as store:
-            done = enqueue(
-                store,
-                given,
-                task,
-                name=slug(name) if name else None,
-                priority=priority,
-                model=model,
-                constant_prompt=constant_prompt,
-                before_queueing=lambda: until_told.enter_context(held_back()),
-            )
-        tell(done, as_json=as_json)
+    with ended_in_order(), ExitStack() as until_told, context.store() as store:
+        done = enqueue(
+            store,
+            given,
+            task,
+            name=slug(name) if name else None,
+            priority=priority,
+            model=model,
+            constant_prompt=constant_prompt,
+            before_queueing=lambda: until_told.enter_context(held_back()),
+        )
+        with withdrawn_unless_printed(store, done.job_id):
+            if as_json:
+                output.data_json({"job_id": done.job_id, "rows": done.rows, "unrendered": done.unrendered})
+            else:
+                output.data(done.job_id)
+        tell(done)
 
 
 def preview(
@@ -165,8 +171,8 @@ def preview(
     show_previews(found, local_counter(settings, settings.model), task.params, as_json=as_json)
 
 
-def tell(done: "Submitted", *, as_json: bool) -> None:
-    """Say what was queued, and print the job's id."""
+def tell(done: "Submitted") -> None:
+    """Say what was queued."""
     output.say(f"queued {output.count(done.rows, 'row')}; run them with: conserve run")
     if done.kept in WHERE:
         output.say(f"{WHERE[done.kept]}; --keep-input copy keeps a copy in the store")
@@ -175,10 +181,24 @@ def tell(done: "Submitted", *, as_json: bool) -> None:
         share = f"{done.unrendered:,} of {output.count(done.rows, 'row')} ({percent})"
         first = f"the first is row {done.first_row:,}: {one_line(done.first_error)}"
         output.say(f"warning: {share} cannot be answered and will fail; {first}")
-    if as_json:
-        output.data_json({"job_id": done.job_id, "rows": done.rows, "unrendered": done.unrendered})
-    else:
-        output.data(done.job_id)
+
+
+class UnprintedJob(ConserveError):
+    """A job whose id nobody could read."""
+
+
+@contextmanager
+def withdrawn_unless_printed(store: "Store", job_id: str) -> Iterator[None]:
+    """Take the job back if its id cannot be printed: a script could neither wait for it nor cancel it."""
+    from conserve.cli.stdout import OutputClosed, OutputLost
+    from conserve.store.withdraw import withdraw
+
+    try:
+        yield
+    except (OutputClosed, OutputLost) as error:
+        why = error.reason if isinstance(error, OutputLost) else "its reader has gone"
+        did = f"job {job_id} was withdrawn" if withdraw(store, job_id) else f"job {job_id} runs already"
+        raise UnprintedJob(f"the job's id cannot be printed to standard output ({why}); {did}") from error
 
 
 def read_input(

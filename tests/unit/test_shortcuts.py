@@ -96,7 +96,7 @@ def test_the_overview_shows_each_command_with_its_own_words(name: str) -> None:
 @pytest.mark.parametrize("words", [["--help"], ["status"]])
 def test_a_reader_that_leaves_ends_a_shortcut_quietly(words: list[str], write_input: WriteInput) -> None:
     submit(write_input(q=["a"]))
-    assert conserve_into_closed_pipe(*words) == (1, "")
+    assert conserve_into_closed_pipe(*words) == (141, "")
 
 
 def conserve_into_closed_pipe(*words: str) -> tuple[int, str]:

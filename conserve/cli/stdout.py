@@ -1,0 +1,115 @@
+"""Standard streams that cannot be written: closed by their reader, or on a full disk.
+
+Every command prints, some of it by libraries, so the streams themselves are replaced: standard output says in
+one way what is wrong, standard error falls silent. Imports nothing that takes time.
+"""
+
+import contextlib
+import io
+import os
+import select
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
+
+from conserve.cli import exits
+from conserve.errors import ConserveError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class OutputClosed(SystemExit):
+    """The reader of a pipe has enough: the command ends quietly, as `SIGPIPE` would end it."""
+
+
+class OutputLost(ConserveError):
+    """Standard output cannot be written; `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"standard output cannot be written ({reason}); send it elsewhere and run the command again"
+        )
+        self.reason = reason
+
+
+class Stdout(io.FileIO):
+    """File descriptor 1. After the first error it swallows what is still written while the command ends."""
+
+    lost = False
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write some of the data; returns how much."""
+        if self.lost:
+            return len(memoryview(data).cast("B"))
+        try:
+            while (written := super().write(data)) is None:  # the other end made it non-blocking
+                select.select([], [self.fileno()], [])
+        except BrokenPipeError:
+            self.lost = True
+            raise OutputClosed(exits.CLOSED) from None
+        except OSError as error:
+            self.lost = True
+            raise OutputLost(error.strerror or str(error)) from error
+        return written
+
+
+class Stderr(io.FileIO):
+    """File descriptor 2. What cannot be written is dropped: there is no place left to say so."""
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write the data, or nothing; returns its length."""
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(memoryview(data).cast("B"))
+
+
+def guard() -> None:
+    """Replace the standard streams, and make sure that 0, 1 and 2 are nobody else's.
+
+    A file opened while one of them is closed would get its number, and with it what is printed.
+    """
+    for number in (0, 1, 2):
+        if not is_open(number):  # to be read, so that writing to it is an error
+            os.open(os.devnull, os.O_RDONLY)
+    sys.stdout = text_stream(Stdout(1, "w", closefd=False), sys.stdout, line_buffering=os.isatty(1))
+    sys.stderr = text_stream(Stderr(2, "w", closefd=False), sys.stderr, line_buffering=True)
+
+
+def text_stream(raw: io.FileIO, old: TextIO | None, *, line_buffering: bool) -> TextIO:
+    """A text stream like the old one, if there was one."""
+    encoding, errors = (old.encoding, old.errors) if old is not None else ("utf-8", "backslashreplace")
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=encoding, errors=errors, line_buffering=line_buffering
+    )
+
+
+def is_open(number: int) -> bool:
+    """True if this file descriptor is open."""
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def flushed(run: Callable[[], int]) -> int:
+    """Run a command and write what it has printed; returns the exit code.
+
+    What could not be written must not be tried again when the interpreter ends, so it is dropped.
+    """
+    from conserve.cli import output
+
+    try:
+        code = run()
+        sys.stdout.flush()
+    except OutputClosed:
+        code = exits.CLOSED
+    except OutputLost as error:
+        code = output.failed(error)
+    except KeyboardInterrupt:
+        code = exits.INTERRUPTED
+    with contextlib.suppress(OutputClosed, OutputLost):
+        sys.stdout.flush()
+    return code

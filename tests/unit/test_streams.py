@@ -1,0 +1,193 @@
+"""Standard output that is closed or full: every command that prints, with real pipes and devices."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+from unittest import mock
+
+import pytest
+
+from conserve.cli import app, stdout
+from conserve.config import load
+from conserve.store.readings import read_jobs
+from tests.commands import HANGS_S, conserve
+from tests.conftest import WriteInput
+from tests.unit.test_cli import submit
+
+FULL = Path("/dev/full")
+LONG = "select repeat('x', 100) as a from range(100000)"  # more than a pipe holds
+PRINTING = [
+    ["--help"],
+    ["--version"],
+    ["help", "submit"],
+    ["submit", "--help"],
+    ["status"],
+    ["status", "last", "--json"],
+    ["--home", "elsewhere", "status", "--json"],
+    ["jobs"],
+    ["jobs", "--json"],
+    ["results", "input"],
+    ["results", "input", "--format", "csv"],
+    ["results", "input", "--format", "parquet"],
+    ["results", "input", "--format", "openai"],
+    ["sql", "select 1"],
+    ["sql", "--json", LONG],
+    ["sql", "--csv", LONG],
+    ["pause", "last"],
+    ["retry", "last"],
+    ["run", "--endpoint", "fake:", "--json"],
+    ["doctor"],
+    ["doctor", "--json"],
+    ["profile", "show", "llama-3.1-8b-h100"],
+]
+
+
+class Ended(NamedTuple):
+    """How a command ended, and what it said."""
+
+    returncode: int
+    stderr: str
+
+
+def into(
+    stdout: "int | IO[bytes]", words: Sequence[str], stderr: "int | IO[bytes]" = subprocess.PIPE
+) -> Ended:
+    """Run a command with this as its standard output."""
+    command = [sys.executable, "-m", "conserve", *words]
+    with subprocess.Popen(
+        command, stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, text=True
+    ) as running:
+        said = running.stderr.read() if running.stderr is not None else ""
+        return Ended(running.wait(HANGS_S), said)
+
+
+@contextlib.contextmanager
+def closed_pipe() -> Iterator[int]:
+    """The writing end of a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.fixture
+def job(write_input: WriteInput) -> str:
+    job_id = submit(write_input(q=["a", "b"]))
+    assert conserve("run", "--endpoint", "fake:").returncode == 0
+    submit(write_input("second.parquet", q=["a"]))
+    return job_id
+
+
+def printing_to(descriptor: int, words: Sequence[str]) -> Ended:
+    """Run a command in this process, with this as its standard output."""
+    stream = stdout.text_stream(stdout.Stdout(descriptor, "w", closefd=False), None, line_buffering=False)
+    said = io.StringIO()
+    arguments = mock.patch.object(sys, "argv", ["conserve", *words])
+    with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(said), arguments:
+        return Ended(stdout.flushed(app.main), said.getvalue())
+
+
+@pytest.mark.parametrize("words", PRINTING, ids=" ".join)
+def test_a_reader_that_leaves_ends_a_command_quietly(words: list[str], job: str) -> None:
+    with closed_pipe() as pipe:
+        ended = printing_to(pipe, words)
+    assert ended.returncode == 141
+    if words[0] not in ("run", "retry"):  # which speak on stderr anyway
+        assert ended.stderr == ""
+
+
+@pytest.mark.parametrize("words", PRINTING, ids=" ".join)
+def test_a_full_disk_behind_standard_output_is_a_sentence(words: list[str], job: str) -> None:
+    with FULL.open("wb") as full:
+        ended = printing_to(full.fileno(), words)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("conserve: standard output cannot be written (No space left on device)")
+
+
+@pytest.mark.parametrize("words", [["status"], ["sql", "--json", LONG]], ids=" ".join)
+def test_processes_end_as_the_shell_expects(words: list[str], job: str) -> None:
+    with closed_pipe() as pipe:
+        assert into(pipe, words) == (141, "")
+    with FULL.open("wb") as full:
+        ended = into(full, words)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("conserve: standard output cannot be written (No space left on device)")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_head_gets_its_lines(job: str) -> None:
+    command = f'{sys.executable} -m conserve sql --json "{LONG}" | head -n 2; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    *lines, status = done.stdout.splitlines()
+    assert [len(json.loads(line)["a"]) for line in lines] == [100, 100]
+    assert (status, done.stderr) == ("141", "")
+
+
+@pytest.mark.parametrize("words", [["status"], ["sql", "select 1"]], ids=" ".join)
+def test_a_closed_standard_output_is_a_sentence(words: list[str], job: str) -> None:
+    command = f"{sys.executable} -m conserve {' '.join(repr(word) for word in words)} >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("conserve: standard output cannot be written (Bad file descriptor)")
+
+
+def test_no_file_takes_the_place_of_a_closed_stream(job: str) -> None:
+    """What is printed must not go into the store, whose files are the next to be opened."""
+    command = f"{sys.executable} -m conserve sql 'select 1' <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], check=False).returncode == 1
+    assert conserve("status", job).returncode == 0
+
+
+@pytest.mark.parametrize(("words", "code"), [(["run", "--endpoint", "fake:"], 0), (["nonsense"], 2)])
+def test_a_standard_error_that_is_gone_changes_no_exit_code(words: list[str], code: int, job: str) -> None:
+    with closed_pipe() as pipe:
+        assert into(subprocess.DEVNULL, words, stderr=pipe).returncode == code
+    assert conserve("status", "last", "--json").stdout.count('"state": "completed"') == (code == 0)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_job_whose_id_cannot_be_printed_is_withdrawn(flags: list[str], write_input: WriteInput) -> None:
+    words = ["submit", str(write_input(q=["a"])), "--prompt", "{{ q }}", *flags]
+    with closed_pipe() as pipe:
+        ended = printing_to(pipe, words)
+    assert ended.returncode == 1
+    assert "its reader has gone); job input-" in ended.stderr
+    assert ended.stderr.endswith(" was withdrawn\n")
+    assert "queued" not in ended.stderr
+    with FULL.open("wb") as full:
+        ended = printing_to(full.fileno(), words)
+    assert ended.returncode == 1
+    assert "(No space left on device); job input-" in ended.stderr
+    settings = load()
+    assert read_jobs(settings, now=0.0) == []
+    assert not list((settings.home / "jobs").iterdir())
+    assert conserve(*words).returncode == 0
+
+
+def test_submit_into_a_closed_pipe_leaves_no_job(write_input: WriteInput) -> None:
+    with closed_pipe() as pipe:
+        ended = into(pipe, ["submit", str(write_input(q=["a"])), "--prompt", "{{ q }}"])
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert read_jobs(load(), now=0.0) == []
+
+
+def test_a_job_that_runs_already_is_not_withdrawn(write_input: WriteInput) -> None:
+    from conserve.store.store import Store
+    from conserve.store.withdraw import withdraw
+    from tests.store_rows import leased
+
+    job_id = submit(write_input(q=["a"]))
+    store = Store.open(load())
+    try:
+        leased(store)
+        assert not withdraw(store, job_id)
+        assert [job.id for job in read_jobs(load(), now=0.0)] == [job_id]
+    finally:
+        store.close()
