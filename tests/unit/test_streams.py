@@ -39,6 +39,8 @@ PRINTING = [
     ["sql", "select 1"],
     ["sql", "--json", LONG],
     ["sql", "--csv", LONG],
+    ["show", "input", "0"],
+    ["show", "input", "0", "--json"],
     ["pause", "last"],
     ["retry", "last"],
     ["run", "--endpoint", "fake:", "--json"],

@@ -1,0 +1,140 @@
+"""`conserve show`: one row, from its prompt to its answer."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from conserve.cli import output
+from conserve.cli.context import Context, job_ids
+from conserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from conserve.jobs.asked import Asked
+    from conserve.store.catalog import Job
+    from conserve.store.results import Result
+    from conserve.store.standing import Standing
+
+EXAMPLE = """
+conserve show last 0
+conserve show gsm8k-k3f9 --id question-17
+conserve show gsm8k-k3f9 17 --json
+"""
+
+TIMES = ("submitted_at", "started_at", "finished_at")
+DOCUMENTS = ("json", "choices", "logprobs")
+
+
+def show(
+    ctx: typer.Context,
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids
+        ),
+    ],
+    row: Annotated[
+        int | None, typer.Argument(metavar="ROW", min=0, help="Row of the input file, from 0.")
+    ] = None,
+    id: Annotated[
+        str | None, typer.Option(metavar="CUSTOM_ID", help="The row's own id, instead of ROW.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show one row: what was asked, the answer or the error, its times, and where it is now."""
+    from conserve.jobs.asked import asked
+    from conserve.store import catalog
+    from conserve.store.standing import standing
+
+    if (row is None) == (id is None):
+        raise UsageError("name one row: conserve show JOB ROW, or conserve show JOB --id CUSTOM_ID")
+    context: Context = ctx.obj
+    with context.store() as store:
+        with store.read() as tx:
+            found = catalog.get(tx, job)
+        question = asked(store, found, row_index=row, custom_id=id)
+        stands = standing(store, found, question.position)
+    if as_json:
+        output.data_json(document(found, question, stands))
+    else:
+        output.data("\n".join(lines(found, question, stands)))
+
+
+def document(job: "Job", asked: "Asked", stands: "Standing") -> dict[str, Any]:
+    """The row for JSON (docs/scripting.md)."""
+    from conserve.store.results import COLUMNS
+
+    values = {name: getattr(stands.result, name, None) for name in COLUMNS}
+    for name in TIMES:
+        values[name] = output.iso(values[name])
+    for name in DOCUMENTS:
+        values[name] = json.loads(values[name] or "null")
+    return values | {
+        "job_id": job.id,
+        "row_index": asked.request.row_index,
+        "custom_id": asked.request.custom_id,
+        "position": asked.position,
+        "state": stands.state,
+        "where": stands.where,
+        "attempts": stands.attempts,
+        "body": None if asked.body is None else json.loads(asked.body),
+        "prompt": asked.prompt,
+        "submitted_at": output.iso(job.submitted_at),
+        "error_type": values["error_type"] or asked.request.error_type,
+        "error": values["error"] or asked.request.error,
+    }
+
+
+def lines(job: "Job", asked: "Asked", stands: "Standing") -> list[str]:
+    """The row for people."""
+    result = stands.result
+    head = [
+        f"{job.id} row {asked.request.row_index:,}: {output.state(stands.state)}",
+        f"  where     {visible(stands.where)}",
+        f"  id        {visible(asked.request.custom_id or '-')}",
+        f"  position  {asked.position:,}",
+        f"  attempts  {stands.attempts:,}",
+        *(finished(result) if result is not None else [f"  submitted {output.moment(job.submitted_at)}"]),
+    ]
+    error = (result.error if result is not None else None) or asked.request.error
+    kind = (result.error_type if result is not None else None) or asked.request.error_type
+    parts = [head, section("prompt", asked.prompt)]
+    parts += [section("answer", answer(result))] if result is not None and not result.failed else []
+    parts += [section(f"error ({kind})", error)] if kind else []
+    return [line for part in parts for line in part]
+
+
+def finished(result: "Result") -> list[str]:
+    """Times and counts of a row that has its result."""
+    took = output.duration(max(0.0, result.finished_at - result.started_at))
+    tokens = f"{result.prompt_tokens:,} prompt ({result.cached_tokens:,} cached)"
+    tokens += f", {result.completion_tokens:,} completion ({result.resumed_tokens:,} resumed after a stop)"
+    return [
+        f"  submitted {output.moment(result.submitted_at)}",
+        f"  started   {output.moment(result.started_at)}",
+        f"  finished  {output.moment(result.finished_at)} (after {took})",
+        f"  model     {visible(result.model or '-')}",
+        f"  tokens    {tokens}",
+        f"  ended by  {visible(result.finish_reason or '-')}",
+    ]
+
+
+def answer(result: "Result") -> str | None:
+    """The answer's text, or all of them where there are several."""
+    if result.choices is None:
+        return result.text
+    texts = [choice.get("text") for choice in json.loads(result.choices)]
+    return "\n".join(f"[{number}] {text}" for number, text in enumerate(texts))
+
+
+def section(title: str, text: str | None) -> list[str]:
+    """A heading and a text as it is; nothing where there is no text."""
+    if text is None:
+        return []
+    return ["", output.coloured(f"{title}:", "bright_black"), visible(text)]
+
+
+def visible(text: str) -> str:
+    """The text, harmless on a terminal."""
+    return output.visible(text, sys.stdout)

@@ -1,0 +1,257 @@
+"""What was asked of a row, and where the row is: the view `requests`, `conserve show`, `--with-prompts`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from conserve.endpoints.protocol import Url
+from conserve.jobs.asked import Tasks, prompt_text
+from conserve.jobs.submit import submit
+from conserve.jobs.task import Kind, Order, Task
+from conserve.store import catalog, home, shards
+from conserve.store.query import views
+from conserve.store.store import Store
+from tests.commands import conserve
+from tests.conftest import WriteInput
+from tests.store_rows import finish, leased, put_back
+
+PROMPT = Task(kind=Kind.PROMPT, template="Say {{ q }}", id_column="q", params={"max_tokens": 7})
+
+
+def asked(store: Store, sql: str) -> list[tuple[Any, ...]]:
+    with store.read() as tx:
+        tasks = Tasks(catalog.everything(tx))
+    with views(store, now=0.0, wording=tasks) as opened:
+        return opened.duck.execute(sql).fetchall()
+
+
+def test_a_job_is_shown_as_it_was_asked(store: Store, write_input: WriteInput) -> None:
+    job_id = submit(
+        store, str(write_input(q=["b", "a"])), Task(**{**vars_of(PROMPT), "order": Order.PREFIX})
+    ).job_id
+    rows = asked(store, "select * exclude (body), body::varchar from requests order by row_index")
+    body = '{"max_tokens":7,"messages":[{"role":"user","content":"Say %s"}]}'
+    assert rows == [
+        (job_id, 1, 0, "b", "Say b", "waiting", 0, None, body % "b"),
+        (job_id, 0, 1, "a", "Say a", "waiting", 0, None, body % "a"),
+    ]
+
+
+def vars_of(task: Task) -> dict[str, Any]:
+    return {name: getattr(task, name) for name in Task.__slots__}
+
+
+CHATS = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]]
+PARTS = [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+
+
+@pytest.mark.parametrize(
+    ("task", "payload", "prompt"),
+    [
+        (Task(kind=Kind.PROMPT, system="S"), "hello", "hello"),
+        (Task(kind=Kind.PROMPT, url=Url.COMPLETIONS), "hello", "hello"),
+        (Task(kind=Kind.MESSAGES), json.dumps(CHATS[0]), "system: Be brief.\n\nuser: Hi"),
+        (Task(kind=Kind.MESSAGES, system="S"), json.dumps(CHATS[0][1:]), "system: S\n\nuser: Hi"),
+        (Task(kind=Kind.OPENAI), json.dumps({"messages": CHATS[0][1:]}), "Hi"),
+        (
+            Task(kind=Kind.OPENAI),
+            json.dumps({"messages": [{"role": "user", "content": PARTS}]}),
+            "Look:\n[image_url]",
+        ),
+        (Task(kind=Kind.OPENAI), json.dumps({"prompt": "hello"}), "hello"),
+        (Task(kind=Kind.OPENAI), json.dumps({"prompt": [1, 2]}), "[1,2]"),
+        (Task(kind=Kind.OPENAI), json.dumps({"messages": "none"}), None),
+    ],
+)
+def test_each_kind_of_request_has_its_text(task: Task, payload: str, prompt: str | None) -> None:
+    class Named:
+        id, task = "j", ""
+
+    tasks = Tasks([])
+    tasks._tasks["j"] = task
+    assert tasks.prompt("j", payload) == prompt
+    assert json.loads(tasks.body("j", payload)) == task.body(payload)
+
+
+def test_odd_messages_have_some_text() -> None:
+    assert prompt_text({"messages": [{"role": "user", "content": None}, "x", {"content": ["y"]}]}) == (
+        "user: null\n\nNone: y"
+    )
+    assert prompt_text({}) is None
+
+
+def test_every_state_of_a_row_is_shown(store: Store, write_input: WriteInput) -> None:
+    submit(store, str(write_input(q=[str(n) for n in range(6)])), PROMPT)
+    lease = leased(store, limit=5)
+    finish(store, lease, of=[0, 1], failed=[1])
+    put_back(store, lease, 2, failed=True)
+    rows = asked(store, "select row_index, state, attempts, error from requests order by row_index")
+    assert rows == [
+        (0, "succeeded", 1, None),
+        (1, "failed", 1, "no"),
+        (2, "waiting", 1, None),
+        (3, "running", 1, None),
+        (4, "running", 1, None),
+        (5, "waiting", 0, None),
+    ]
+    with store.write() as tx:
+        catalog.move(tx, "input", "cancel", now=0.0)
+    states = asked(store, "select state from requests order by row_index")
+    assert [state for (state,) in states] == ["succeeded", "failed", *["cancelled"] * 4]
+
+
+def test_rows_that_could_not_be_rendered_say_why(store: Store, write_input: WriteInput) -> None:
+    submit(store, str(write_input(q=["a", None])), PROMPT)
+    ((body, prompt, error),) = asked(store, "select body, prompt, error from requests where row_index = 1")
+    assert (body, prompt) == (None, None)
+    assert "prints a null" in error
+
+
+def test_sql_shows_requests(store: Store, write_input: WriteInput) -> None:
+    submit(store, str(write_input(q=["a"])), PROMPT)
+    done = conserve("sql", "--json", "select body, body->>'$.max_tokens' as n, prompt from requests")
+    assert json.loads(done.stdout) == {
+        "body": {"max_tokens": 7, "messages": [{"role": "user", "content": "Say a"}]},
+        "n": "7",
+        "prompt": "Say a",
+    }
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_results_carry_their_prompts(
+    store: Store, write_input: WriteInput, tmp_path: Path, ending: str
+) -> None:
+    submit(store, str(write_input(q=["b", "a"], prompt=["theirs", "theirs"])), PROMPT)
+    finish(store, leased(store))
+    out = tmp_path / f"out.{ending}"
+    done = conserve("results", "last", "--with-prompts", "--with-inputs", "-o", str(out))
+    assert done.returncode == 0, done.stderr
+    if ending == "parquet":
+        rows = pq.read_table(out).to_pylist()
+    elif ending == "jsonl":
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+    else:
+        import csv
+
+        rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [(row["q"], row["prompt"], row["input_prompt"]) for row in rows] == [
+        ("b", "Say b", "theirs"),
+        ("a", "Say a", "theirs"),
+    ]
+
+
+def test_prompts_that_are_gone_are_a_sentence(store: Store, write_input: WriteInput) -> None:
+    job_id = submit(store, str(write_input(q=["a"])), PROMPT).job_id
+    finish(store, leased(store))
+    home.requests_file(store.home, job_id).unlink()
+    done = conserve("results", job_id, "--with-prompts")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "requests.parquet is gone; leave out --with-prompts" in done.stderr
+    assert conserve("results", job_id).returncode == 0
+    done = conserve("show", job_id, "0")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cannot be read" in done.stderr
+
+
+class TestShow:
+    """`conserve show JOB ROW`."""
+
+    @pytest.fixture
+    def job(self, store: Store, write_input: WriteInput) -> str:
+        return submit(store, str(write_input(q=[f"q{n}" for n in range(6)])), PROMPT).job_id
+
+    def shown(self, *arguments: str) -> dict[str, Any]:
+        done = conserve("show", *arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def test_a_row_on_its_way(self, store: Store, job: str) -> None:
+        row = self.shown(job, "5")
+        assert (row["state"], row["where"]) == ("waiting", "not taken yet; 5 rows of its job go first")
+        lease = leased(store, limit=4)
+        row = self.shown(job, "1")
+        assert (row["state"], row["where"], row["attempts"]) == ("running", "leased by ann", 1)
+        put_back(store, lease, 1, failed=True)
+        assert self.shown(job, "1")["where"] == "came back"
+        put_back(store, lease, 2, suspect=True)
+        assert self.shown(job, "2")["where"] == "came back, to run alone since an engine died with it"
+        finish(store, lease, of=[0, 3], failed=[3], model="m", prompt_tokens=3)
+        row = self.shown(job, "0")
+        assert (row["state"], row["where"], row["text"], row["model"]) == (
+            "succeeded",
+            "in the journal",
+            "yes",
+            "m",
+        )
+        assert (row["submitted_at"], row["finished_at"]) == (
+            self.shown(job, "5")["submitted_at"],
+            "1970-01-01T00:00:02+00:00",
+        )
+        shards.compact(store, job, now=0.0)
+        row = self.shown(job, "3")
+        assert row["where"].startswith("in the shard 000000000003-")
+        assert (row["state"], row["error_type"], row["error"]) == ("failed", "scripted", "no")
+        with store.write() as tx:
+            catalog.move(tx, job, "cancel", now=0.0)
+        assert self.shown(job, "5")["state"] == "cancelled"
+
+    def test_saved_tokens_are_counted(self, store: Store, job: str) -> None:
+        from conserve.store import queue
+
+        lease = leased(store, limit=1)
+        saved = queue.SavedTokens(lease.epoch, job, 0, queue.pack_tokens(range(64)), "m")
+        with store.write() as tx:
+            queue.save_tokens(tx, [saved])
+        assert self.shown(job, "0")["where"] == "leased by ann, 64 tokens of its answer saved"
+
+    def test_what_was_asked(self, job: str) -> None:
+        row = self.shown(job, "--id", "q3")
+        assert (row["row_index"], row["custom_id"], row["prompt"]) == (3, "q3", "Say q3")
+        assert row["body"] == {"max_tokens": 7, "messages": [{"role": "user", "content": "Say q3"}]}
+
+    def test_a_person_sees_the_same(self, store: Store, job: str) -> None:
+        finish(store, leased(store), finish_reason="stop", model="m", prompt_tokens=1234)
+        shown = conserve("show", job, "3").stdout
+        assert shown.startswith(f"{job} row 3: succeeded\n")
+        assert "\nprompt:\nSay q3\n" in shown
+        assert shown.endswith("\nanswer:\nyes\n")
+        assert "  tokens    1,234 prompt (0 cached), 0 completion" in shown
+        assert "  finished  1970-01-01" in shown
+
+    def test_several_answers_and_errors(self, store: Store, job: str) -> None:
+        choices = '[{"text": "one"}, {"text": "two"}]'
+        finish(store, leased(store), failed=[1], choices=choices)
+        assert conserve("show", job, "0").stdout.endswith("\nanswer:\n[0] one\n[1] two\n")
+        assert conserve("show", job, "1").stdout.endswith("\nerror (scripted):\nno\n")
+
+    def test_a_damaged_shard_is_said(self, store: Store, job: str) -> None:
+        finish(store, leased(store))
+        shards.compact(store, job, now=0.0)
+        (path,) = (home.job_folder(store.home, job) / home.RESULTS).glob("*.parquet")
+        path.write_bytes(path.read_bytes()[:100])
+        row = self.shown(job, "3")
+        assert row["state"] == "unreadable"
+        assert row["where"] == f"in a file that cannot be read ({path.name}); run: conserve check --repair"
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["6"], "has no row 6; its rows go from 0 to 5"),
+            (["--id", "nope"], "no row of job input-"),
+            ([], "name one row"),
+            (["1", "--id", "q1"], "name one row"),
+        ],
+    )
+    def test_a_mistake_is_a_sentence(self, job: str, arguments: list[str], words: str) -> None:
+        done = conserve("show", job, *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert words in done.stderr
+
+    def test_a_row_that_could_not_be_rendered(self, store: Store, write_input: WriteInput) -> None:
+        job = submit(store, str(write_input("nulls.parquet", q=["a", None])), PROMPT).job_id
+        row = self.shown(job, "1")
+        assert (row["body"], row["prompt"], row["error_type"]) == (None, None, "template")
+        assert "prints a null" in conserve("show", job, "1").stdout
