@@ -280,7 +280,8 @@ def functions_by_place() -> Places:
     """All functions of the package that exist: file, qualified name and first line -> functions."""
     here = str(Path.cwd() / "conserve") + os.sep
     found: dict[tuple[str, str, int], list[FunctionType]] = {}
-    for function in (thing for thing in gc.get_objects() if isinstance(thing, FunctionType)):
+    # `isinstance` would ask proxies, such as torch's of deprecated names, for their class.
+    for function in (thing for thing in gc.get_objects() if type(thing) is FunctionType):
         code = function.__code__
         if code.co_filename.startswith(here):
             found.setdefault((code.co_filename, code.co_qualname, code.co_firstlineno), []).append(function)
