@@ -29,6 +29,8 @@ install=(.venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --
 torch=$(grep '^torch==' requirements/cpu.lock)
 "${install[@]}" "$torch" 2>/dev/null || "${install[@]}" --torch-backend cpu "$torch"
 "${install[@]}" -r requirements/cpu.lock
+# The distribution was once called conserve, like its command: uninstalled later, it would take the command with it.
+.venv/bin/uv pip uninstall --quiet --python .venv/bin/python conserve
 "${install[@]}" --no-build-isolation --editable .
 .venv/bin/python -m compileall -q conserve  # which the editable install leaves where it is
 echo "$wanted" > .venv/.locked

