@@ -123,6 +123,13 @@ def test_a_store_of_the_future_is_refused_by_every_command(write_input: WriteInp
         assert "this store has version 99" in done.stderr
 
 
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor loads nothing, which would take seconds."""
+    monkeypatch.setattr("conserve.engine.vllm.loading.WORDS", ("-c", 'print(\'{"device": "cpu"}\')'))
+
+
+@pytest.mark.usefixtures("no_library")
 def test_nothing_is_coloured_off_a_terminal(write_input: WriteInput) -> None:
     submit(write_input(q=["a"]))
     for command in (["status"], ["jobs"], ["doctor"], ["run", "--endpoint", "fake:"], ["--help"]):
@@ -148,6 +155,7 @@ def test_help_begins_with_an_example_and_the_docs_name_the_command(name: str) ->
     assert f"conserve {name}" in (DOCS / "cli.md").read_text()
 
 
+@pytest.mark.usefixtures("no_library")
 def test_doctor_names_the_fix(tmp_path: Path) -> None:
     done = conserve("doctor", "--json", CONSERVE_MODEL=str(tmp_path / "nowhere"))
     assert done.returncode == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conserve.cli import doctor
+from conserve.cli import doctor_engine as doctor
 from conserve.config import Settings
 from conserve.engine.runtime.machine import Cores
 from conserve.engine.runtime.number_format import Speed

@@ -25,6 +25,7 @@ DATA = {"duckdb", "pyarrow", "sqlalchemy"}
 OTHERS = {"httpx", "jinja2", "rich"}
 SLOW = {"typer", "pydantic", "asyncio", "msgspec", "psutil", "platformdirs", "tomllib", "difflib", "numpy"}
 RUN = "from conserve.__main__ import main\ntry: main()\nexcept SystemExit: pass"
+LOADS_NOTHING = "from conserve.engine.vllm import loading; loading.WORDS = ('-c', 'raise SystemExit(1)')"
 
 
 def loaded_by(code: str) -> set[str]:
@@ -58,7 +59,7 @@ def loaded_by(code: str) -> set[str]:
             ENGINE | DATA | OTHERS | {"msgspec", "psutil"},
         ),
         (
-            f"import sys; sys.argv[1:] = ['doctor']\n{RUN}",
+            f"import sys; sys.argv[1:] = ['doctor']\n{LOADS_NOTHING}\n{RUN}",
             ENGINE | {"duckdb"},
         ),
         ("import conserve.engine.vllm.embedded", ENGINE | DATA),

@@ -1,0 +1,101 @@
+"""What `conserve doctor` says of the embedded engine: its installation, its library, its model, its device."""
+
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from conserve.cli import output
+from conserve.cli.doctor_machine import shared_memory
+from conserve.cli.finding import GIB, Finding
+from conserve.config import DEMO_MODEL, Settings
+
+if TYPE_CHECKING:
+    from conserve.engine.vllm.compat import EngineDescription
+    from conserve.engine.vllm.loading import Loaded
+
+
+def installed(found: "EngineDescription") -> Iterator[Finding]:
+    """The installed engine, and the problems that keep it from working."""
+    name = f"{found.distribution} {found.version}" if found.distribution else "not installed"
+    yield Finding("engine", name)
+    yield Finding("device", found.device or "none")
+    for problem in found.problems:
+        yield Finding("engine", problem.cause, ok=False, fix=problem.fix)
+
+
+def engine(settings: Settings, found: "EngineDescription") -> Iterator[Finding]:
+    """The model, and the memory and cores for it; loads nothing."""
+    yield model(settings)
+    if found.device == "cpu":
+        yield cores()
+        yield memory()
+        yield number_format(settings)
+    if (shared := shared_memory()) is not None:
+        yield shared
+
+
+def library(found: "EngineDescription", loaded: "Loaded") -> Finding:
+    """Whether the engine's library loads, and how long that took."""
+    from conserve.installation import pip
+
+    again = f"{pip('install')} --force-reinstall --no-deps {found.distribution}=={found.version}"
+    fix = f"install what the cause names, or the engine anew: {again}"
+    loads = f"loads in {output.duration(loaded.seconds)}, on {loaded.device}"
+    return Finding.judged("library", loaded.problem or loads, fix, ok=loaded.problem is None)
+
+
+def model(settings: Settings) -> Finding:
+    """The model that `conserve run` would load."""
+    path = Path(settings.model).expanduser()
+    if path.is_absolute() and not (path / "config.json").is_file():
+        return Finding(
+            "model", f"{path} is no model folder", ok=False, fix="set CONSERVE_MODEL, or give --model"
+        )
+    return Finding("model", settings.model)
+
+
+def cores() -> Finding:
+    """The cores that the engine computes on, and what limits them."""
+    from conserve.engine.runtime.machine import cores, cpu_model
+    from conserve.engine.vllm.environment import BINDING
+
+    found = cores()
+    limits = [f"{found.online} in the machine", f"{found.allowed} by affinity"]
+    limits += [f"{found.quota:g} by control group"] if found.quota is not None else []
+    bound = os.environ.get(BINDING)
+    how = f"bound by {BINDING}={bound}" if bound else f"{output.count(found.usable, 'thread')} compute"
+    return Finding("cores", f"{cpu_model()}: {', '.join(limits)}; {how}")
+
+
+def memory() -> Finding:
+    """The memory that the engine may take, and what of it would be KV cache."""
+    from conserve.engine.runtime.machine import memory_bytes, memory_limit
+    from conserve.engine.vllm.flags import kv_bytes
+
+    whole, free = memory_bytes()
+    limit = ", by control group" if memory_limit() is not None else ""
+    kv = f"up to {kv_bytes(free) / GIB:.1f} GiB of KV cache"
+    return Finding("memory", f"{whole / GIB:.1f} GiB{limit}, {free / GIB:.1f} free; {kv}")
+
+
+def number_format(settings: Settings) -> Finding:
+    """The format that the engine computes in, and the speeds that decided when it was first started."""
+    from conserve.engine.vllm.demo_model import converted
+    from conserve.engine.vllm.number_format import names_format, read_config, recall
+
+    if names_format(shlex.split(settings.engine_args)):
+        return Finding("format", f"as CONSERVE_ENGINE_ARGS says: {settings.engine_args}")
+    model = converted(settings.models_folder) if settings.model == DEMO_MODEL else Path(settings.model)
+    config = read_config(str(model.expanduser())) if model and model.expanduser().is_dir() else None
+    if config and config.get("quantization_config"):
+        return Finding("format", "vLLM's choice")
+    chosen = recall(config) if config else None
+    if chosen is None:
+        return Finding("format", f"measured when the engine first starts with {settings.model}")
+    figures = "; ".join(
+        f"{name}: prefill {speed.prefill:,.0f}, decode {speed.decode:,.0f} GFLOP/s"
+        for name, speed in chosen.speeds.items()
+    )
+    return Finding("format", f"{chosen.name} ({figures})")
