@@ -69,6 +69,8 @@ class Loaded(Mapping[str, Any]):
         module = entry.load()
         if name == "profile":
             return measuring(module, entry.summary)
+        if name == "store":
+            return storing(module, entry.summary)
         example = getattr(module, "EXAMPLES", {}).get(name) or module.EXAMPLE
         alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
         alone.command(
@@ -113,6 +115,23 @@ def measuring(module: Any, summary: str) -> Any:
     profiles.command("measure", cls=Command, epilog=module.EXAMPLE)(module.measure)
     profiles.command("show", cls=Command, epilog=module.SHOW_EXAMPLE)(module.show)
     return typer.main.get_command(profiles)
+
+
+def storing(module: Any, summary: str) -> Any:
+    """`conserve store`, a group of its own."""
+    group = typer.Typer(
+        name="store",
+        cls=Group,
+        help=summary,
+        short_help=summary,
+        epilog=module.EXAMPLE,
+        rich_markup_mode=None,
+        add_completion=False,
+        no_args_is_help=True,
+    )
+    group.callback()(lambda: None)  # so that it stays a group with one command
+    group.command("size", cls=Command, epilog=module.EXAMPLE)(module.show_size)
+    return typer.main.get_command(group)
 
 
 app = typer.Typer(

@@ -256,18 +256,20 @@ class Ledger:
         queue.end(tx, self._expiry.over(queue.signs(tx, but=self.owner)))
 
     def stopped_jobs(self) -> set[str]:
-        """Jobs of ours that were paused or cancelled."""
+        """Jobs of ours that were paused, cancelled or removed."""
         if self._file is not None:
             self._file.check()
         with self._store.read() as tx:
             states = catalog.states(tx, self._workload.seen())
-        ended = {job_id for job_id, state in states.items() if state.final}
+        removed = set(self._workload.seen()) - states.keys()
+        ended = {job_id for job_id, state in states.items() if state.final} | removed
         self._workload.close(ended & self._ended)  # rows claimed just before have been withdrawn by now
         self._ended = ended
         for job_id, state in states.items():
             if state is JobState.CANCELLED and job_id not in self._tally.cancelled:
                 self._tally.cancelled.append(job_id)
-        return {job_id for job_id, state in states.items() if state in (JobState.CANCELLED, JobState.PAUSED)}
+        stopped = {id_ for id_, state in states.items() if state in (JobState.CANCELLED, JobState.PAUSED)}
+        return stopped | removed
 
     def close(self) -> None:
         """Close what is open."""

@@ -245,7 +245,8 @@ def rebind(tx: Connection, job_ids: Collection[str], model: str) -> None:
 def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:
     """The stored states of some jobs."""
     rows = tx.execute(select(job.c.id, job.c.state).where(job.c.id.in_(job_ids)))
-    return {row.id: JobState(row.state) for row in rows}
+    known = {state.value: state for state in JobState}
+    return {row.id: known.get(row.state, JobState.FAILED) for row in rows}  # one that is none was damaged
 
 
 DAMAGED = ("the requests ", "the record ")

@@ -110,5 +110,5 @@ def write(file: int, mark: Mark) -> None:
     """Replace the contents of an open file."""
     body = json.dumps(asdict(mark))
     content = json.dumps({"mark": body, "checksum": zlib.crc32(body.encode())}).encode()
-    os.ftruncate(file, 0)
     os.pwrite(file, content, 0)
+    os.ftruncate(file, len(content))

@@ -172,6 +172,8 @@ def completed(words: str) -> list[str]:
 
 def test_the_shell_completes_commands_and_jobs(write_input: WriteInput) -> None:
     job_id = submit(write_input(q=["a"]), "--name", "evening")
-    assert completed("conserve st") == ["status"]
+    assert completed("conserve st") == ["status", "store"]
+    assert completed("conserve rm eve") == [job_id]
+    assert completed("conserve check eve") == [job_id]
     assert completed("conserve status eve") == [job_id]
     assert completed("conserve cancel eve") == [job_id]

@@ -1,0 +1,143 @@
+"""`conserve rm` and `conserve prune`: remove jobs that are not wanted any more."""
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from conserve.cli import exits, output
+from conserve.cli.context import Context, job_ids
+from conserve.cli.sizes import document, size, table
+from conserve.errors import JobRefused, UsageError
+
+if TYPE_CHECKING:
+    from conserve.store.removal import Usage
+
+EXAMPLES = {
+    "rm": """
+conserve rm gsm8k-k3f9
+conserve rm gsm8k-k3f9 --yes
+""",
+    "prune": """
+conserve prune --older-than 30d
+conserve prune --yes
+""",
+}
+
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
+
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Json = Annotated[bool, typer.Option("--json", help="Print what was removed as JSON.")]
+
+
+def rm(
+    ctx: typer.Context,
+    jobs: Annotated[
+        list[str],
+        typer.Argument(metavar="JOB...", help="Job ids, or beginnings of them.", autocompletion=job_ids),
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Also jobs that are not finished.")] = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Remove jobs with their requests and results; shows what that deletes and asks first."""
+    from conserve.store import catalog, removal
+
+    context: Context = ctx.obj
+    with context.store() as store:
+        with store.read() as tx:
+            wanted = list(dict.fromkeys(catalog.get_id(tx, job) for job in jobs))
+        chosen = [usage for usage in removal.usage(store) if usage.job_id in wanted]
+        open_ones = [usage for usage in chosen if not usage.finished]
+        if open_ones and not force:
+            raise JobRefused(removal.refusal(open_ones[0].job_id, open_ones[0].state))
+        if agreed(chosen, 0, yes=yes, as_json=as_json):
+            for usage in chosen:
+                removal.remove(store, usage.job_id, now=time.time(), force=force)
+            tell(chosen, 0, as_json=as_json)
+
+
+def prune(
+    ctx: typer.Context,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="Finished jobs that ended so long ago too: 12h, 30d, 8w."),
+    ] = None,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Remove finished jobs that ended long ago, and empty the trash; shows what that deletes and asks first."""
+    from conserve.store import removal, trash
+    from conserve.store.sweep import sweep
+
+    context: Context = ctx.obj
+    age_s = None if older_than is None else seconds(older_than)
+    now = time.time()
+    with context.store() as store:
+        chosen = [] if age_s is None else removal.finished_before(removal.usage(store), now - age_s)
+        sweep(store, now=now)
+        trash_bytes = removal.trash_bytes(store.home)
+        if agreed(chosen, trash_bytes, yes=yes, as_json=as_json):
+            trash.empty(store.home, now=now, older_than_s=0.0)  # first: what follows may need the room
+            for usage in chosen:
+                removal.remove(store, usage.job_id, now=now)
+            tell(chosen, trash_bytes, as_json=as_json)
+
+
+def agreed(chosen: "Sequence[Usage]", trash_bytes: int, *, yes: bool, as_json: bool) -> bool:
+    """Show what is to be deleted and ask, where that can be; raises `UsageError` where it cannot."""
+    if not chosen and not trash_bytes:
+        if as_json:
+            output.data_json({"jobs": [], "trash_bytes": 0, "freed_bytes": 0})
+        output.say("nothing to remove")
+        return False
+    if not as_json and chosen:
+        output.say("\n".join(table(chosen)))
+    if not as_json and trash_bytes:
+        output.say(f"trash {size(trash_bytes)}")
+    if yes:
+        return True
+    what = summary(chosen, trash_bytes)
+    if not is_terminal():
+        raise UsageError(f"this removes {what}; nothing was removed, add --yes if that is meant")
+    if typer.confirm(f"remove {what}?", err=True):
+        return True
+    output.say("nothing was removed")
+    raise typer.Exit(exits.DONE)
+
+
+def is_terminal() -> bool:
+    """Whether there is someone to ask."""
+    return sys.stdin.isatty()
+
+
+def summary(chosen: "Sequence[Usage]", trash_bytes: int) -> str:
+    """What is to be deleted, in a few words."""
+    freed = size(sum(usage.bytes for usage in chosen) + trash_bytes)
+    parts = [output.count(len(chosen), "job")] if chosen else []
+    parts += ["the trash"] if trash_bytes else []
+    return f"{' and '.join(parts)}, {freed}"
+
+
+def tell(chosen: "Sequence[Usage]", trash_bytes: int, *, as_json: bool) -> None:
+    """Say what was removed."""
+    freed = sum(usage.bytes for usage in chosen) + trash_bytes
+    if as_json:
+        jobs = [document(usage) for usage in chosen]
+        output.data_json({"jobs": jobs, "trash_bytes": trash_bytes, "freed_bytes": freed})
+        return
+    for usage in chosen:
+        output.data(f"{usage.job_id}: removed, {size(usage.bytes)}")
+    if trash_bytes:
+        output.data(f"trash: emptied, {size(trash_bytes)}")
+
+
+def seconds(age: str) -> float:
+    """An age as `30d` in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", age.strip())
+    if found is None:
+        raise UsageError(f"--older-than {age!r} is no age; write a number with s, m, h, d or w, as 30d")
+    return float(found[1]) * SECONDS[found[2]]

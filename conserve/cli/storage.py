@@ -1,0 +1,44 @@
+"""`conserve store size`: how much room the jobs take."""
+
+from typing import Annotated
+
+import typer
+
+from conserve.cli import output
+from conserve.cli.context import Context
+from conserve.cli.sizes import document, size, table
+
+EXAMPLE = """
+conserve store size
+conserve store size --json
+"""
+
+
+def show_size(
+    ctx: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show how much room each job takes, the largest first, and all else in the store."""
+    from conserve.store.removal import room
+
+    context: Context = ctx.obj
+    with context.store() as store:
+        found = room(store)
+    jobs = sorted(found.jobs, key=lambda usage: -usage.bytes)
+    others = {
+        "database": found.database_bytes,
+        "trash": found.trash_bytes,
+        "unknown": found.unknown_bytes,
+        "total": found.total_bytes,
+    }
+    if as_json:
+        sizes = {f"{name}_bytes": number for name, number in others.items()}
+        output.data_json({"jobs": [document(job) for job in jobs], **sizes})
+        return
+    if jobs:
+        output.data("\n".join(table(jobs)))
+    for name, number in others.items():
+        if number or name == "total":
+            output.data(f"{output.coloured(f'{name:<9}', 'bright_black')} {size(number):>10}")
+    if found.trash_bytes:
+        output.say("empty the trash with: conserve prune")

@@ -1,0 +1,277 @@
+"""Jobs are removed as a whole, when they are finished, and after it was said what that deletes."""
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve.cli.rm import seconds
+from conserve.cli.sizes import size
+from conserve.errors import JobRefused, UsageError
+from conserve.jobs.owner import this_process
+from conserve.store import catalog, home, marks, removal, shards, trash
+from conserve.store.store import Store
+from conserve.store.sweep import sweep
+from tests.commands import Done, conserve
+from tests.conftest import WriteInput
+from tests.store_rows import finish, leased, select
+
+TABLES = ("job", "request", "journal", "shard", "lease")
+
+
+@pytest.fixture
+def submit(write_input: WriteInput) -> Callable[..., str]:
+    numbers = itertools.count()
+
+    def submit(*rows: str) -> str:
+        path = write_input(f"input-{next(numbers)}.parquet", q=list(rows or "abc"))
+        done = conserve("submit", str(path), "--prompt", "{{ q }}")
+        return done.stdout.strip()
+
+    return submit
+
+
+def run(*jobs: str) -> Done:
+    return conserve("run", *jobs, "--endpoint", "fake:")
+
+
+def ids(store: Store) -> list[str]:
+    return [job_id for (job_id,) in select(store, "select id from job order by seq")]
+
+
+def rows_of(store: Store, job_id: str) -> int:
+    """Rows in all tables that name a job."""
+    columns = {table: "id" if table == "job" else "job_id" for table in TABLES}
+    return sum(
+        select(store, f"select count(*) from {table} where {column} = '{job_id}'")[0][0]
+        for table, column in columns.items()
+    )
+
+
+def folders(store: Store) -> set[str]:
+    return {path.name for path in home.jobs_folder(store.home).iterdir()}
+
+
+def test_a_finished_job_goes_with_its_files_and_others_stay(store: Store, submit: Callable[..., str]) -> None:
+    gone, kept = submit(), submit("d")
+    run()
+    done = conserve("rm", gone, "--yes")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"{gone}: removed, ")
+    assert gone in done.stderr
+    assert (ids(store), folders(store)) == ([kept], {kept})
+    assert rows_of(store, gone) == 0
+    assert trash.contents(store.home) == []
+    assert len(conserve("results", kept).stdout.splitlines()) == 1
+    assert conserve("check").returncode == 0
+    assert conserve("status", gone).returncode == 2
+
+
+def test_what_is_to_be_deleted_is_shown_and_nothing_is_without_an_answer(
+    store: Store, submit: Callable[..., str]
+) -> None:
+    """Off a terminal there is no one to ask."""
+    job_id = submit()
+    run()
+    for words in (["rm", job_id], ["prune", "--older-than", "0s"]):
+        done = conserve(*words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert job_id in done.stderr.splitlines()[1]
+        assert "nothing was removed, add --yes" in done.stderr
+    assert ids(store) == [job_id]
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
+def test_on_a_terminal_it_is_asked(
+    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch, answer: str, left: int
+) -> None:
+    job_id = submit()
+    run()
+    monkeypatch.setattr("conserve.cli.rm.is_terminal", lambda: True)
+    done = conserve("rm", job_id, stdin=answer)
+    assert done.returncode == 0
+    assert "remove 1 job, " in done.stderr
+    assert len(ids(store)) == left
+    assert ("nothing was removed" in done.stderr) == bool(left)
+
+
+@pytest.mark.parametrize("state", ["queued", "paused", "failed"])
+def test_a_job_that_is_not_finished_is_removed_by_force_only(
+    store: Store, submit: Callable[..., str], state: str
+) -> None:
+    job_id, other = submit(), submit("d")
+    with store.write() as tx:
+        if state == "paused":
+            catalog.move(tx, job_id, "pause", now=0.0)
+        if state == "failed":
+            catalog.refuse(tx, job_id, "its input changed", now=0.0)
+    done = conserve("rm", job_id, other, "--yes")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"job {job_id} is {state} and not finished; nothing was removed, add --force" in done.stderr
+    with pytest.raises(JobRefused):
+        removal.remove(store, job_id, now=0.0)
+    assert ids(store) == [job_id, other]
+    assert conserve("rm", job_id, "--yes", "--force").returncode == 0
+    assert (ids(store), folders(store)) == ([other], {other})
+
+
+def test_a_cancelled_job_is_finished(store: Store, submit: Callable[..., str]) -> None:
+    job_id = submit()
+    conserve("cancel", job_id)
+    assert conserve("rm", "last", "--yes", "--json").returncode == 0
+    assert ids(store) == []
+    assert job_id
+
+
+def test_a_job_that_is_not_there_removes_nothing(store: Store, submit: Callable[..., str]) -> None:
+    job_id = submit()
+    run()
+    assert conserve("rm", job_id, "nope", "--yes").returncode == 2
+    assert ids(store) == [job_id]
+
+
+def test_prune_takes_what_ended_long_ago(store: Store, submit: Callable[..., str]) -> None:
+    old, young, running = submit(), submit("d"), submit("e")
+    run(old)
+    run(young)
+    with store.write() as tx:
+        tx.exec_driver_sql(f"update job set finished_at = finished_at - 864000 where id = '{old}'")
+        tx.exec_driver_sql(f"update job set submitted_at = submitted_at - 864000 where id = '{running}'")
+    done = conserve("prune", "--older-than", "9d", "--yes", "--json")
+    assert done.returncode == 0
+    said = json.loads(done.stdout)
+    assert [job["job_id"] for job in said["jobs"]] == [old]
+    assert said["freed_bytes"] == said["jobs"][0]["bytes"] > 0
+    assert ids(store) == [young, running]
+    assert conserve("prune", "--older-than", "9d", "--yes").stderr == "nothing to remove\n"
+
+
+def test_prune_empties_the_trash(store: Store, submit: Callable[..., str]) -> None:
+    """With what the sweep puts there just before."""
+    job_id = submit()
+    orphan = home.job_folder(store.home, "orphan")
+    orphan.mkdir()
+    (orphan / "file").write_bytes(bytes(1000))
+    marks.change(orphan, marks.Mark(store_id=store.id))
+    for path in (orphan, *orphan.iterdir()):
+        os.utime(path, (0, 0))
+    assert sweep(store, now=time.time()) == 1
+    done = conserve("prune", "--yes")
+    assert done.returncode == 0
+    assert done.stdout.startswith("trash: emptied, 1.")
+    assert trash.contents(store.home) == []
+    assert ids(store) == [job_id]
+    assert json.loads(conserve("prune", "--json").stdout) == {"jobs": [], "trash_bytes": 0, "freed_bytes": 0}
+
+
+@pytest.mark.parametrize(
+    ("age", "found"),
+    [("30d", 2_592_000.0), ("12h", 43_200.0), ("1.5m", 90.0), ("8w", 4_838_400.0), (" 7 s ", 7.0)],
+)
+def test_ages_have_units(age: str, found: float) -> None:
+    assert seconds(age) == found
+
+
+@pytest.mark.parametrize("age", ["30", "d", "", "-1d", "1y", "1 d d"])
+def test_what_is_no_age_is_said(age: str) -> None:
+    with pytest.raises(UsageError, match="write a number with s, m, h, d or w"):
+        seconds(age)
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (2e9, "2.0 GB"),
+     (1.5e15, "1,500.0 TB")],
+)  # fmt: skip
+def test_sizes_are_powers_of_a_thousand(number: float, shown: str) -> None:
+    assert size(number) == shown
+
+
+class Crash(BaseException):
+    pass
+
+
+def crash(*_: Any, **__: Any) -> None:
+    raise Crash
+
+
+def test_a_crash_before_the_files_go_leaves_what_the_sweep_takes(
+    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = submit()
+    run()
+    monkeypatch.setattr(removal, "delete_files", crash)
+    with pytest.raises(Crash):
+        removal.remove(store, job_id, now=0.0)
+    assert (ids(store), folders(store)) == ([], {job_id})
+    assert sweep(store, now=4e9) == 1
+    assert folders(store) == set()
+
+
+def test_a_crash_before_the_record_is_gone_leaves_the_job_whole(
+    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = submit()
+    run()
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "delete", crash)
+        with pytest.raises(Crash):
+            removal.remove(store, job_id, now=0.0)
+    assert sweep(store, now=4e9) == 0
+    assert len(conserve("results", job_id).stdout.splitlines()) == 3
+    assert conserve("check").returncode == 0
+
+
+def test_where_the_trash_takes_nothing_the_files_go_at_once(
+    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    job_id = submit()
+    run()
+    monkeypatch.setattr(trash, "throw_away", full)
+    assert removal.remove(store, job_id, now=0.0) > 0
+    assert folders(store) == set()
+
+
+def test_a_job_removed_under_a_run_ends_for_it(store: Store, submit: Callable[..., str]) -> None:
+    """Rows of the others are done; late results of the removed one are nowhere."""
+    gone, kept = submit(), submit("d")
+    dead = this_process().rsplit(":", 2)[0] + ":0:abcdef"
+    lease = leased(store, only=[gone], limit=2, owner=dead)
+    removal.remove(store, gone, now=0.0, force=True)
+    assert len(finish(store, lease).late) == 2
+    assert shards.compact(store, gone, now=0.0) == 0
+    assert run().returncode == 0
+    assert (ids(store), rows_of(store, gone)) == ([kept], 0)
+
+
+def test_the_store_says_what_it_takes(store: Store, submit: Callable[..., str]) -> None:
+    small, large = submit("a"), submit(*(f"{n} " * 50 for n in range(300)))
+    run()
+    trash.throw_away(store.home, home.requests_file(store.home, small), now=1e9)
+    said = json.loads(conserve("store", "size", "--json").stdout)
+    assert [job["job_id"] for job in said["jobs"]] == [large, small]
+    assert said["jobs"][1]["requests_bytes"] == 0 < said["jobs"][0]["requests_bytes"]
+    assert said["jobs"][0]["bytes"] >= said["jobs"][0]["requests_bytes"] + said["jobs"][0]["results_bytes"]
+    assert said["trash_bytes"] > 0
+    assert said["unknown_bytes"] == 0
+    parts = said["database_bytes"] + said["trash_bytes"] + sum(job["bytes"] for job in said["jobs"])
+    assert parts <= said["total_bytes"]
+    shown = conserve("store", "size").stdout.splitlines()
+    assert shown[1].startswith(large)
+    assert shown[-1].startswith("total")
+
+
+def test_folders_of_another_database_are_counted_as_unknown(store: Store, submit: Callable[..., str]) -> None:
+    submit()
+    other = home.job_folder(store.home, "other")
+    other.mkdir()
+    (other / "file").write_bytes(bytes(5000))
+    assert json.loads(conserve("store", "size", "--json").stdout)["unknown_bytes"] == 5000
