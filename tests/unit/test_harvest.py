@@ -18,6 +18,8 @@ from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, 
 from conserve.errors import EndpointUnusable, StoreFull
 from conserve.jobs import retry
 from conserve.jobs.harvest import Harvester
+from conserve.jobs.keeping import Keep
+from conserve.jobs.source import Input
 from conserve.jobs.submit import submit
 from conserve.jobs.tally import Tally
 from conserve.jobs.task import Kind, Task
@@ -281,7 +283,7 @@ def test_a_job_whose_input_changed_is_refused_and_can_be_resumed(
     store: Store, write_input: WriteInput, tmp_path: Path
 ) -> None:
     path = write_input(q=["a"])
-    job_id = submit(store, str(path), TASK).job_id
+    job_id = submit(store, Input(names=[str(path)], keep=Keep.REFERENCE), TASK).job_id
     original = path.read_bytes()
     write_input(q=["something else"])
     tally = harvest(store, FakeEndpoint())

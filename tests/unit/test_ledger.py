@@ -5,10 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from conserve.errors import StoreError
+from conserve.jobs.keeping import Keep
 from conserve.jobs.ledger import Ledger
 from conserve.jobs.outage import StoreFile
 from conserve.jobs.recorder import Outbox, Recorder
 from conserve.jobs.retry import RetryDecision
+from conserve.jobs.source import Input
 from conserve.jobs.submit import submit
 from conserve.jobs.tally import Tally
 from conserve.jobs.task import Kind, Task
@@ -72,7 +74,8 @@ def party(store: Store) -> Iterator[Party]:
 
 @pytest.fixture
 def job_id(store: Store, write_input: WriteInput) -> str:
-    return submit(store, str(write_input(q=["a", "b", "c", "d"])), TASK).job_id
+    given = Input(names=[str(write_input(q=["a", "b", "c", "d"]))], keep=Keep.REFERENCE)
+    return submit(store, given, TASK).job_id
 
 
 def row_numbers(works: list[Work]) -> list[int]:
