@@ -41,7 +41,8 @@ def library(found: "EngineDescription", loaded: "Loaded") -> Finding:
     from conserve.installation import pip
 
     again = f"{pip('install')} --force-reinstall --no-deps {found.distribution}=={found.version}"
-    fix = f"install what the cause names, or the engine anew: {again}"
+    first = "run it with nothing beside it" if loaded.gave_up else "install what the cause names"
+    fix = f"{first}, or install the engine anew: {again}"
     loads = f"loads in {output.duration(loaded.seconds)}, on {loaded.device}"
     return Finding.judged("library", loaded.problem or loads, fix, ok=loaded.problem is None)
 

@@ -90,7 +90,10 @@ def test_a_library_that_hangs_is_given_up_and_its_process_ended(
     monkeypatch.setattr(loading, "LOAD_S", 0.0)
     library("import threading; threading.Event().wait()")
     with Loading() as process:
-        assert process.outcome().problem == "vLLM did not load within 0 s"
+        loaded = process.outcome()
+        assert loaded.problem == "vLLM did not load within 0 s"
+        fix = doctor_engine.library(CPU, loaded).fix or ""
+        assert fix.startswith("run it with nothing beside it, or install the engine anew: ")
         hanging = process._process
         assert hanging.poll() is None
     assert hanging.returncode is not None
