@@ -134,14 +134,23 @@ def select_of(statement: duckdb.Statement) -> str:
     also parse as a subquery.
     """
     text = str(statement.query).strip().rstrip(";")
-    if statement.type == duckdb.StatementType.SELECT:
+    kind = kind_of(statement)
+    if kind == "SELECT":
         return text
-    if statement.type.name == "MULTI":
+    if kind == "MULTI":
         with contextlib.suppress(duckdb.ParserException):
             wrapped = f"from (\n{text}\n)"
             if len(duckdb.extract_statements(wrapped)) == 1:
                 return wrapped
     raise QueryError(f"{REACH}: only SELECT is possible")
+
+
+def kind_of(statement: duckdb.Statement) -> str:
+    """What kind of statement it is; empty for those that DuckDB's Python has no name for."""
+    try:
+        return str(statement.type.name)
+    except ValueError:
+        return ""
 
 
 def views_of(duck: duckdb.DuckDBPyConnection, sql: str) -> set[str] | None:
