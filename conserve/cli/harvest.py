@@ -9,6 +9,7 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
+from conserve.cli.idle import nothing_to_run
 from conserve.cli.options import Rebind, Utility
 from conserve.cli.progress import Progress
 from conserve.cli.run import (
@@ -123,8 +124,8 @@ def work(
     with store.read() as tx:
         only = [catalog.get(tx, job).id for job in jobs] if jobs else None
     if until_empty and not unfinished(settings, only):
-        output.say("nothing to run; queue a job with: conserve submit")
-        return exits.DONE
+        readings = read_jobs(settings, now=time.time())
+        return nothing_to_run([r for r in readings if only is None or r.id in only], named=only is not None)
     if only or until_empty:
         settings = binding.settled(settings, unfinished(settings, only))
     harvester = Harvester(
@@ -145,7 +146,7 @@ def work(
     ready_at = harvester.ready_at or time.monotonic()
     work_s = max(0.0, (harvester.ended_at or time.monotonic()) - ready_at)
     times = Times(start_s=ready_at - begun, work_s=work_s)
-    code = report(harvester.tally, settings, interrupted, times, as_json=as_json)
+    code = report(harvester.tally, settings, interrupted, times, only=only, as_json=as_json)
     return code if until_empty else exits.DONE  # one that follows has no other end than a signal
 
 

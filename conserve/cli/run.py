@@ -16,6 +16,7 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, engine_flags, job_ids, split_flags
+from conserve.cli.idle import left_paused, nothing_to_run
 from conserve.cli.options import Rebind, Utility
 from conserve.cli.progress import Progress, first_step
 from conserve.config import DEMO_MODEL, Settings, model_name
@@ -154,12 +155,11 @@ def drain(
     as_json: bool,
 ) -> int:
     """Run the harvester to the end and report; returns the exit code."""
-    known = [reading.id for reading in read_jobs(settings, now=time.time())] if jobs else []
-    only = [resolve(known, job) for job in jobs] or None
+    readings = read_jobs(settings, now=time.time())
+    only = [resolve([reading.id for reading in readings], job) for job in jobs] or None
     waiting = unfinished(settings, only)
     if not waiting:
-        output.say("nothing to run; queue a job with: conserve submit")
-        return exits.DONE
+        return nothing_to_run([r for r in readings if only is None or r.id in only], named=only is not None)
     settings = binding.settled(settings, waiting)
     check_endpoint(settings, flags, pace)
     if dry_run:
@@ -188,7 +188,7 @@ def drain(
         ready_at = harvester.ready_at or time.monotonic()
         ended_at = harvester.ended_at or time.monotonic()
         times = Times(start_s=ready_at - begun, work_s=max(0.0, ended_at - ready_at))
-        return report(harvester.tally, settings, interrupted, times, as_json=as_json)
+        return report(harvester.tally, settings, interrupted, times, only=only, as_json=as_json)
     finally:
         store.close()
 
@@ -302,8 +302,16 @@ def unfinished_rows(settings: Settings, only: list[str] | None) -> int:
     return sum(reading.rows - reading.done for reading in unfinished(settings, only))
 
 
-def report(tally: "Tally", settings: Settings, interrupted: bool, times: Times, *, as_json: bool) -> int:
-    """Say what was done; returns the exit code."""
+def report(
+    tally: "Tally",
+    settings: Settings,
+    interrupted: bool,
+    times: Times,
+    *,
+    only: list[str] | None = None,
+    as_json: bool,
+) -> int:
+    """Say what was done; returns the exit code. `only`: the jobs that were named."""
     readings = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
     ours = [readings[job_id] for job_id in tally.jobs if job_id in readings]
     for reason in tally.refused.values():
@@ -320,20 +328,23 @@ def report(tally: "Tally", settings: Settings, interrupted: bool, times: Times, 
         f"{output.count(tally.done, 'row')} in {output.duration(times.work_s)}, "
         f"{tokens / max(times.work_s, 1e-9):,.0f} tokens/s (ready after {output.duration(times.start_s)})"
     )
+    meant = [reading for job_id, reading in readings.items() if reading in ours or job_id in (only or ())]
+    paused = left_paused(meant)
     if as_json:
         output.data_json(document(tally, ours, times, interrupted))
-    return exit_code(tally, ours, interrupted)
+    return exit_code(tally, ours, interrupted=interrupted, paused=paused)
 
 
-def exit_code(tally: "Tally", ours: list[JobReading], interrupted: bool) -> int:
+def exit_code(tally: "Tally", ours: list[JobReading], *, interrupted: bool, paused: bool) -> int:
     """The worst of what happened (docs/scripting.md)."""
-    if interrupted:
-        return exits.INTERRUPTED
-    if tally.refused:
-        return exits.FAILED
-    if tally.cancelled:
-        return exits.CANCELLED
-    return exits.FAILED_ROWS if any(reading.failed for reading in ours) else exits.DONE
+    happened = {
+        exits.INTERRUPTED: interrupted,
+        exits.FAILED: bool(tally.refused),
+        exits.CANCELLED: bool(tally.cancelled),
+        exits.PAUSED: paused,
+        exits.FAILED_ROWS: any(reading.failed for reading in ours),
+    }
+    return next((code for code in exits.WORST_FIRST if happened.get(code)), exits.DONE)
 
 
 def document(tally: "Tally", ours: list[JobReading], times: Times, interrupted: bool) -> dict[str, object]:

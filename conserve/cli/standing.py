@@ -93,6 +93,7 @@ def lines(seen: Seen, job: str | None) -> list[str]:
 
 def table(readings: Sequence[JobReading]) -> list[str]:
     """One line a job."""
+    tagged = any(reading.tags for reading in readings)
     rows = [
         [
             reading.id,
@@ -102,12 +103,17 @@ def table(readings: Sequence[JobReading]) -> list[str]:
             output.coloured(f"{reading.failed:,}", "red" if reading.failed else None),
             f"{reading.running:,}",
             output.moment(reading.submitted_at),
+            *([tags(reading)] if tagged else []),
         ]
         for reading in readings
     ]
-    return output.columns(
-        ("JOB", "STATE", "ROWS", "DONE", "FAILED", "RUNNING", "SUBMITTED"), rows, right=(2, 3, 4, 5)
-    )
+    header = ("JOB", "STATE", "ROWS", "DONE", "FAILED", "RUNNING", "SUBMITTED")
+    return output.columns((*header, "TAGS") if tagged else header, rows, right=(2, 3, 4, 5))
+
+
+def tags(reading: JobReading) -> str:
+    """The tags of a job as they were given."""
+    return " ".join(f"{key}={value}" for key, value in sorted(reading.tags.items()))
 
 
 def detail(reading: JobReading, oldest: Oldest | None) -> list[str]:
@@ -126,6 +132,7 @@ def detail(reading: JobReading, oldest: Oldest | None) -> list[str]:
         ("oldest", waited(oldest)),
         ("order", reading.row_order),
         ("model", reading.model or "-"),
+        ("tags", tags(reading) or "-"),
         ("tokens", tokens(reading)),
         ("submitted", output.moment(reading.submitted_at)),
         ("started", output.moment(reading.started_at)),

@@ -95,6 +95,10 @@ def submit(
     name: Annotated[
         str | None, typer.Option(help="Beginning of the job's id, instead of the file's name.")
     ] = None,
+    tag: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Tag of the job; may be given several times."),
+    ] = None,
     priority: Annotated[int, typer.Option(help="Jobs with a higher one run first.")] = 0,
     order: Annotated[
         str,
@@ -112,7 +116,6 @@ def submit(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Queue a file of prompts and print the job's id; once it is printed, the job is durable."""
-    from conserve.jobs.submit import slug
     from conserve.jobs.submit import submit as enqueue
 
     params = request_params(
@@ -146,9 +149,10 @@ def submit(
             store,
             given,
             task,
-            name=slug(name) if name else None,
+            name=read_name(name),
             priority=priority,
             model=model,
+            tags=read_tags(tag or []),
             constant_prompt=constant_prompt,
             before_queueing=lambda: until_told.enter_context(held_back()),
         )
@@ -157,6 +161,8 @@ def submit(
                 output.data_json({"job_id": done.job_id, "rows": done.rows, "unrendered": done.unrendered})
             else:
                 output.data(done.job_id)
+        if name and done.namesakes:
+            output.say(taken(name, done))
         tell(done)
 
 
@@ -222,6 +228,38 @@ def read_input(
         keep=Keep(keep) if keep else None,
         copy_gib=settings.input_copy_gib,
     )
+
+
+def read_name(name: str | None) -> str | None:
+    """The beginning of the job's id."""
+    from conserve.jobs.submit import slug
+
+    if name is None:
+        return None
+    if not any(character.isascii() and character.isalnum() for character in name):
+        raise UsageError(f"--name takes Latin letters, digits and dashes, as in --name nightly, not {name!r}")
+    return slug(name)
+
+
+def taken(name: str, done: "Submitted") -> str:
+    """The sentence for a name that other jobs have too."""
+    others = output.count(len(done.namesakes), "job")
+    return (
+        f"{others} before it had the name {one_line(name)}, {done.namesakes[-1]} last; "
+        f"this one goes by its whole id: {done.job_id}"
+    )
+
+
+def read_tags(pairs: list[str]) -> dict[str, str]:
+    """The tags of --tag."""
+    tags: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--tag takes KEY=VALUE, as in --tag team=search, not {pair!r}")
+        if tags.setdefault(key, value) != value:
+            raise UsageError(f"--tag gives {key!r} two values: {tags[key]!r} and {value!r}")
+    return tags
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:

@@ -1,5 +1,7 @@
 """Which tasks and inputs are let in: checked before anything is rendered, each mistake named in one sentence."""
 
+from collections.abc import Mapping
+
 from conserve.errors import TemplateError, UsageError
 from conserve.jobs.nesting import MAX_DEPTH, is_deeper
 from conserve.jobs.rendering import template_names
@@ -44,6 +46,15 @@ def check_priority(priority: int) -> None:
     """Raise for a priority that some database cannot hold."""
     if not LOWEST <= priority <= HIGHEST:
         raise UsageError(f"--priority goes from {LOWEST:,} to {HIGHEST:,}, not {priority}")
+
+
+def check_tags(tags: Mapping[str, str]) -> None:
+    """Raise for tags that a table, a shell and a database do not all take as they are."""
+    for key, value in tags.items():
+        if not key or "=" in key or not (key.isprintable() and value.isprintable()):
+            raise UsageError(
+                f"a tag is KEY=VALUE without control characters, as in --tag team=search, not {key!r}={value!r}"
+            )
 
 
 def check_input(rows: Rows, task: Task, *, constant_prompt: bool) -> None:

@@ -3,7 +3,7 @@
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from conserve.config import model_name
 from conserve.errors import InputError, StoreError, TemplateError, UsageError
-from conserve.jobs.admission import check_input, check_priority, check_task, needed_columns
+from conserve.jobs.admission import check_input, check_priority, check_tags, check_task, needed_columns
 from conserve.jobs.cells import Unreadable
 from conserve.jobs.external_sort import ExternalSort
 from conserve.jobs.keeping import Keep
@@ -38,6 +38,7 @@ class Submitted:
     first_row: int | None  # of the unrendered ones, in the input
     first_error: str | None  # its error
     kept: Keep  # where the input's rows lie
+    namesakes: Sequence[str]  # earlier jobs whose ids begin with the same name
 
 
 def submit(
@@ -49,6 +50,7 @@ def submit(
     priority: int = 0,
     on_rows: Callable[[int], None] | None = None,
     model: str | None = None,
+    tags: Mapping[str, str] | None = None,
     constant_prompt: bool = False,
     before_queueing: Callable[[], object] = lambda: None,
 ) -> Submitted:
@@ -59,6 +61,7 @@ def submit(
     given = Input(names=[given]) if isinstance(given, str) else given
     check_task(task)
     check_priority(priority)
+    check_tags(tags or {})
     with home.new_job_folder(store.home, store.id) as folder:
         with home.explained(store.home):
             opened = open_input(given, folder, openai=task.kind is Kind.OPENAI)
@@ -77,6 +80,7 @@ def submit(
             name=name or slug(given.label),
             priority=priority,
             model=model_name(model) if model else None,
+            tags=tags or {},
         )
 
 
@@ -168,12 +172,14 @@ def enqueue(
     name: str,
     priority: int,
     model: str | None,
+    tags: Mapping[str, str],
 ) -> Submitted:
     """Give the job its id and put folder and database row in place, in this order.
 
     A crash between the two leaves a folder that no job names; `sweep` moves it to the trash.
     """
     with store.read() as tx:
+        namesakes = catalog.named(tx, name)
         free = (i for i in new_ids(name) if not catalog.taken(tx, i))
         job_id = next(i for i in free if not home.job_folder(store.home, i).exists())  # another store's
     with home.explained(store.home):
@@ -192,6 +198,7 @@ def enqueue(
                 now=time.time(),
                 files=files,
                 model=model,
+                tags=tags,
             )
             record = catalog.record(tx, job_id)
     except BaseException:
@@ -205,6 +212,7 @@ def enqueue(
         first_row=written.first_row,
         first_error=written.first_error,
         kept=opened.kept,
+        namesakes=namesakes,
     )
 
 

@@ -136,6 +136,12 @@ def lock_job(tx: Connection, job_id: str) -> None:
     tx.execute(select(job.c.seq).where(job.c.id == job_id).with_for_update())
 
 
+def named(tx: Connection, name: str) -> list[str]:
+    """The ids of the jobs of this name, oldest first: the name, and four characters behind a dash."""
+    alike = select(job.c.id).where(job.c.id.like(f"{name}-____")).order_by(job.c.seq)
+    return list(tx.scalars(alike))
+
+
 def get(tx: Connection, job_id: str) -> Job:
     """The job with this id, or with the only id that begins so; `JobNotFound` names the nearest."""
     return to_job(tx.execute(select(job).where(job.c.id == resolve(ids(tx), job_id))).one())
