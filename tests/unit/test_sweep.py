@@ -1,9 +1,10 @@
 """The sweep takes what is provably this store's own orphan, and takes it to the trash."""
 
-import multiprocessing
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from conserve.store import catalog, home, marks, shards, trash
 from conserve.store.marks import MARK, Mark
 from conserve.store.store import Store
 from conserve.store.sweep import STALE_AFTER_S, modified_at, sweep
+from tests.commands import REPOSITORY
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, finish, leased, select
 
@@ -174,26 +176,29 @@ def test_the_trash_is_kept_for_a_week(store: Store) -> None:
     assert foreign.is_dir()
 
 
-def hold(folder: Path, held: Any, done: Any) -> None:
-    """Work in a folder until told to stop, in a process of its own."""
-    with marks.held(folder, Mark(store_id="unused"), alone=True):
-        held.set()
-        done.wait()
+HOLD = """
+import sys
+from pathlib import Path
+from conserve.store import marks
+with marks.held(Path(sys.argv[1]), marks.Mark(store_id="unused"), alone=True):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
 
 @contextmanager
-def process_in(folder: Path) -> Iterator[Any]:
-    """A process that works in a folder."""
-    context = multiprocessing.get_context("spawn")
-    held, done = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(folder, held, done))
-    process.start()
-    held.wait()
-    try:
+def process_in(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that works in a folder until its standard input ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
         yield process
-    finally:
-        done.set()
-        process.join()
 
 
 def test_a_folder_in_which_a_process_works_stays_however_long_that_takes(store: Store) -> None:
@@ -203,7 +208,7 @@ def test_a_folder_in_which_a_process_works_stays_however_long_that_takes(store: 
         assert sweep(store, now=LATER) == 0
         assert folder.is_dir()
         process.kill()
-        process.join()
+        process.wait()
         assert sweep(store, now=LATER) == 1
     assert not folder.exists()
 
