@@ -213,8 +213,9 @@ def test_tool_calls_are_vllms(client: openai.OpenAI, stream: bool) -> None:
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 12}},
         "required": ["city"],
+        "additionalProperties": False,
     }
-    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    tool = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": parameters}}
     asked: dict[str, Any] = {
         "model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 60, "tools": [tool],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},

@@ -289,10 +289,16 @@ def test_only_who_started_the_server_has_kv_written(
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("POST", "/v1/embeddings", 404), ("GET", "/v2/none", 404), ("DELETE", "/metrics", 405)],
+    ("method", "path", "status", "kind"),
+    [
+        ("POST", "/v1/embeddings", 404, "NotFoundError"),
+        ("GET", "/v2/none", 404, "NotFoundError"),
+        ("DELETE", "/metrics", 405, "invalid_request_error"),
+    ],
 )
-def test_what_the_server_lacks_is_refused_in_openais_form(method: str, path: str, status: int) -> None:
+def test_what_the_server_lacks_is_refused_in_openais_form(
+    method: str, path: str, status: int, kind: str
+) -> None:
     app = app_for(EngineClient())
 
     async def go() -> httpx.Response:
@@ -304,7 +310,7 @@ def test_what_the_server_lacks_is_refused_in_openais_form(method: str, path: str
     assert answer.json() == {
         "error": {
             "message": f"this server does not answer {method} {path}; GET /openapi.json lists its routes",
-            "type": "invalid_request_error", "param": None, "code": status,
+            "type": kind, "param": None, "code": status,
         }
     }  # fmt: skip
 

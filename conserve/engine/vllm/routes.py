@@ -123,17 +123,18 @@ def remember(state: State, said: Mapping[str, Any]) -> None:
 
 
 async def not_answered(request: Request, refused: Exception) -> Response:
-    """A route or method that this server lacks, worded as OpenAI's API does; vLLM's answer would be bare."""
-    status = getattr(refused, "status_code", 404)
-    said = (
+    """A route or method that this server lacks, as OpenAI's API words errors; vLLM's answer would be bare."""
+    assert isinstance(refused, HTTPException)
+    lacks = (
         f"this server does not answer {request.method} {request.url.path}; GET /openapi.json lists its routes"
     )
-    error = {"message": said if status in (404, 405) else getattr(refused, "detail", ""), "param": None}
-    return reply(
-        {"error": {**error, "type": "invalid_request_error", "code": status}},
-        status,
-        getattr(refused, "headers", None),
-    )
+    said = {
+        "message": lacks if refused.status_code in (404, 405) else refused.detail,
+        "type": "NotFoundError" if refused.status_code == 404 else "invalid_request_error",  # as vLLM's are
+        "param": None,
+        "code": refused.status_code,
+    }
+    return reply({"error": said}, refused.status_code, refused.headers)
 
 
 def reply(

@@ -39,7 +39,7 @@ parameters = {
     "properties": {"city": {"type": "string", "maxLength": 12}},
     "required": ["city"],
 }
-tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+tool = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": parameters}}
 called = client.chat.completions.create(
     model=model, messages=QUESTION, max_tokens=60, tools=[tool], tool_choice="required"
 )
