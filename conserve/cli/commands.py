@@ -50,7 +50,7 @@ COMMANDS = {
     "store": Entry("storage", "Show how much room the store takes."),
     "profile": Entry("profile", "Measure how long the engine's iterations take, and show it."),
     "bench": Entry("bench", "Play live traffic under each policy in turn, and compare."),
-    "doctor": Entry("doctor", "Check the installation, the engine, the device and the store."),
+    "doctor": Entry("doctor", "Try the engine, the endpoint, the store and the machine."),
     "help": Entry("help", "Explain the program, or one command."),
 }
 

@@ -122,7 +122,8 @@ def surroundings(settings: Settings) -> Findings:
         yield doctor_machine.disk(settings.home)
         yield doctor_machine.fsync(settings.home)
     except (ConserveError, OSError) as error:
-        yield Finding("store", str(error), ok=False, fix=store_fix(settings))
+        cause = " ".join(str(error).split()).removesuffix("; run: conserve doctor")
+        yield Finding("store", cause, ok=False, fix=store_fix(settings))
     yield doctor_machine.open_files()
     return newest_s
 

@@ -22,6 +22,7 @@ from conserve.config import Settings
 from conserve.engine.vllm import compat, loading
 from conserve.engine.vllm.compat import EngineDescription
 from conserve.engine.vllm.loading import Loaded, Loading
+from conserve.errors import StoreError
 from conserve.jobs.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.store import Store
@@ -280,6 +281,10 @@ def test_the_newest_time_in_the_store_is_compared(
     assert "behind the newest time in the store" in found["clock"]["value"]
 
 
+def unreachable(_: Settings) -> Store:
+    raise StoreError("the store failed: refused\n\tIs it running?; run: conserve doctor")
+
+
 def test_a_store_that_cannot_be_used_names_the_fix(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +293,9 @@ def test_a_store_that_cannot_be_used_names_the_fix(
     code, found = examined(CONSERVE_HOME=str(tmp_path / "file" / "home"))
     assert code == 1
     assert found["store"]["fix"] == "set CONSERVE_HOME to a folder that can be written"
+    monkeypatch.setattr(Store, "open", unreachable)
+    _, found = examined()
+    assert found["store"]["value"] == "the store failed: refused Is it running?"
     home = Settings(home=tmp_path, store="postgresql+psycopg://nowhere/db")
     monkeypatch.setitem(sys.modules, "psycopg", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
