@@ -4,10 +4,8 @@ Every command prints, some of it by libraries, so the streams themselves are rep
 one way what is wrong, standard error falls silent. Imports nothing that takes time.
 """
 
-import contextlib
 import io
 import os
-import select
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
@@ -44,7 +42,7 @@ class Stdout(io.FileIO):
             return len(memoryview(data).cast("B"))
         try:
             while (written := super().write(data)) is None:  # the other end made it non-blocking
-                select.select([], [self.fileno()], [])
+                wait_until_writable(self.fileno())
         except BrokenPipeError:
             self.lost = True
             raise OutputClosed(exits.CLOSED) from None
@@ -94,22 +92,24 @@ def is_open(number: int) -> bool:
     return True
 
 
+def wait_until_writable(number: int) -> None:
+    """Wait until a file descriptor takes data."""
+    import select
+
+    select.select([], [number], [])
+
+
 def flushed(run: Callable[[], int]) -> int:
-    """Run a command and write what it has printed; returns the exit code.
-
-    What could not be written must not be tried again when the interpreter ends, so it is dropped.
-    """
-    from conserve.cli import output
-
+    """Run a command and write what it has printed; returns the exit code."""
     try:
         code = run()
         sys.stdout.flush()
     except OutputClosed:
-        code = exits.CLOSED
-    except OutputLost as error:
-        code = output.failed(error)
+        return exits.CLOSED
     except KeyboardInterrupt:
-        code = exits.INTERRUPTED
-    with contextlib.suppress(OutputClosed, OutputLost):
-        sys.stdout.flush()
+        return exits.INTERRUPTED
+    except OutputLost as error:
+        from conserve.cli import output
+
+        return output.failed(error)
     return code
