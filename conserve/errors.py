@@ -169,7 +169,14 @@ class EndpointError(ConserveError):
 
 
 class EndpointUnusable(EndpointError):
-    """The endpoint cannot serve at all; the run stops and no row is blamed."""
+    """The endpoint cannot serve at all; the run stops and no row is blamed.
+
+    `status` is that of its answer, if it gave one.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RequestRejected(EndpointError):

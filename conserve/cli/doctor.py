@@ -108,7 +108,7 @@ def endpoint(address: str, api_key: str | None) -> Finding:
     try:
         return Finding("endpoint", f"{url} serves {', '.join(asyncio.run(ask()))}")
     except (ConserveError, httpx.InvalidURL) as error:
-        refused = isinstance(error.__cause__, httpx.HTTPStatusError)
+        refused = getattr(error, "status", None) in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
         fix = "set CONSERVE_API_KEY to its key" if refused else "start it, or correct CONSERVE_ENDPOINT"
         return Finding("endpoint", str(error), ok=False, fix=fix)
 

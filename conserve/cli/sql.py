@@ -130,7 +130,7 @@ def question(
     return Question(
         taken=taken,
         ask=lambda duck: ask(duck, text, limit=limit),
-        uses=lambda duck: views_of(duck, text),
+        uses=lambda _: views_of(text),
         bounds=bounds,
         wording=Tasks(taken.catalog),
         named=files,

@@ -129,7 +129,8 @@ async def served_models(client: httpx.AsyncClient) -> list[str]:
         raise redirected(reply, httpx.URL(f"{base_url}{route}"), route)
     if reply.status != 200:
         raise EndpointUnusable(
-            f"{base_url}{route} answered {reply.status}; check the URL and CONSERVE_API_KEY"
+            f"{base_url}{route} answered {reply.status}; check the URL and CONSERVE_API_KEY",
+            status=reply.status,
         )
     try:
         served = [entry.id for entry in msgspec.json.decode(reply.content, type=ServedModels).data]

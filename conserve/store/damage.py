@@ -99,7 +99,7 @@ def named_files(where: Path, jobs: Sequence[catalog.Job], shards: Iterable[Shard
     for job in jobs:
         path = home.requests_file(where, job.id)
         yield NamedFile(job.id, Part.REQUESTS, path, job.files.get(home.REQUESTS))
-        if job.source.copied:
+        if job.source.copied and not job.source.linked:  # a link is the user's file
             path = home.inputs_file(where, job.id)
             yield NamedFile(job.id, Part.INPUTS, path, job.files.get(home.INPUTS))
     for shard in shards:

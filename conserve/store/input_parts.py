@@ -39,6 +39,8 @@ def changed(source: Source, parts: Sequence[InputPart]) -> str | None:
     """Why these files cannot be joined with results, if they cannot; copied rows always can."""
     if source.copied and not source.linked:
         return None
+    if not source.files:
+        return "where its input lay is not known"
     for part, mark in zip(parts, source.files, strict=True):
         try:
             stat = part.path.stat()

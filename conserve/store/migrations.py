@@ -42,7 +42,9 @@ def m002_damage_is_noticed(tx: Connection) -> None:
     add_column(tx, "lease", Column("lease_s", Float))
     add_column(tx, "shard", Column("digest", Text))
     add_column(tx, "shard", Column("bytes", BigInteger))
-    tx.execute(insert(schema.meta).values(key=STORE_ID, value=uuid.uuid4().hex))
+    known = tx.scalar(select(schema.meta.c.value).where(schema.meta.c.key == STORE_ID))
+    if known is None:
+        tx.execute(insert(schema.meta).values(key=STORE_ID, value=uuid.uuid4().hex))
 
 
 def m003_models_and_tags(tx: Connection) -> None:

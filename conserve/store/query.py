@@ -153,10 +153,14 @@ def kind_of(statement: duckdb.Statement) -> str:
         return ""
 
 
-def views_of(duck: duckdb.DuckDBPyConnection, sql: str) -> set[str] | None:
-    """The views that a query reads; None where that is not known."""
+def views_of(sql: str) -> set[str] | None:
+    """The views that a query reads; None where that is not known.
+
+    A connection without the views is asked: with them, DuckDB names the tables behind them.
+    """
     try:
-        named = {name.lower() for name in duck.get_table_names(sql)} & set(VIEWS)
+        with duckdb.connect(":memory:", config=SETTINGS) as bare:
+            named = {name.lower() for name in bare.get_table_names(sql)} & set(VIEWS)
     except duckdb.Error:
         return None
     return named | ({"results"} if "requests" in named else set())

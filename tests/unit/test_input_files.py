@@ -277,6 +277,7 @@ def test_the_form_may_be_said(store: Store, tmp_path: Path, monkeypatch: pytest.
     assert payloads(store, done.job_id, 1) == ["b"]
     assert sorted(path.name for path in home.job_folder(store.home, done.job_id).iterdir()) == [
         home.INPUTS,
+        "job.json",
         home.REQUESTS,
     ]
     with pytest.raises(InputError, match="is not a Parquet file"):

@@ -8,7 +8,7 @@ from sqlalchemy import text
 
 from conserve.store import journal, shards
 from conserve.store.query import views
-from conserve.store.results import COUNTERS, INVALID, UNKNOWN, checked, decode, encode
+from conserve.store.results import COUNTERS, INVALID, checked, decode, encode
 from conserve.store.store import Store
 from tests.commands import conserve
 from tests.store_rows import add_job, finish, job, leased, positions, result, select
@@ -89,12 +89,12 @@ def test_compaction_makes_it_a_failed_row_that_retry_finds(store: Store, odd: di
     assert (job(store).succeeded, job(store).failed, job(store).prompt_tokens) == (4, 0, 12)
 
 
-def test_a_payload_that_is_none_is_an_error_too_and_stays_where_a_check_finds_it(store: Store) -> None:
+def test_a_payload_that_is_none_is_left_out_and_stays_where_a_check_finds_it(store: Store) -> None:
     add_job(store, rows=2)
     finish(store, leased(store))
     with store.write() as tx:
         tx.execute(text("update journal set payload = :payload where position = 1"), {"payload": b"\xff{"})
-    assert read(store) == [(UNKNOWN, None, INVALID, 0), (0, "yes", None, 0)]
+    assert read(store) == [(0, "yes", None, 0)]
     assert shards.compact(store, "job-1", now=0.0) == 1
     assert shards.retry_failed(store, "job-1", now=0.0) == 1
 

@@ -78,7 +78,7 @@ def test_chats_are_ordered_by_what_they_say(store: Store, tmp_path: Path) -> Non
 def test_nothing_but_the_job_is_left_in_its_folder(store: Store, write_input: WriteInput) -> None:
     done = submit(store, str(write_input(q=QUESTIONS)), PROMPT)
     folder = home.job_folder(store.home, done.job_id)
-    assert sorted(path.name for path in folder.iterdir()) == [home.INPUTS, home.REQUESTS]
+    assert sorted(path.name for path in folder.iterdir()) == [home.INPUTS, "job.json", home.REQUESTS]
 
 
 @pytest.mark.parametrize("order", list(Order))

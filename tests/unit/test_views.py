@@ -110,7 +110,7 @@ def test_a_shard_that_cannot_be_read_costs_its_rows_alone(
         states = opened.duck.execute("select distinct job_id, state from requests order by 1").fetchall()
     assert found == [(good, 2)]
     assert (left_out.view, left_out.job_id) == ("results", bad)
-    assert left_out.sentence.endswith("run: conserve check --repair")
+    assert left_out.sentence.endswith(f"run: conserve check {bad}")
     assert sorted(states) == sorted([(good, "succeeded"), (bad, "unreadable")])
 
 
@@ -148,9 +148,9 @@ def test_sql_warns_of_what_the_query_would_have_read(store: Store, write_input: 
         answer(store, job_id)
     shard_of(store, bad).unlink()
     done = conserve("sql", "--csv", "select job_id, count(*) as n from results group by 1")
-    assert (done.returncode, done.stdout) == (0, f"job_id,n\n{good},2\n")
+    assert (done.returncode, done.stdout) == (1, f"job_id,n\n{good},2\n")
     assert done.stderr.startswith(f"warning: the view results leaves out rows of job {bad}: ")
-    assert done.stderr.endswith("is gone; run: conserve check --repair\n")
+    assert done.stderr.endswith(f"is missing; run: conserve check {bad}\n")
     assert conserve("sql", "--csv", "select count(*) from jobs").stderr == ""
     assert conserve("sql", "--csv", "select 1").stderr == ""
 
