@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from conserve.cli import exits, output
+from conserve.cli.binding import Binding
 from conserve.cli.context import Context, job_ids
 from conserve.cli.idle import nothing_to_run
 from conserve.cli.options import Rebind, Utility
 from conserve.cli.progress import Progress
 from conserve.cli.run import (
-    Binding,
     Pace,
     Times,
     make_endpoint,
@@ -187,6 +187,7 @@ class Announcer:
         self._notice: str | None = None
         self._running: set[str] = set()
         self._ended: set[str] = set()
+        self._refused: set[str] = set()
 
     async def announce(self) -> None:
         """Look now and then; ends by cancellation, with a last look."""
@@ -207,6 +208,9 @@ class Announcer:
 
     def _look_at_jobs(self) -> None:
         tally = self._harvester.tally
+        for job_id in tally.refused.keys() - self._refused:
+            output.say(f"left alone: {tally.refused[job_id]}")
+        self._refused = set(tally.refused)
         ended = {*tally.completed, *tally.cancelled}
         running = set(tally.jobs) - ended
         for job_id in sorted(running - self._running):

@@ -8,19 +8,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from conserve.cli import exits, output
+from conserve.cli.binding import Binding
 from conserve.cli.context import Context, engine_flags, job_ids, split_flags
 from conserve.cli.idle import left_paused, nothing_to_run
 from conserve.cli.options import Rebind, Utility
 from conserve.cli.progress import Progress, first_step
-from conserve.config import DEMO_MODEL, Settings, model_name
-from conserve.errors import JobRefused, SettingsError
+from conserve.config import DEMO_MODEL, Settings
+from conserve.errors import SettingsError
 from conserve.store.readings import JobReading, read_jobs, resolve
 
 if TYPE_CHECKING:
@@ -55,30 +55,6 @@ class Pace(NamedTuple):
     @property
     def asked_for(self) -> bool:
         return self.tbt_ms is not None or self.profile is not None
-
-
-class Binding(NamedTuple):
-    """What was said about the model that answers: whether it was named, and whether jobs may change theirs."""
-
-    named: bool = False
-    rebind: bool = False
-
-    def settled(self, settings: Settings, jobs: list[JobReading]) -> Settings:
-        """The settings with the model that all these jobs are bound to, where no other one was asked for.
-
-        Raises `JobRefused` where the embedded engine could answer none of them, before it is started.
-        """
-        bound = {job.model for job in jobs}
-        wanted = bound.pop() if len(bound) == 1 else None
-        if wanted is None or self.rebind:
-            return settings
-        if not self.named and settings.model == DEMO_MODEL:
-            return replace(settings, model=wanted)
-        if settings.endpoint is None and model_name(settings.model) != wanted:
-            from conserve.jobs.ledger import bound_elsewhere
-
-            raise JobRefused(bound_elsewhere(jobs[0].id, wanted, settings.model))
-        return settings
 
 
 def run(

@@ -1,6 +1,6 @@
 """The ledger: everything a harvester does to the store. It all runs in one thread, the store's."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from conserve.endpoints.protocol import KvCache
@@ -52,6 +52,7 @@ class Ledger:
         self.kv_cache = KvCache()  # of the endpoint
         self.model: str | None = None  # that answers
         self._rebind = rebind  # jobs that are bound to another model, once
+        self._others: set[str] = set()  # jobs that other models are to answer
         self._utility = utility
         self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
         self._alone: str | None = None  # job that nothing was passed over of when it came to be alone
@@ -213,8 +214,7 @@ class Ledger:
         with self._store.read() as tx:
             left, holders = self._backlog(tx), queue.owners(tx)
             others = catalog.of_other_models(tx, self.model, self._only) if self.model else {}
-        for job_id, bound_to in others.items():
-            self._tally.refused[job_id] = bound_elsewhere(job_id, bound_to, self.model)
+        self._note_others(others)
         if holders and self._monotonic() >= self._recover_at:
             self._recover_at = self._monotonic() + RECOVER_S
             with self._store.write() as tx:
@@ -231,6 +231,14 @@ class Ledger:
 
     def _backlog(self, tx: Any) -> queue.Backlog:
         return queue.backlog(tx, only=self._only, model=self.model)
+
+    def _note_others(self, others: Mapping[str, str]) -> None:
+        """Count the jobs as refused that other models are to answer, as long as they have not."""
+        for job_id in self._others - others.keys():
+            self._tally.refused.pop(job_id, None)
+        for job_id, bound_to in others.items():
+            self._tally.refused[job_id] = bound_elsewhere(job_id, bound_to, self.model)
+        self._others = set(others)
 
     def _bind_all(self) -> None:
         """Bind the jobs that this run is for to its model, whatever they were bound to."""

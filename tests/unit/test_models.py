@@ -12,10 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import text
 
+from conserve.cli.binding import Binding
+from conserve.cli.harvest import Announcer
 from conserve.config import Settings, load, model_name
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import model_of
 from conserve.jobs.harvest import Harvester
+from conserve.jobs.ledger import Ledger
 from conserve.jobs.submit import submit
 from conserve.jobs.tally import Tally
 from conserve.jobs.task import Kind, Task
@@ -116,8 +119,6 @@ def test_a_run_does_what_it_may_and_refuses_the_rest(store: Store, write_input: 
 
 
 def test_a_run_whose_model_was_not_named_takes_the_jobs(write_input: WriteInput) -> None:
-    from conserve.cli.run import Binding
-
     queue_up(write_input, "--model", "one")
     jobs = read_jobs(load(), now=0.0)
     assert Binding().settled(load(), jobs).model == "one"
@@ -142,6 +143,33 @@ def test_a_harvester_that_follows_leaves_other_models_jobs_to_others(
     harvest(store, "other", follow=True, stop_after_s=30.0)
     states = {job.id: job.state for job in read_jobs(load(), now=0.0)}
     assert states == {theirs: "queued", ours: "completed"}
+
+
+def test_a_refusal_ends_with_its_reason(store: Store, write_input: WriteInput) -> None:
+    """Another process answers the other model's job while this one still works on its own."""
+    theirs, ours = queue_up(write_input, "--model", "one"), queue_up(write_input, rows=3)
+    tally = Tally()
+    ledger = Ledger(store, tally, lease_s=60.0, only=None, utility=0.9, clock=lambda: 0.0)
+    ledger.model = "other"
+    ledger.nothing_left()
+    assert list(tally.refused) == [theirs]
+    harvest(store, "one", only=[theirs])
+    ledger.nothing_left()
+    ledger.close()
+    assert tally.refused == {}
+    assert bound(store, ours) is None
+
+
+def test_a_harvester_says_once_which_jobs_it_leaves_alone(
+    store: Store, write_input: WriteInput, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = queue_up(write_input, "--model", "one")
+    harvester = Harvester(store, FakeEndpoint(Script(model="other")), follow=True)
+    announcer = Announcer(harvester, load())
+    harvester.tally.refused[job_id] = "why"
+    for _ in range(2):
+        announcer._look()
+    assert capsys.readouterr().err == "left alone: why\n"
 
 
 def test_a_run_does_not_wait_for_rows_that_another_model_holds(store: Store, write_input: WriteInput) -> None:

@@ -1,0 +1,33 @@
+"""The model that answers a run's jobs: the one that was named, or the one that they are bound to."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from conserve.config import DEMO_MODEL, Settings, model_name
+from conserve.errors import JobRefused
+from conserve.store.readings import JobReading
+
+
+class Binding(NamedTuple):
+    """What was said about the model that answers: whether it was named, and whether jobs may change theirs."""
+
+    named: bool = False
+    rebind: bool = False
+
+    def settled(self, settings: Settings, jobs: Sequence[JobReading]) -> Settings:
+        """The settings with the model that all these jobs are bound to, where no other one was asked for.
+
+        Raises `JobRefused` where the embedded engine could answer none of them, before it is started.
+        """
+        bound = {job.model for job in jobs}
+        wanted = bound.pop() if len(bound) == 1 else None
+        if wanted is None or self.rebind:
+            return settings
+        if not self.named and settings.model == DEMO_MODEL:
+            return replace(settings, model=wanted)
+        if settings.endpoint is None and model_name(settings.model) != wanted:
+            from conserve.jobs.ledger import bound_elsewhere
+
+            raise JobRefused(bound_elsewhere(jobs[0].id, wanted, settings.model))
+        return settings
