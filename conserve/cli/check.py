@@ -43,7 +43,7 @@ def check(
 
     context: Context = ctx.obj
     begun = time.monotonic()
-    with context.store() as store:
+    with context.store() if repair else context.store_to_read() as store:
         with store.read() as tx:
             only = [catalog.get_id(tx, job) for job in jobs] if jobs else None
         checked = checking.check(store, only=only, judge=task_fault)

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,16 @@ class Context:
         """The open store."""
         from conserve.store.store import Store
 
-        store = Store.open(self.settings(**flags))
-        try:
+        with closing(Store.open(self.settings(**flags))) as store:
             yield store
-        finally:
-            store.close()
+
+    @contextmanager
+    def store_to_read(self) -> Iterator["Store"]:
+        """The store, open for commands that change nothing: they work where nothing can be written."""
+        from conserve.store.store import Store
+
+        with closing(Store.open_to_read(self.settings())) as store:
+            yield store
 
 
 def bearer(settings: Settings) -> dict[str, str]:

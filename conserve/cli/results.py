@@ -92,7 +92,7 @@ def question(
     from conserve.store.answer import Question
     from conserve.store.snapshot import snapshot
 
-    with context.store() as store:
+    with context.store_to_read() as store:
         with store.read() as tx:
             found = catalog.get(tx, job)
         taken = snapshot(store, now=time.time(), only=[found.id])

@@ -71,20 +71,21 @@ def prune(
 ) -> None:
     """Remove finished jobs that ended long ago, and empty the trash; shows what that deletes and asks first."""
     from conserve.store import removal, trash
-    from conserve.store.sweep import sweep
 
     context: Context = ctx.obj
     age_s = None if older_than is None else seconds(older_than)
     now = time.time()
-    with context.store() as store:
+    with context.store_to_read() as store:
         chosen = [] if age_s is None else removal.finished_before(removal.usage(store), now - age_s)
-        sweep(store, now=now)
-        trash_bytes = removal.trash_bytes(store.home)
-        if agreed(chosen, trash_bytes, yes=yes, as_json=as_json):
-            trash.empty(store.home, now=now, older_than_s=0.0)  # first: what follows may need the room
+    trash_bytes = removal.trash_bytes(store.home)
+    if not agreed(chosen, trash_bytes, yes=yes, as_json=as_json):
+        return
+    trash.empty(store.home, now=now, older_than_s=0.0)  # needs no room, and what follows may
+    if chosen:
+        with context.store() as store:
             for usage in chosen:
                 removal.remove(store, usage.job_id, now=now)
-            tell(chosen, trash_bytes, as_json=as_json)
+    tell(chosen, trash_bytes, as_json=as_json)
 
 
 def agreed(chosen: "Sequence[Usage]", trash_bytes: int, *, yes: bool, as_json: bool) -> bool:

@@ -123,7 +123,7 @@ def question(
 
     settings = context.settings(sql_memory=memory, sql_timeout_s=timeout)
     bounds, files = query_bounds(settings), tuple(named_file(one) for one in named or ())
-    with context.store() as store:
+    with context.store_to_read() as store:
         with store.read() as tx:
             only = [catalog.get(tx, name).id for name in job] if job else None
         taken = snapshot(store, now=time.time(), only=only)

@@ -22,7 +22,7 @@ def show_size(
     from conserve.store.removal import room
 
     context: Context = ctx.obj
-    with context.store() as store:
+    with context.store_to_read() as store:
         found = room(store)
     jobs = sorted(found.jobs, key=lambda usage: -usage.bytes)
     others = {

@@ -8,17 +8,26 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
-from conserve.errors import ConserveError, SettingsError, StoreError, StoreFull, StoreReadOnly
-from conserve.store.migrations import migrate
+from conserve.errors import (
+    ConserveError,
+    SettingsError,
+    StoreError,
+    StoreFull,
+    StoreReadOnly,
+    StoreTooNew,
+)
+from conserve.store.migrations import migrate, version
+from conserve.store.reader import reader
+from conserve.store.versions import LATEST, too_new
 
 BUSY_TIMEOUT_S = 60.0
 
 
 def connect(url: str) -> Engine:
     """Open the database at `url` and bring it up to date."""
-    try:
+    with usable_url():
         parsed = make_url(url)
         if parsed.get_backend_name() == "sqlite":
             engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
@@ -26,11 +35,44 @@ def connect(url: str) -> Engine:
             event.listen(engine, "begin", begin_sqlite)
         else:
             engine = create_engine(parsed, pool_pre_ping=True)
-    except (ArgumentError, NoSuchModuleError, ImportError) as error:
-        raise SettingsError(f"CONSERVE_STORE is not a database URL that can be used here: {error}") from error
     with transaction(engine) as tx:
         migrate(tx)
     return engine
+
+
+@contextmanager
+def usable_url() -> Iterator[None]:
+    """Turn what SQLAlchemy says of a URL into the user's mistake."""
+    try:
+        yield
+    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        raise SettingsError(f"CONSERVE_STORE is not a database URL that can be used here: {error}") from error
+
+
+def connect_to_read(url: str) -> Engine | None:
+    """Open the database at `url` as it is, without writing anything; None where there is an older one, or none.
+
+    Such a one is to be opened by `connect`, which brings it up to date.
+    """
+    with usable_url():
+        parsed = make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        return connect(url)
+    path = Path(parsed.database or "")
+    if not path.is_file():
+        return None
+    engine = create_engine(
+        parsed, creator=lambda: reader(path, timeout_s=BUSY_TIMEOUT_S), poolclass=StaticPool
+    )
+    event.listen(engine, "begin", begin_sqlite)
+    with transaction(engine, read_only=True) as tx:
+        current = version(tx)
+    if current > LATEST:
+        raise StoreTooNew(too_new(current))
+    if current == LATEST:
+        return engine
+    engine.dispose()
+    return None
 
 
 def prepare_sqlite(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:

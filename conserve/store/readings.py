@@ -14,6 +14,7 @@ from typing import Any
 
 from conserve.config import Settings
 from conserve.errors import JobNotFound, StoreError, StoreReadOnly, StoreTooNew
+from conserve.store.reader import reader
 from conserve.store.states import JobState
 from conserve.store.versions import LATEST, WITH_MODELS, too_new
 
@@ -187,7 +188,7 @@ def opened_sqlite(path: Path) -> Iterator[Query | None]:
         yield None
         return
     try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)
+        connection = reader(path, timeout_s=10)
         try:
             connection.execute("begin")
             check_version(connection.execute(VERSION).fetchall())

@@ -7,7 +7,7 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine
 
 from conserve.config import Settings
-from conserve.store.database import connect, transaction
+from conserve.store.database import connect, connect_to_read, transaction
 from conserve.store.home import explained
 from conserve.store.migrations import store_id
 
@@ -26,9 +26,19 @@ class Store:
         """Open the store that the settings name; make it if it is not there."""
         with explained(settings.home):
             settings.home.mkdir(parents=True, exist_ok=True)
-        engine = connect(settings.store_url)
+        return cls.over(settings.home, connect(settings.store_url))
+
+    @classmethod
+    def open_to_read(cls, settings: Settings) -> "Store":
+        """Open the store for `read` alone, which works where nothing can be written."""
+        engine = connect_to_read(settings.store_url)
+        return cls.open(settings) if engine is None else cls.over(settings.home, engine)
+
+    @classmethod
+    def over(cls, home: Path, engine: Engine) -> "Store":
+        """The store whose database this is."""
         with transaction(engine, read_only=True) as tx:
-            return cls(settings.home, engine, store_id(tx))
+            return cls(home, engine, store_id(tx))
 
     def write(self) -> AbstractContextManager[Connection]:
         """A transaction that may change things; on SQLite it is alone."""
