@@ -107,7 +107,7 @@ def question(
     return found, Question(
         taken=taken,
         ask=ask,
-        uses=lambda duck: uses,
+        uses=lambda: uses,
         bounds=bounds,
         sealed=False,
         wording=Tasks(taken.catalog),

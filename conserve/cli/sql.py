@@ -130,7 +130,7 @@ def question(
     return Question(
         taken=taken,
         ask=lambda duck: ask(duck, text, limit=limit),
-        uses=lambda _: views_of(text),
+        uses=lambda: views_of(text),
         bounds=bounds,
         wording=Tasks(taken.catalog),
         named=files,

@@ -1,9 +1,10 @@
 """Answers to queries: rows that a child process computes within bounds."""
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import duckdb
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from conserve import errors
 from conserve.errors import ConserveError, QueryError, QueryTooGreedy, StoreError
-from conserve.store import child, query, scratch
+from conserve.store import child, query, readable, scratch
 from conserve.store.bounds import Bounds, size_text
 from conserve.store.child import Frame, Send
 from conserve.store.named_files import NamedFile
@@ -24,6 +25,16 @@ from conserve.store.snapshot import Snapshot
 STREAMED = re.compile(
     r"[A-Z][A-Za-z /-]* Error: "
 )  # how DuckDB's messages begin, once rows flow through Arrow
+PERHAPS_DAMAGE = (duckdb.Error, pa.ArrowException, OSError)
+BLAMELESS = (  # errors of DuckDB that no damaged file can cause
+    duckdb.ParserException,
+    duckdb.BinderException,
+    duckdb.CatalogException,
+    duckdb.PermissionException,
+    duckdb.ConversionException,
+    duckdb.OutOfRangeException,
+    duckdb.OutOfMemoryException,
+)
 LEFT_OUT, SCHEMA, ROWS, FAILED, DONE = b"L", b"S", b"R", b"F", b"D"
 
 
@@ -31,13 +42,13 @@ LEFT_OUT, SCHEMA, ROWS, FAILED, DONE = b"L", b"S", b"R", b"F", b"D"
 class Question:
     """A query over a snapshot.
 
-    `ask` names its rows on a connection that has the views; `uses` says which views it reads, or None if
-    that is not known.
+    `ask` names its rows on a connection that has the views; `uses` says which views it reads, or None if that
+    is not known. Both are called in the child, so that this process starts no threads.
     """
 
     taken: Snapshot
     ask: Callable[[duckdb.DuckDBPyConnection], duckdb.DuckDBPyRelation]
-    uses: Callable[[duckdb.DuckDBPyConnection], Collection[str] | None]
+    uses: Callable[[], Collection[str] | None]
     bounds: Bounds
     sealed: bool = True
     wording: Wording | None = None
@@ -64,18 +75,19 @@ def answered(
         ) as frames,
     ):
         said = checked(frames, bounds)
-        for left_out in msgspec.json.decode(expected(said, LEFT_OUT), type=list[LeftOut]):
-            warn(left_out)
-        schema, documents = msgspec.msgpack.decode(expected(said, SCHEMA), type=tuple[bytes, list[str]])
+        schema, documents = msgspec.msgpack.decode(begun(said, warn), type=tuple[bytes, list[str]])
         batches = (batch for frame in said for batch in from_ipc(frame.payload))
         yield Rows(pa.ipc.read_schema(pa.py_buffer(schema)), frozenset(documents), batches)
 
 
-def expected(said: Iterator[Frame], kind: bytes) -> bytes | bytearray:
-    """The payload of the next frame, which must be of this kind."""
-    frame = next(said)
-    assert frame.kind == kind, frame
-    return frame.payload
+def begun(said: Iterator[Frame], warn: Callable[[LeftOut], None]) -> bytes | bytearray:
+    """The schema of the answer; warns of what is said before it."""
+    for frame in said:
+        if frame.kind == SCHEMA:
+            return frame.payload
+        for left_out in msgspec.json.decode(frame.payload, type=list[LeftOut]):
+            warn(left_out)
+    raise AssertionError("an answer without a schema")
 
 
 def checked(frames: Iterator[Frame], bounds: Bounds) -> Iterator[Frame]:
@@ -102,31 +114,77 @@ def checked(frames: Iterator[Frame], bounds: Bounds) -> Iterator[Frame]:
 
 
 def compute(question: Question, spill: Path, send: Send) -> None:
-    """Answer the question; runs in the child."""
+    """Answer the question; runs in the child. Files that turn out to be damaged are left out the next time."""
+    pa.set_memory_pool(pa.system_memory_pool())  # the others map a gigabyte at a time
+    attempt = Attempt(question, spill, send)
     try:
-        pa.set_memory_pool(pa.system_memory_pool())  # the others map a gigabyte at a time
-        with query.opened(
-            question.taken,
-            spill=spill,
-            sealed=question.sealed,
-            wording=question.wording,
-            bounds=question.bounds,
-            named=question.named,
-        ) as views:
-            used = question.uses(views.duck)
-            shown = [one for one in views.left_out if used is None or one.view in used]
-            send(LEFT_OUT, msgspec.json.encode(shown))
-            rows = rows_of(question.ask(views.duck))
-            schema = rows.schema.serialize().to_pybytes()
-            send(SCHEMA, msgspec.msgpack.encode((schema, sorted(rows.documents))))
-            for batch in rows.batches:
-                send(ROWS, to_ipc(batch))
-            send(DONE, b"")
+        while not attempt.answered():
+            pass
     except BrokenPipeError:  # the parent has enough
         return
     except BaseException as error:
         child.unbound_memory()
         send(FAILED, described(error, question))
+
+
+class Attempt:
+    """Tries to answer a question, with fewer files each time."""
+
+    def __init__(self, question: Question, spill: Path, send: Send) -> None:
+        self._question, self._spill, self._send = question, spill, send
+        self._damaged: dict[Path, str] = {}
+        self._said: set[LeftOut] = set()
+        self._begun = False
+
+    def answered(self) -> bool:
+        """Send the answer; False if a file is damaged that can be left out. Raises what is wrong otherwise."""
+        question = self._question
+        with query.opened(
+            question.taken,
+            spill=self._spill,
+            sealed=question.sealed,
+            wording=question.wording,
+            bounds=question.bounds,
+            named=question.named,
+            damaged=self._damaged,
+        ) as views:
+            used = question.uses()
+            self._warn(one for one in views.left_out if used is None or one.view in used)
+            try:
+                self._send_rows(rows_of(question.ask(views.duck)))
+            except PERHAPS_DAMAGE as error:
+                if isinstance(error, (BLAMELESS, BrokenPipeError)):
+                    raise
+                files = [
+                    path
+                    for view, paths in views.files.items()
+                    if used is None or view in used
+                    for path in paths
+                ]
+                found = {path: reason for path in files if (reason := readable.damage(path))}
+                if not found:
+                    raise
+                if self._begun:
+                    path, reason = next(iter(found.items()))
+                    raise StoreError(f"{path} {reason}; {REPAIR}") from error
+                self._damaged |= found
+                return False
+        self._send(DONE, b"")
+        return True
+
+    def _warn(self, left_out: Iterable[LeftOut]) -> None:
+        new = [one for one in left_out if one not in self._said]
+        self._said.update(new)
+        self._send(LEFT_OUT, msgspec.json.encode(new))
+
+    def _send_rows(self, rows: Rows) -> None:
+        batches = iter(rows.batches)
+        first = next(batches, None)
+        schema = rows.schema.serialize().to_pybytes()
+        self._send(SCHEMA, msgspec.msgpack.encode((schema, sorted(rows.documents))))
+        self._begun = True
+        for batch in chain([] if first is None else [first], batches):
+            self._send(ROWS, to_ipc(batch))
 
 
 def described(error: BaseException, question: Question) -> bytes:
@@ -151,8 +209,6 @@ def named_error(error: BaseException, question: Question) -> ConserveError | Non
     if isinstance(error, MemoryError | duckdb.OutOfMemoryException) or "Out of Memory" in text:
         more = f"more memory{of_memory(question.bounds)}"
         return QueryTooGreedy(f"the query needs {more}; narrow it down, or give it more with --memory")
-    if damaged := damaged_file(text, question.taken):
-        return StoreError(f"{damaged}; {REPAIR}, or leave its job out with --job")
     if isinstance(error, duckdb.Error):
         return query.explained(error)
     streamed = isinstance(error, OSError | pa.ArrowException) and STREAMED.match(text)
@@ -162,12 +218,6 @@ def named_error(error: BaseException, question: Question) -> ConserveError | Non
 def of_memory(bounds: Bounds) -> str:
     """` than 2 GiB`, where memory is bounded."""
     return f" than {size_text(bounds.memory_bytes)}" if bounds.memory_bytes is not None else ""
-
-
-def damaged_file(text: str, taken: Snapshot) -> str | None:
-    """What an error says of a shard, if it names one."""
-    found = next((shard for shard in taken.shards if str(taken.home / shard.file) in text), None)
-    return f"{found.file} of job {found.job_id} is damaged" if found else None
 
 
 def failure(payload: bytes | bytearray) -> Exception:

@@ -8,6 +8,7 @@ import duckdb
 
 from conserve.store.input_parts import ROW_NUMBER, InputPart, relation
 from conserve.store.quoting import literal, parquet, quoted
+from conserve.store.readable import first_line
 from conserve.store.results import COLUMNS
 
 ROW = ("job_id", "row_index")  # names a row in the views `results`, `inputs` and `requests`
@@ -56,11 +57,6 @@ def with_columns(
         else:
             readable.append(path)
     return readable, others
-
-
-def first_line(error: Exception) -> str:
-    """What an error says first."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def disagreeing(files: Sequence[dict[str, str]]) -> set[str]:

@@ -2,16 +2,17 @@
 
 import contextlib
 import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import duckdb
 
 from conserve.errors import QueryError
-from conserve.store import scratch
+from conserve.store import readable, scratch
 from conserve.store.bounds import Bounds
 from conserve.store.named_files import NamedFile, add_named
 from conserve.store.quoting import literal, parquet, quoted
@@ -29,6 +30,7 @@ SETTINGS: dict[str, Any] = {
     "preserve_insertion_order": True,
 }
 
+NONE: Mapping[Path, str] = MappingProxyType({})
 VIEWS = ("jobs", "results", "inputs", "requests")
 REACH = (
     "conserve sql reads the views jobs, results, inputs and requests, files given by --with, and nothing else"
@@ -58,6 +60,7 @@ class Views:
 
     duck: duckdb.DuckDBPyConnection
     left_out: list[LeftOut]
+    files: dict[str, list[Path]]  # that each view reads
 
 
 @contextmanager
@@ -84,25 +87,32 @@ def opened(
     wording: Wording | None = None,
     bounds: Bounds | None = None,
     named: Sequence[NamedFile] = (),
+    damaged: Mapping[Path, str] = NONE,
 ) -> Iterator[Views]:
-    """Open the views over a snapshot; what does not fit into memory is written to the folder `spill`."""
+    """Open the views over a snapshot; what does not fit into memory is written to the folder `spill`.
+
+    Files that cannot be opened are left out, and those known to be `damaged`.
+    """
+
+    def fault(path: Path) -> str | None:
+        return damaged.get(path) or readable.fault(path)
+
     config = {**SETTINGS, "temp_directory": str(spill), "extension_directory": str(spill / "extensions")}
     with duckdb.connect(":memory:", config=config) as duck:
         duck.execute("set timezone = 'UTC'")
         for name, value in (bounds.settings() if bounds else {}).items():
             duck.execute(f"set {name} = '{value}'")  # in `config` the bound on the disk has no effect
         add_jobs(duck, taken)
-        shards, no_results = add_results(duck, taken)
-        inputs, no_inputs = readable_inputs(taken)
+        shards, no_results = add_results(duck, taken, fault)
+        inputs, no_inputs = readable_inputs(taken, fault)
         no_inputs += add_inputs(duck, inputs)
-        requests, no_requests = add_requests(duck, taken, wording)
+        requests, no_requests = add_requests(duck, taken, wording, fault)
         files = add_named(duck, named, VIEWS)
+        input_files = [part.path for parts in inputs.values() for part in parts]
         if sealed:
-            seal(
-                duck,
-                [*shards, *(part.path for parts in inputs.values() for part in parts), *requests, *files],
-            )
-        yield Views(duck, [*no_results, *no_inputs, *no_requests])
+            seal(duck, [*shards, *input_files, *requests, *files])
+        read = {"results": shards, "inputs": input_files, "requests": requests}
+        yield Views(duck, [*no_results, *no_inputs, *no_requests], read)
 
 
 def seal(duck: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:
@@ -154,15 +164,15 @@ def kind_of(statement: duckdb.Statement) -> str:
 
 
 def views_of(sql: str) -> set[str] | None:
-    """The views that a query reads; None where that is not known.
+    """The views that a query names; None where that is not known.
 
-    A connection without the views is asked: with them, DuckDB names the tables behind them.
+    A database without views is asked, since DuckDB names what a view reads instead of the view.
     """
-    try:
-        with duckdb.connect(":memory:", config=SETTINGS) as bare:
-            named = {name.lower() for name in bare.get_table_names(sql)} & set(VIEWS)
-    except duckdb.Error:
-        return None
+    with duckdb.connect(":memory:", config={**SETTINGS, "enable_external_access": False}) as empty:
+        try:
+            named = {name.lower() for name in empty.get_table_names(sql)} & set(VIEWS)
+        except duckdb.Error:
+            return None
     return named | ({"results"} if "requests" in named else set())
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAGIC = b"PAR1"
+BATCH_ROWS = 4096
 LEAST_BYTES = 12  # magic, length of the footer, magic
 
 CHECK = "run: conserve check"
@@ -23,6 +24,25 @@ class LeftOut:
     def sentence(self) -> str:
         """One sentence for the user."""
         return f"the view {self.view} leaves out rows of job {self.job_id}: {self.reason}; {self.fix}"
+
+
+def damage(path: Path) -> str | None:
+    """Why a Parquet file cannot be read to its end, if it cannot; reads all of it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            for _ in file.iter_batches(batch_size=BATCH_ROWS, use_threads=False):
+                pass
+    except (OSError, pa.ArrowException, ValueError) as error:
+        return f"is damaged ({first_line(error)})"
+    return None
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def fault(path: Path) -> str | None:

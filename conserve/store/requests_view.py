@@ -11,9 +11,10 @@ import pyarrow as pa
 from conserve.store import home
 from conserve.store.input_columns import with_columns
 from conserve.store.quoting import parquet
-from conserve.store.readable import CHECK, LeftOut, fault
+from conserve.store.readable import CHECK, LeftOut
 from conserve.store.snapshot import Snapshot
 from conserve.store.states import JobState
+from conserve.store.views import Fault
 
 COLUMNS = (
     "job_id", "position", "row_index", "custom_id", "body", "prompt", "state", "attempts", "error",
@@ -31,10 +32,10 @@ class Wording(Protocol):
 
 
 def add_requests(
-    duck: duckdb.DuckDBPyConnection, taken: Snapshot, wording: Wording | None
+    duck: duckdb.DuckDBPyConnection, taken: Snapshot, wording: Wording | None, fault: Fault
 ) -> tuple[list[Path], list[LeftOut]]:
     """Create the view; returns the files it reads, and the jobs whose file cannot be read."""
-    files, left_out = readable_requests(taken)
+    files, left_out = readable_requests(taken, fault)
     body, prompt = (function(duck, name, wording) for name in ("body", "prompt"))
     add_marks(duck, taken)
     view = VIEW.format(asked="{asked}", body=body, prompt=prompt)
@@ -85,7 +86,7 @@ VIEW = """
 no result has its result in a file that cannot be read."""
 
 
-def readable_requests(taken: Snapshot) -> tuple[list[Path], list[LeftOut]]:
+def readable_requests(taken: Snapshot, fault: Fault) -> tuple[list[Path], list[LeftOut]]:
     """Request files that can be opened, and the jobs that have none."""
     files: list[Path] = []
     left_out: list[LeftOut] = []

@@ -1,7 +1,7 @@
 """The views `jobs`, `results` and `inputs` over a snapshot; a file that cannot be read is left out of its view."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,18 +13,18 @@ from conserve.store.damage import Damage, Part
 from conserve.store.input_columns import (
     RESULT_COLUMNS,
     disagreeing,
-    first_line,
     input_select,
     input_types,
     with_columns,
 )
 from conserve.store.input_parts import InputPart, changed, parts_of
 from conserve.store.quoting import parquet, quoted
-from conserve.store.readable import CHECK, REPAIR, LeftOut, fault
+from conserve.store.readable import CHECK, REPAIR, LeftOut, first_line
 from conserve.store.results import COLUMNS
 from conserve.store.shards import ShardFile
 from conserve.store.snapshot import Snapshot
 
+Fault = Callable[[Path], str | None]  # why a file cannot be read, if it cannot
 DOCUMENTS = ("json", "choices", "logprobs")  # columns of `results` that hold JSON
 FIRST_COLUMNS = ("job_id", "position", *(name for name in COLUMNS if name != "engine"))
 """The columns that shards of every version have."""
@@ -45,7 +45,9 @@ def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
     duck.unregister("job_rows")
 
 
-def add_results(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> tuple[list[Path], list[LeftOut]]:
+def add_results(
+    duck: duckdb.DuckDBPyConnection, taken: Snapshot, fault: Fault
+) -> tuple[list[Path], list[LeftOut]]:
     """The view `results`: one row a finished input row, from shards and journal together.
 
     Returns the shards it reads, and the jobs that have others.
@@ -108,7 +110,7 @@ def damaged_shards(faults: dict[ShardFile, str]) -> list[LeftOut]:
     ]
 
 
-def readable_inputs(taken: Snapshot) -> tuple[dict[str, list[InputPart]], list[LeftOut]]:
+def readable_inputs(taken: Snapshot, fault: Fault) -> tuple[dict[str, list[InputPart]], list[LeftOut]]:
     """The files with each job's input rows; jobs of which one is gone, damaged or changed are left out."""
     readable: dict[str, list[InputPart]] = {}
     left_out = damages(taken, "inputs", (Part.INPUTS,))
@@ -117,7 +119,7 @@ def readable_inputs(taken: Snapshot) -> tuple[dict[str, list[InputPart]], list[L
         if job.id in damaged:
             continue
         parts = parts_of(taken.home, job.id, job.source)
-        if reason := input_fault(job.source, parts):
+        if reason := input_fault(job.source, parts, fault):
             fix = CHECK if job.source.copied else "put back the file that was submitted, to join it"
             left_out.append(LeftOut(view="inputs", job_id=job.id, reason=reason, fix=fix))
         else:
@@ -125,7 +127,7 @@ def readable_inputs(taken: Snapshot) -> tuple[dict[str, list[InputPart]], list[L
     return readable, left_out
 
 
-def input_fault(source: catalog.Source, parts: Sequence[InputPart]) -> str | None:
+def input_fault(source: catalog.Source, parts: Sequence[InputPart], fault: Fault) -> str | None:
     """Why input files cannot be joined with results, if they cannot."""
     if reason := changed(source, parts):
         return reason

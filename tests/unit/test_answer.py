@@ -34,7 +34,7 @@ def asked(taken: Snapshot, sql: str, **bounds: Any) -> list[tuple[Any, ...]]:
     question = Question(
         taken=taken,
         ask=lambda duck: ask(duck, sql),
-        uses=lambda duck: None,
+        uses=lambda: None,
         bounds=Bounds(**({"threads": 2, "memory_bytes": 512 * MIB} | bounds)),
     )
     with answer.answered(question, warn=lambda found: None) as rows:
@@ -110,7 +110,7 @@ def test_time_that_the_reader_takes_does_not_count(taken: Snapshot, monkeypatch:
     question = Question(
         taken=taken,
         ask=lambda duck: ask(duck, "from range(5000)"),
-        uses=lambda duck: None,
+        uses=lambda: None,
         bounds=Bounds(threads=1, timeout_s=100.0),
     )
     with answer.answered(question, warn=lambda found: None) as rows:
@@ -125,7 +125,7 @@ def test_a_process_that_dies_is_a_sentence(taken: Snapshot) -> None:
     question = Question(
         taken=taken,
         ask=lambda duck: os.kill(os.getpid(), signal.SIGKILL),  # type: ignore[arg-type,return-value]
-        uses=lambda duck: None,
+        uses=lambda: None,
         bounds=Bounds(threads=1, memory_bytes=512 * MIB),
     )
     with (
@@ -139,7 +139,7 @@ def test_our_own_mistakes_are_not_hidden(taken: Snapshot) -> None:
     question = Question(
         taken=taken,
         ask=lambda duck: {}["nowhere"],  # type: ignore[index,return-value]
-        uses=lambda duck: None,
+        uses=lambda: None,
         bounds=Bounds(threads=1),
     )
     with pytest.raises(RuntimeError, match="KeyError: 'nowhere'"), answer.answered(question, warn=print):
@@ -230,7 +230,7 @@ def test_a_query_that_spills_leaves_nothing(taken: Snapshot, tmp_path: Path) -> 
     question = Question(
         taken=taken,
         ask=lambda duck: ask(duck, "select range % 2000000, count(*) from range(4000000) group by 1"),
-        uses=lambda duck: None,
+        uses=lambda: None,
         bounds=Bounds(threads=2, memory_bytes=160 * MIB),
     )
     with answer.answered(question, warn=lambda found: None, spill_in=tmp_path) as rows:

@@ -2,12 +2,14 @@
 
 import csv
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sqlalchemy import text
 
 from conserve.jobs.submit import submit
 from conserve.jobs.task import Kind, Task
@@ -140,6 +142,64 @@ def test_an_input_that_is_no_parquet_any_more_is_left_out(store: Store, tmp_path
     with views(store, now=0.0) as opened:
         assert opened.duck.execute("select job_id from inputs").fetchall() == [(good,)]
         assert [left_out.job_id for left_out in opened.left_out] == [bad]
+
+
+def flip(path: Path) -> None:
+    """Damage the pages of a file, and leave the description of its columns as it is."""
+    data = bytearray(path.read_bytes())
+    footer = int.from_bytes(data[-8:-4], "little") + 8
+    for at in range(4, len(data) - footer, 7):
+        data[at] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("view", "sql"),
+    [
+        ("results", "select job_id, count(*), max(text) from results group by 1"),
+        ("inputs", "select job_id, count(*), max(q) from inputs group by 1"),
+        ("requests", "select job_id, count(*), max(prompt) from requests group by 1"),
+    ],
+)
+def test_a_file_that_turns_out_to_be_damaged_is_left_out(
+    store: Store, tmp_path: Path, view: str, sql: str
+) -> None:
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps({"q": f"text {n * 7919}"}) + "\n" for n in range(500)))
+    good, bad = queue(store, lines), queue(store, lines)
+    for job_id in (good, bad):
+        finish(store, leased(store, only=[job_id], limit=500), text="some text")
+        shards.compact(store, job_id, now=0.0)
+    folder = home.job_folder(store.home, bad)
+    flip({"results": shard_of(store, bad)}.get(view, folder / f"{view}.parquet"))
+    done = conserve("sql", "--csv", sql)
+    assert done.returncode == (1 if view == "results" else 0), done.stderr
+    assert [line.split(",")[:2] for line in done.stdout.splitlines()[1:]] == [[good, "500"]]
+    assert done.stderr.startswith(f"warning: the view {view} leaves out rows of job {bad}: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_damage_found_after_the_first_rows_ends_the_answer(store: Store, tmp_path: Path) -> None:
+    """Of a store of an earlier version, which has no digests."""
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text('{"q": "a"}\n')
+    path = home.inputs_file(store.home, queue(store, lines))
+    with store.write() as tx:
+        tx.execute(text("update job set files = null"))
+    dice = random.Random(1)
+    pq.write_table(
+        pa.table({"q": [dice.randbytes(2500).hex() for _ in range(4000)]}), path, row_group_size=100
+    )
+    data = bytearray(path.read_bytes())
+    start = len(data) - int.from_bytes(data[-8:-4], "little") - 50_000
+    data[start : start + 40_000] = bytes(40_000)
+    path.write_bytes(bytes(data))
+    out = tmp_path / "out.csv"
+    done = conserve("sql", "-o", str(out), "select q from inputs", CONSERVE_SQL_THREADS="1")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"conserve: {path} is damaged (")
+    assert done.stderr.endswith("; run: conserve check --repair\n")
+    assert not out.exists()
 
 
 def test_sql_warns_of_what_the_query_would_have_read(store: Store, write_input: WriteInput) -> None:
