@@ -34,13 +34,14 @@ class Place(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str | None) -> "Place":
-        """The inverse of `to_text`."""
-        match (text or "0").split():
-            case [turn, job_id, position]:
-                return cls(int(turn), job_id, int(position))
-            case [turn]:
-                return cls(int(turn))
-        raise StoreError(f"the store's window is at {text!r}, which is no place; run: conserve doctor")
+        """The inverse of `to_text`; of a text that is none, where every window begins."""
+        with suppress(ValueError):
+            match (text or "0").split():
+                case [turn, job_id, position]:
+                    return cls(int(turn), job_id, int(position))
+                case [turn]:
+                    return cls(int(turn))
+        return cls()
 
 
 class Feed:

@@ -36,6 +36,8 @@ def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float
         job = catalog.get(tx, job_id)
     if (lost := task_fault(job)) is not None:
         return said + fail(store, job, f"what job {job.id} asks is lost ({lost}); submit it again", now)
+    if parts & {Part.MARK, Part.RECORD}:
+        said.append(records.mend_mark(store, job_id))
     if Part.INPUTS in parts:
         said += mend_inputs(store, job, now)
     if Part.REQUESTS in parts and not is_whole(home.requests_file(store.home, job.id), job):

@@ -16,10 +16,11 @@ import pyarrow.parquet as pq
 from sqlalchemy import Connection, text
 
 from conserve.errors import JobNotFound, StoreDamaged
-from conserve.store import catalog, digests, places, shards
+from conserve.store import catalog, digests, home, marks, places, records, shards
 from conserve.store.damage import Damage, NamedFile, Part, damaged, named_files
 from conserve.store.digests import Seal
 from conserve.store.journal import is_whole
+from conserve.store.marks import Mark
 from conserve.store.places import Content
 from conserve.store.results import decode
 from conserve.store.shards import ShardFile
@@ -148,16 +149,20 @@ def check_job(store: Store, job_id: str, checked: Checked, judge: Judge = lambda
 def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[Damage]:
     """Everything that is wrong with one job at this moment."""
     try:
+        mark = marks.of(home.job_folder(store.home, job_id))
         with store.read() as tx:
             standing = stand(tx, store.home, job_id)
+            wrong = records.differences(tx, job_id, mark) if mark is not None else []
     except JobNotFound:
         return []  # removed since its id was read
     except StoreDamaged as error:
         return [record_damage(job_id, str(error))]
     files = [file for file in named_files(store.home, [standing.job], []) if file.part is not Part.SHARD]
     found = [one for file in files if (one := file_damage(store.home, file, standing.job))]
-    if said := judge(standing.job):
+    if said := judge(standing.job) or (wrong and f"not what was submitted: {', '.join(wrong)}"):
         found.append(record_damage(job_id, said))
+    elif standing.job.files and (mark is None or mark.store_id != store.id):  # no earlier version made one
+        found.append(mark_damage(store.home, job_id, mark))
     found += shard_damages(standing)
     found += row_damages(standing)
     for path in (*(file.path for file in files), *(store.home / shard.file for shard in standing.shards)):
@@ -225,6 +230,14 @@ def read_journal(tx: Connection, job_id: str) -> tuple[list[int], Counts]:
 def record_damage(job_id: str, said: str) -> Damage:
     """Damage of a row of the table `job`."""
     return damaged(job_id, Part.RECORD, "its record", f"is damaged ({said.partition('; run:')[0]})")
+
+
+def mark_damage(where: Path, job_id: str, mark: Mark | None) -> Damage:
+    """Damage of the file that says whose a folder is."""
+    path = home.job_folder(where, job_id) / marks.MARK
+    what = "is not what was written" if path.is_file() else "is missing"
+    what = what if mark is None else f"is of another store ({mark.store_id})"
+    return damaged(job_id, Part.MARK, str(path.relative_to(where)), what)
 
 
 def file_damage(where: Path, file: NamedFile, job: catalog.Job) -> Damage | None:
@@ -317,6 +330,7 @@ def fix_of(found: Damage, standing: Standing) -> str:
         Part.ROWS: "rows that are nowhere are computed again",
         Part.COUNTERS: "it is counted again",
         Part.RECORD: "it is taken from the job's folder",
+        Part.MARK: "it is written anew",
     }
     return f"run: conserve check --repair {found.job_id} ({comes_to[found.part]})"
 

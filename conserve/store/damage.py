@@ -30,6 +30,8 @@ class Part(StrEnum):
     COUNTERS = "counters"
     RECORD = "record"
     """The row of the table `job`."""
+    MARK = "mark"
+    """The file in the job's folder that says whose it is (`marks`)."""
     DATABASE = "database"
     SPILL = "spill"
 

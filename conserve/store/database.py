@@ -65,10 +65,14 @@ def connect_to_read(url: str) -> Engine | None:
         parsed, creator=lambda: reader(path, timeout_s=BUSY_TIMEOUT_S), poolclass=StaticPool
     )
     event.listen(engine, "begin", begin_sqlite)
-    with transaction(engine, read_only=True) as tx:
-        current = version(tx)
-    if current > LATEST:
-        raise StoreTooNew(too_new(current))
+    try:
+        with transaction(engine, read_only=True) as tx:
+            current = version(tx)
+        if current > LATEST:
+            raise StoreTooNew(too_new(current))
+    except StoreError:
+        engine.dispose()
+        raise
     if current == LATEST:
         return engine
     engine.dispose()

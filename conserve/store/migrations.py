@@ -25,7 +25,7 @@ from sqlalchemy import (
 
 from conserve.errors import StoreTooNew
 from conserve.store import first_schema, schema
-from conserve.store.versions import LATEST, too_new
+from conserve.store.versions import LATEST, number, too_new
 
 STORE_ID = "store_id"  # its key in `meta`
 
@@ -40,10 +40,10 @@ def m002_damage_is_noticed(tx: Connection) -> None:
     add_column(tx, "job", Column("files", Text))
     add_column(tx, "journal", Column("checksum", BigInteger))
     add_column(tx, "lease", Column("lease_s", Float))
+    add_column(tx, "request", Column("checksum", BigInteger))
     add_column(tx, "shard", Column("digest", Text))
     add_column(tx, "shard", Column("bytes", BigInteger))
-    known = tx.scalar(select(schema.meta.c.value).where(schema.meta.c.key == STORE_ID))
-    if known is None:
+    if not store_id(tx):
         tx.execute(insert(schema.meta).values(key=STORE_ID, value=uuid.uuid4().hex))
 
 
@@ -73,8 +73,7 @@ def version(tx: Connection) -> int:
     """The number of the last migration applied; 0 for an empty database."""
     if not inspect(tx).has_table("meta"):
         return 0
-    value = tx.scalar(select(schema.meta.c.value).where(schema.meta.c.key == "version"))
-    return int(value or 0)
+    return number(tx.scalar(select(schema.meta.c.value).where(schema.meta.c.key == "version")) or 0)
 
 
 def migrate(tx: Connection) -> None:
@@ -83,9 +82,9 @@ def migrate(tx: Connection) -> None:
     current = version(tx)
     if current > LATEST:
         raise StoreTooNew(too_new(current))
-    for number, apply in enumerate(MIGRATIONS[current:], start=current + 1):
+    for latest, apply in enumerate(MIGRATIONS[current:], start=current + 1):
         apply(tx)
-        remember(tx, number)
+        remember(tx, latest)
 
 
 def lock(tx: Connection) -> None:

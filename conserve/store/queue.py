@@ -6,6 +6,7 @@ finds its epoch gone too and can commit nothing (fencing, as Chubby's sequencers
 
 import array
 import sys
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -143,11 +144,21 @@ def returned(
         waiting = waiting.where(not_(PASSED_OVER))
     rows = tx.execute(waiting.order_by(request.c.position).limit(limit))
     return [
-        LeasedRow(
-            r.position, r.attempts + 1, r.failures, r.started_at or now, r.tokens, r.tokens_by, r.suspect
-        )
+        LeasedRow(r.position, r.attempts + 1, r.failures, r.started_at or now, *whole_tokens(r), r.suspect)
         for r in rows
     ]
+
+
+def whole_tokens(row: Any) -> tuple[bytes | None, str | None]:
+    """The tokens that were saved of a row, and what generated them; none if they are not what was written."""
+    if row.checksum not in (None, tokens_checksum(row.tokens, row.tokens_by)):
+        return None, None
+    return row.tokens, row.tokens_by
+
+
+def tokens_checksum(tokens: bytes | None, tokens_by: str | None) -> int:
+    """CRC-32 of saved tokens."""
+    return zlib.crc32(tokens or b"", zlib.crc32((tokens_by or "").encode()))
 
 
 def is_due(now: float) -> ColumnElement[bool]:
@@ -280,7 +291,11 @@ def save_tokens(tx: Connection, saved: Sequence[SavedTokens]) -> None:
             request.c.position == bindparam("at_position"),
             request.c.epoch == bindparam("under_epoch"),
         )
-        .values(tokens=bindparam("new_tokens"), tokens_by=bindparam("new_tokens_by")),
+        .values(
+            tokens=bindparam("new_tokens"),
+            tokens_by=bindparam("new_tokens_by"),
+            checksum=bindparam("new_checksum"),
+        ),
         [
             {
                 "of_job": s.job_id,
@@ -288,6 +303,7 @@ def save_tokens(tx: Connection, saved: Sequence[SavedTokens]) -> None:
                 "under_epoch": s.epoch,
                 "new_tokens": s.tokens,
                 "new_tokens_by": s.tokens_by,
+                "new_checksum": tokens_checksum(s.tokens, s.tokens_by),
             }
             for s in saved
         ],

@@ -16,7 +16,7 @@ from conserve.config import Settings
 from conserve.errors import JobNotFound, StoreError, StoreReadOnly, StoreTooNew
 from conserve.store.reader import reader
 from conserve.store.states import JobState
-from conserve.store.versions import LATEST, WITH_MODELS, too_new
+from conserve.store.versions import LATEST, WITH_MODELS, number, too_new
 
 Query = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
 
@@ -90,7 +90,7 @@ def read_jobs(settings: Settings, *, now: float) -> list[JobReading]:
 def jobs_query(query: Query) -> str:
     """The SQL for all jobs in a store of this version."""
     rows = query(VERSION, {})
-    return JOBS if not rows or int(rows[0][0]) >= WITH_MODELS else WITHOUT_MODELS
+    return JOBS if not rows or number(rows[0][0]) >= WITH_MODELS else WITHOUT_MODELS
 
 
 def to_reading(row: tuple[Any, ...]) -> JobReading:
@@ -218,8 +218,8 @@ def opened_elsewhere(settings: Settings) -> Iterator[Query]:
 
 def check_version(rows: list[tuple[Any, ...]]) -> None:
     """Refuse a store from the future; an older one is brought up to date by the next command that writes."""
-    if rows and int(rows[0][0]) > LATEST:
-        raise StoreTooNew(too_new(int(rows[0][0])))
+    if rows and number(rows[0][0]) > LATEST:
+        raise StoreTooNew(too_new(number(rows[0][0])))
 
 
 def resolve(known: Sequence[str], wanted: str) -> str:

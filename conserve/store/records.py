@@ -11,6 +11,7 @@ from sqlalchemy import Connection, update
 
 from conserve.store import catalog, home, marks, places, schema, shards
 from conserve.store.catalog import Source
+from conserve.store.marks import Mark
 from conserve.store.states import JobState
 from conserve.store.store import Store
 
@@ -31,9 +32,12 @@ MOVING = frozenset(
         "completion_tokens",
         "cached_tokens",
         "resumed_tokens",
+        "model",
+        "files",
+        "priority",
     }
 )
-"""Columns that change while a job runs; the others are as at submit."""
+"""Columns that may change after submit."""
 
 
 def mend(store: Store, job_id: str, *, now: float) -> str:
@@ -62,7 +66,30 @@ def at_submit(store: Store, job_id: str) -> dict[str, Any]:
     """What stands in the job's folder of what never changes; nothing if there is no mark."""
     mark = marks.of(home.job_folder(store.home, job_id))
     record = mark.record if mark is not None else None
-    return {name: value for name, value in (record or {}).items() if name not in MOVING}
+    kept = {"files", "priority"}  # as they were is better than nothing
+    return {
+        name: value
+        for name, value in (record or {}).items()
+        if name in job.c and (name in kept or name not in MOVING)
+    }
+
+
+def differences(tx: Connection, job_id: str, mark: Mark) -> list[str]:
+    """Columns of a job's record that are not what was submitted, by what stands in its folder."""
+    now = catalog.record(tx, job_id)
+    then = mark.record or {}
+    return [name for name in now if name in then and name not in MOVING and now[name] != then[name]]
+
+
+def mend_mark(store: Store, job_id: str) -> str:
+    """Write a job's mark anew, from its record."""
+    folder = home.job_folder(store.home, job_id)
+    with store.read() as tx:
+        record = catalog.record(tx, job_id)
+    with home.explained(store.home):
+        folder.mkdir(parents=True, exist_ok=True)
+        marks.change(folder, Mark(store_id=store.id, registered=True, record=record))
+    return f"{(folder / marks.MARK).relative_to(store.home)} was written anew"
 
 
 def numbers(tx: Connection, where: Path, job_id: str, values: Mapping[str, Any]) -> dict[str, int]:

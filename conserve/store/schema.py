@@ -86,6 +86,7 @@ request = Table(
     Column("started_at", Float),  # first lease
     Column("tokens", LargeBinary),  # generated so far, little-endian int32
     Column("tokens_by", Text),  # Endpoint.identity that generated them
+    Column("checksum", BigInteger),  # CRC-32 of these two; null for what an earlier version saved
     Index("request_by_epoch", "epoch", "job_id", "position"),  # a lease's rows; with null, the waiting ones
     sqlite_with_rowid=False,
 )

@@ -1,5 +1,7 @@
 """The store's version, apart from the migrations so that reading it imports nothing heavy."""
 
+from conserve.errors import StoreDamaged
+
 LATEST = 3
 WITH_MODELS = 3  # from which on a job has a model and tags
 
@@ -10,3 +12,11 @@ def too_new(current: int) -> str:
         f"this store has version {current} and this ConServe knows only up to {LATEST}; "
         "upgrade ConServe, or point CONSERVE_HOME at another folder"
     )
+
+
+def number(value: object) -> int:
+    """A version as the store has it; raises `StoreDamaged` for one that is none."""
+    try:
+        return int(str(value))
+    except ValueError as error:
+        raise StoreDamaged(f"the store's version is damaged ({value!r}); run: conserve check") from error

@@ -275,7 +275,7 @@ def test_a_damaged_row_of_the_journal_is_computed_again(
         "update request set position = 14 where position = 11",
         "update request set position = 99 where position = 11",
         "insert into request select job_id, 3, epoch, attempts, failures, available_at, suspect, started_at, "
-        "tokens, tokens_by from request where position = 11",
+        "tokens, tokens_by, checksum from request where position = 11",
         "update job set state = 'completed'",
     ],
 )
@@ -336,6 +336,49 @@ def test_a_damaged_record_is_taken_from_the_jobs_folder(
     assert check("--repair", code=0)["left"] == []
     assert results(other) == expected[1]
     assert results(hurt) == expected[0]
+
+
+@damaged_ways
+def test_a_damaged_mark_is_written_anew(
+    store: Store, submit: Callable[..., str], damage: Callable[[Path], Any]
+) -> None:
+    hurt, other = submit(), submit("two")
+    path = home.job_folder(store.home, hurt) / marks.MARK
+    before = marks.of(path.parent)
+    damage(path)
+    assert marks.of(path.parent) is None
+    (found,) = check()["damages"]
+    assert (found["job_id"], found["part"]) == (hurt, "mark")
+    assert check("--repair", code=0)["left"] == []
+    assert marks.of(path.parent) == before
+    assert job(store, other).state is JobState.QUEUED
+
+
+def test_a_mark_of_another_store_is_written_anew(store: Store, submit: Callable[..., str]) -> None:
+    folder = home.job_folder(store.home, submit())
+    marks.change(folder, marks.Mark(store_id="another", registered=True))
+    (found,) = check()["damages"]
+    assert "is of another store (another)" in found["what"]
+    assert check("--repair", code=0)["left"] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["task = replace(task, 'q }}', 'p }}')", "submitted_at = 7", "source = replace(source, 'one', 'two')"],
+)
+def test_a_record_that_is_not_what_was_submitted_is_taken_from_the_folder(
+    store: Store, submit: Callable[..., str], change: str
+) -> None:
+    """A flipped bit in a template would ask something else."""
+    job_id = submit()
+    before = job(store, job_id)
+    with store.write() as tx:
+        tx.exec_driver_sql(f"update job set {change}")
+    (found,) = check()["damages"]
+    assert (found["job_id"], found["part"]) == (job_id, "record")
+    assert "not what was submitted: " + change.split()[0] in found["what"]
+    assert check("--repair", code=0)["left"] == []
+    assert job(store, job_id) == before
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["with a mark", "without"])

@@ -246,7 +246,7 @@ NULLABLE = {
     "lease": {"lease_s"},
     "journal": {"checksum"},
     "shard": {"digest", "bytes"},
-    "request": {"epoch", "started_at", "tokens", "tokens_by"},
+    "request": {"epoch", "started_at", "tokens", "tokens_by", "checksum"},
 }
 KEYS = {
     "meta": ["key"],

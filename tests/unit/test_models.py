@@ -149,7 +149,9 @@ def test_a_refusal_ends_with_its_reason(store: Store, write_input: WriteInput) -
     """Another process answers the other model's job while this one still works on its own."""
     theirs, ours = queue_up(write_input, "--model", "one"), queue_up(write_input, rows=3)
     tally = Tally()
-    ledger = Ledger(store, tally, lease_s=60.0, only=None, utility=0.9, clock=lambda: 0.0)
+    ledger = Ledger(
+        store, tally, lease_s=60.0, only=None, utility=0.9, clock=lambda: 0.0, monotonic=lambda: 0.0
+    )
     ledger.model = "other"
     ledger.nothing_left()
     assert list(tally.refused) == [theirs]

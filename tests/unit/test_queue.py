@@ -220,6 +220,28 @@ def test_tokens_are_kept_for_the_next_attempt_and_late_ones_are_not(store: Store
     assert positions(other) == [2]
 
 
+@pytest.mark.parametrize("change", ["tokens = x'0700000009000000'", "tokens_by = 'modem'", "tokens = null"])
+def test_saved_tokens_that_are_not_what_was_written_are_computed_again(store: Store, change: str) -> None:
+    add_job(store, rows=1)
+    lease = leased(store)
+    with store.write() as tx:
+        queue.save_tokens(tx, [SavedTokens(lease.epoch, "job-1", 0, queue.pack_tokens([7, 8]), "model")])
+        tx.exec_driver_sql(f"update request set {change}")
+    put_back(store, lease, 0)
+    (again,) = leased(store).rows
+    assert (again.tokens, again.tokens_by) == (None, None)
+
+
+def test_tokens_that_an_earlier_version_saved_are_taken_as_they_are(store: Store) -> None:
+    add_job(store, rows=1)
+    lease = leased(store)
+    with store.write() as tx:
+        queue.save_tokens(tx, [SavedTokens(lease.epoch, "job-1", 0, queue.pack_tokens([7]), "model")])
+        tx.exec_driver_sql("update request set checksum = null")
+    put_back(store, lease, 0)
+    assert leased(store).rows[0].tokens == queue.pack_tokens([7])
+
+
 def test_tokens_are_four_bytes_little_endian() -> None:
     assert queue.pack_tokens([1, 256, 2**31 - 1]) == bytes.fromhex("01000000 00010000 ffffff7f")
     assert queue.unpack_tokens(queue.pack_tokens([1, 256, 2**31 - 1])) == [1, 256, 2**31 - 1]
