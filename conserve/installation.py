@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import sys
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -68,7 +68,9 @@ def pip(verb: str) -> str:
     on_path = shutil.which("pip")
     if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
         return f"pip {verb}"
-    if find_spec("pip") is not None:
+    if (
+        PathFinder.find_spec("pip") is not None
+    ):  # setuptools' own finder stops working once pip was looked for
         return f"{shlex.quote(sys.executable)} -m pip {verb}"
     return f"uv pip {verb} --python {shlex.quote(sys.executable)}"
 
@@ -78,7 +80,7 @@ def uv() -> str:
     if shutil.which("uv") is not None:
         return "uv"
     module = f"{shlex.quote(sys.executable)} -m uv"
-    return module if find_spec("uv") is not None else f"{pip('install')} uv && {module}"
+    return module if PathFinder.find_spec("uv") is not None else f"{pip('install')} uv && {module}"
 
 
 def packages(extra: str) -> list[str]:

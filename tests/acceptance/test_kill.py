@@ -63,7 +63,7 @@ def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path) -> None:
     other = Harness(tmp_path / "home", ["one more"], script="tokens=4", seed=1)
     other.submit()
     other.kill(Shot(at=f"{SHARDS}:register", after=True))  # in the recovery, which compacts what is left
-    other.kill(Shot(at=f"{SHARDS}:sweep"))
+    other.kill(Shot(at="conserve.store.sweep:sweep"))
     assert other.finish() == 0
     harness.check()
     other.check()

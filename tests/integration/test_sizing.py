@@ -91,5 +91,5 @@ def test_the_scheduler_tells_the_speed_that_the_rate_is_set_by(tmp_path: Path, c
     config = engine_config(tmp_path, section={"coefficients": model.coefficients}, **FLAGS)
     said = BareEngine(config, clock=clock).scheduler.conserve()
     told = {"name": "conserve", "coefficients": model.coefficients, "scale": 1.0}
-    assert said["latency_model"] == told
+    assert said["latency_model"].items() >= told.items()
     assert said["max_num_batched_tokens"] == FLAGS["max_num_batched_tokens"]

@@ -428,7 +428,12 @@ def test_nothing_that_would_fit_is_left_out(view: View) -> None:
 
 
 @settings(max_examples=EXAMPLES)
-@given(views(), st.integers(0, 100), st.sampled_from([3, 30, 100]), st.sampled_from([0, 1, 5]))
+@given(
+    views().filter(lambda view: view.waiting_offline),
+    st.integers(0, 400),
+    st.sampled_from([3, 30]),
+    st.sampled_from([0, 1, 5]),
+)
 def test_offline_rows_begin_only_beside_what_is_kept_for_online_ones(
     view: View, free: int, blocks: int, slots: int
 ) -> None:

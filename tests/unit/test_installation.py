@@ -102,7 +102,7 @@ def test_the_line_is_for_this_interpreter(monkeypatch: pytest.MonkeyPatch) -> No
     assert installation.pip("install") == "pip install"
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/pip")
     assert installation.pip("install") == f"{sys.executable} -m pip install"
-    monkeypatch.setattr(installation, "find_spec", lambda name: None)
+    monkeypatch.setattr(installation.PathFinder, "find_spec", lambda name: None)
     assert installation.pip("uninstall") == f"uv pip uninstall --python {sys.executable}"
 
 

@@ -194,6 +194,8 @@ def test_whatever_breaks_the_task_of_a_row_ends_the_row(
         return original(*arguments, **named)
 
     monkeypatch.setattr(harvesting, broken, breaks_for_odd)
+    monkeypatch.setattr(harvesting.log, "disabled", False)  # as logging set up by others may leave it
+    caplog.set_level(logging.WARNING, harvesting.log.name)
     outcome = GOOD if broken == "success" else EndpointFault("no")
     tally = drain(store, Odd(outcome), max_attempts=1)
     check(store, job_id, "endpoint_fault")

@@ -125,7 +125,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The distutils package is deprecated:DeprecationWarning"),
 ]
 
 
