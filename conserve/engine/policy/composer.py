@@ -29,7 +29,7 @@ class Composer:
         self.restored: list[str] = []
         self.preempted: list[str] = []
         self.surcharge_ms = 0.0
-        self.limit_ms = inf
+        self.limit_ms: float | None = None  # on the iteration, from `begin_offline` on
         self._online_requests: int | None = None  # in the batch when the first offline one could join
         self.tokens_left = view.max_tokens
         self.free_slots = view.free_slots
@@ -51,7 +51,7 @@ class Composer:
             restored=self.restored,
             preempted=self.preempted,
             predicted_ms=self.predicted_ms if self.tokens else 0.0,
-            limit_ms=None if self._online_requests in (None, self.batch.requests) else self.limit_ms,
+            limit_ms=None if self._online_requests == self.batch.requests else self.limit_ms,
         )
 
     @property
@@ -114,9 +114,8 @@ class Composer:
 
     def add(self, candidate: Candidate, tokens: int) -> None:
         """Let the request compute this many tokens."""
-        if candidate.prefix and not candidate.decode:
-            first, end = candidate.context // self._block_tokens, candidate.context + tokens
-            self._computing.update(candidate.prefix[first : -(-end // self._block_tokens)])
+        first, end = candidate.context // self._block_tokens, candidate.context + tokens
+        self._computing.update(candidate.prefix[first : -(-end // self._block_tokens)])
         self.batch.add(tokens, candidate.context, candidate.decode)
         self.tokens[candidate.name] = tokens
         self.tokens_left -= tokens

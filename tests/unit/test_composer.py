@@ -1,0 +1,160 @@
+"""A batch in the making: what the composer counts, what it finds room for, and what it takes back."""
+
+from math import inf
+
+import pytest
+
+from conserve.engine.policy.composer import Composer, smallest_ms
+from conserve.engine.policy.view import Candidate
+from conserve.profiles.conserve import ConServeModel
+from conserve.profiles.correction import CorrectedModel
+from conserve.profiles.hygen import HyGenModel
+from tests.policy_views import FRESH, MS_PER_TOKEN, decodes, view_of
+
+ROWS = tuple(Candidate(f"row{n}", 1, 60, True, 4) for n in range(3))
+DEAR = Candidate("dear", 10, 0, surcharge_ms=4.0)  # 5 ms a token
+
+
+def alike(name: str, context: int, tokens: int) -> Candidate:
+    """A request whose first 128 tokens are those of all others: eight KV blocks."""
+    return Candidate(name, tokens, context, prefix=[f"p{n}" for n in range(8)])
+
+
+class TestSharedBlocks:
+    """Requests that begin alike compute their common KV blocks once, or bring them back once."""
+
+    @pytest.mark.parametrize(
+        ("context", "computed"), [(0, False), (16, False), (32, True), (48, True), (64, True), (80, False)]
+    )
+    def test_the_batch_computes_the_blocks_that_a_chunk_touches(self, context: int, computed: bool) -> None:
+        composer = Composer(view_of())
+        composer.add(alike("first", 32, 40), 40)  # the third block, the fourth, and half of the fifth
+        assert composer.computes_next_of(alike("second", context, 40)) == computed
+
+    def test_a_prompt_that_is_cut_computes_those_of_its_chunk(self) -> None:
+        composer = Composer(view_of())
+        composer.add(alike("first", 0, 100), 20)
+        assert composer.computes_next_of(alike("second", 16, 40))
+        assert not composer.computes_next_of(alike("second", 32, 40))
+
+    @pytest.mark.parametrize("context", [0, 32])
+    def test_a_block_helps_a_request_that_has_a_token_to_compute_after_it(self, context: int) -> None:
+        composer = Composer(view_of())
+        composer.add(alike("first", 0, 128), 128)
+        assert not composer.computes_next_of(alike("second", context, 16))
+        assert composer.computes_next_of(alike("second", context, 17))
+
+    @pytest.mark.parametrize(
+        ("context", "comes"), [(0, False), (16, False), (32, True), (48, False), (64, False)]
+    )
+    def test_full_blocks_come_back_for_others_too(self, context: int, comes: bool) -> None:
+        composer = Composer(view_of())
+        composer.restore(alike("first", 32, 30))  # the third block, and 14 tokens of the fourth
+        assert composer.comes_for_others(alike("second", context, 40)) == comes
+
+
+class TestRoom:
+    """Each request takes its tokens, its slot and its KV blocks from what is free."""
+
+    def test_a_request_that_starts_with_a_chunk_has_blocks_for_all_of_its_prompt(self) -> None:
+        composer = Composer(view_of())
+        composer.admit(FRESH, 20)
+        assert composer.free_blocks == 1000 - 7
+        assert (composer.tokens_left, composer.free_slots) == (2048 - 20, 49)
+
+    def test_a_request_that_comes_back_takes_one_slot_and_all_of_them_take_one_token(self) -> None:
+        composer = Composer(view_of())
+        for count in (1, 2):
+            composer.restore(Candidate(f"row{count}", 100, 0, restorable=99))
+            assert composer.free_slots == 50 - count
+            assert composer.free_blocks == 1000 - 7 * count
+            assert composer.tokens_left == 2048 - 1
+
+    def test_victims_that_have_exactly_the_missing_blocks_are_enough(self) -> None:
+        composer = Composer(view_of(free_blocks=3))
+        assert composer.make_room([*ROWS[:1]], 7)
+        assert (composer.preempted, composer.free_blocks) == (["row0"], 7)
+
+    def test_a_victim_for_each_missing_slot_is_enough(self) -> None:
+        composer = Composer(view_of(free_slots=-1))
+        assert composer.make_room([*ROWS[:2]], 0, slots=1)
+        assert (composer.preempted, composer.free_slots) == (["row1", "row0"], 1)
+
+    def test_a_running_request_needs_no_further_slot(self) -> None:
+        composer = Composer(view_of(free_slots=0))
+        assert composer.make_room([*ROWS], 7)
+        assert not composer.preempted
+
+    @pytest.mark.parametrize(("victim", "reserved"), [("saved", 10), ("own", 6)])
+    def test_blocks_are_taken_from_saved_rows_for_nothing_until_those_are_preempted(
+        self, victim: str, reserved: int
+    ) -> None:
+        """Four of ten reserved blocks are a saved row's: they can be had at any time."""
+        rows = {"saved": ROWS[0]._replace(saved=True), "own": ROWS[1]}
+        composer = Composer(view_of(reserved_blocks=10, offline=[*rows.values()]))
+        assert composer.reserved_blocks == 6
+        composer.preempt(rows[victim])
+        assert composer.reserved_blocks == reserved
+
+
+class TestTime:
+    """Tokens fit as long as the latency model and the requests' surcharges say so."""
+
+    def test_surcharges_are_part_of_the_time_a_batch_takes(self) -> None:
+        composer = Composer(view_of())
+        composer.add(DEAR, 10)
+        assert composer.predicted_ms == composer.plan().predicted_ms == 10 + 10 + 40
+
+    @pytest.mark.parametrize(("limit_ms", "cheap", "dear"), [(59.0, 0, 0), (60.0, 0, 0), (75.0, 15, 3)])
+    def test_tokens_fit_into_what_others_and_their_surcharges_leave(
+        self, limit_ms: float, cheap: int, dear: int
+    ) -> None:
+        composer = Composer(view_of())
+        composer.add(DEAR, 10)  # 60 ms
+        assert composer.fitting(FRESH, limit_ms) == cheap
+        assert composer.fitting(DEAR._replace(name="other"), limit_ms) == dear
+
+    def test_no_more_tokens_fit_than_the_request_has_and_the_iteration_takes(self) -> None:
+        for request in (DEAR, DEAR._replace(surcharge_ms=0.0)):
+            for limit_ms in (1000.0, inf):
+                assert Composer(view_of()).fitting(request, limit_ms) == 10
+                assert Composer(view_of(max_tokens=7)).fitting(request, limit_ms) == 7
+
+    @pytest.mark.parametrize("limit_ms", [1000.0, inf])
+    def test_nothing_fits_beside_decode_steps_that_are_more_than_the_iteration_takes(
+        self, limit_ms: float
+    ) -> None:
+        for steps in (2, 3):
+            composer = Composer(view_of(max_tokens=2))
+            composer.add_all(decodes(steps))
+            assert composer.fitting(FRESH, limit_ms) == 0
+
+    def test_a_decode_step_fits_where_a_prompt_does_not(self) -> None:
+        composer = Composer(view_of(model=ConServeModel.of(1, 0, 0, 0, 0, 5, 0, 10)))  # a prompt: 5 ms more
+        (step,) = decodes(1)
+        assert composer.fitting(step, 11.0) == 1
+        assert composer.fitting(step._replace(decode=False), 11.0) == 0
+
+    def test_a_model_that_corrects_itself_plans_without_a_limit_too(self) -> None:
+        """It has no margin for an infinite time."""
+        composer = Composer(view_of(model=CorrectedModel(MS_PER_TOKEN)))
+        assert composer.fitting(FRESH, inf) == 100
+        assert composer.fitting_decodes(decodes(3), inf) == 3
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_speculative_steps_are_added_at_once_as_they_would_be_one_by_one(tokens: int) -> None:
+    steps = [step._replace(tokens=tokens) for step in decodes(2)]
+    at_once, one_by_one = Composer(view_of()), Composer(view_of())
+    at_once.add_all(steps)
+    for step in steps:
+        one_by_one.add(step, tokens)
+    assert at_once.plan() == one_by_one.plan()
+    assert at_once.plan().total == 2 * tokens
+
+
+def test_the_smallest_iteration_is_a_token_of_whatever_takes_longer_without_context() -> None:
+    prompts_are_dearer = ConServeModel.of(1, 0, 0, 100, 0, 5, 0, 10)  # 100 ms for each token that is read
+    assert smallest_ms(prompts_are_dearer) == 1 + 100 + 5 + 10
+    steps_are_dearer = HyGenModel.of(1, 3, 0, 0, 0, 0, 10)
+    assert smallest_ms(steps_are_dearer) == 3 + 10
