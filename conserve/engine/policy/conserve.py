@@ -31,8 +31,7 @@ class Conserve:
             running, waiting = share.running_offline, iter(view.waiting_offline)
             first = list(islice(waiting, 1))
             serve_offline(composer, running, chain(first, waiting), limit_ms)
-            if not view.online:
-                serve_least(composer, running, first, view.block_tokens)
+            serve_least(composer, running, first, view.block_tokens)
         return composer.plan()
 
 

@@ -40,7 +40,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
             if not request.answered:
                 first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
             continue
-        if first_tokens and _holds_up(composer, request, first_tokens, view):
+        if _holds_up(composer, request, first_tokens, view):
             return OnlineShare(False, limit_ms, _left(view, composer))
         tokens = chunk(composer, request, limit_ms, view.slo)
         if not tokens or not _place(composer, victims, request, tokens, waiting=waiting):
@@ -68,7 +68,7 @@ def _add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candi
 def _left(view: View, composer: Composer) -> list[Candidate]:
     """The offline requests that were not preempted, in the order in which they are served."""
     gone = set(composer.preempted)
-    return [request for request in view.offline if request.name not in gone] if gone else list(view.offline)
+    return [request for request in view.offline if request.name not in gone]
 
 
 def _holds_up(composer: Composer, request: Candidate, first_tokens: int, view: View) -> bool:
@@ -87,8 +87,6 @@ def _holds_up(composer: Composer, request: Candidate, first_tokens: int, view: V
 def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo) -> int:
     """Tokens of an online prompt to compute: within the limit if its TTFT allows, else at full speed."""
     tokens = composer.fitting(request, limit_ms)
-    if tokens == request.tokens or limit_ms == inf:
-        return tokens
     left_ms = slo.ttft_ms - request.age_ms
     if tokens:
         in_time = ceil(request.tokens / tokens) * limit_ms <= left_ms
