@@ -10,7 +10,18 @@ from types import SimpleNamespace
 import pytest
 
 from conserve.cli.serve import checkpointing, host_bytes
-from conserve.engine.policy.checkpointing import FEW, LITTLE, Adaptive, Eager, Marked, Pressure, policy_named
+from conserve.engine.policy.checkpointing import (
+    ADAPTIVE,
+    CHECKPOINTS,
+    FEW,
+    LITTLE,
+    OFF,
+    Adaptive,
+    Eager,
+    Marked,
+    Pressure,
+    policy_named,
+)
 from conserve.engine.runtime import copy_thread
 from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.copy_thread import CopyThread, Pieces, Region, merged, move_pieces
@@ -74,6 +85,8 @@ def test_adaptive_keeps_up_with_how_fast_memory_is_consumed() -> None:
         ([490, 450, 600, 450], 100, 4),  # what was before half was free neither
         ([490, 500, 450], 100, 4),
         ([490, 0], 100, 100),
+        ([499, 499], 20_000, 4),  # where nothing is consumed nothing is in a hurry
+        ([600, 499], 20_000, 4),  # nor where it begins anew
     ],
 )
 def test_adaptive_copies_as_much_as_memory_is_short_and_as_fast_as_it_goes(
@@ -87,6 +100,15 @@ def test_adaptive_copies_as_much_as_memory_is_short_and_as_fast_as_it_goes(
             policy.checkpoint([Marked("row", blocks)])
             found = dict(policy.blocks_to_checkpoint(pressure))
     assert found == {"row": copied}
+
+
+def test_adaptive_hurries_for_the_last_block() -> None:
+    """A fifth of the four blocks that were consumed is 0.8 an iteration, and one is free: 80 of 100 are copied."""
+    policy = Adaptive()
+    for free in (5, 1):
+        policy.checkpoint([Marked("row", 100)])
+        found = policy.blocks_to_checkpoint(Pressure(12, free, 1000, 1000))
+    assert found == {"row": 80}
 
 
 def test_adaptive_looks_at_more_rows_the_less_is_free() -> None:
@@ -104,6 +126,19 @@ def test_blocks_go_row_after_row_and_live_requests_last(policy: type[Adaptive | 
         assert list(chosen(policy(), rows, 1, budget=most)) == list(blocks)
 
 
+@pytest.mark.parametrize("policy", [Adaptive, Eager])
+def test_what_is_left_after_offline_rows_goes_to_live_requests(policy: type[Adaptive | Eager]) -> None:
+    assert chosen(policy(), [Marked("a", 3), Marked("live", 2, online=True)], 1, budget=4) == {
+        "a": 3,
+        "live": 1,
+    }
+
+
+def test_more_reserved_blocks_than_free_ones_leave_none_to_offline_rows() -> None:
+    for free, reserved, left in ((3, 1, 0.5), (3, 3, 0.0), (3, 4, 0.0)):
+        assert Pressure(4, free, 0, 0, reserved).share_left == left
+
+
 def test_an_eighth_of_the_memory_is_little_and_no_memory_at_all_is_plenty() -> None:
     live = [Marked("live", 3, online=True)]
     for policy in (Adaptive, Eager):
@@ -112,8 +147,9 @@ def test_an_eighth_of_the_memory_is_little_and_no_memory_at_all_is_plenty() -> N
             one.checkpoint(live)
             assert one.blocks_to_checkpoint(Pressure(1000, free, 1000, 10)) == copied
     assert Pressure(0, 0, 0, 0).share_free == Pressure(0, 0, 0, 0).share_left == 1.0
-    assert not Eager().wants_marks(Pressure(10, 1, 1, 0))
-    assert Eager().wants_marks(Pressure(10, 1, 1, 1))
+    for policy in (Adaptive, Eager):
+        assert not policy().wants_marks(Pressure(10, 1, 1, 0))
+        assert policy().wants_marks(Pressure(10, 1, 1, 1))
     assert not Eager().blocks_to_checkpoint(Pressure(10, 1, 1, 1))
     assert not Adaptive().blocks_to_checkpoint(Pressure(10, 1, 1, 1))
 
@@ -146,6 +182,11 @@ class Mine:
 
 class Unfinished:
     def checkpoint(self, rows: Sequence[Marked]) -> None: ...
+
+
+def test_flags_name_policies() -> None:
+    assert {*CHECKPOINTS, OFF} == {"adaptive", "eager", "off"}
+    assert CHECKPOINTS[ADAPTIVE] is Adaptive
 
 
 def test_a_policy_is_named_or_a_class_of_the_users() -> None:
