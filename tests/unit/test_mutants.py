@@ -38,6 +38,11 @@ def test_each_place_is_changed_in_its_ways(tmp_path: Path, source: str, mutation
     assert {mutant.text for mutant in mutants(tmp_path, source)} == mutations
 
 
+def test_constants_that_are_given_together_are_looked_for_by_all_their_names(tmp_path: Path) -> None:
+    for mutant in mutants(tmp_path, 'ON, OFF = "on", "off"\n'):
+        assert mutant.names == {"ON", "OFF"}
+
+
 def test_every_mutant_is_another_program() -> None:
     path = "conserve/engine/policy/conserve.py"
     programs = {mutant.source() for mutant in mutants_of(path)}

@@ -287,7 +287,8 @@ class _Walk:
 def _assigned(node: ast.stmt) -> frozenset[str]:
     """Names that a statement outside of functions gives a value to."""
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return frozenset(target.id for target in targets if isinstance(target, ast.Name))
+    parts = [part for target in targets if target is not None for part in ast.walk(target)]
+    return frozenset(part.id for part in parts if isinstance(part, ast.Name))
 
 
 def _deletable(node: ast.stmt) -> bool:
