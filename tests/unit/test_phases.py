@@ -84,9 +84,10 @@ class TestOnlineShare:
         assert plan.tokens == {"first": 50, "second": 11, "small": 16}
 
     def test_where_one_is_cut_neither_online_nor_offline_requests_are_served_after_it(self) -> None:
-        """A step and one of its tokens take 41 of 55 ms, in which others would fit."""
+        """A step and one of its tokens take 41 of 55 ms, and others would fit into the rest."""
         slo = Slo(ttft_ms=1e6, tbt_ms=55)
-        plan = plan_of(online=decodes(1), waiting_online=[DEAR, CHEAP], waiting_offline=[SMALL], slo=slo)
+        short = CHEAP._replace(tokens=10)
+        plan = plan_of(online=decodes(1), waiting_online=[DEAR, short], waiting_offline=[SMALL], slo=slo)
         assert plan.tokens == {"decode0": 1, "dear": 1}
 
 
