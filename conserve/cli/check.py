@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,8 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
-from conserve.errors import SettingsError, SpillRefused
+from conserve.config import Settings
+from conserve.errors import SettingsError, SpillRefused, StoreError, StoreFull, StoreReadOnly, StoreTooNew
 
 if TYPE_CHECKING:
     from conserve.store.checking import Checked
@@ -21,6 +23,8 @@ EXAMPLE = """
 conserve check
 conserve check gsm8k-k3f9 --repair
 """
+
+MOST_NAMED = 5
 
 
 def check(
@@ -38,22 +42,17 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Find what is damaged in the store: files, records and rows that are missing or not what was written."""
-    from conserve.jobs.repair import task_fault
-    from conserve.store import catalog, checking
-
     context: Context = ctx.obj
+    settings = context.settings()
     begun = time.monotonic()
-    with context.store() if repair else context.store_to_read() as store:
-        with store.read() as tx:
-            only = [catalog.get_id(tx, job) for job in jobs] if jobs else None
-        checked = checking.check(store, only=only, judge=task_fault)
-        checked.damages += spill_damage(kv_spill)
-        if not as_json:
-            tell(checked, time.monotonic() - begun)
-        said: list[str] = []
-        left: Sequence[Damage] = checked.damages
-        if repair and checked.damages:
-            said, left = mend(store, checked, kv_spill)
+    checked, only = find(settings, jobs, write=repair)
+    checked.damages += spill_damage(kv_spill)
+    if not as_json:
+        tell(checked, time.monotonic() - begun)
+    said: list[str] = []
+    left: Sequence[Damage] = checked.damages
+    if repair and checked.damages:
+        said, left = mend(settings, checked, only, kv_spill)
     if as_json:
         output.data_json(document(checked, said, left))
     elif repair:
@@ -61,22 +60,84 @@ def check(
     raise typer.Exit(exits.FAILED if left else exits.DONE)
 
 
-def mend(store: "Store", checked: "Checked", kv_spill: Path | None) -> tuple[list[str], Sequence["Damage"]]:
-    """Repair what is damaged, job by job; returns what was done, and what is damaged still."""
-    from conserve.jobs.repair import repair, task_fault
-    from conserve.store import checking, mending
+def find(
+    settings: Settings, jobs: Sequence[str] | None, *, write: bool
+) -> tuple["Checked", Sequence[str] | None]:
+    """Look at the store; returns what was found, and the ids of the jobs that were asked for."""
+    from conserve.jobs.repair import task_fault
+    from conserve.store import catalog, checking
+    from conserve.store.store import Store
+
+    try:
+        with closing(Store.open(settings) if write else Store.open_to_read(settings)) as store:
+            with store.read() as tx:
+                only = [catalog.get_id(tx, job) for job in jobs] if jobs else None
+            checked = checking.check(store, only=only, judge=task_fault)
+            checked.damages += unnamed_jobs(store) if only is None else []
+            return checked, only
+    except (StoreTooNew, StoreReadOnly, StoreFull):
+        raise
+    except StoreError as error:
+        return checking.Checked(damages=[checking.database_is("the database", str(error))]), None
+
+
+def unnamed_jobs(store: "Store") -> list["Damage"]:
+    """Jobs that a database at this place had, and that this one does not name."""
+    from conserve.store import checking, rebuild
+
+    found = [stranger.job_id for stranger in rebuild.strangers(store)]
+    names = ", ".join(found[:MOST_NAMED]) + ("" if len(found) <= MOST_NAMED else ", ...")
+    said = f"it does not name {output.count(len(found), 'job')} whose folders are here: {names}"
+    return [checking.database_is(store.place, said)] if found else []
+
+
+def mend(
+    settings: Settings, checked: "Checked", only: Sequence[str] | None, kv_spill: Path | None
+) -> tuple[list[str], Sequence["Damage"]]:
+    """Repair what is damaged, the database first; returns what was done, and what is damaged still."""
     from conserve.store.damage import Part
 
-    now = time.time()
-    parts = {damage.part for damage in checked.damages}
-    said = mending.mend_database(store) if Part.DATABASE in parts else []
-    damaged = list(dict.fromkeys(damage.job_id for damage in checked.damages if damage.job_id is not None))
-    for job_id in damaged:
-        ours = [damage for damage in checked.damages if damage.job_id == job_id]
-        said += repair(store, job_id, ours, now=now)
-    if Part.SPILL in parts and kv_spill is not None:
+    said, damages = [], checked.damages
+    if any(damage.part is Part.DATABASE for damage in damages):
+        said += mend_database(settings)
+        damages = find(settings, only, write=True)[0].damages
+    said += mend_jobs(settings, damages)
+    if kv_spill is not None and spill_damage(kv_spill):
         said.append(discard_spill(kv_spill))
-    return said, [*checking.check(store, only=damaged, judge=task_fault).damages, *spill_damage(kv_spill)]
+    left = find(settings, only, write=True)[0].damages
+    return said, [*left, *spill_damage(kv_spill)]
+
+
+def mend_database(settings: Settings) -> list[str]:
+    """Mend the database in place if that is enough, else make a new one of what can be read."""
+    from conserve.store import checking, mending, rebuild
+    from conserve.store.store import Store
+
+    now = time.time()
+    said: list[str] = []
+    try:
+        with closing(Store.open(settings)) as store:
+            said = mending.mend_database(store)
+            if not checking.database_damage(store):
+                return said + rebuild.adopt(store, rebuild.strangers(store), now=now)
+    except (StoreTooNew, StoreReadOnly, StoreFull):
+        raise
+    except StoreError:
+        pass
+    return said + rebuild.rebuild(settings, now=now)
+
+
+def mend_jobs(settings: Settings, damages: Sequence["Damage"]) -> list[str]:
+    """Repair each job that is damaged."""
+    from conserve.jobs.repair import repair
+    from conserve.store.store import Store
+
+    said: list[str] = []
+    with closing(Store.open(settings)) as store:
+        for job_id in dict.fromkeys(damage.job_id for damage in damages if damage.job_id is not None):
+            ours = [damage for damage in damages if damage.job_id == job_id]
+            said += repair(store, job_id, ours, now=time.time())
+    return said
 
 
 def spill_damage(folder: Path | None) -> list["Damage"]:

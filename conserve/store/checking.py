@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, text
 
-from conserve.errors import JobNotFound, StoreDamaged
+from conserve.errors import JobNotFound, StoreDamaged, StoreError
 from conserve.store import catalog, digests, home, marks, places, records, shards
 from conserve.store.damage import Damage, NamedFile, Part, damaged, named_files
 from conserve.store.digests import Seal
@@ -103,11 +103,14 @@ Judge = Callable[[catalog.Job], str | None]
 def check(store: Store, *, only: Collection[str] | None = None, judge: Judge = lambda job: None) -> Checked:
     """Look at the database and at these jobs, or at all; `judge` says what is wrong with a job's task."""
     checked = Checked(damages=database_damage(store))
-    with store.read() as tx:
-        job_ids = [job_id for job_id in catalog.ids(tx) if only is None or job_id in only]
-    for job_id in job_ids:
-        checked.jobs += 1
-        checked.damages += check_job(store, job_id, checked, judge)
+    try:
+        with store.read() as tx:
+            job_ids = [job_id for job_id in catalog.ids(tx) if only is None or job_id in only]
+        for job_id in job_ids:
+            checked.jobs += 1
+            checked.damages += check_job(store, job_id, checked, judge)
+    except StoreError as error:
+        checked.damages.append(database_is(store.place, str(error)))
     return checked
 
 
@@ -115,10 +118,13 @@ def database_damage(store: Store) -> list[Damage]:
     """What SQLite finds in its own file; other databases look after theirs."""
     if store.engine.dialect.name != "sqlite":
         return []
-    with store.read() as tx:
-        found = [str(row[0]) for row in tx.execute(text("pragma integrity_check"))]
-        found += [f"row {row[1]} of {row[0]} names no {row[2]}" for row in foreign_keys(tx)]
-    return [database_is(store, said) for said in found[:MOST_NAMED] if said != "ok"]
+    try:
+        with store.read() as tx:
+            found = [str(row[0]) for row in tx.execute(text("pragma integrity_check"))]
+            found += [f"row {row[1]} of {row[0]} names no {row[2]}" for row in foreign_keys(tx)]
+    except StoreError as error:
+        found = [str(error)]
+    return [database_is(store.place, said) for said in found[:MOST_NAMED] if said != "ok"]
 
 
 def foreign_keys(tx: Connection) -> Sequence[Any]:
@@ -126,14 +132,14 @@ def foreign_keys(tx: Connection) -> Sequence[Any]:
     return tx.execute(text("pragma foreign_key_check")).all()
 
 
-def database_is(store: Store, said: str) -> Damage:
-    """Damage of the database file itself."""
+def database_is(place: str, said: str) -> Damage:
+    """Damage of the database itself."""
     return Damage(
         job_id=None,
         part=Part.DATABASE,
-        file=Path(store.engine.url.database or "").name,
-        what=f"is damaged ({said})",
-        fix="stop what runs and run: conserve check --repair",
+        file=place,
+        what=f"is damaged ({said.partition('; ')[0]})",
+        fix="stop what runs, and run: conserve check --repair",
     )
 
 

@@ -7,6 +7,7 @@ HOME/jobs/<id>/inputs/*.parquet  links to the Parquet files that hold them, wher
 HOME/jobs/<id>/results/*.parquet result shards
 HOME/jobs/<id>/job.json          which store the job is of, and its record (`marks`)
 HOME/trash/                      what was swept up, for a week (`trash`)
+HOME/stores.json                 which databases were here (`lineage`)
 HOME/verified.json               which files were found whole today (`digests`)
 """
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine
 
 from conserve.config import Settings
+from conserve.store import lineage
 from conserve.store.database import connect, connect_to_read, transaction
 from conserve.store.home import explained
 from conserve.store.migrations import store_id
@@ -26,7 +27,9 @@ class Store:
         """Open the store that the settings name; make it if it is not there."""
         with explained(settings.home):
             settings.home.mkdir(parents=True, exist_ok=True)
-        return cls.over(settings.home, connect(settings.store_url))
+        store = cls.over(settings.home, connect(settings.store_url))
+        lineage.note(store.home, store.place, store.id)
+        return store
 
     @classmethod
     def open_to_read(cls, settings: Settings) -> "Store":
@@ -39,6 +42,11 @@ class Store:
         """The store whose database this is."""
         with transaction(engine, read_only=True) as tx:
             return cls(home, engine, store_id(tx))
+
+    @property
+    def place(self) -> str:
+        """Where its database is."""
+        return lineage.place(self.home, self.engine)
 
     def write(self) -> AbstractContextManager[Connection]:
         """A transaction that may change things; on SQLite it is alone."""

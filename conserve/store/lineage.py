@@ -1,0 +1,51 @@
+"""Lineage: the ids that the databases at one place had, in HOME/stores.json.
+
+A database that was emptied, replaced or restored from an older copy does not name all jobs whose folders are there.
+Those of another database over the same home are none of its business: that one lies at another place.
+"""
+
+import json
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from sqlalchemy import Engine
+
+FILE = "stores.json"
+
+
+def place(home: Path, engine: Engine) -> str:
+    """Where a database is: its path in the home, or its address."""
+    path = engine.url.database
+    if engine.dialect.name == "sqlite" and path and Path(path).is_relative_to(home):
+        return str(Path(path).relative_to(home))
+    return engine.url.render_as_string(hide_password=True)
+
+
+def ids(home: Path, at: str) -> list[str]:
+    """The ids that databases at a place had, the latest last."""
+    found = read(home).get(at)
+    return [str(each) for each in found] if isinstance(found, list) else []
+
+
+def note(home: Path, at: str, store_id: str) -> None:
+    """Remember that a database with this id is there; where that cannot be written, the next command does it."""
+    known = ids(home, at)
+    if store_id in known:
+        return
+    scratch = home / f".{FILE}.{uuid.uuid4().hex[:8]}"
+    with suppress(OSError):
+        try:
+            scratch.write_text(json.dumps({**read(home), at: [*known, store_id]}))
+            scratch.replace(home / FILE)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def read(home: Path) -> dict[str, object]:
+    """Everything that is remembered; nothing where the file is missing or damaged."""
+    try:
+        found = json.loads((home / FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,190 @@
+"""A database that is damaged, emptied, gone or an older copy: the jobs come back from it and from their folders."""
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from conserve.config import Settings, load
+from conserve.store import lineage, rebuild
+from conserve.store.readings import read_jobs
+from conserve.store.store import Store
+from tests.commands import Done, conserve
+from tests.store_rows import claim, select
+
+ROWS = 20
+
+
+class Jobs(NamedTuple):
+    """A finished job, one half done whose results are in the journal, and one queued."""
+
+    done: str
+    half: str
+    queued: str
+    expected: dict[str, list[dict[str, Any]]]
+
+
+def submit(folder: Path, name: str) -> str:
+    path = folder / f"{name}.jsonl"
+    rows = [{"q": f"{name} {n}" + (" REJECT" if n % 8 == 5 else "")} for n in range(ROWS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return conserve("submit", str(path), "--prompt", "{{ q }}").stdout.strip()
+
+
+def run(*jobs: str) -> Done:
+    done = conserve("run", *jobs, "--endpoint", "fake:")
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def results(job_id: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in conserve("results", job_id).stdout.splitlines()]
+    return [{name: row[name] for name in ("row_index", "text", "error_type")} for row in rows]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    done, half, queued = (submit(tmp_path, name) for name in ("done", "half", "queued"))
+    run(done)
+    with monkeypatch.context() as patch:
+        patch.setattr("conserve.store.shards.compact", lambda *_, **__: 0)
+        run(half)
+    expected = {job_id: results(job_id) for job_id in (done, half)}
+    assert [len(rows) for rows in expected.values()] == [ROWS, ROWS]
+    return Jobs(done, half, queued, expected)
+
+
+def database(settings: Settings) -> Path:
+    return settings.home / "conserve.db"
+
+
+def overwrite(path: Path, start: int, stop: int, content: bytes = b"\0") -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(content * ((stop - start) // len(content)))
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "gone": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "garbage": lambda path: path.write_bytes(b"no database at all " * 1000),
+    "cut in half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 8192 * 4096]),
+    "without a header": lambda path: overwrite(path, 0, 100),
+    "without the first page": lambda path: overwrite(path, 0, 4096),
+    "without a page in the middle": lambda path: overwrite(path, 16_384, 20_480, b"\xff"),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES.values()), ids=list(DAMAGES))
+def test_every_job_comes_back_with_all_its_rows(
+    jobs: Jobs, settings: Settings, damage: Callable[[Path], Any]
+) -> None:
+    damage(database(settings))
+    found = conserve("check")
+    assert found.returncode == 1, found
+    assert "run: conserve check --repair" in found.stdout
+    mended = conserve("check", "--repair")
+    assert mended.returncode == 0, mended
+    assert {job.id for job in read_jobs(settings, now=0.0)} == {jobs.done, jobs.half, jobs.queued}
+    assert results(jobs.done) == jobs.expected[jobs.done]
+    run()
+    assert results(jobs.half) == jobs.expected[jobs.half]
+    assert len(results(jobs.queued)) == ROWS
+    assert conserve("check").returncode == 0
+
+
+def test_jobs_submitted_since_a_copy_was_made_come_back_when_it_is_restored(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """And what was computed since counts."""
+    before = submit(tmp_path, "before")
+    shutil.copy(database(settings), tmp_path / "copy.db")
+    since = submit(tmp_path, "since")
+    run(since)
+    expected = results(since)
+    shutil.copy(tmp_path / "copy.db", database(settings))
+    assert [job.id for job in read_jobs(settings, now=0.0)] == [before]
+    found = conserve("check")
+    assert f"it does not name 1 job whose folders are here: {since}" in found.stdout
+    assert f"job {since} was taken in from its folder" in conserve("check", "--repair").stdout
+    assert results(since) == expected
+    assert len(results(before)) == 0
+    assert conserve("check").returncode == 0
+
+
+def test_jobs_of_another_database_over_the_same_home_are_not_taken(
+    settings: Settings, tmp_path: Path
+) -> None:
+    elsewhere = {"CONSERVE_STORE": f"sqlite:///{tmp_path / 'other.db'}"}
+    ours = submit(tmp_path, "ours")
+    assert conserve("jobs", **elsewhere).returncode == 0
+    assert conserve("check", **elsewhere).returncode == 0
+    assert conserve("check", "--repair", **elsewhere).returncode == 0
+    assert conserve("jobs", "--json", **elsewhere).stdout.strip() == "[]"
+    assert conserve("check").returncode == 0
+    assert [job.id for job in read_jobs(settings, now=0.0)] == [ours]
+
+
+def test_a_job_that_was_removed_does_not_come_back(settings: Settings, tmp_path: Path) -> None:
+    job_id = submit(tmp_path, "gone")
+    conserve("rm", job_id, "--yes", "--force")
+    assert conserve("check", "--repair").returncode == 0
+    assert read_jobs(settings, now=0.0) == []
+
+
+def test_epochs_of_a_lost_database_are_not_given_out_again(jobs: Jobs, settings: Settings) -> None:
+    """A late writer that held one must find it gone."""
+    database(settings).write_bytes(b"damaged" * 1000)
+    assert conserve("check", "--repair").returncode == 0
+    store = Store.open(settings)
+    assert select(store, "select max(epoch) from lease") == [(None,)]
+    lease = claim(store, limit=1)
+    assert lease is not None
+    assert lease.epoch > 1_000_000
+    store.close()
+
+
+def test_the_damaged_database_is_kept(jobs: Jobs, settings: Settings) -> None:
+    database(settings).write_bytes(b"damaged" * 1000)
+    conserve("check", "--repair")
+    kept = min(settings.home.glob("conserve.db.damaged-*"), key=lambda path: len(path.name))
+    assert kept.read_bytes() == b"damaged" * 1000
+
+
+def test_rows_on_both_sides_of_a_damaged_page_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("create table meta (key text primary key, value text)")
+        rows = [(f"{number:05}", "x" * 300) for number in range(400)]
+        connection.executemany("insert into meta values (?, ?)", rows)
+    connection.close()
+    overwrite(path, 40_960, 45_056, b"\xff")
+    found = rebuild.salvage(path)
+    keys = [row["key"] for row in found["meta"]]
+    assert 0 < len(keys) < 400
+    assert {"00000", "00399"} <= set(keys)
+    assert len(keys) == len(set(keys))
+    assert found["job"] == []
+
+
+def test_a_store_on_another_database_is_not_rebuilt(tmp_path: Path) -> None:
+    settings = load({"home": tmp_path, "store": "postgresql://x/y"}, environ={})
+    assert rebuild.sqlite_file(settings) is None
+
+
+def test_the_ids_of_each_place_are_kept(tmp_path: Path) -> None:
+    for store_id in ("a", "b", "a"):
+        lineage.note(tmp_path, "conserve.db", store_id)
+    lineage.note(tmp_path, "postgresql://x/y", "c")
+    assert lineage.ids(tmp_path, "conserve.db") == ["a", "b"]
+    assert lineage.ids(tmp_path, "postgresql://x/y") == ["c"]
+    for damaged in ("", "{", "[]", '{"conserve.db": 7}'):
+        (tmp_path / lineage.FILE).write_text(damaged)
+        assert lineage.ids(tmp_path, "conserve.db") == []
+        lineage.note(tmp_path, "conserve.db", "d")
+        assert lineage.ids(tmp_path, "conserve.db") == ["d"]
