@@ -87,7 +87,7 @@ def question(
 ) -> "tuple[Job, Question]":
     """The job, and the query for its results as it stands."""
     from conserve.cli.bounds import export_bounds
-    from conserve.jobs.asked import Tasks
+    from conserve.jobs.wording import Tasks
     from conserve.store import catalog, export
     from conserve.store.answer import Question
     from conserve.store.snapshot import snapshot

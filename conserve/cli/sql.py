@@ -114,7 +114,7 @@ def question(
 ) -> "Question":
     """The query over the store as it is now; with `limit` only that many of its rows."""
     from conserve.cli.bounds import query_bounds
-    from conserve.jobs.asked import Tasks
+    from conserve.jobs.wording import Tasks
     from conserve.store import catalog
     from conserve.store.answer import Question
     from conserve.store.named_files import named_file

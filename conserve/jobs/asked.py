@@ -1,63 +1,18 @@
-"""What was asked of a row: the body of its request, and the text of its prompt."""
+"""One row's request: where it stands in its job's order, and what was asked."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conserve.errors import UsageError
 from conserve.jobs.request_file import RequestFile, StoredRequest
-from conserve.jobs.task import Kind, Task
+from conserve.jobs.wording import Tasks
 from conserve.store import home
 from conserve.store.catalog import Job
 from conserve.store.store import Store
-
-
-class Tasks:
-    """Bodies and prompts of the requests of some jobs, for the view `requests`."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._tasks = {job.id: Task.from_json(job.task) for job in jobs}
-
-    def body(self, job_id: str, payload: str) -> str:
-        """JSON of the request's body, as it is sent but for the model's name."""
-        return msgspec.json.encode(self._tasks[job_id].body(payload)).decode()
-
-    def prompt(self, job_id: str, payload: str) -> str | None:
-        """The rendered prompt, or a chat as text."""
-        task = self._tasks[job_id]
-        return payload if task.kind is Kind.PROMPT else prompt_text(task.body(payload))
-
-
-def prompt_text(body: Mapping[str, Any]) -> str | None:
-    """The text of a request's prompt: messages as `role: text`, one alone without its role."""
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        said = [message for message in messages if isinstance(message, dict)]
-        if len(said) == 1:
-            return content_text(said[0].get("content"))
-        return "\n\n".join(f"{one.get('role')}: {content_text(one.get('content'))}" for one in said)
-    prompt = body.get("prompt", body.get("input"))
-    return prompt if isinstance(prompt, str) or prompt is None else msgspec.json.encode(prompt).decode()
-
-
-def content_text(content: object) -> str:
-    """A message's content as text; of its parts that are no text, only the kind."""
-    if isinstance(content, list):
-        return "\n".join(part_text(part) for part in content)
-    return content if isinstance(content, str) else msgspec.json.encode(content).decode()
-
-
-def part_text(part: object) -> str:
-    """One part of a message's content."""
-    if not isinstance(part, dict):
-        return str(part)
-    text = part.get("text")
-    return text if isinstance(text, str) else f"[{part.get('type')}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +51,7 @@ def missing(job: Job, row_index: int | None, custom_id: str | None) -> str:
     return f"job {job.id} has no row {row_index}; its rows go from 0 to {job.num_rows - 1}"
 
 
-def position_of(path: Any, column: str, value: object) -> int | None:
+def position_of(path: Path, column: str, value: object) -> int | None:
     """Where the one row with this value stands in a request file; reads that column alone."""
     start = 0
     with pq.ParquetFile(path) as file:

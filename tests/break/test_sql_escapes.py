@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.errors import ConserveError
-from conserve.jobs.asked import Tasks
 from conserve.jobs.submit import submit
 from conserve.jobs.task import Kind, Task
+from conserve.jobs.wording import Tasks
 from conserve.store import child, query, scratch
 from conserve.store.bounds import Bounds
 from conserve.store.child import Send

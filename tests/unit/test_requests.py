@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.endpoints.protocol import Url
-from conserve.jobs.asked import Tasks, prompt_text
 from conserve.jobs.submit import submit
 from conserve.jobs.task import Kind, Order, Task
+from conserve.jobs.wording import Tasks, prompt_text
 from conserve.store import catalog, home, shards
 from conserve.store.query import views
 from conserve.store.store import Store
