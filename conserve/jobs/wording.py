@@ -10,19 +10,31 @@ from conserve.store.catalog import Job
 
 
 class Tasks:
-    """Bodies and prompts of the requests of some jobs, for the view `requests`."""
+    """Bodies and prompts of the requests of some jobs, for the view `requests`; None where a job makes no sense."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self._tasks = {job.id: Task.from_json(job.task) for job in jobs}
+        self._texts = {job.id: job.task for job in jobs}
+        self._tasks: dict[str, Task] = {}
 
-    def body(self, job_id: str, payload: str) -> str:
+    def body(self, job_id: str, payload: str) -> str | None:
         """JSON of the request's body, as it is sent but for the model's name."""
-        return msgspec.json.encode(self._tasks[job_id].body(payload)).decode()
+        body = self._body(job_id, payload)
+        return None if body is None else msgspec.json.encode(body).decode()
 
     def prompt(self, job_id: str, payload: str) -> str | None:
         """The rendered prompt, or a chat as text."""
-        task = self._tasks[job_id]
-        return payload if task.kind is Kind.PROMPT else prompt_text(task.body(payload))
+        body = self._body(job_id, payload)
+        if body is None:
+            return None
+        return payload if self._tasks[job_id].kind is Kind.PROMPT else prompt_text(body)
+
+    def _body(self, job_id: str, payload: str) -> dict[str, Any] | None:
+        try:
+            if job_id not in self._tasks:
+                self._tasks[job_id] = Task.from_json(self._texts[job_id])
+            return self._tasks[job_id].body(payload)
+        except (ValueError, TypeError, RecursionError):  # of msgspec: of a later version, or no JSON
+            return None
 
 
 def prompt_text(body: Mapping[str, Any]) -> str | None:

@@ -24,8 +24,8 @@ COLUMNS = (
 class Wording(Protocol):
     """Says what a request was, given its job and its rendered payload."""
 
-    def body(self, job_id: str, payload: str) -> str:
-        """JSON of the request's body."""
+    def body(self, job_id: str, payload: str) -> str | None:
+        """JSON of the request's body; None where the job's task makes none."""
 
     def prompt(self, job_id: str, payload: str) -> str | None:
         """Text of the prompt; None where it has none."""

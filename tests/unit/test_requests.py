@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
@@ -67,13 +67,24 @@ PARTS = [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {
     ],
 )
 def test_each_kind_of_request_has_its_text(task: Task, payload: str, prompt: str | None) -> None:
-    class Named:
-        id, task = "j", ""
-
-    tasks = Tasks([])
-    tasks._tasks["j"] = task
+    tasks = Tasks([Named("j", task.to_json())])  # type: ignore[list-item]
     assert tasks.prompt("j", payload) == prompt
-    assert json.loads(tasks.body("j", payload)) == task.body(payload)
+    assert json.loads(tasks.body("j", payload) or "") == task.body(payload)
+
+
+class Named(NamedTuple):
+    """What of a job a request's wording follows from."""
+
+    id: str
+    task: str
+
+
+def test_a_job_of_another_version_has_no_wording() -> None:
+    tasks = Tasks([Named("j", '{"kind": "of tomorrow"}'), Named("k", "{")])  # type: ignore[list-item]
+    for job_id in ("j", "k"):
+        assert (tasks.body(job_id, "x"), tasks.prompt(job_id, "x")) == (None, None)
+    tasks = Tasks([Named("j", Task(kind=Kind.OPENAI).to_json())])  # type: ignore[list-item]
+    assert tasks.prompt("j", "no JSON") is None
 
 
 def test_odd_messages_have_some_text() -> None:
