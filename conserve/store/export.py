@@ -78,13 +78,32 @@ def write(
 
 
 def write_parquet(rows: Rows, sink: BinaryIO) -> int:
-    """Write one Parquet file; returns the number of rows."""
+    """Write one Parquet file; returns the number of rows. What Parquet cannot hold, such as intervals, is text."""
+    schema = pa.schema([field if storable(field) else field.with_type(pa.string()) for field in rows.schema])
     count = 0
-    with pq.ParquetWriter(pa.PythonFile(sink, "w"), rows.schema, compression="zstd") as writer:
+    with pq.ParquetWriter(pa.PythonFile(sink, "w"), schema, compression="zstd") as writer:
         for batch in rows.batches:
-            writer.write_batch(batch)
+            columns = [
+                column if column.type == field.type else as_text(column)
+                for column, field in zip(batch.columns, schema, strict=True)
+            ]
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
             count += batch.num_rows
     return count
+
+
+def storable(field: pa.Field) -> bool:
+    """True if Parquet can hold a column of this type."""
+    try:
+        pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])).close()
+    except pa.ArrowException:
+        return False
+    return True
+
+
+def as_text(column: pa.Array) -> pa.Array:
+    """A column of any type as text."""
+    return pa.array([None if value is None else str(cell(value)) for value in values(column)], pa.string())
 
 
 def write_lines(

@@ -105,6 +105,20 @@ def test_an_answer_can_be_a_file(tmp_path: Path, ending: str) -> None:
         assert text.count("\n") == 3000 + (ending == "csv")
 
 
+@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl"])
+def test_every_type_of_duckdbs_can_be_written(tmp_path: Path, ending: str) -> None:
+    out = tmp_path / f"out.{ending}"
+    done = conserve("sql", "-o", str(out), "from test_all_types()")
+    assert done.returncode == 0, done.stderr
+    if ending == "parquet":
+        rows = pq.read_table(out).to_batches()
+        assert [batch.num_rows for batch in rows] == [3]
+    elif ending == "csv":
+        assert len(list(csv.reader(out.read_text().splitlines(keepends=True)))) == 4
+    else:
+        assert len([json.loads(line) for line in out.read_text().splitlines()]) == 3
+
+
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
     out.write_text("what was there")
