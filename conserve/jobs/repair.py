@@ -160,7 +160,7 @@ def scratch_file(store: Store, path: Path) -> Iterator[Path]:
     """A file to write beside `path`, in a folder that is there."""
     scratch = path.with_name(f".{path.name}.tmp")
     with home.explained(store.home):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        home.make_with_parents(path.parent)
         try:
             yield scratch
         finally:

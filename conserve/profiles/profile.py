@@ -156,10 +156,10 @@ class Profile:
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Write the file, all of it or nothing: a reader sees the old one or the new one."""
+    """Write the file durably, all of it or nothing: a reader sees the old one or the new one."""
     document = msgspec.to_builtins(profile)
     document["checksum"] = checksum(document)
-    write_whole(path, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    write_whole(path, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n", durable=True)
 
 
 def read(path: Path) -> Profile:

@@ -4,12 +4,30 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace the file; whoever writes it at the same time, one of the two stays, unmixed. Raises OSError."""
+def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Replace the file; whoever writes it at the same time, one of the two stays, unmixed. Raises OSError.
+
+    With `durable` it outlives a power cut from the return on, and until then the old one does.
+    """
+    missing = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_bytes(content)
+        if durable:
+            sync(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+    if durable:
+        for folder in (path.parent, *(made.parent for made in missing)):
+            sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -16,7 +16,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from conserve.errors import StoreError, StoreFull, StoreReadOnly
@@ -56,7 +56,8 @@ def new_job_folder(home: Path, store_id: str) -> Iterator[Path]:
     with ExitStack() as held:
         held.callback(shutil.rmtree, folder, ignore_errors=True)
         with explained(home):
-            folder.mkdir(parents=True)
+            make_with_parents(jobs_folder(home))
+            folder.mkdir()
             held.enter_context(marks.held(folder, Mark(store_id=store_id), alone=True))
         yield folder
 
@@ -64,9 +65,8 @@ def new_job_folder(home: Path, store_id: str) -> Iterator[Path]:
 def adopt(folder: Path, home: Path, job_id: str) -> None:
     """Make the finished folder the job's own, durably."""
     with explained(home):
-        for path in folder.iterdir():
+        for path in (*folder.rglob("*"), folder):
             sync(path)
-        sync(folder)
         folder.rename(job_folder(home, job_id))
         sync(jobs_folder(home))
 
@@ -74,6 +74,31 @@ def adopt(folder: Path, home: Path, job_id: str) -> None:
 def discard_job(home: Path, job_id: str) -> None:
     """Remove the folder of a job that did not come to be."""
     shutil.rmtree(job_folder(home, job_id), ignore_errors=True)
+
+
+def make_with_parents(folder: Path) -> None:
+    """Make a folder and those above it that are missing, each durably."""
+    if folder.parent != folder and is_new(folder.parent):
+        make_with_parents(folder.parent)
+    make_folder(folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, if it is not there, so that no power cut takes it away with what is written into it."""
+    folder.mkdir(exist_ok=True)
+    if is_new(folder):
+        with suppress(PermissionError):  # to flush a folder it must be readable
+            sync(folder.parent)
+
+
+def is_new(folder: Path) -> bool:
+    """True for a folder that is missing or empty: a process that made it may have been killed before its flush."""
+    try:
+        return not any(folder.iterdir())
+    except FileNotFoundError:
+        return True
+    except PermissionError:
+        return False
 
 
 def write_durably(path: Path, scratch: Path) -> None:

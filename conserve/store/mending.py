@@ -92,7 +92,7 @@ def copy(path: Path, to: Path, where: Path) -> None:
     """Copy a file durably; its folder may be gone too."""
     scratch = to.with_suffix(".tmp")
     with home.explained(where):
-        to.parent.mkdir(parents=True, exist_ok=True)
+        home.make_with_parents(to.parent)
         try:
             shutil.copyfile(path, scratch)
             home.write_durably(to, scratch)

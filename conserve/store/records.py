@@ -87,7 +87,7 @@ def mend_mark(store: Store, job_id: str) -> str:
     with store.read() as tx:
         record = catalog.record(tx, job_id)
     with home.explained(store.home):
-        folder.mkdir(parents=True, exist_ok=True)
+        home.make_with_parents(folder)
         marks.change(folder, Mark(store_id=store.id, registered=True, record=record))
     return f"{(folder / marks.MARK).relative_to(store.home)} was written anew"
 

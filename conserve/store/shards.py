@@ -113,7 +113,7 @@ def write_shard(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool,
     folder = home.job_folder(store.home, job_id)
     with ExitStack() as held, home.explained(store.home):
         folder.mkdir(exist_ok=True)  # without its parents: where the home is away, none is made in its place
-        (folder / home.RESULTS).mkdir(exist_ok=True)
+        home.make_folder(folder / home.RESULTS)
         held.enter_context(marks.held(folder, Mark(store_id=store.id, registered=True), alone=False))
         path, seal = write_file(folder / home.RESULTS, job_id, rows)
         registered = register(store, job_id, path, seal, rows, failed=failed, now=now)

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine
 from conserve.config import Settings
 from conserve.store import lineage
 from conserve.store.database import connect, connect_to_read, transaction
-from conserve.store.home import explained
+from conserve.store.home import explained, make_with_parents
 from conserve.store.migrations import store_id
 
 
@@ -26,7 +26,7 @@ class Store:
     def open(cls, settings: Settings) -> "Store":
         """Open the store that the settings name; make it if it is not there."""
         with explained(settings.home):
-            settings.home.mkdir(parents=True, exist_ok=True)
+            make_with_parents(settings.home)
         store = cls.over(settings.home, connect(settings.store_url))
         lineage.note(store.home, store.place, store.id)
         return store

@@ -209,16 +209,47 @@ def test_folders_of_new_jobs_that_cannot_be_made_are_explained(tmp_path: Path) -
         pass
 
 
+def test_folders_are_made_durably_also_where_a_kill_left_one_unflushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(home, "sync", synced.append)
+    (tmp_path / "a").mkdir()  # and killed before its flush
+    home.make_with_parents(tmp_path / "a" / "b" / "c")
+    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    (tmp_path / "a" / "b" / "c" / "conserve.db").write_bytes(b"")
+    synced.clear()
+    home.make_with_parents(tmp_path / "a" / "b" / "c")
+    assert synced == []
+
+
+def test_a_home_in_a_folder_that_may_not_be_read_is_made_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(home, "sync", refuse)
+    monkeypatch.setattr(Path, "iterdir", lambda path: refuse(path) if path == tmp_path else iter(()))
+    home.make_with_parents(tmp_path / "home")
+    assert (tmp_path / "home").is_dir()
+
+
 def test_a_job_is_flushed_before_it_gets_its_name_and_the_name_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
     monkeypatch.setattr(home, "sync", lambda path: synced.append(f"{path.name} {path.exists()}"))
     with home.new_job_folder(tmp_path, "id") as folder:
+        assert synced == [f"{tmp_path.parent.name} True", f"{tmp_path.name} True"]
+        synced.clear()
         (folder / home.REQUESTS).write_bytes(b"")
+        (folder / home.PARTS).mkdir()
+        (folder / home.PARTS / "00000.parquet").write_bytes(b"")
         home.adopt(folder, tmp_path, "job-1")
-    assert sorted(synced[:2]) == sorted([f"{home.REQUESTS} True", f"{MARK} True"])
-    assert synced[2:] == [f"{folder.name} True", "jobs True"]
+    files = [home.REQUESTS, MARK, home.PARTS, "00000.parquet"]
+    assert sorted(synced[:4]) == sorted(f"{name} True" for name in files)
+    assert synced[4:] == [f"{folder.name} True", "jobs True"]
     synced.clear()
     scratch = tmp_path / "scratch"
     scratch.write_bytes(b"whole")
