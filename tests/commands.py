@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 from unittest import mock
 
 from conserve.cli.app import main
@@ -68,14 +68,20 @@ def process(*arguments: str, stdin: str = "", **options: Any) -> "subprocess.Com
     )
 
 
-def start(arguments: Sequence[str], env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+def start(
+    arguments: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    stdout: int | TextIO = subprocess.PIPE,
+    stderr: int | TextIO = subprocess.PIPE,
+) -> "subprocess.Popen[str]":
     """Start Python with these arguments, in a process group of its own that ends with the test."""
     running = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=REPOSITORY,
         env={**os.environ, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
         text=True,
         start_new_session=True,
     )

@@ -13,11 +13,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.acceptance.rewiring import wrap
+from tests.acceptance.rewiring import named, wrap
 
 CONTINUED = threading.Event()
 
@@ -38,12 +38,24 @@ class Shot:
     holds: bool = False
 
 
-def command(shots: Sequence[Shot], *arguments: str, trace: Path | None = None, **constants: int) -> list[str]:
+def command(
+    shots: Sequence[Shot],
+    *arguments: str,
+    trace: Path | None = None,
+    also: Mapping[str, str] | None = None,
+    **constants: float,
+) -> list[str]:
     """Arguments for `main`: `conserve` with these shots, which writes where it is into the `trace`.
 
-    Constants are named as `module__NAME=1`.
+    Constants are named as `module__NAME=1`. The functions that `also` names, as "module:function", are called
+    with these strings beforehand.
     """
-    aim = {"shots": [asdict(shot) for shot in shots], "constants": constants, "trace": trace and str(trace)}
+    aim = {
+        "shots": [asdict(shot) for shot in shots],
+        "constants": constants,
+        "trace": trace and str(trace),
+        "also": also or {},
+    }
     return [json.dumps(aim), *arguments]
 
 
@@ -80,6 +92,8 @@ def main() -> None:
         module_name, _, constant = name.rpartition("__")
         setattr(importlib.import_module(module_name.replace("__", ".")), constant, value)
     signal.signal(signal.SIGCONT, lambda *_: CONTINUED.set())
+    for at, argument in aim["also"].items():
+        named(at)(argument)
     for shot in aim["shots"]:
         take_aim(Shot(**shot))
     if aim["trace"] is not None:

@@ -3,7 +3,11 @@
 Importing takes a second of processor time, ten times as much as all else until the store is open. A fork is a
 process like any other: only kills during the imports need an interpreter of their own.
 
-    python -m tests.acceptance.forks   # one order a line on stdin, one answer a line on stdout
+    python -m tests.acceptance.forks '{"first": [], "imported": []}'
+
+It takes one order a line on stdin and gives one answer a line on stdout. `first` names functions, as
+"module:function", that are called before anything of the program is imported; `imported` names modules besides
+those that each run needs.
 """
 
 import contextlib
@@ -18,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.acceptance.rewiring import named
 from tests.commands import REPOSITORY
 
 IMPORTED = (
@@ -30,9 +35,10 @@ POLL_S = 0.005
 class Forks:
     """The process that forks. Close it; forks that still run then end with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first: Sequence[str] = (), imported: Sequence[str] = ()) -> None:
+        prepared = json.dumps({"first": first, "imported": imported})
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.acceptance.forks"],
+            [sys.executable, "-m", "tests.acceptance.forks", prepared],
             cwd=REPOSITORY,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads do not live on in a fork
             stdin=subprocess.PIPE,
@@ -41,10 +47,21 @@ class Forks:
             start_new_session=True,
         )
 
-    def start(self, arguments: Sequence[str], *, env: Mapping[str, str], errors: Path) -> "Forked":
-        """Fork `tests.acceptance.aimed` with these arguments; what it says on stderr goes to a file."""
-        pid = self.ask(fork=list(arguments), env=dict(env), errors=str(errors))
-        return Forked(self, pid, errors)
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        errors: Path,
+        output: Path | None = None,
+        source: Path | None = None,
+    ) -> "Forked":
+        """Fork `tests.acceptance.aimed` with these arguments; what it says on stderr goes to a file.
+
+        So does its stdout if there is one for it, and its stdin comes from `source`, a file or a named pipe.
+        """
+        streams = [str(path or os.devnull) for path in (source, output, errors)]
+        return Forked(self, self.ask(fork=list(arguments), env=dict(env), streams=streams), errors)
 
     def ask(self, **order: Any) -> Any:
         """Give an order and return the answer."""
@@ -87,9 +104,11 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def serve() -> None:
+def serve(*, first: Sequence[str] = (), imported: Sequence[str] = ()) -> None:
     """Take orders until stdin ends; a fork leaves through `become`."""
-    for name in IMPORTED:
+    for at in first:
+        named(at)()
+    for name in (*IMPORTED, *imported):
         importlib.import_module(name)
     children: set[int] = set()
     while line := sys.stdin.readline():
@@ -126,12 +145,8 @@ def become(order: Mapping[str, Any]) -> None:
 
     os.setsid()
     written = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    for stream, path, flags in (
-        (0, os.devnull, os.O_RDONLY),
-        (1, os.devnull, os.O_WRONLY),
-        (2, order["errors"], written),
-    ):
-        descriptor = os.open(path, flags, 0o600)
+    for stream, path in enumerate(order["streams"]):
+        descriptor = os.open(path, written if stream else os.O_RDONLY, 0o600)
         os.dup2(descriptor, stream)
         os.close(descriptor)
     os.environ.update(order["env"])
@@ -140,4 +155,4 @@ def become(order: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(**json.loads(sys.argv[1]))

@@ -9,12 +9,18 @@ from typing import Any
 
 def rewire(at: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace "module:function" or "module:Class.method" by what `around` makes of it."""
+    owner, _, name = at.rpartition(":" if "." not in at.partition(":")[2] else ".")
+    place = named(owner)
+    setattr(place, name, around(getattr(place, name)))
+
+
+def named(at: str) -> Any:
+    """The module, class or function that "module", "module:Class" or "module:function" names."""
     module_name, _, path = at.partition(":")
-    owner: Any = importlib.import_module(module_name)
-    *classes, name = path.split(".")
-    for one in classes:
-        owner = getattr(owner, one)
-    setattr(owner, name, around(getattr(owner, name)))
+    found: Any = importlib.import_module(module_name)
+    for name in path.split(".") if path else ():
+        found = getattr(found, name)
+    return found
 
 
 def nothing() -> None:
