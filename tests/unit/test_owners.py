@@ -5,8 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from conserve.config import Settings
@@ -28,15 +30,17 @@ def test_this_process_lives_and_has_a_new_name_each_time() -> None:
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_process_that_ended_is_dead_even_before_it_was_waited_for(killed: bool) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    name = named(child.pid, owners.start_time(child.pid))
-    assert owners.dead([name]) == set()
+    boot = owners.this_boot()
+    since_boot = f"{socket.gethostname()}:{child.pid}:{owners.since_boot(child.pid):.2f}:{boot}.abcdef"
+    names = {since_boot, named(child.pid, owners.start_time(child.pid))}
+    assert owners.dead(names) == set()
     if killed:
         os.kill(child.pid, signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # and stays a zombie
-        assert owners.dead([name]) == {name}
+        assert owners.dead(names) == names
     child.communicate(b"\n")
-    assert owners.dead([name, owners.this_process()]) == {name}
-    assert owners.start_time(child.pid) == 0
+    assert owners.dead([*names, owners.this_process()]) == names
+    assert owners.start_time(child.pid) == owners.since_boot(child.pid) == 0
 
 
 def test_another_process_of_the_same_number_is_another_owner() -> None:
@@ -45,6 +49,36 @@ def test_another_process_of_the_same_number_is_another_owner() -> None:
     assert not owners.is_dead(named(os.getpid(), started + 1.4))
     assert owners.is_dead(named(os.getpid(), started - 60))
     assert owners.is_dead(named(os.getpid(), started + 60))
+
+
+def test_a_clock_that_is_set_takes_no_process_for_a_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = owners.this_process()
+    real = psutil._pslinux.boot_time
+    for by_s in (-3600.0, 3600.0):
+        monkeypatch.setattr(psutil._pslinux, "boot_time", lambda by_s=by_s: real() + by_s)
+        assert not owners.is_dead(name)
+
+
+def test_owners_of_an_earlier_boot_are_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = owners.this_process()
+    monkeypatch.setattr(owners, "BOOT_ID", tmp_path / "boot_id")
+    owners.BOOT_ID.write_text("another boot\n")
+    assert owners.is_dead(name)
+
+
+def test_a_process_that_has_a_recycled_number_is_another_owner() -> None:
+    host, pid, started, nonce = owners.this_process().split(":")
+    assert not owners.is_dead(f"{host}:{pid}:{started}:{nonce}")
+    assert owners.is_dead(f"{host}:{pid}:{float(started) - 0.02:.2f}:{nonce}")
+
+
+def test_where_the_boot_has_no_name_the_start_is_by_the_clock(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(owners, "BOOT_ID", tmp_path / "missing")
+    name = owners.this_process()
+    assert name.split(":")[2] == f"{owners.start_time(os.getpid()):.0f}"
+    assert not owners.is_dead(name)
 
 
 def test_of_other_machines_nothing_is_known() -> None:
