@@ -7,8 +7,9 @@ export CONSERVE_MODELS ?= $(CURDIR)/.demo/models
 
 PATHS ?=
 SINCE ?=
+BREAK ?=
 
-.PHONY: help setup demo test test-full soak mutants check format bench bench-serve clean
+.PHONY: help setup demo test test-full soak break mutants check format bench bench-serve clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +28,9 @@ test-full: setup  ## Also run what is statistical or exhaustive, before a releas
 
 soak: setup  ## Kill a run 1,000 times and say what the kills hit; 10,000 preemptions, 10,000 losses of memory
 	$(BIN)/pytest -m soak --timeout 7200
+
+break: setup  ## Break it on purpose: 1,000 kills, power cuts and more, and one table (BREAK="--break-rounds 2 --break-seed 7")
+	$(BIN)/pytest -n $(WORKERS) tests/break --timeout 7200 $(if $(findstring rounds,$(BREAK)),,--break-rounds 20) $(BREAK)
 
 mutants: setup  ## Change the code since SINCE, or all of PATHS, in one place at a time: which changes does no test notice?
 	$(BIN)/python -m tools.mutants $(if $(SINCE),--since $(SINCE)) $(PATHS) $(MUTANTS)

@@ -1,10 +1,14 @@
 """What the tests of this folder share: how long they go on, and the table that they print together."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 
 import pytest
 
+from tests.acceptance.forks import Forks
+
 from . import table
+from .killing import IMPORTED
 
 
 @pytest.fixture
@@ -17,6 +21,13 @@ def rounds(pytestconfig: pytest.Config) -> int:
 def seed(pytestconfig: pytest.Config) -> int:
     """What all choices follow from."""
     return int(pytestconfig.getoption("--break-seed"))
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """A process that commands are forked off. Their clocks can be set (`clocks`)."""
+    with closing(Forks(first=["tests.break.clocks:install"], imported=IMPORTED)) as opened:
+        yield opened
 
 
 @pytest.hookimpl(wrapper=True)

@@ -118,7 +118,8 @@ class Killer:
     @property
     def env(self) -> dict[str, str]:
         """The variables that lead a command to the store, and what it leaves to where it is looked for."""
-        return {"CONSERVE_HOME": str(self.home), "TMPDIR": str(self.temporary), "CONSERVE_FAKE": "1"}
+        folders = {"CONSERVE_HOME": self.home, "TMPDIR": self.temporary, "XDG_CONFIG_HOME": self.folder}
+        return {**{name: str(path) for name, path in folders.items()}, "CONSERVE_FAKE": "1"}
 
     @property
     def temporary(self) -> Path:

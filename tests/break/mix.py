@@ -4,7 +4,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -159,9 +159,9 @@ class Mix:
 
     # What is killed.
 
-    def play(self, kills: int) -> None:
-        """Kill every command at each of its functions, then at random instants, until there are so many kills."""
-        aims = [(name, shot) for name, shots in AIMS.items() for shot in shots]
+    def play(self, commands: Collection[str], kills: int) -> None:
+        """Kill these commands at each of their functions, then all at random instants: so many kills altogether."""
+        aims = [(name, shot) for name in commands for shot in AIMS[name]]
         self.dice.shuffle(aims)
         for name, shot in aims:
             if shot.at == SAVED.at:

@@ -4,8 +4,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import sleep
@@ -20,7 +19,7 @@ from tests.acceptance.forks import Forks
 
 from .audit import audit
 from .clocks import HOUR_S, Clock
-from .killing import DONE, IMPORTED, Killer, Running, state
+from .killing import DONE, Killer, Running, state
 from .mix import Job
 from .table import report
 
@@ -39,13 +38,6 @@ WRITE = Shot(at="conserve.jobs.recorder:Recorder.write", number=signal.SIGSTOP, 
 """Before it writes what its first rows were answered."""
 
 pytestmark = [pytest.mark.breakage, pytest.mark.timeout(7_200)]
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    """A process that commands are forked off, all with clocks that can be set."""
-    with closing(Forks(first=["tests.break.clocks:install"], imported=IMPORTED)) as opened:
-        yield opened
 
 
 @dataclass(slots=True)

@@ -3,8 +3,7 @@
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forks
 
 from .audit import Audited, audit
-from .killing import DONE, IMPORTED, Killer, Way
+from .killing import DONE, Killer, Way
 from .mix import FAKE, Job, exported
 from .power import NOTES, State, cut, on_disk, record
 from .table import report
@@ -32,13 +31,6 @@ SYNCED, RENAMED = "os:fsync", "os:rename"
 CUTS = 12  # at random points, a round; each command is also followed by one
 
 pytestmark = [pytest.mark.breakage, pytest.mark.timeout(7_200)]
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    """A process that commands are forked off."""
-    with closing(Forks(imported=IMPORTED)) as opened:
-        yield opened
 
 
 @dataclass(slots=True)
