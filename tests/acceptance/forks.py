@@ -119,22 +119,25 @@ def serve(*, first: Sequence[str] = (), imported: Sequence[str] = ()) -> None:
         importlib.import_module(name)
     gc.freeze()  # or each fork goes through all of this as it ends: four fifths of its processor time
     children: set[int] = set()
-    while line := sys.stdin.readline():
-        order = json.loads(line)
-        if "wait" in order:
-            answer = waited(order["wait"], time.monotonic() + order["timeout_s"])
-            if answer is not None:
-                children.discard(order["wait"])
-        elif (answer := os.fork()) == 0:
-            become(order)
-            return
-        else:
-            children.add(answer)
-        print(json.dumps(answer), flush=True)
-    gc.unfreeze()  # DuckDB complains at the end of what was not collected
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    try:
+        while line := sys.stdin.readline():
+            order = json.loads(line)
+            if "wait" in order:
+                answer = waited(order["wait"], time.monotonic() + order["timeout_s"])
+                if answer is not None:
+                    children.discard(order["wait"])
+            elif (answer := os.fork()) == 0:
+                children.clear()  # they are its siblings
+                become(order)
+                return
+            else:
+                children.add(answer)
+            print(json.dumps(answer), flush=True)
+        gc.unfreeze()  # DuckDB complains at the end of what was not collected
+    finally:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def waited(pid: int, until: float) -> int | None:
