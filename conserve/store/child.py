@@ -1,8 +1,9 @@
 """Work in a child process whose rows arrive as they are made.
 
 A child can be ended at any instant, whatever library it is in, and the kernel keeps it from taking more memory
-than it may. It is a fork, so that the work may be any function and no interpreter has to start: what threads there are
-at that time belong to allocators and BLAS, which bear it. It writes frames to a pipe: kind, length, payload.
+than it may. It is a fork, so that the work may be any function and no interpreter has to start: what threads
+there are at that time belong to allocators and BLAS, which bear it. It writes frames to a pipe: kind, length,
+payload.
 """
 
 import ctypes
