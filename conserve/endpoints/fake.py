@@ -93,7 +93,7 @@ class FakeEndpoint:
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
         self.calls += 1
-        if not {"prompt", "messages"} & call.body.keys():
+        if not {"prompt", "messages", "input"} & call.body.keys():
             raise RequestRejected("the body has neither messages nor a prompt")
         text = request_text(call.body)
         self._misbehave(text)
@@ -172,7 +172,9 @@ class FakeEndpoint:
 
 def request_text(body: Mapping[str, Any]) -> str:
     """The part of a request that the answer depends on."""
-    return str(body["prompt"]) if "prompt" in body else json.dumps(body["messages"], sort_keys=True)
+    if "prompt" in body:
+        return str(body["prompt"])
+    return json.dumps(body["messages"] if "messages" in body else body["input"], sort_keys=True)
 
 
 def num_tokens(body: Mapping[str, Any], default: int) -> int:

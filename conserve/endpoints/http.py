@@ -9,9 +9,10 @@ from typing import Any
 
 import httpx
 
-from conserve.endpoints.answers import UNREADABLE, completion
+from conserve.endpoints.answers import UNREADABLE
 from conserve.endpoints.discovery import MOST_ROWS, Mode, Server, discover, healthy, metrics, served_models
 from conserve.endpoints.exchange import SILENT_S, Limits, chunks, complaint, look, open_client, whole
+from conserve.endpoints.other_routes import read
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url
 from conserve.endpoints.refusals import refusal, untrusted
 from conserve.endpoints.stream import NotFaithful, Pieces, events
@@ -169,6 +170,8 @@ class HttpEndpoint:
     def _body(self, call: Call) -> dict[str, Any]:
         """The request body as it is sent."""
         body = {**call.body, "model": self.server.model, "stream": False}
+        if call.url is Url.EMBEDDINGS:
+            del body["stream"]  # which strict servers do not know there
         if self.server.priority is not None:
             body["priority"] = self.server.priority
         return body
@@ -181,7 +184,7 @@ class HttpEndpoint:
                 content = await whole(answer, self._limits.num_bytes)
         except (httpx.HTTPError, TimeoutError) as error:
             raise await self._trouble(error, begun=begun) from error
-        return completion(call, content)
+        return read(call, content)
 
     async def _in_pieces(self, call: Call, on_tokens: OnTokens) -> Completion:
         """Stream the answer; saved tokens go along, and come back as its beginning."""

@@ -13,6 +13,8 @@ class Url(StrEnum):
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    EMBEDDINGS = "/v1/embeddings"
+    RESPONSES = "/v1/responses"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,8 @@ def prompt_key(task: Task, rendered: Rendered) -> str | None:
     front = {name: document[name] for name in FRONT_FIELDS if document.get(name) is not None}
     if rendered.url == Url.COMPLETIONS:
         said = completion_prompt(document.get("prompt"))
+    elif "input" in document:  # embeddings, responses
+        said = [document.get("instructions"), completion_prompt(document["input"])]
     else:
         said = chat(document.get("messages"))
     return to_json([rendered.url, front, said])

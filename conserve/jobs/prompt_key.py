@@ -27,7 +27,11 @@ def prompt_key(url: str, body: Mapping[str, Any], cache: KvCache) -> Key:
     if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
         blocks = cut(tuple(prompt), cache.block_tokens)
     else:
-        text = prompt if isinstance(prompt, str) else chat_text(body.get("messages") or prompt)
+        text = (
+            prompt
+            if isinstance(prompt, str)
+            else chat_text(body.get("messages") or prompt or body.get("input"))
+        )
         blocks = cut(text.encode(errors="surrogatepass"), cache.block_tokens * BYTES_PER_TOKEN)
     return chained(blocks[: cache.num_blocks], seed)
 

@@ -137,7 +137,9 @@ async def prompt_tokens(url: Url, body: Mapping[str, Any], tokens: Tokens) -> in
     """Tokens of a request's prompt, of the longest if it has several; None where they cannot be counted."""
     if url is Url.CHAT:
         return await tokens.of_chat(body)
-    prompt = body.get("prompt")
+    if url is Url.RESPONSES:
+        return None
+    prompt = body.get("prompt" if url is Url.COMPLETIONS else "input")
     several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
     special = body.get("add_special_tokens") is not False
     found = [

@@ -50,11 +50,13 @@ NUMBERS = {
     "repetition_penalty": Range(0, above=True),
     "max_tokens": Range(1, whole=True),
     "max_completion_tokens": Range(1, whole=True),
+    "max_output_tokens": Range(1, whole=True),
     "min_tokens": Range(0, whole=True),
     "top_logprobs": Range(-1, whole=True),
     "prompt_logprobs": Range(-1, whole=True),
     "seed": Range(*INT64, whole=True),
 }
+WITH_INPUT = (Url.EMBEDDINGS, Url.RESPONSES)
 DECIDED = {
     "stream": "rows are answered whole, or streamed as the run sees fit; leave it out",
     "model": "name it to the job: --model",
@@ -73,7 +75,11 @@ def request_fault(url: str, body: Mapping[str, Any]) -> str | None:
 
 
 def prompt_fault(url: str, body: Mapping[str, Any]) -> str | None:
-    """What is wrong with the messages of a chat, or the prompt of a completion."""
+    """What is wrong with the messages of a chat, the prompt of a completion, or the input of another route."""
+    if url in WITH_INPUT:
+        given = body.get("input")
+        known = isinstance(given, str | list) and bool(given)
+        return None if known else "it has no input: text, or a list with at least one thing in it"
     if url == Url.COMPLETIONS:
         prompt = body.get("prompt")
         known = isinstance(prompt, str | list) or body.get("prompt_embeds") is not None
@@ -111,6 +117,8 @@ def together_fault(url: str, body: Mapping[str, Any]) -> str | None:
     least, most = body.get("min_tokens"), body.get("max_completion_tokens", body.get("max_tokens"))
     if isinstance(least, int) and isinstance(most, int) and least > most:
         return f"min_tokens is {least} and max_tokens is only {most}"
+    if url == Url.RESPONSES and body.get("background"):
+        return "a response in the background comes after its answer; leave background out"
     if body.get("temperature") == 0 and isinstance(body.get("n"), int) and body["n"] > 1:
         return f"n is {body['n']} and temperature is 0, which gives one answer only; raise it or leave n out"
     return None
@@ -119,7 +127,7 @@ def together_fault(url: str, body: Mapping[str, Any]) -> str | None:
 def logprobs_fault(url: str, body: Mapping[str, Any]) -> str | None:
     """Log probabilities that are asked for in the other route's way."""
     asked = body.get("logprobs")
-    if url not in tuple(Url):
+    if url not in (Url.CHAT, Url.COMPLETIONS):
         return None
     if url == Url.COMPLETIONS:
         if asked is not None and ((value := number(asked)) is None or not Range(-1, whole=True).holds(value)):

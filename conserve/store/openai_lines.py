@@ -16,9 +16,58 @@ def openai_line(row: dict[str, Any], default_url: str) -> dict[str, Any]:
     if row["error_type"] is not None:
         line["error"] = {"code": row["error_type"], "message": row["error"]}
         return line
-    body = openai_body(row, chat=(row["url"] or default_url).endswith("chat/completions"))
+    body = body_of(row, row["url"] or default_url)
     line["response"] = {"status_code": 200, "request_id": line["id"], "body": body}
     return line
+
+
+def body_of(row: dict[str, Any], url: str) -> dict[str, Any]:
+    """The response body in the shape of its route."""
+    if url.endswith("/embeddings"):
+        return embeddings_body(row)
+    if url.endswith("/responses"):
+        return response_body(row)
+    return openai_body(row, chat=url.endswith("chat/completions"))
+
+
+def embeddings_body(row: dict[str, Any]) -> dict[str, Any]:
+    """One embedding for each input; the text of a choice is the embedding as JSON."""
+    texts = (
+        [row["text"]]
+        if row["choices"] is None
+        else [one["text"] for one in msgspec.json.decode(row["choices"])]
+    )
+    return {
+        "object": "list",
+        "model": row["model"],
+        "data": [
+            {"object": "embedding", "index": index, "embedding": msgspec.Raw(text.encode())}
+            for index, text in enumerate(texts)
+        ],
+        "usage": {"prompt_tokens": row["prompt_tokens"], "total_tokens": row["prompt_tokens"]},
+    }
+
+
+def response_body(row: dict[str, Any]) -> dict[str, Any]:
+    """A response of one message."""
+    whole = row["finish_reason"] in ("stop", "tool_calls")
+    part = {"type": "output_text", "text": row["text"], "annotations": []}
+    message = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
+    return {
+        "id": f"{row['job_id']}-{row['row_index']}",
+        "object": "response",
+        "created_at": int(row["finished_at"].timestamp()),
+        "model": row["model"],
+        "status": "completed" if whole else "incomplete",
+        "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+        "output": [message],
+        "usage": {
+            "input_tokens": row["prompt_tokens"],
+            "output_tokens": row["completion_tokens"],
+            "total_tokens": row["prompt_tokens"] + row["completion_tokens"],
+            "input_tokens_details": {"cached_tokens": row["cached_tokens"]},
+        },
+    }
 
 
 def openai_body(row: dict[str, Any], *, chat: bool) -> dict[str, Any]:

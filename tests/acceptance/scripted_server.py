@@ -170,6 +170,12 @@ class ScriptedServer:
             return await reply(writer, 200, "<html>")
         if word == "BREAK":
             return False
+        if path == "/v1/embeddings":
+            data = [{"object": "embedding", "index": 0, "embedding": [token / 8 for token in ids]}]
+            return await reply(writer, 200, {"data": data, "model": "served", "usage": {"prompt_tokens": 1}})
+        if path == "/v1/responses":
+            output = [{"type": "message", "content": [{"type": "output_text", "text": words(ids)}]}]
+            return await reply(writer, 200, {"output": output, "status": "completed", "model": "served"})
         said = {"text": words(ids)} if path == "/v1/completions" else {"message": {"content": words(ids)}}
         choice = {"index": 0, "finish_reason": "abort" if word == "ABORT" else "stop", **said}
         return await reply(writer, 200, {"choices": [choice], "model": "served", "usage": usage(ids)})

@@ -160,7 +160,7 @@ def test_a_null_that_a_template_prints_fails_that_row(store: Store, write_input:
 
 def test_openai_lines_keep_their_body_but_for_streaming(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "batch.jsonl"
-    path.write_text("\n".join([line("a"), line("b", url="/v1/embeddings")]))
+    path.write_text("\n".join([line("a"), line("b", url="/v1/images/generations")]))
     done = submit(store, str(path), OPENAI)
     first, second = requests(store, done.job_id, 2)
     assert json.loads(first.payload or "") == {"messages": [{"role": "user", "content": "hi"}]}

@@ -72,6 +72,10 @@ def _parse(call: Call) -> ChatCompletionRequest | CompletionRequest:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
+    if call.url not in (Url.CHAT, Url.COMPLETIONS):
+        raise RequestRejected(
+            f"the embedded engine does not answer {call.url}; use an HTTP endpoint (--endpoint)"
+        )
     if _asks_for_tools(call.body):
         raise RequestRejected(
             "the embedded engine does not parse tool calls; use an HTTP endpoint (--endpoint)"
