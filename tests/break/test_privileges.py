@@ -299,5 +299,6 @@ def header(dice: random.Random) -> dict[str, str]:
 
 def is_past(seen: Seen) -> bool:
     promise = seen.extra.get("conserve_ttft_ms")
-    below = promise is not None and not (isinstance(promise, int | float) and promise >= SLO_MS)
+    kept = isinstance(promise, int | float) and promise >= SLO_MS
+    below = promise is not None and not kept and seen.priority < OFFLINE_PRIORITY
     return seen.priority < 0 or bool(seen.extra.get("conserve_resume")) or below

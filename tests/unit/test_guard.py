@@ -250,6 +250,7 @@ RESUMED = {"conserve_resume": [1, 2]}
         (LIVE, 0, {"conserve_ttft_ms": -1}, "below the server's --ttft-slo"),
         (LIVE, 0, {"conserve_ttft_ms": float("nan")}, "below the server's --ttft-slo"),
         (LIVE, 0, {"conserve_ttft_ms": "5000"}, "below the server's --ttft-slo"),
+        (LIVE, 1000, {"conserve_ttft_ms": 1}, None),  # a row's, which stops nobody
         (NO_SLO, 0, {"conserve_ttft_ms": 5000}, "without --ttft-slo"),
         (ROWS, -5, {**RESUMED, "conserve_ttft_ms": 1e-9}, None),
         (None, -5, {**RESUMED, "conserve_ttft_ms": 1e-9}, None),

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from math import inf
 from typing import Any, Self
 
+from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.front import HARVEST_KEY
 
 RESUME = "conserve_resume"  # in a request's vllm_xargs: token ids that an earlier attempt generated
@@ -127,6 +128,8 @@ def refusal(caller: Caller | None, priority: int, extra: Mapping[str, Any]) -> s
     promise, least_ms = extra.get(TTFT_ARGUMENT), caller.ttft_slo_ms
     if promise is None or (isinstance(promise, int | float) and promise >= least_ms):
         return None
+    if priority >= OFFLINE_PRIORITY:
+        return None  # nothing leaves an iteration for an offline request, whatever it promises itself
     if least_ms == inf:
         return f"vllm_xargs.{TTFT_ARGUMENT} wants the harvester's key: this server was started without --ttft-slo"
     return f"vllm_xargs.{TTFT_ARGUMENT} below the server's --ttft-slo, {least_ms:g} ms, wants the harvester's key"
