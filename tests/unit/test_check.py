@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from conserve.engine.runtime import spill_file
 from conserve.errors import StoreDamaged
 from conserve.jobs.owner import this_process
 from conserve.jobs.request_file import RequestFile
@@ -496,6 +497,31 @@ def test_a_flipped_bit_in_requests_is_noticed_by_its_page(store: Store, submit: 
     requests.close()
 
 
+@damaged_ways
+def test_answers_of_a_damaged_shard_are_left_out_and_never_wrong(
+    store: Store, submit: Callable[..., str], damage: Callable[[Path], Any]
+) -> None:
+    """With a sentence that names the job and the next command, and exit code 1; other jobs know nothing of it."""
+    hurt, other = submit(), submit("two")
+    run()
+    (file,) = shard_files(store, hurt)
+    damage(file)
+    done = conserve("results", hurt)
+    assert done.returncode == 1
+    assert len(done.stdout.splitlines()) == 4, "the failed rows are in a shard of their own"
+    assert f"job {hurt}: {file.relative_to(store.home)} " in done.stderr
+    assert f"run: conserve check {hurt}" in done.stderr
+    assert len(results(other)) == ROWS
+    done = conserve("sql", "--json", "select job_id, count(*) as n from results group by 1")
+    assert done.returncode == 1
+    assert {row["job_id"]: row["n"] for row in map(json.loads, done.stdout.splitlines())} == {
+        hurt: 4,
+        other: ROWS,
+    }
+    assert f"run: conserve check {hurt}" in done.stderr
+    assert conserve("sql", "--job", other, "select * from results").returncode == 0
+
+
 def failed_shard_lost(store: Store, submit: Callable[..., str]) -> tuple[str, Path]:
     job_id = submit()
     run()
@@ -526,3 +552,60 @@ def test_a_retry_beside_other_lost_rows_names_the_repair(store: Store, submit: C
     assert check("--repair", code=0)["left"] == []
     run()
     assert len(results(job_id)) == ROWS
+
+
+@pytest.fixture
+def spill(tmp_path: Path) -> Path:
+    """A KV spill of two workers, five blocks each."""
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    keys = [f"{number:032x}" for number in range(5)]
+    shards_ = [
+        spill_file.write_shard(
+            folder,
+            f"id-{rank}.kv",
+            [(key, [bytes([rank, number]) * 500, bytes(300)]) for number, key in enumerate(keys)],
+            layout="a layout",
+        )
+        for rank in range(2)
+    ]
+    spill_file.write_index(folder, spill_file.Spill(identity={"model": "m"}, keys=keys, shards=shards_))
+    return folder
+
+
+def test_a_whole_spill_is_said_to_be_whole(store: Store, spill: Path) -> None:
+    assert check("--kv-spill", str(spill), code=0)["damages"] == []
+    for path in spill.iterdir():
+        path.unlink()
+    assert check("--kv-spill", str(spill), code=0)["damages"] == []
+
+
+@damaged_ways
+@pytest.mark.parametrize("name", ["id-0.kv", "id-1.kv", spill_file.INDEX])
+def test_a_damaged_spill_is_named_and_removed(
+    store: Store, spill: Path, name: str, damage: Callable[[Path], Any]
+) -> None:
+    if damage is DAMAGES["missing"] and name == spill_file.INDEX:
+        pytest.skip("without an index there is no spill")
+    damage(spill / name)
+    (found,) = check("--kv-spill", str(spill))["damages"]
+    assert (found["job_id"], found["part"], found["file"]) == (None, "spill", str(spill))
+    assert found["fix"].startswith(f"run: conserve check --repair --kv-spill {spill}")
+    repaired = check("--repair", "--kv-spill", str(spill), code=0)
+    assert repaired["repairs"] == [f"the spill in {spill} was removed"]
+    assert list(spill.glob("*.kv")) == []
+
+
+def test_a_spill_that_a_server_uses_is_not_removed(store: Store, spill: Path) -> None:
+    flip(spill / "id-0.kv")
+    with spill_file.claim(spill):
+        done = conserve("check", "--repair", "--kv-spill", str(spill))
+    assert done.returncode == 2
+    assert "is in use by another server" in done.stderr
+    assert (spill / "id-0.kv").is_file()
+
+
+def test_a_spill_that_is_not_there_is_a_mistake_of_the_users(store: Store, tmp_path: Path) -> None:
+    done = conserve("check", "--kv-spill", str(tmp_path / "nowhere"))
+    assert done.returncode == 2
+    assert "is no folder" in done.stderr
