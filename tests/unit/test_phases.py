@@ -146,6 +146,11 @@ class TestOfflineShare:
         assert len(plan.admitted) == looked_at - 1
         assert len(read) == looked_at
 
+    def test_what_waits_is_a_prompt_and_costs_what_prompts_cost(self) -> None:
+        model = ConServeModel.of(1, 0, 0, 0, 0, 5, 0, 10)  # 5 ms for each prompt
+        plan = plan_of(model=model, waiting_offline=[FRESH], offline=decodes(1))
+        assert plan.predicted_ms == 10 + 100 + 5 + 1
+
     def test_the_first_row_of_an_idle_engine_may_take_what_is_reserved_and_no_other(self) -> None:
         plan = plan_of(waiting_offline=[FRESH, SMALL], reserved_blocks=999)
         assert plan.admitted == ["fresh"]
