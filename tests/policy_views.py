@@ -1,4 +1,4 @@
-"""Views for tests of the policies: an idle engine with one thing changed, and a latency model to reckon with."""
+"""Views for tests of the policies: an idle engine with one thing changed, and a latency model for mental sums."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def view_of(**changes: Any) -> View:
 
 
 def plan_of(**changes: Any) -> Plan:
-    """ConServe's plan for the view, which has to agree with itself."""
+    """ConServe's plan for the view; its batch and its tokens must agree."""
     plan = Conserve().plan(view_of(**changes))
     assert plan.batch.requests == len(plan.tokens)
     assert plan.total == sum(plan.tokens.values())
@@ -34,5 +34,5 @@ def plan_of(**changes: Any) -> Plan:
 
 
 def decodes(count: int, name: str = "decode") -> list[Candidate]:
-    """Requests that run and need no further KV block yet."""
+    """Running requests that need no further KV block yet."""
     return [Candidate(f"{name}{n}", 1, 20, True, 2) for n in range(count)]

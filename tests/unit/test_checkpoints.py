@@ -85,8 +85,8 @@ def test_adaptive_keeps_up_with_how_fast_memory_is_consumed() -> None:
         ([490, 450, 600, 450], 100, 4),  # what was before half was free neither
         ([490, 500, 450], 100, 4),
         ([490, 0], 100, 100),
-        ([499, 499], 20_000, 4),  # where nothing is consumed nothing is in a hurry
-        ([600, 499], 20_000, 4),  # nor where it begins anew
+        ([499, 499], 20_000, 4),  # no memory was consumed
+        ([600, 499], 20_000, 4),  # nor counted while half was free
     ],
 )
 def test_adaptive_copies_as_much_as_memory_is_short_and_as_fast_as_it_goes(
@@ -102,8 +102,8 @@ def test_adaptive_copies_as_much_as_memory_is_short_and_as_fast_as_it_goes(
     assert found == {"row": copied}
 
 
-def test_adaptive_hurries_for_the_last_block() -> None:
-    """A fifth of the four blocks that were consumed is 0.8 an iteration, and one is free: 80 of 100 are copied."""
+def test_adaptive_copies_in_time_also_for_the_last_free_block() -> None:
+    """One block is free and 0.8 are consumed an iteration (a fifth of the last four), so 80 of 100 are copied."""
     policy = Adaptive()
     for free in (5, 1):
         policy.checkpoint([Marked("row", 100)])

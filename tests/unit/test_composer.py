@@ -1,4 +1,4 @@
-"""A batch in the making: what the composer counts, what it finds room for, and what it takes back."""
+"""Composer: time, tokens, slots, KV blocks and shared prefixes of a batch in the making."""
 
 from math import inf
 
@@ -16,7 +16,7 @@ DEAR = Candidate("dear", 10, 0, surcharge_ms=4.0)  # 5 ms a token
 
 
 def alike(name: str, context: int, tokens: int) -> Candidate:
-    """A request whose first 128 tokens are those of all others: eight KV blocks."""
+    """A request whose first 128 tokens, eight KV blocks, are equal in all such requests."""
     return Candidate(name, tokens, context, prefix=[f"p{n}" for n in range(8)])
 
 
@@ -47,7 +47,7 @@ class TestSharedBlocks:
     @pytest.mark.parametrize(
         ("context", "comes"), [(0, False), (16, False), (32, True), (48, False), (64, False)]
     )
-    def test_full_blocks_come_back_for_others_too(self, context: int, comes: bool) -> None:
+    def test_only_full_blocks_come_back_for_other_requests(self, context: int, comes: bool) -> None:
         composer = Composer(view_of())
         composer.restore(alike("first", 32, 30))  # the third block, and 14 tokens of the fourth
         assert composer.comes_for_others(alike("second", context, 40)) == comes
@@ -62,7 +62,7 @@ class TestRoom:
         assert composer.free_blocks == 1000 - 7
         assert (composer.tokens_left, composer.free_slots) == (2048 - 20, 49)
 
-    def test_a_request_that_comes_back_takes_one_slot_and_all_of_them_take_one_token(self) -> None:
+    def test_each_restored_request_takes_a_slot_and_all_of_them_take_one_token(self) -> None:
         composer = Composer(view_of())
         for count in (1, 2):
             composer.restore(Candidate(f"row{count}", 100, 0, restorable=99))
@@ -86,10 +86,10 @@ class TestRoom:
         assert not composer.preempted
 
     @pytest.mark.parametrize(("victim", "reserved"), [("saved", 10), ("own", 6)])
-    def test_blocks_are_taken_from_saved_rows_for_nothing_until_those_are_preempted(
+    def test_the_blocks_of_a_saved_row_count_as_free_until_the_row_is_preempted(
         self, victim: str, reserved: int
     ) -> None:
-        """Four of ten reserved blocks are a saved row's: they can be had at any time."""
+        """Ten blocks are reserved, and the saved row holds four that can be had at any time."""
         rows = {"saved": ROWS[0]._replace(saved=True), "own": ROWS[1]}
         composer = Composer(view_of(reserved_blocks=10, offline=[*rows.values()]))
         assert composer.reserved_blocks == 6
@@ -106,7 +106,7 @@ class TestTime:
         assert composer.predicted_ms == composer.plan().predicted_ms == 10 + 10 + 40
 
     @pytest.mark.parametrize(("limit_ms", "cheap", "dear"), [(59.0, 0, 0), (60.0, 0, 0), (75.0, 15, 3)])
-    def test_tokens_fit_into_what_others_and_their_surcharges_leave(
+    def test_tokens_fit_into_the_time_that_the_batch_and_its_surcharges_leave(
         self, limit_ms: float, cheap: int, dear: int
     ) -> None:
         composer = Composer(view_of())
@@ -114,14 +114,14 @@ class TestTime:
         assert composer.fitting(FRESH, limit_ms) == cheap
         assert composer.fitting(DEAR._replace(name="other"), limit_ms) == dear
 
-    def test_no_more_tokens_fit_than_the_request_has_and_the_iteration_takes(self) -> None:
+    def test_no_more_tokens_fit_than_the_request_has_and_the_iteration_holds(self) -> None:
         for request in (DEAR, DEAR._replace(surcharge_ms=0.0)):
             for limit_ms in (1000.0, inf):
                 assert Composer(view_of()).fitting(request, limit_ms) == 10
                 assert Composer(view_of(max_tokens=7)).fitting(request, limit_ms) == 7
 
     @pytest.mark.parametrize("limit_ms", [1000.0, inf])
-    def test_nothing_fits_beside_decode_steps_that_are_more_than_the_iteration_takes(
+    def test_no_prompt_fits_beside_decode_steps_that_fill_or_exceed_the_iteration(
         self, limit_ms: float
     ) -> None:
         for steps in (2, 3):
@@ -136,7 +136,7 @@ class TestTime:
         assert composer.fitting(step._replace(decode=False), 11.0) == 0
 
     def test_a_model_that_corrects_itself_plans_without_a_limit_too(self) -> None:
-        """It has no margin for an infinite time."""
+        """A corrected model has no margin for an infinite time."""
         composer = Composer(view_of(model=CorrectedModel(MS_PER_TOKEN)))
         assert composer.fitting(FRESH, inf) == 100
         assert composer.fitting_decodes(decodes(3), inf) == 3
@@ -153,7 +153,7 @@ def test_speculative_steps_are_added_at_once_as_they_would_be_one_by_one(tokens:
     assert at_once.plan().total == 2 * tokens
 
 
-def test_the_smallest_iteration_is_a_token_of_whatever_takes_longer_without_context() -> None:
+def test_the_smallest_iteration_is_the_dearer_of_a_prompt_token_and_a_decode_step() -> None:
     prompts_are_dearer = ConServeModel.of(1, 0, 0, 100, 0, 5, 0, 10)  # 100 ms for each token that is read
     assert smallest_ms(prompts_are_dearer) == 1 + 100 + 5 + 10
     steps_are_dearer = HyGenModel.of(1, 3, 0, 0, 0, 0, 10)
