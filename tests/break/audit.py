@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 DATABASE = ("conserve.db", "conserve.db-wal")
 OF_A_HOME = frozenset({*DATABASE, "conserve.db-shm", "jobs", "trash", "verified.json"})
-OF_A_JOB = frozenset({"requests.parquet", "inputs.parquet", "job.json", "results"})
+OF_A_JOB = frozenset({"requests.parquet", "inputs.parquet", "inputs", "job.json", "results"})
 COUNTED = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")
 
 
@@ -102,6 +102,7 @@ def audited(database: sqlite3.Connection, home: Path, job: Mapping[str, Any]) ->
     job_id, num_rows = job["id"], job["num_rows"]
     requests = read(home / "jobs" / job_id / "requests.parquet")
     assert sorted(row["row_index"] for row in requests) == list(range(num_rows)), f"{job_id} is half a job"
+    check_inputs(home / "jobs" / job_id, json.loads(job["source"]), num_rows)
     found = [*journalled(database, job_id), *sharded(database, home, job_id)]
     waiting = rows(database, "select position from request where job_id = ?", job_id)
     places = Counter(position for position, _ in found)
@@ -111,6 +112,17 @@ def audited(database: sqlite3.Connection, home: Path, job: Mapping[str, Any]) ->
     if not is_now.doubled:
         check_counters(job, is_now)
     return is_now
+
+
+def check_inputs(folder: Path, source: Mapping[str, Any], num_rows: int) -> None:
+    """The input rows that a job keeps are all there."""
+    if source.get("copied"):
+        assert len(read(folder / "inputs.parquet")) == num_rows, f"inputs of {folder.name} are missing"
+    kept = [part["kept"] for part in source.get("parts", ()) if part.get("kept")]
+    if kept:
+        assert sum(len(read(folder / name)) for name in kept) == num_rows, (
+            f"inputs of {folder.name} are missing"
+        )
 
 
 def journalled(database: sqlite3.Connection, job_id: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -46,7 +46,8 @@ class Machine:
         self.folder.mkdir(exist_ok=True)
         self.answers.mkdir(parents=True, exist_ok=True)
         self.killer = Killer(self.home, self.folder, self.forks, self.dice, CONSTANTS)
-        pq.write_table(pa.table({"q": list(JOB.prompts)}), self.folder / "rows.parquet")
+        for name, rows in (("rows", slice(None)), ("part-1", slice(50)), ("part-2", slice(50, None))):
+            pq.write_table(pa.table({"q": list(JOB.prompts[rows])}), self.folder / f"{name}.parquet")
         lines = b"".join(msgspec.json.encode({"q": prompt}) + b"\n" for prompt in JOB.prompts)
         (self.folder / "rows.jsonl").write_bytes(lines)
 
@@ -78,6 +79,9 @@ class Machine:
         task = ["--prompt", "{{ q }}", "--max-tokens", str(JOB.tokens)]
         if name == "submit FILE":
             return ["submit", str(self.folder / "rows.parquet"), *task], None
+        if name == "submit FILES":
+            parts = [str(self.folder / f"part-{number}.parquet") for number in (1, 2)]
+            return ["submit", *parts, "--keep-input", "link", *task], None
         if name == "submit -":
             return ["submit", "-", *task], self.folder / "rows.jsonl"
         if name == "run":
@@ -143,6 +147,7 @@ CASES = (
     Case("submit FILE", "nothing"),
     Case("submit -", "nothing"),
     Case("submit -", "a job"),
+    Case("submit FILES", "a job"),
     Case("run", "a job"),
     Case("run", "a part"),
     Case("retry", "everything"),
