@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,7 +148,11 @@ class Ranks:
         self.core.shutdown()
         del self.llm, self.core, self.preemptions
         cleanup_dist_env_and_memory()
-        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", ResourceWarning
+            )  # vLLM leaves its queues' contexts to the collector
+            gc.collect()
 
 
 @pytest.fixture(scope="module")
