@@ -96,7 +96,7 @@ class Harness:
     @property
     def env(self) -> dict[str, str]:
         """The variables that lead it to the store."""
-        return {"CONSERVE_HOME": str(self.home)}
+        return {"CONSERVE_HOME": str(self.home), "CONSERVE_FAKE": "1"}
 
     def traced(self, *shots: Shot, fresh: bool = True) -> Traced:
         """Start a process that says where it is; a fork unless it is to be a fresh interpreter."""

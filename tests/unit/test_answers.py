@@ -42,7 +42,7 @@ def read(content: bytes, url: Url = Url.CHAT, **body: Any) -> Any:
     return completion(Call(key="1", url=url, body=body), content)
 
 
-@pytest.mark.parametrize("url", list(Url))
+@pytest.mark.parametrize("url", [Url.CHAT, Url.COMPLETIONS])
 def test_a_good_answer_is_a_completion(url: Url) -> None:
     found = read(json.dumps(document(url, logprobs={"content": [{"token": "yes"}]})).encode(), url)
     assert [choice.text for choice in found.choices] == ["yes"]
@@ -59,7 +59,7 @@ def test_what_servers_leave_out_is_not_missed() -> None:
 TEXT = {Url.CHAT: ("choices", 0, "message", "content"), Url.COMPLETIONS: ("choices", 0, "text")}
 
 
-@pytest.mark.parametrize("url", list(Url))
+@pytest.mark.parametrize("url", [Url.CHAT, Url.COMPLETIONS])
 @pytest.mark.parametrize("value", NO_STRING)
 @pytest.mark.parametrize("place", ["text", ("choices", 0, "finish_reason"), ("model",)])
 def test_a_string_of_another_type_or_with_half_a_character_is_a_fault(
