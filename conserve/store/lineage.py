@@ -5,6 +5,7 @@ Those of another database over the same home are none of its business: that one 
 """
 
 import json
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from sqlalchemy import Engine
 
 FILE = "stores.json"
+STALE_AFTER_S = 3600.0
 
 
 def place(home: Path, engine: Engine) -> str:
@@ -30,6 +32,7 @@ def ids(home: Path, at: str) -> list[str]:
 
 def note(home: Path, at: str, store_id: str) -> None:
     """Remember that a database with this id is there; where that cannot be written, the next command does it."""
+    drop_scratch(home, now=time.time())
     known = ids(home, at)
     if store_id in known:
         return
@@ -40,6 +43,14 @@ def note(home: Path, at: str, store_id: str) -> None:
             scratch.replace(home / FILE)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+def drop_scratch(home: Path, *, now: float) -> None:
+    """Remove what a process left that was killed while it wrote."""
+    with suppress(OSError):
+        for path in home.glob(f".{FILE}.*"):
+            if path.stat().st_mtime < now - STALE_AFTER_S:
+                path.unlink(missing_ok=True)
 
 
 def read(home: Path) -> dict[str, object]:

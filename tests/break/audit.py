@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 DATABASE = ("conserve.db", "conserve.db-wal")
-OF_A_HOME = frozenset({*DATABASE, "conserve.db-shm", "jobs", "trash", "verified.json"})
+OF_A_HOME = frozenset({*DATABASE, "conserve.db-shm", "jobs", "trash", "verified.json", "stores.json"})
 OF_A_JOB = frozenset({"requests.parquet", "inputs.parquet", "inputs", "job.json", "results"})
 COUNTED = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")
 

@@ -421,7 +421,7 @@ class Mix:
         """Once what kills have left is two hours old, the next run sweeps it."""
         grow_old(self.home, seconds=7_200)
         self.drain(served=False)
-        assert not left_behind(self.home)
+        assert left_behind(self.home) == []
         exports = [f"{job_id}.{ending}" for job_id in self.jobs for ending in ENDINGS]
         assert {path.name for path in self.answers.iterdir()} <= set(exports)
         assert not list(self.killer.temporary.iterdir())
