@@ -3,11 +3,11 @@
 import os
 import re
 import shutil
-import tempfile
 from typing import TYPE_CHECKING
 
 from conserve.config import Settings
 from conserve.errors import SettingsError
+from conserve.store.scratch import system_folder
 
 if TYPE_CHECKING:
     from conserve.store.bounds import Bounds
@@ -54,7 +54,7 @@ def default_memory() -> int:
 
 def default_disk() -> int:
     """Half of what is free where temporary files go, at most 20 GiB."""
-    return min(MOST_DISK_BYTES, shutil.disk_usage(tempfile.gettempdir()).free // 2)
+    return min(MOST_DISK_BYTES, shutil.disk_usage(system_folder()).free // 2)
 
 
 def threads(wanted: int | None) -> int:

@@ -50,7 +50,7 @@ def show(
     if (row is None) == (id is None):
         raise UsageError("name one row: conserve show JOB ROW, or conserve show JOB --id CUSTOM_ID")
     context: Context = ctx.obj
-    with context.store() as store:
+    with context.store_to_read() as store:
         with store.read() as tx:
             found = catalog.get(tx, job)
         question = asked(store, found, row_index=row, custom_id=id)

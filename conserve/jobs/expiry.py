@@ -32,11 +32,12 @@ class Expiry:
         self._lease_s, self._monotonic = lease_s, monotonic
         self._watched: dict[int, Silence] = {}
 
-    def over(self, signs: Iterable[Sign]) -> list[int]:
-        """The epochs of those of all leases that are over now."""
+    def over(self, signs: Iterable[Sign]) -> list[Sign]:
+        """Those of all leases that are over now."""
         now = self._monotonic()
         self._watched = {sign.epoch: self._watch(sign, now) for sign in signs}
-        return [epoch for epoch, each in self._watched.items() if each.seconds >= self._length_s(each.sign)]
+        watched = self._watched.values()
+        return [each.sign for each in watched if each.seconds >= self._length_s(each.sign)]
 
     def _watch(self, sign: Sign, now: float) -> Silence:
         before = self._watched.get(sign.epoch)

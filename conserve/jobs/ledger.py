@@ -261,7 +261,7 @@ class Ledger:
 
     def _end_silent(self, tx: Any) -> None:
         """Take back the rows of others that have fallen silent, once ours were renewed."""
-        queue.end(tx, self._expiry.over(queue.signs(tx, but=self.owner)))
+        queue.end_silent(tx, self._expiry.over(queue.signs(tx, but=self.owner)))
 
     def stopped_jobs(self) -> set[str]:
         """Jobs of ours that were paused, cancelled or removed."""

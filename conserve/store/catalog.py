@@ -133,7 +133,7 @@ def lock_ids(tx: Connection) -> None:
 
 def lock_job(tx: Connection, job_id: str) -> None:
     """Wait until no other transaction changes the job or looks which files are its own."""
-    tx.execute(select(job.c.seq).where(job.c.id == job_id).with_for_update())
+    tx.execute(select(job.c.seq).where(job.c.id == job_id).with_for_update(key_share=True))
 
 
 def named(tx: Connection, name: str) -> list[str]:

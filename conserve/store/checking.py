@@ -165,7 +165,11 @@ def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[D
         return [record_damage(job_id, str(error))]
     files = [file for file in named_files(store.home, [standing.job], []) if file.part is not Part.SHARD]
     found = [one for file in files if (one := file_damage(store.home, file, standing.job))]
-    if said := judge(standing.job) or (wrong and f"not what was submitted: {', '.join(wrong)}"):
+    if (
+        said := judge(standing.job)
+        or outside(standing)
+        or (wrong and f"not what was submitted: {', '.join(wrong)}")
+    ):
         found.append(record_damage(job_id, said))
     elif standing.job.files and (mark is None or mark.store_id != store.id):  # no earlier version made one
         found.append(mark_damage(store.home, job_id, mark))
@@ -231,6 +235,14 @@ def read_journal(tx: Connection, job_id: str) -> tuple[list[int], Counts]:
         failed += result.failed
         tokens = [total + getattr(result, name) for total, name in zip(tokens, TOKENS, strict=True)]
     return broken, Counts(succeeded, failed, *tokens)
+
+
+def outside(standing: Standing) -> str | None:
+    """What is wrong with a record that names fewer rows than have results."""
+    last = max((int(read.content.positions.max(initial=-1)) for read in standing.reads), default=-1)
+    if last < standing.job.num_rows:
+        return None
+    return f"it says {standing.job.num_rows:,} rows, and row {last:,} has a result"
 
 
 def record_damage(job_id: str, said: str) -> Damage:

@@ -8,7 +8,6 @@ a query reads a store of many gigabytes twice once a day and not every time.
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ class Memory:
         """Keep it for the next command; where that is not possible, the next one looks again."""
         if not self._changed:
             return
-        scratch = self._path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp")
+        scratch = self._path.with_name(f".{self._path.name}")  # one for all: a kill leaves no heap of them
         with suppress(OSError):
             try:
                 scratch.write_text(json.dumps(self._known))

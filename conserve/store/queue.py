@@ -241,9 +241,21 @@ class Sign(NamedTuple):
 
 
 def signs(tx: Connection, *, but: str) -> list[Sign]:
-    """Those of all leases but this owner's; none of them changes before this transaction ends."""
+    """Those of all leases but this owner's."""
     found = select(lease.c.epoch, lease.c.expires_at, lease.c.lease_s).where(lease.c.owner != but)
-    return [Sign(*row) for row in tx.execute(found.with_for_update())]
+    return [Sign(*row) for row in tx.execute(found)]
+
+
+def end_silent(tx: Connection, over: Sequence[Sign]) -> int:
+    """End those of these leases that were not renewed since their signs were read; returns how many.
+
+    Locks no others: harvesters that renew their own would wait for each other.
+    """
+    silent: list[int] = []
+    for sign in over:
+        unchanged = lease.c.epoch == sign.epoch, lease.c.expires_at == sign.expires_at
+        silent += tx.scalars(select(lease.c.epoch).where(*unchanged).with_for_update())
+    return end(tx, silent)
 
 
 def owners(tx: Connection) -> set[str]:

@@ -98,9 +98,10 @@ def to_reading(row: tuple[Any, ...]) -> JobReading:
     try:
         return reading_of(row)
     except (ValueError, TypeError):
-        error = f"its record is damaged; run: conserve check {row[0]}"
+        job_id = str(row[0])
+        error = f"its record is damaged; run: conserve check {job_id}"
         return reading_of(
-            (row[0], JobState.FAILED.value, error, 0, 0.0, None, None, *[0] * 10, "{}", None, None)
+            (job_id, JobState.FAILED.value, error, 0, 0.0, None, None, *[0] * 10, "{}", None, None)
         )
 
 
@@ -109,18 +110,10 @@ def reading_of(row: tuple[Any, ...]) -> JobReading:
     (job_id, stored, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded,
      failed, retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens, leased, leases,
      task, model, tags) = row  # fmt: skip
-    counters = (
-        num_rows,
-        succeeded,
-        failed,
-        retries,
-        prompt_tokens,
-        completion_tokens,
-        cached_tokens,
-        resumed_tokens,
-    )
-    if not all(isinstance(value, int) for value in counters):
-        raise TypeError(counters)
+    require(str, job_id, task, error or "", model or "")
+    require(int, priority, num_rows, succeeded, failed, retries)
+    require(int, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens)
+    require((int, float), submitted_at, started_at or 0.0, finished_at or 0.0)
     state = JobState(stored)
     if state is JobState.QUEUED and leases:
         state = JobState.RUNNING
@@ -144,8 +137,15 @@ def reading_of(row: tuple[Any, ...]) -> JobReading:
         resumed_tokens=resumed_tokens,
         row_order=row_order(task),
         model=model,
-        tags=json.loads(tags) if tags else {},
+        tags=dict(json.loads(tags)) if tags else {},
     )
+
+
+def require(kind: type | tuple[type, ...], *values: object) -> None:
+    """Raise `TypeError` if a value is of another kind: SQLite keeps what a damaged page says."""
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(value)
 
 
 def row_order(task: str) -> str:

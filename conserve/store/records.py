@@ -96,14 +96,13 @@ def numbers(tx: Connection, where: Path, job_id: str, values: Mapping[str, Any])
     """The number of rows as the requests have it, and zero for counters that are none: these are counted again."""
     found = dict.fromkeys(("next_position", "retries", *catalog.COUNTERS), 0)
     right = {name: zero for name, zero in found.items() if not isinstance(values[name], int)}
+    contents = [places.content(where / file.file, file.seal) for file in shards.files(tx, [job_id])]
+    done = 1 + max((int(content.positions.max(initial=-1)) for content in contents), default=-1)
+    said = values["num_rows"] if isinstance(values["num_rows"], int) else 0
     try:
         right["num_rows"] = pq.read_metadata(home.requests_file(where, job_id)).num_rows
     except (OSError, pa.ArrowException):
-        if not isinstance(values["num_rows"], int):
-            contents = [places.content(where / file.file, file.seal) for file in shards.files(tx, [job_id])]
-            right["num_rows"] = 1 + max(
-                (int(content.positions.max(initial=-1)) for content in contents), default=-1
-            )
+        right["num_rows"] = max(done, said)
     return right
 
 

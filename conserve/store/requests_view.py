@@ -9,6 +9,7 @@ import duckdb
 import pyarrow as pa
 
 from conserve.store import home
+from conserve.store.damage import Part
 from conserve.store.input_columns import with_columns
 from conserve.store.quoting import parquet
 from conserve.store.readable import CHECK, LeftOut
@@ -90,9 +91,10 @@ def readable_requests(taken: Snapshot, fault: Fault) -> tuple[list[Path], list[L
     """Request files that can be opened, and the jobs that have none."""
     files: list[Path] = []
     left_out: list[LeftOut] = []
+    damaged = {taken.home / each.file: each.what for each in taken.damages if each.part is Part.REQUESTS}
     for job in taken.catalog:
         path = home.requests_file(taken.home, job.id)
-        if reason := fault(path):
+        if reason := damaged.get(path) or fault(path):
             left_out.append(gap(job.id, f"{path.name} {reason}"))
         else:
             files.append(path)

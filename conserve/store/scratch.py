@@ -20,13 +20,21 @@ def place(folder: Path | None = None) -> Iterator[Path]:
     Nothing is created: so a query that spills nothing leaves nothing, however it ends. What processes that
     were killed have left in the folder is removed first.
     """
-    folder = folder or Path(tempfile.gettempdir())
+    folder = folder or system_folder()
     sweep(folder)
     path = folder / f"{PREFIX}{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
     try:
         yield path
     finally:
         remove(path)
+
+
+def system_folder() -> Path:
+    """The system's folder for temporary files, also where none can be written to: most queries write nothing."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
 def sweep(folder: Path) -> None:

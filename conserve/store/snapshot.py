@@ -9,7 +9,7 @@ import pyarrow as pa
 from sqlalchemy import Connection, select, text
 
 from conserve.store import catalog, readings, schema, shards
-from conserve.store.damage import Damage, Part, damaged_rows, unreadable
+from conserve.store.damage import Damage, damaged_rows, unreadable
 from conserve.store.journal import is_whole
 from conserve.store.results import decode, to_arrow
 from conserve.store.shards import ShardFile
@@ -26,7 +26,7 @@ LIVE = pa.schema(
 class Snapshot:
     """The store at one moment; shards are immutable, so their names are enough.
 
-    `damages` are what cannot be read of results and copied inputs; shards and journal rows are the others.
+    `damages` are files of requests, results and copied inputs that cannot be read.
     """
 
     home: Path
@@ -48,7 +48,7 @@ def snapshot(store: Store, *, now: float, only: Sequence[str] | None = None) -> 
         rows = tx.execute(select(journal).where(journal.c.job_id.in_(wanted))).all()
         live = live_table(tx, wanted)
     ours = [entry for entry in entries if entry.id in wanted]
-    damages = unreadable(store.home, ours, found, now=now, parts=[Part.SHARD, Part.INPUTS])
+    damages = unreadable(store.home, ours, found, now=now)
     lost = {damage.file for damage in damages}
     return Snapshot(
         store.home,

@@ -9,14 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, select
 
-from conserve.store import schema
+from conserve.store import digests, schema, shards
 from conserve.store.catalog import Job
-from conserve.store.readable import fault
+from conserve.store.journal import is_whole
 from conserve.store.results import COLUMNS, Result, decode
+from conserve.store.shards import ShardFile
 from conserve.store.states import JobState
 from conserve.store.store import Store
 
-request, lease, journal, shard = schema.request, schema.lease, schema.journal, schema.shard
+request, lease, journal = schema.request, schema.lease, schema.journal
 TIMES = ("submitted_at", "started_at", "finished_at")
 BYTES_A_TOKEN = 4
 
@@ -36,17 +37,17 @@ def standing(store: Store, job: Job, position: int) -> Standing:
     with store.read() as tx:
         if found := live(tx, job, position):
             return found
-        payload = tx.scalar(
-            select(journal.c.payload).where(journal.c.job_id == job.id, journal.c.position == position)
-        )
+        entry = tx.execute(
+            select(journal).where(journal.c.job_id == job.id, journal.c.position == position)
+        ).one_or_none()
         next_position = tx.scalar(select(schema.job.c.next_position).where(schema.job.c.id == job.id)) or 0
-        files = tx.scalars(select(shard.c.file).where(shard.c.job_id == job.id)).all()
-    if payload is not None:
-        return finished(decode(payload), "in the journal")
+        files = shards.files(tx, [job.id])
+    if entry is not None:
+        return finished(decode(entry.payload), "in the journal") if is_whole(entry) else lost("the journal")
     if position >= next_position:
         ahead = f"{position - next_position:,} rows of its job go first"
         return waiting(job, f"not taken yet; {ahead}", 0)
-    return in_shards([store.home / file for file in files], position)
+    return in_shards(store.home, files, position)
 
 
 def live(tx: Connection, job: Job, position: int) -> Standing | None:
@@ -80,20 +81,29 @@ def finished(result: Result, where: str) -> Standing:
     return Standing(state=state, where=where, attempts=result.attempts, result=result)
 
 
-def in_shards(files: Sequence[Path], position: int) -> Standing:
-    """The row, which must be in one of these shards; those that cannot be read may hold it."""
+def in_shards(where: Path, files: Sequence[ShardFile], position: int) -> Standing:
+    """The row, which must be in one of these shards; those that are damaged may hold it.
+
+    A shard is compared with its digest once it is found to have the row.
+    """
     damaged = []
     for file in files:
+        path = where / file.file
         try:
-            found = None if fault(file) else pq.read_table(file, filters=[("position", "=", position)])
+            row = [("position", "=", position)]
+            found = pq.read_table(path, filters=row, page_checksum_verification=True)
         except (OSError, pa.ArrowException):
-            found = None
-        if found is None:
-            damaged.append(file.name)
-        elif found.num_rows:
-            return finished(to_result(found.to_pylist()[0]), f"in the shard {file.name}")
-    names = ", ".join(damaged) or "a shard that is not recorded"
-    where = f"in a file that cannot be read ({names}); run: conserve check --repair"
+            damaged.append(path.name)
+            continue
+        if found.num_rows and digests.fault(path, file.seal) is None:
+            return finished(to_result(found.to_pylist()[0]), f"in the shard {path.name}")
+        damaged += [path.name] if found.num_rows else []
+    return lost(", ".join(damaged) or "a shard that is not recorded")
+
+
+def lost(place: str) -> Standing:
+    """A row whose result is not what was written."""
+    where = f"in a file that cannot be read ({place}); run: conserve check --repair"
     return Standing(state="unreadable", where=where, attempts=0)
 
 

@@ -22,7 +22,7 @@ def throw_away(home: Path, path: Path, *, now: float) -> Path:
     """Move a file or a folder of the home into the trash; returns where it is now."""
     there = folder(home) / f"{max(0, int(now))}-{uuid.uuid4().hex[:8]}" / path.relative_to(home)
     there.parent.mkdir(parents=True)
-    path.rename(there)
+    shutil.move(path, there)  # not by renaming alone: the jobs may be on a disk of their own
     return there
 
 

@@ -1,8 +1,11 @@
 """Taking back a job that was just queued."""
 
+from contextlib import suppress
+
 from sqlalchemy import delete, exists
 
-from conserve.store import home, schema
+from conserve.store import home, marks, schema
+from conserve.store.marks import Mark
 from conserve.store.store import Store
 
 job, request = schema.job, schema.request
@@ -10,10 +13,14 @@ job, request = schema.job, schema.request
 
 def withdraw(store: Store, job_id: str) -> bool:
     """Remove a job of which no row was ever taken; False, and nothing done, if one was."""
+    folder = home.job_folder(store.home, job_id)
     live = exists().where(request.c.job_id == job_id)
     with store.write() as tx:
         untouched = job.c.id == job_id, job.c.next_position == 0, job.c.succeeded + job.c.failed == 0, ~live
         if tx.execute(delete(job).where(*untouched)).rowcount == 0:
             return False
+        # After a crash the sweep takes the folder then, and `check` does not bring the job back.
+        with suppress(OSError):
+            marks.change(folder, Mark(store_id=store.id, registered=False))
     home.discard_job(store.home, job_id)
     return True

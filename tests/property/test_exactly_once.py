@@ -163,7 +163,9 @@ class Queue(RuleBasedStateMachine):
         position = data.draw(st.sampled_from(sorted(self.held(lease))))
         expected = self.requests()
         self.keep(lease, position, tokens)
-        expected[position] |= {"tokens": queue.pack_tokens(tokens), "tokens_by": "model"}
+        packed = queue.pack_tokens(tokens)
+        checksum = queue.tokens_checksum(packed, "model")
+        expected[position] |= {"tokens": packed, "tokens_by": "model", "checksum": checksum}
         assert self.requests() == expected
 
     @precondition(lambda self: self.late())
@@ -195,8 +197,8 @@ class Queue(RuleBasedStateMachine):
         self.now += seconds
         alive = {lease.epoch: self.expires.get(lease.epoch, lease.expires_at) for lease in self.alive()}
         with self.store.write() as tx:
-            over = [sign.epoch for sign in queue.signs(tx, but="") if sign.expires_at <= self.now]
-            assert queue.end(tx, over) == sum(end <= self.now for end in alive.values())
+            over = [sign for sign in queue.signs(tx, but="") if sign.expires_at <= self.now]
+            assert queue.end_silent(tx, over) == sum(end <= self.now for end in alive.values())
         assert {lease.epoch for lease in self.alive()} == {e for e, end in alive.items() if end > self.now}
 
     @precondition(lambda self: self.alive())

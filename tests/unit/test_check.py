@@ -311,6 +311,7 @@ def test_books_that_do_not_add_up_are_found_and_mended(
         "update job set files = '[1]' where id = :id",
         "update job set state = 'quexed' where id = :id",
         "update job set num_rows = 41 where id = :id",
+        "update job set num_rows = 8 where id = :id",
         "update job set num_rows = 'x' where id = :id",
         "update job set succeeded = 'many' where id = :id",
     ],

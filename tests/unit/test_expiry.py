@@ -187,13 +187,13 @@ def test_a_lease_of_an_earlier_version_lasts_as_long_as_ours() -> None:
     moments = iter([0.0, 30.0, 59.0, 90.0])
     expiry = Expiry(60.0, lambda: next(moments))
     sign = Sign(1, 5.0, None)
-    assert [expiry.over([sign]) for _ in range(4)] == [[], [], [], [1]]
+    assert [expiry.over([sign]) for _ in range(4)] == [[], [], [], [sign]]
 
 
 def test_a_lease_that_is_renewed_begins_anew() -> None:
     now = [0.0]
     expiry = Expiry(60.0, lambda: now[0])
-    over: list[int] = []
+    over: list[Sign] = []
     for second in range(0, 600, 20):
         now[0] = second
         over += expiry.over([Sign(1, second // 40, 60.0)])

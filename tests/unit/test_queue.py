@@ -10,7 +10,7 @@ from tests.store_rows import LEASE_S, add_job, claim, finish, job, leased, posit
 
 def expire(store: Store, now: float) -> int:
     with store.write() as tx:
-        return queue.end(tx, [sign.epoch for sign in queue.signs(tx, but="") if sign.expires_at <= now])
+        return queue.end_silent(tx, [sign for sign in queue.signs(tx, but="") if sign.expires_at <= now])
 
 
 def backlog(store: Store, only: list[str] | None = None) -> Backlog:
@@ -154,6 +154,18 @@ def test_renewed_leases_live_on_and_those_that_are_gone_are_told(store: Store) -
     with store.read() as tx:
         assert queue.held(tx, {renewed.epoch, left.epoch, gone.epoch}) == {renewed.epoch}
     assert expire(store, 18.0) == 1
+
+
+def test_a_lease_that_was_renewed_since_its_sign_was_read_lives_on(store: Store) -> None:
+    add_job(store, rows=2)
+    renewed, silent = leased(store, limit=1), leased(store, limit=1)
+    with store.read() as tx:
+        signs = queue.signs(tx, but="nobody")
+        assert queue.signs(tx, but="ann") == []
+    with store.write() as tx:
+        queue.renew(tx, {renewed.epoch}, now=5.0, lease_s=LEASE_S)
+        assert queue.end_silent(tx, signs) == 1
+        assert queue.held(tx, {renewed.epoch, silent.epoch}) == {renewed.epoch}
 
 
 def test_abandoned_owners_lose_their_rows_and_others_keep_theirs(store: Store) -> None:
