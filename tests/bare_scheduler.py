@@ -22,8 +22,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
-from conserve.engine.vllm.pacing import SCHEDULER, SECTION
-from conserve.engine.vllm.scheduler import CoServingScheduler
+from conserve.engine.vllm.scheduling.scheduler import CoServingScheduler
+from conserve.engine.vllm.settings import SCHEDULER, SECTION
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 
@@ -75,7 +75,11 @@ def known_model() -> dict[str, Any]:
 class Clock:
     """Stands in for the module `time` where the adapter reads it: only iterations take time."""
 
-    READERS: ClassVar = ("scheduler", "observation", "preemptions")  # of the adapter's modules
+    READERS: ClassVar = (
+        "scheduling.scheduler",
+        "scheduling.observation",
+        "preemption.arrivals",
+    )  # of the adapter's modules
 
     def __init__(self) -> None:
         self.now = 1e6  # s

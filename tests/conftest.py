@@ -14,7 +14,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from conserve.config import Settings, load
-from conserve.store.store import Store
+from conserve.store.database.store import Store
 from tests import commands, reach
 
 SERVERS = frozenset(

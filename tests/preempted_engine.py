@@ -18,8 +18,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.safepoint import EVERYBODY
-from conserve.engine.vllm.pacing import SCHEDULER, SECTION, WORKER
-from conserve.engine.vllm.stamp import Stamp, outcome_of
+from conserve.engine.vllm.iteration import Stamp, outcome_of
+from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
 from tests.bare_scheduler import known_model
 
 ENVIRONMENT = {

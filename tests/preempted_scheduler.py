@@ -9,8 +9,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from conserve.engine.vllm.pacing import WORKER
-from conserve.engine.vllm.stamp import Outcome, put, stamp_of
+from conserve.engine.vllm.iteration import Outcome, put, stamp_of
+from conserve.engine.vllm.settings import WORKER
 from tests.bare_scheduler import BareEngine, Clock, engine_config
 
 LAYERS = 6

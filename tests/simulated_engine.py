@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 
 from conserve.bench.traces import Arrival
 from conserve.engine.runtime.safepoint import EVERYBODY
-from conserve.engine.vllm.stamp import Outcome, Stamp, put, stamp_of
+from conserve.engine.vllm.iteration import Outcome, Stamp, put, stamp_of
 from conserve.profiles.batch import Batch
 from conserve.profiles.model import LatencyModel
 from tests.bare_scheduler import BareEngine, Clock

@@ -5,12 +5,13 @@ from typing import Any
 
 from sqlalchemy import text
 
-from conserve.store import catalog, home, journal, queue
-from conserve.store.catalog import Source
-from conserve.store.journal import Committed, Finished
-from conserve.store.queue import Lease
-from conserve.store.results import Result
-from conserve.store.store import Store
+from conserve.store.books import catalog, journal, queue
+from conserve.store.books.catalog import Source
+from conserve.store.books.journal import Committed, Finished
+from conserve.store.books.queue import Lease
+from conserve.store.books.results import Result
+from conserve.store.database.store import Store
+from conserve.store.files import home
 
 LEASE_S = 10.0
 

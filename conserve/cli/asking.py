@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from conserve.cli import output
 
 if TYPE_CHECKING:
-    from conserve.store.answer import Question
-    from conserve.store.readable import LeftOut
-    from conserve.store.rows import Rows
+    from conserve.store.sql.answer import Question
+    from conserve.store.sql.batches import Rows
+    from conserve.store.sql.readable import LeftOut
 
 SPINNER_AFTER_S = 1.0
 
@@ -18,7 +18,7 @@ SPINNER_AFTER_S = 1.0
 @contextmanager
 def answer(question: "Question", warn: "Callable[[LeftOut], None] | None" = None) -> Iterator["Rows"]:
     """The rows of an answer; `warn` hears of rows that its views cannot show."""
-    from conserve.store.answer import answered
+    from conserve.store.sql.answer import answered
 
     spinner = Spinner()
     try:

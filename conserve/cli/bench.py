@@ -249,7 +249,7 @@ def make_design(
     """What is compared, and how long."""
     from conserve.bench.compare import Design
     from conserve.bench.measure import ONLINE_ONLY
-    from conserve.engine.vllm.pacing import PREEMPTION
+    from conserve.engine.vllm.settings import PREEMPTION
 
     if slo_scale <= 0:
         raise SettingsError(f"--slo-scale {slo_scale:g} is no SLO; give a number above 0")

@@ -164,9 +164,9 @@ def enqueue_rows(settings: Settings, preset: "Preset", seed: int) -> None:
     """Put the offline work into a store of the benchmark's own."""
     from conserve.bench.offline import like_papers, rows, write
     from conserve.endpoints.protocol import Url
-    from conserve.jobs.submit import submit
+    from conserve.jobs.requests.submit import submit
     from conserve.jobs.task import Kind, Task
-    from conserve.store.store import Store
+    from conserve.store.database.store import Store
 
     settings.home.mkdir(parents=True, exist_ok=True)
     factor, most = preset.offline_factor, preset.offline_longest

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from conserve.config import Settings
 from conserve.errors import SettingsError
-from conserve.store.scratch import system_folder
+from conserve.store.sql.scratch import system_folder
 
 if TYPE_CHECKING:
-    from conserve.store.bounds import Bounds
+    from conserve.store.sql.bounds import Bounds
 
 GIB = 1 << 30
 SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -22,7 +22,7 @@ MOST_THREADS = 8
 
 def query_bounds(settings: Settings) -> "Bounds":
     """The bounds of `conserve sql`."""
-    from conserve.store.bounds import Bounds
+    from conserve.store.sql.bounds import Bounds
 
     memory, disk = settings.sql_memory, settings.sql_disk
     memory_bytes = default_memory() if memory is None else size("sql_memory", memory)
@@ -38,7 +38,7 @@ def query_bounds(settings: Settings) -> "Bounds":
 
 def export_bounds(settings: Settings) -> "Bounds":
     """The bounds of `conserve results`, whose query is our own: threads alone."""
-    from conserve.store.bounds import Bounds
+    from conserve.store.sql.bounds import Bounds
 
     return Bounds(threads=threads(settings.sql_threads))
 

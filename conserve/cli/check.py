@@ -15,9 +15,9 @@ from conserve.config import Settings
 from conserve.errors import SettingsError, SpillRefused, StoreError, StoreFull, StoreReadOnly, StoreTooNew
 
 if TYPE_CHECKING:
-    from conserve.store.checking import Checked
-    from conserve.store.damage import Damage
-    from conserve.store.store import Store
+    from conserve.store.database.store import Store
+    from conserve.store.upkeep.checking import Checked
+    from conserve.store.upkeep.damage import Damage
 
 EXAMPLE = """
 conserve check
@@ -65,8 +65,9 @@ def find(
 ) -> tuple["Checked", Sequence[str] | None]:
     """Look at the store; returns what was found, and the ids of the jobs that were asked for."""
     from conserve.jobs.repair import task_fault
-    from conserve.store import catalog, checking
-    from conserve.store.store import Store
+    from conserve.store.books import catalog
+    from conserve.store.database.store import Store
+    from conserve.store.upkeep import checking
 
     try:
         with closing(Store.open(settings) if write else Store.open_to_read(settings)) as store:
@@ -83,7 +84,7 @@ def find(
 
 def unnamed_jobs(store: "Store") -> list["Damage"]:
     """Jobs that a database at this place had, and that this one does not name."""
-    from conserve.store import checking, rebuild
+    from conserve.store.upkeep import checking, rebuild
 
     found = [stranger.job_id for stranger in rebuild.strangers(store)]
     names = ", ".join(found[:MOST_NAMED]) + ("" if len(found) <= MOST_NAMED else ", ...")
@@ -95,7 +96,7 @@ def mend(
     settings: Settings, checked: "Checked", only: Sequence[str] | None, kv_spill: Path | None
 ) -> tuple[list[str], Sequence["Damage"]]:
     """Repair what is damaged, the database first; returns what was done, and what is damaged still."""
-    from conserve.store.damage import Part
+    from conserve.store.upkeep.damage import Part
 
     said, damages = [], checked.damages
     if any(damage.part is Part.DATABASE for damage in damages):
@@ -110,8 +111,8 @@ def mend(
 
 def mend_database(settings: Settings) -> list[str]:
     """Mend the database in place if that is enough, else make a new one of what can be read."""
-    from conserve.store import checking, mending, rebuild
-    from conserve.store.store import Store
+    from conserve.store.database.store import Store
+    from conserve.store.upkeep import checking, mending, rebuild
 
     now = time.time()
     said: list[str] = []
@@ -130,7 +131,7 @@ def mend_database(settings: Settings) -> list[str]:
 def mend_jobs(settings: Settings, damages: Sequence["Damage"]) -> list[str]:
     """Repair each job that is damaged."""
     from conserve.jobs.repair import repair
-    from conserve.store.store import Store
+    from conserve.store.database.store import Store
 
     said: list[str] = []
     with closing(Store.open(settings)) as store:
@@ -145,7 +146,7 @@ def spill_damage(folder: Path | None) -> list["Damage"]:
     if folder is None:
         return []
     from conserve.engine.runtime import spill_file
-    from conserve.store.damage import Damage, Part
+    from conserve.store.upkeep.damage import Damage, Part
 
     if not folder.is_dir():
         raise SettingsError(f"--kv-spill {folder} is no folder; name the one that conserve serve was given")

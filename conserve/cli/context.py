@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from conserve.config import Settings, load
 
 if TYPE_CHECKING:
-    from conserve.store.store import Store
+    from conserve.store.database.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Context:
     @contextmanager
     def store(self, **flags: Any) -> Iterator["Store"]:
         """The open store."""
-        from conserve.store.store import Store
+        from conserve.store.database.store import Store
 
         with closing(Store.open(self.settings(**flags))) as store:
             yield store
@@ -33,7 +33,7 @@ class Context:
     @contextmanager
     def store_to_read(self) -> Iterator["Store"]:
         """The store, open for commands that change nothing: they work where nothing can be written."""
-        from conserve.store.store import Store
+        from conserve.store.database.store import Store
 
         with closing(Store.open_to_read(self.settings())) as store:
             yield store
@@ -61,7 +61,7 @@ def job_ids(incomplete: str) -> list[str]:
     import time
 
     from conserve.errors import ConserveError
-    from conserve.store.readings import read_jobs
+    from conserve.store.books.readings import read_jobs
 
     try:
         jobs = read_jobs(load(), now=time.time())

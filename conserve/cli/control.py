@@ -38,8 +38,8 @@ def cancel(ctx: typer.Context, jobs: Jobs) -> None:
 
 def retry(ctx: typer.Context, jobs: Jobs) -> None:
     """Put the failed rows of a job back into the queue, and only those."""
-    from conserve.store import catalog
-    from conserve.store.shards import retry_failed
+    from conserve.store.books import catalog
+    from conserve.store.books.shards import retry_failed
 
     context: Context = ctx.obj
     with context.store() as store:
@@ -53,7 +53,7 @@ def retry(ctx: typer.Context, jobs: Jobs) -> None:
 
 def move(context: Context, jobs: list[str], verb: str) -> None:
     """Tell all these jobs, or none if one of them cannot be told."""
-    from conserve.store import catalog
+    from conserve.store.books import catalog
 
     with context.store() as store, store.write() as tx:
         moved = [catalog.move(tx, job, verb, now=time.time()) for job in jobs]

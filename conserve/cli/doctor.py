@@ -75,7 +75,7 @@ def installation() -> Iterator[Finding]:
 def embedded(settings: Settings) -> Findings:
     """The engine in this environment and its surroundings; its library loads meanwhile in another process."""
     from conserve.engine.vllm.compat import describe_engine
-    from conserve.engine.vllm.loading import Loading
+    from conserve.engine.vllm.launching.loading import Loading
 
     found = describe_engine()
     yield from doctor_engine.installed(found)
@@ -130,9 +130,9 @@ def surroundings(settings: Settings) -> Findings:
 
 def store(settings: Settings) -> tuple[list[Finding], float | None]:
     """The store: what is in it, how long a commit takes, its server's clock; and its newest time."""
-    from conserve.store.readings import read_jobs
-    from conserve.store.store import Store
-    from conserve.store.trial import server_time_s, write_and_remove
+    from conserve.store.books.readings import read_jobs
+    from conserve.store.database.store import Store
+    from conserve.store.database.trial import server_time_s, write_and_remove
 
     opened = Store.open(settings)
     try:

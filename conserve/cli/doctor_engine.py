@@ -13,7 +13,7 @@ from conserve.config import DEMO_MODEL, Settings
 
 if TYPE_CHECKING:
     from conserve.engine.vllm.compat import EngineDescription
-    from conserve.engine.vllm.loading import Loaded
+    from conserve.engine.vllm.launching.loading import Loaded
 
 
 def installed(found: "EngineDescription") -> Iterator[Finding]:
@@ -60,7 +60,7 @@ def model(settings: Settings) -> Finding:
 def cores() -> Finding:
     """The cores that the engine computes on, and what limits them."""
     from conserve.engine.runtime.machine import cores, cpu_model
-    from conserve.engine.vllm.environment import BINDING
+    from conserve.engine.vllm.launching.environment import BINDING
 
     found = cores()
     limits = [f"{found.online} in the machine", f"{found.allowed} by affinity"]
@@ -73,7 +73,7 @@ def cores() -> Finding:
 def memory() -> Finding:
     """The memory that the engine may take, and what of it would be KV cache."""
     from conserve.engine.runtime.machine import memory_bytes, memory_limit
-    from conserve.engine.vllm.flags import kv_bytes
+    from conserve.engine.vllm.launching.flags import kv_bytes
 
     whole, free = memory_bytes()
     limit = ", by control group" if memory_limit() is not None else ""
@@ -83,8 +83,8 @@ def memory() -> Finding:
 
 def number_format(settings: Settings) -> Finding:
     """The format that the engine computes in, and the speeds that decided when it was first started."""
-    from conserve.engine.vllm.demo_model import converted
-    from conserve.engine.vllm.number_format import names_format, read_config, recall
+    from conserve.engine.vllm.launching.number_format import names_format, read_config, recall
+    from conserve.engine.vllm.model.demo_model import converted
 
     if names_format(shlex.split(settings.engine_args)):
         return Finding("format", f"as CONSERVE_ENGINE_ARGS says: {settings.engine_args}")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from conserve.cli import exits, output
 from conserve.cli.context import engine_flags
 from conserve.config import DEMO_MODEL, Settings
-from conserve.store.readings import JobReading, read_task
+from conserve.store.books.readings import JobReading, read_task
 
 if TYPE_CHECKING:
-    from conserve.jobs.preview import Preview
-    from conserve.jobs.rehearsal import Rehearsal, Tokens
+    from conserve.jobs.requests.preview import Preview
+    from conserve.jobs.requests.rehearsal import Rehearsal, Tokens
 
 PROMPTS = ("messages", "prompt")  # fields of a body that are shown by themselves
 
@@ -41,7 +41,7 @@ async def rehearsed(
     settings: Settings, jobs: Sequence[JobReading], flags: list[str]
 ) -> "tuple[Counter, list[Rehearsal]]":
     """Make every request and count its prompt."""
-    from conserve.jobs.rehearsal import rehearse
+    from conserve.jobs.requests.rehearsal import rehearse
     from conserve.jobs.task import Task
 
     counter = await counter_of(settings, flags)
@@ -74,7 +74,7 @@ async def counter_of(settings: Settings, flags: list[str]) -> Counter:
 
 def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> Counter:
     """The tokenizer of a model on this machine."""
-    from conserve.engine.vllm.tokenizer import folder_tokens
+    from conserve.engine.vllm.model.tokenizer import folder_tokens
 
     tokens = folder_tokens(model, settings.models_folder, flags)
     return Counter(tokens, f"no tokenizer of {model} is on this machine")
@@ -120,7 +120,7 @@ def shown(length: Any) -> dict[str, Any] | None:
 
 async def lengths(previews: "Sequence[Preview]", counter: Counter) -> list[int | None]:
     """Tokens of each prompt that can be counted."""
-    from conserve.jobs.rehearsal import prompt_tokens
+    from conserve.jobs.requests.rehearsal import prompt_tokens
 
     if counter.tokens is None:
         return [None] * len(previews)

@@ -24,12 +24,12 @@ from conserve.cli.run import (
 )
 from conserve.config import DEMO_MODEL, Settings
 from conserve.errors import ConserveError, SettingsError, StoreError, StoreTooNew
-from conserve.store.readings import read_jobs
+from conserve.store.books.readings import read_jobs
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint
-    from conserve.jobs.harvest import Harvester
-    from conserve.store.store import Store
+    from conserve.jobs.harvest.harvester import Harvester
+    from conserve.store.database.store import Store
 
 EXAMPLE = """
 conserve harvest --endpoint http://localhost:8000
@@ -91,8 +91,8 @@ def harvest(
 
 def open_store(settings: Settings, *, wait: bool) -> "Store":
     """The store; with `wait`, as soon as it can be reached."""
-    from conserve.jobs.outage import Outage
-    from conserve.store.store import Store
+    from conserve.jobs.harvest.outage import Outage
+    from conserve.store.database.store import Store
 
     outage = Outage(output.say)
     while True:
@@ -118,8 +118,8 @@ def work(
     as_json: bool,
 ) -> int:
     """Harvest until the queue is empty or a signal comes, and report; returns the exit code."""
-    from conserve.jobs.harvest import Harvester
-    from conserve.store import catalog
+    from conserve.jobs.harvest.harvester import Harvester
+    from conserve.store.books import catalog
 
     with store.read() as tx:
         only = [catalog.get(tx, job).id for job in jobs] if jobs else None

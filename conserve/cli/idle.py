@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from conserve.cli import exits, output
-from conserve.store.readings import JobReading
-from conserve.store.states import JobState
+from conserve.store.books.readings import JobReading
+from conserve.store.books.states import JobState
 
 
 class Idle(NamedTuple):

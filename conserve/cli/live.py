@@ -5,7 +5,7 @@ from typing import Any
 from conserve.cli import output
 from conserve.cli.context import bearer
 from conserve.config import Settings
-from conserve.jobs.services import Running, running
+from conserve.jobs.harvest.services import Running, running
 
 ANSWER_S = 2.0
 

@@ -64,7 +64,7 @@ def measure(
 
     Ctrl-C stops it; the same command goes on from there. An older profile is kept until the new one is done.
     """
-    from conserve.engine.vllm.rig import EngineRig
+    from conserve.engine.vllm.profiling.rig import EngineRig
     from conserve.errors import SettingsError
     from conserve.profiles.book import Book
 

@@ -9,8 +9,8 @@ from conserve.cli import output
 from conserve.config import Settings
 
 if TYPE_CHECKING:
-    from conserve.jobs.forecast import Left, Seen
-    from conserve.jobs.harvest import Harvester, Tally
+    from conserve.jobs.harvest.forecast import Left, Seen
+    from conserve.jobs.harvest.harvester import Harvester, Tally
 
 BAR_S = 0.25
 LOOK_S = 0.5  # how soon a line says that something else is done
@@ -39,7 +39,7 @@ class Progress:
         said: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        from conserve.jobs.forecast import Rate
+        from conserve.jobs.harvest.forecast import Rate
 
         self._harvester, self._rows_left, self._stream, self._clock = harvester, rows_left, stream, clock
         self._begun = clock()
@@ -80,7 +80,7 @@ class Progress:
 
     def _pace(self, seen: "Seen") -> str:
         """Tokens a second, rows in flight, time left, and what is wrong, if so."""
-        from conserve.jobs.forecast import left
+        from conserve.jobs.harvest.forecast import left
 
         per_s = self._per_s
         parts = [] if seen.rows_done or not seen.rows_in_flight else [first_wave(seen)]

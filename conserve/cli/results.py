@@ -12,11 +12,11 @@ from conserve.cli.context import Context, job_ids
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from conserve.store.answer import Question
-    from conserve.store.catalog import Job
-    from conserve.store.export import Format
-    from conserve.store.readable import LeftOut
-    from conserve.store.rows import Rows
+    from conserve.store.books.catalog import Job
+    from conserve.store.sql.answer import Question
+    from conserve.store.sql.batches import Rows
+    from conserve.store.sql.export import Format
+    from conserve.store.sql.readable import LeftOut
 
 EXAMPLE = """
 conserve results last
@@ -70,7 +70,7 @@ def results(
 
 def wanted_format(out: Path | None, named: str | None, *, as_json: bool, more: bool) -> "Format":
     """The format that the flags ask for; `more` says that they ask for more columns."""
-    from conserve.store.export import Format, format_of
+    from conserve.store.sql.export import Format, format_of
 
     if named is not None and named not in FORMATS:
         raise UsageError(f"there is no format {named!r}; there are {', '.join(FORMATS)}")
@@ -87,10 +87,11 @@ def question(
 ) -> "tuple[Job, Question]":
     """The job, and the query for its results as it stands."""
     from conserve.cli.bounds import export_bounds
-    from conserve.jobs.wording import Tasks
-    from conserve.store import catalog, export
-    from conserve.store.answer import Question
-    from conserve.store.snapshot import snapshot
+    from conserve.jobs.requests.wording import Tasks
+    from conserve.store.books import catalog
+    from conserve.store.sql import export
+    from conserve.store.sql.answer import Question
+    from conserve.store.sql.snapshot import snapshot
 
     with context.store_to_read() as store:
         with store.read() as tx:
@@ -127,8 +128,8 @@ def accept(gap: "LeftOut", left_out: "list[LeftOut]") -> None:
 def write(answers: "Rows", job: "Job", wanted: "Format", stream: BinaryIO) -> int:
     """Write the job's results in the wanted format; returns the number of rows."""
     from conserve.jobs.task import Task
-    from conserve.store import export
-    from conserve.store.openai_lines import openai_line
+    from conserve.store.sql import export
+    from conserve.store.sql.openai_lines import openai_line
 
     if wanted is not export.Format.OPENAI:
         return export.write(answers, stream, wanted)

@@ -14,7 +14,7 @@ from conserve.cli.sizes import document, size, table
 from conserve.errors import JobRefused, UsageError
 
 if TYPE_CHECKING:
-    from conserve.store.removal import Usage
+    from conserve.store.upkeep.removal import Usage
 
 EXAMPLES = {
     "rm": """
@@ -44,7 +44,8 @@ def rm(
     as_json: Json = False,
 ) -> None:
     """Remove jobs with their requests and results; shows what that deletes and asks first."""
-    from conserve.store import catalog, removal
+    from conserve.store.books import catalog
+    from conserve.store.upkeep import removal
 
     context: Context = ctx.obj
     with context.store() as store:
@@ -70,7 +71,8 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Remove finished jobs that ended long ago, and empty the trash; shows what that deletes and asks first."""
-    from conserve.store import removal, trash
+    from conserve.store.files import trash
+    from conserve.store.upkeep import removal
 
     context: Context = ctx.obj
     age_s = None if older_than is None else seconds(older_than)

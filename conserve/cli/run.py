@@ -21,12 +21,12 @@ from conserve.cli.options import Rebind, Utility
 from conserve.cli.progress import Progress, first_step
 from conserve.config import DEMO_MODEL, Settings
 from conserve.errors import SettingsError
-from conserve.store.readings import JobReading, read_jobs, resolve
+from conserve.store.books.readings import JobReading, read_jobs, resolve
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint
-    from conserve.engine.vllm.pacing import Pacing
-    from conserve.jobs.harvest import Harvester, Tally
+    from conserve.engine.vllm.settings import Pacing
+    from conserve.jobs.harvest.harvester import Harvester, Tally
 
 EXAMPLE = """
 conserve run
@@ -143,8 +143,8 @@ def drain(
 
         return rehearse_run(settings, waiting, flags, as_json=as_json)
     said = begin(settings)
-    from conserve.jobs.harvest import Harvester
-    from conserve.store.store import Store
+    from conserve.jobs.harvest.harvester import Harvester
+    from conserve.store.database.store import Store
 
     store = Store.open(settings)
     try:
@@ -187,7 +187,7 @@ def unfinished(settings: Settings, only: list[str] | None) -> list[JobReading]:
 def make_pacing(settings: Settings, flags: list[str], pace: Pace) -> "Pacing":
     """How the embedded engine is to be paced."""
     from conserve.engine.policy.view import Slo
-    from conserve.engine.vllm.pacing import Pacing
+    from conserve.engine.vllm.settings import Pacing
 
     behind = f" -- {shlex.join(flags)}" if flags else ""
     return Pacing(

@@ -26,7 +26,7 @@ from conserve.engine.policy.policies import SERVING
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.runtime.front import BODY_BYTES, CONNECTIONS, HARVEST_KEY, Front
 from conserve.errors import SettingsError
-from conserve.jobs.services import announce
+from conserve.jobs.harvest.services import announce
 
 if TYPE_CHECKING:
     from conserve.engine.service import Command, Service
@@ -209,7 +209,7 @@ def checkpointing(
     flags: list[str], policy: str, host_memory: str | None, spill: Path | None = None
 ) -> list[str]:
     """The flags of an engine whose KV is checkpointed, if it is to be."""
-    from conserve.engine.vllm.kv_transfer import with_checkpoints
+    from conserve.engine.vllm.checkpoint.kv_transfer import with_checkpoints
 
     if policy == NO_CHECKPOINTS:
         if host_memory is not None:
@@ -275,7 +275,7 @@ def server_command(
     words = (settings.model, str(settings.models_folder), json.dumps(section), limits, *flags)
     return Command(
         name="server",
-        words=python("conserve.engine.vllm.server", *words),
+        words=python("conserve.engine.vllm.server.process", *words),
         # Keys in the environment, since anybody may read a command line.
         environment={
             "CONSERVE_SERVED": "1",

@@ -11,10 +11,10 @@ from conserve.cli.context import Context, job_ids
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from conserve.jobs.asked import Asked
-    from conserve.store.catalog import Job
-    from conserve.store.results import Result
-    from conserve.store.standing import Standing
+    from conserve.jobs.requests.asked import Asked
+    from conserve.store.books.catalog import Job
+    from conserve.store.books.results import Result
+    from conserve.store.books.standing import Standing
 
 EXAMPLE = """
 conserve show last 0
@@ -43,9 +43,9 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show one row: what was asked, the answer or the error, its times, and where it is now."""
-    from conserve.jobs.asked import asked
-    from conserve.store import catalog
-    from conserve.store.standing import standing
+    from conserve.jobs.requests.asked import asked
+    from conserve.store.books import catalog
+    from conserve.store.books.standing import standing
 
     if (row is None) == (id is None):
         raise UsageError("name one row: conserve show JOB ROW, or conserve show JOB --id CUSTOM_ID")
@@ -63,7 +63,7 @@ def show(
 
 def document(job: "Job", asked: "Asked", stands: "Standing") -> dict[str, Any]:
     """The row for JSON (docs/scripting.md)."""
-    from conserve.store.results import COLUMNS
+    from conserve.store.books.results import COLUMNS
 
     values = {name: getattr(stands.result, name, None) for name in COLUMNS}
     for name in TIMES:

@@ -16,7 +16,7 @@ def sink(path: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    from conserve.store.home import explained
+    from conserve.store.files.home import explained
 
     folder = path.absolute().parent
     if not folder.is_dir():
@@ -35,8 +35,8 @@ def sink(path: Path | None) -> Iterator[BinaryIO]:
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
     """A file under another name that takes its own once it is complete and on the disk."""
-    from conserve.store import scratch
-    from conserve.store.home import write_durably
+    from conserve.store.files.home import write_durably
+    from conserve.store.sql import scratch
 
     with scratch.place(path.absolute().parent) as temporary:
         with temporary.open("xb") as stream:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from conserve.cli import output
 
 if TYPE_CHECKING:
-    from conserve.store.removal import Usage
+    from conserve.store.upkeep.removal import Usage
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 

@@ -13,10 +13,10 @@ from conserve.cli.context import Context, job_ids
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from conserve.store.answer import Question
-    from conserve.store.export import Format
-    from conserve.store.readable import LeftOut
-    from conserve.store.rows import Rows
+    from conserve.store.sql.answer import Question
+    from conserve.store.sql.batches import Rows
+    from conserve.store.sql.export import Format
+    from conserve.store.sql.readable import LeftOut
 
 EXAMPLE = """
 conserve sql "select finish_reason, count(*) from results group by 1"
@@ -65,7 +65,7 @@ def sql(
     """Query the views jobs, results, inputs and requests with DuckDB; nothing else can be read or written."""
     from conserve.cli.asking import answer, say_left_out
     from conserve.cli.sink import sink
-    from conserve.store import export
+    from conserve.store.sql import export
 
     lost: list[LeftOut] = []
 
@@ -92,7 +92,7 @@ def sql(
 
 def wanted_format(out: Path | None, *, as_json: bool, as_csv: bool) -> "Format | None":
     """How the answer is written; None for a table."""
-    from conserve.store.export import SUFFIXES, Format
+    from conserve.store.sql.export import SUFFIXES, Format
 
     if as_json and as_csv:
         raise UsageError("give --json or --csv, not both")
@@ -114,12 +114,12 @@ def question(
 ) -> "Question":
     """The query over the store as it is now; with `limit` only that many of its rows."""
     from conserve.cli.bounds import query_bounds
-    from conserve.jobs.wording import Tasks
-    from conserve.store import catalog
-    from conserve.store.answer import Question
-    from conserve.store.named_files import named_file
-    from conserve.store.query import ask, views_of
-    from conserve.store.snapshot import snapshot
+    from conserve.jobs.requests.wording import Tasks
+    from conserve.store.books import catalog
+    from conserve.store.sql.answer import Question
+    from conserve.store.sql.named_files import named_file
+    from conserve.store.sql.query import ask, views_of
+    from conserve.store.sql.snapshot import snapshot
 
     settings = context.settings(sql_memory=memory, sql_timeout_s=timeout)
     bounds, files = query_bounds(settings), tuple(named_file(one) for one in named or ())

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from conserve.cli import live, output
 from conserve.config import Settings
-from conserve.store.readings import JobReading, read_jobs, resolve
+from conserve.store.books.readings import JobReading, read_jobs, resolve
 
 WATCH_S = 1.0
 TIMES = ("submitted_at", "started_at", "finished_at")
@@ -69,7 +69,7 @@ def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None
     """Which row of the job has waited for longest: all since it was submitted, so the first of the input."""
     if not reading.waiting or reading.state.final:
         return None
-    from conserve.jobs.request_file import first_waiting
+    from conserve.jobs.requests.file import first_waiting
 
     row_index = first_waiting(settings, reading.id)
     return None if row_index is None else Oldest(row_index, now - reading.submitted_at)

@@ -19,7 +19,7 @@ def show_size(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show how much room each job takes, the largest first, and all else in the store."""
-    from conserve.store.removal import room
+    from conserve.store.upkeep.removal import room
 
     context: Context = ctx.obj
     with context.store_to_read() as store:

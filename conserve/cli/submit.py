@@ -23,10 +23,10 @@ from conserve.config import Settings
 from conserve.errors import ConserveError, one_line
 
 if TYPE_CHECKING:
-    from conserve.jobs.source import Input
-    from conserve.jobs.submit import Submitted
+    from conserve.jobs.inputs.source import Input
+    from conserve.jobs.requests.submit import Submitted
     from conserve.jobs.task import Task
-    from conserve.store.store import Store
+    from conserve.store.database.store import Store
 
 EXAMPLE = """
 conserve submit data.parquet --prompt "Summarize: {{ text }}" --max-tokens 128
@@ -123,7 +123,7 @@ def submit(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Queue a file of prompts and print the job's id; once it is printed, the job is durable."""
-    from conserve.jobs.submit import submit as enqueue
+    from conserve.jobs.requests.submit import submit as enqueue
 
     params = request_params(
         completions,
@@ -178,7 +178,7 @@ def preview(
 ) -> None:
     """Show the first requests of what would be queued."""
     from conserve.cli.dry_run import local_counter, show_previews
-    from conserve.jobs.preview import previews
+    from conserve.jobs.requests.preview import previews
 
     found = previews(given, task, rows, constant_prompt=constant_prompt)
     show_previews(found, local_counter(settings, settings.model), task.params, as_json=as_json)
@@ -204,7 +204,7 @@ class UnprintedJob(ConserveError):
 def withdrawn_unless_printed(store: "Store", job_id: str) -> Iterator[None]:
     """Take the job back if its id cannot be printed: a script could neither wait for it nor cancel it."""
     from conserve.cli.stdout import OutputClosed, OutputLost
-    from conserve.store.withdraw import withdraw
+    from conserve.store.books.withdraw import withdraw
 
     try:
         yield

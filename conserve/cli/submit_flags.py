@@ -9,7 +9,7 @@ from conserve.config import Settings
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from conserve.jobs.source import Input
+    from conserve.jobs.inputs.source import Input
     from conserve.jobs.task import Task
 
 
@@ -17,9 +17,9 @@ def read_input(
     files: list[str], sql: str | None, form: str | None, keep: str | None, settings: Settings
 ) -> "Input":
     """What is to be submitted, from the flags."""
-    from conserve.jobs.input_files import Form
-    from conserve.jobs.keeping import Keep
-    from conserve.jobs.source import Input
+    from conserve.jobs.inputs.files import Form
+    from conserve.jobs.inputs.keeping import Keep
+    from conserve.jobs.inputs.source import Input
 
     if not files and sql is None:
         raise UsageError('there is no input; name a file, - for standard input, or --sql "select ..."')
@@ -38,7 +38,7 @@ def read_input(
 
 def read_name(name: str | None) -> str | None:
     """The beginning of the job's id."""
-    from conserve.jobs.submit import slug
+    from conserve.jobs.requests.submit import slug
 
     if name is None:
         return None

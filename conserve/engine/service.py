@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from conserve.engine.runtime.parent import follow_parent
-from conserve.engine.vllm.environment import last_error
+from conserve.engine.vllm.launching.environment import last_error
 from conserve.errors import ServiceFailed
 
 READY_S = 0.5  # between two looks whether the server answers

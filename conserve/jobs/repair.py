@@ -14,17 +14,19 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from conserve.errors import UsageError
-from conserve.jobs.admission import check_input
-from conserve.jobs.fingerprint import is_other
-from conserve.jobs.input_files import Form
-from conserve.jobs.keeping import Keep
-from conserve.jobs.parquet_rows import ParquetRows
-from conserve.jobs.source import Input, Opened, Rows, open_input
-from conserve.jobs.submit import write_requests
+from conserve.jobs.inputs.files import Form
+from conserve.jobs.inputs.fingerprint import is_other
+from conserve.jobs.inputs.keeping import Keep
+from conserve.jobs.inputs.parquet_rows import ParquetRows
+from conserve.jobs.inputs.source import Input, Opened, Rows, open_input
+from conserve.jobs.requests.admission import check_input
+from conserve.jobs.requests.submit import write_requests
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, checking, digests, home, mending, records
-from conserve.store.damage import Damage, Part
-from conserve.store.store import Store
+from conserve.store.books import catalog
+from conserve.store.database.store import Store
+from conserve.store.files import digests, home
+from conserve.store.upkeep import checking, mending, records
+from conserve.store.upkeep.damage import Damage, Part
 
 
 def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float) -> list[str]:

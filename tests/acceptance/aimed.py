@@ -1,6 +1,6 @@
 """Starts a command that sends itself a signal at one exact point of its work.
 
-    python -m tests.acceptance.aimed '[{"at": "conserve.store.journal:commit", ...}]' run --endpoint fake:
+    python -m tests.acceptance.aimed '[{"at": "conserve.store.books.journal:commit", ...}]' run --endpoint fake:
 
 The process, its files and its signals are real; only when the signal comes is chosen: a kill between two
 statements of a transaction, which random ones find by luck, happens every time.

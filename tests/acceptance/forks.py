@@ -27,7 +27,7 @@ from tests.acceptance.rewiring import named
 from tests.commands import REPOSITORY
 
 IMPORTED = (
-    *("conserve.cli.app", "conserve.cli.run", "conserve.jobs.harvest", "conserve.endpoints.fake"),
+    *("conserve.cli.app", "conserve.cli.run", "conserve.jobs.harvest.harvester", "conserve.endpoints.fake"),
     *("tests.acceptance.aimed", "tests.acceptance.phases"),
 )
 POLL_S = 0.005

@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 from conserve.config import load
 from conserve.endpoints.fake import WORDS as FAKE_WORDS
 from conserve.endpoints.fake import Script, answer_tokens, request_text
-from conserve.jobs.submit import submit
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.query import views
-from conserve.store.readings import JobReading, read_jobs
-from conserve.store.store import Store
+from conserve.store.books.readings import JobReading, read_jobs
+from conserve.store.database.store import Store
+from conserve.store.sql.query import views
 from tests import commands
 from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot

@@ -106,14 +106,14 @@ def writing(_: object, outbox: Any) -> Phase:
 
 
 STORE_WORK: dict[str, Phase | Callable[..., Phase]] = {
-    "conserve.jobs.ledger:Ledger.reopen": Phase.RECOVERING,
-    "conserve.jobs.ledger:Ledger.recover": Phase.RECOVERING,
-    "conserve.jobs.ledger:Ledger.claim": Phase.CLAIMING,
-    "conserve.jobs.workload:Workload.load": Phase.LOADING,
-    "conserve.jobs.recorder:Recorder.write": writing,
-    "conserve.store.queue:save_tokens": Phase.SAVING,
-    "conserve.store.shards:compact": Phase.WRITING,
-    "conserve.store.shards:register": Phase.REGISTERING,
+    "conserve.jobs.harvest.ledger:Ledger.reopen": Phase.RECOVERING,
+    "conserve.jobs.harvest.ledger:Ledger.recover": Phase.RECOVERING,
+    "conserve.jobs.harvest.ledger:Ledger.claim": Phase.CLAIMING,
+    "conserve.jobs.harvest.workload:Workload.load": Phase.LOADING,
+    "conserve.jobs.harvest.recorder:Recorder.write": writing,
+    "conserve.store.books.queue:save_tokens": Phase.SAVING,
+    "conserve.store.books.shards:compact": Phase.WRITING,
+    "conserve.store.books.shards:register": Phase.REGISTERING,
 }
 """Functions that run in the store's thread, and the phase that lasts from their entry to their exit."""
 
@@ -122,9 +122,12 @@ def follow(trace: Trace) -> None:
     """Have this process write where it is. After all shots are aimed, so that a shot finds the phase written."""
     for at, phase in STORE_WORK.items():
         rewire(at, functools.partial(within, trace, phase))
-    wrap("conserve.store.store:Store.open", after=lambda: enter(trace, Phase.RECOVERING))
-    wrap("conserve.jobs.harvest:Harvester._until_drained", before=lambda: enter(trace, Phase.ANSWERING))
-    wrap("conserve.jobs.harvest:Harvester._put_down", before=lambda: enter(trace, Phase.ENDING))
+    wrap("conserve.store.database.store:Store.open", after=lambda: enter(trace, Phase.RECOVERING))
+    wrap(
+        "conserve.jobs.harvest.harvester:Harvester._until_drained",
+        before=lambda: enter(trace, Phase.ANSWERING),
+    )
+    wrap("conserve.jobs.harvest.harvester:Harvester._put_down", before=lambda: enter(trace, Phase.ENDING))
     rewire("conserve.endpoints.fake:FakeEndpoint.complete", functools.partial(counting, trace))
 
 

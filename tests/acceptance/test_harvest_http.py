@@ -10,13 +10,13 @@ from conserve.endpoints import http
 from conserve.endpoints.fake import WORDS, answer_tokens, request_text
 from conserve.endpoints.http import HttpEndpoint
 from conserve.errors import EndpointUnusable
-from conserve.jobs import retry
-from conserve.jobs.harvest import Harvester
-from conserve.jobs.submit import submit
-from conserve.jobs.tally import Tally
+from conserve.jobs.harvest import retry
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.query import views
-from conserve.store.store import Store
+from conserve.store.database.store import Store
+from conserve.store.sql.query import views
 from tests.acceptance.scripted_server import ScriptedServer
 from tests.commands import HANGS_S
 from tests.conftest import WriteInput

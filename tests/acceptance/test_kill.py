@@ -18,10 +18,14 @@ from tests.acceptance.record import Record
 from tests.acceptance.scripted_server import Script, ScriptedServer
 from tests.commands import ended, until
 
-QUEUE, CHOICE, JOURNAL = "conserve.store.queue", "conserve.store.choice", "conserve.store.journal"
-SHARDS, HOME = "conserve.store.shards", "conserve.store.home"
-WRITE = "conserve.jobs.recorder:Recorder.write"
-LOAD = "conserve.jobs.workload:Workload.load"
+QUEUE, CHOICE, JOURNAL = (
+    "conserve.store.books.queue",
+    "conserve.store.books.choice",
+    "conserve.store.books.journal",
+)
+SHARDS, HOME = "conserve.store.books.shards", "conserve.store.files.home"
+WRITE = "conserve.jobs.harvest.recorder:Recorder.write"
+LOAD = "conserve.jobs.harvest.workload:Workload.load"
 PAUSE = "conserve.endpoints.fake:FakeEndpoint._pause"
 """Called once for a request and then before each token."""
 SAVED = Shot(at=WRITE, since=f"{QUEUE}:save_tokens", after=True)
@@ -63,7 +67,7 @@ def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path) -> None:
     other = Harness(tmp_path / "home", ["one more"], script="tokens=4", seed=1)
     other.submit()
     other.kill(Shot(at=f"{SHARDS}:register", after=True))  # in the recovery, which compacts what is left
-    other.kill(Shot(at="conserve.store.sweep:sweep"))
+    other.kill(Shot(at="conserve.store.upkeep.sweep:sweep"))
     assert other.finish() == 0
     harness.check()
     other.check()
@@ -181,16 +185,16 @@ def test_a_harvest_survives_random_kills(tmp_path: Path) -> None:
 
 
 PHASES = (
-    (Phase.STARTING, Shot(at="conserve.store.store:Store.open")),
+    (Phase.STARTING, Shot(at="conserve.store.database.store:Store.open")),
     (Phase.CLAIMING, Shot(at=f"{QUEUE}:claim", after=True)),
     (Phase.RECOVERING, Shot(at=f"{QUEUE}:abandon", after=True)),
-    (Phase.LOADING, Shot(at="conserve.jobs.request_file:RequestFile.read")),
+    (Phase.LOADING, Shot(at="conserve.jobs.requests.file:RequestFile.read")),
     (Phase.ANSWERING, Shot(at=PAUSE, call=32 * 20)),  # too few tokens to be saved, and no room to claim
     (Phase.SAVING, Shot(at=f"{QUEUE}:save_tokens", after=True)),
     (Phase.COMMITTING, Shot(at=f"{JOURNAL}:count", after=True)),
     (Phase.WRITING, Shot(at=f"{HOME}:write_durably")),
     (Phase.REGISTERING, Shot(at=f"{QUEUE}:chunks", since=f"{SHARDS}:register")),
-    (Phase.ENDING, Shot(at="conserve.jobs.ledger:Ledger.close")),
+    (Phase.ENDING, Shot(at="conserve.jobs.harvest.ledger:Ledger.close")),
 )
 
 

@@ -41,7 +41,7 @@ def test_the_first_signal_saves_progress_and_the_next_run_goes_on(
 def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
     harness = Harness(tmp_path / "home", [f"q{n}" for n in range(16)], script=LONG)
     harness.submit()
-    saving = Shot(at="conserve.jobs.ledger:Ledger.give_back", number=signal.SIGINT, holds=True)
+    saving = Shot(at="conserve.jobs.harvest.ledger:Ledger.give_back", number=signal.SIGINT, holds=True)
     done = ended(harness.start(Shot(number=signal.SIGINT, **UNDER_WAY), saving))
     assert done.returncode == 130, "although saving would have taken for ever"
     assert harness.finish() == 0

@@ -38,7 +38,7 @@ SAVING = 2  # iterations after which the last of what a row has lost is saved
 
 def measure() -> list[Figure]:
     """All figures; the raw numbers go beside those of the others."""
-    from conserve.engine.vllm.demo_model import ensure_demo_model
+    from conserve.engine.vllm.model.demo_model import ensure_demo_model
     from tests.integration.test_checkpoints import transfer
     from tests.preempted_engine import started
 

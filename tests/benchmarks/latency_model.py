@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from conserve.config import load
-from conserve.engine.vllm.rig import EngineRig
+from conserve.engine.vllm.profiling.rig import EngineRig
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel
 from conserve.profiles.fit import Errors, Samples, errors, fit

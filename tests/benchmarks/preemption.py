@@ -39,7 +39,7 @@ RUNNING, PAIRS = 256, 180
 
 def measure() -> list[Figure]:
     """All figures; the raw numbers and a drawing of the reactions go beside those of the others."""
-    from conserve.engine.vllm.demo_model import ensure_demo_model
+    from conserve.engine.vllm.model.demo_model import ensure_demo_model
     from tests.preempted_engine import started
 
     raw: dict[str, Any] = {}
@@ -259,8 +259,8 @@ def call_us(engine: Any) -> dict[str, list[float]]:
     """What the call of a layer takes longer for its safepoint, in microseconds: one sample is many passes."""
     import torch
 
-    from conserve.engine.vllm.safepoints import between_layers
-    from conserve.engine.vllm.stamp import Stamp
+    from conserve.engine.vllm.iteration import Stamp
+    from conserve.engine.vllm.preemption.safepoints import between_layers
 
     safepoints, rows = engine.worker._safepoints, engine.worker._rows
     layers, guarded = ([Layer() for _ in range(engine.layers)] for _ in range(2))
@@ -302,8 +302,8 @@ class Layer:
 
 def scheduling(raw: dict[str, Any]) -> list[Figure]:
     """Stamps, and blocks that become reusable when they are computed: one scheduler, with and without."""
-    from conserve.engine.vllm.pacing import WORKER
-    from conserve.engine.vllm.stamp import Outcome, put
+    from conserve.engine.vllm.iteration import Outcome, put
+    from conserve.engine.vllm.settings import WORKER
     from tests.bare_scheduler import BareEngine, engine_config
     from tests.benchmarks.scheduling import ANSWER, PROMPT
     from tests.benchmarks.scheduling import timed as scheduled

@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 from conserve.config import load
 from conserve.endpoints.protocol import Url
 from conserve.engine.vllm.embedded import EmbeddedEndpoint
-from conserve.jobs.harvest import Harvester
-from conserve.jobs.submit import submit
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Order, Task
-from conserve.store.readings import read_jobs
-from conserve.store.store import Store
+from conserve.store.books.readings import read_jobs
+from conserve.store.database.store import Store
 from tests.benchmarks.real_engine import EXAMPLE, Running
 from tests.benchmarks.report import Figure
 

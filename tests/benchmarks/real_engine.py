@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 from conserve.config import load
 from conserve.endpoints.protocol import Call, Completion, OnTokens, Url
 from conserve.engine.vllm.embedded import EmbeddedEndpoint
-from conserve.jobs.harvest import Harvester
-from conserve.jobs.submit import submit
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.store import Store
+from conserve.store.database.store import Store
 from tests.benchmarks.report import REPOSITORY, Figure
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from conserve.config import load
-from conserve.engine.vllm.demo_model import ensure_demo_model
-from conserve.engine.vllm.number_format import format_of
+from conserve.engine.vllm.launching.number_format import format_of
+from conserve.engine.vllm.model.demo_model import ensure_demo_model
 from tests.benchmarks.report import REPOSITORY, Figure, conserve, timed
 
 PAIRS = 10  # alternating which goes first

@@ -19,7 +19,7 @@ from conserve.bench.load import Target, play
 from conserve.bench.measure import percentiles
 from conserve.bench.traces import Trace, gamma
 from conserve.config import load
-from conserve.engine.vllm.demo_model import ensure_demo_model
+from conserve.engine.vllm.model.demo_model import ensure_demo_model
 from tests.benchmarks.report import Figure
 
 COMMAND = "python -m tests.benchmarks serving"

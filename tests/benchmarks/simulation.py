@@ -164,7 +164,7 @@ def p99(blocks: Sequence[Floats]) -> float:
 
 def simulate(setting: Setting, policy: str, slo: Limits | None = None) -> Seen:
     """Block after block on one engine, which has run offline rows alone before."""
-    from conserve.engine.vllm.pacing import WORKER
+    from conserve.engine.vllm.settings import WORKER
     from tests.bare_scheduler import RESIDUALS, Clock, engine_config
     from tests.simulated_engine import SimulatedEngine
 

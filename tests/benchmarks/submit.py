@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from conserve.config import load
-from conserve.store.readings import read_jobs
+from conserve.store.books.readings import read_jobs
 from tests.benchmarks.inputs import short_rows
 from tests.benchmarks.report import Figure, Finished, conserve
 

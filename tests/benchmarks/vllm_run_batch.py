@@ -6,7 +6,7 @@ import time
 import warnings
 
 # The same settings that `conserve run` makes, above all that every core computes.
-import conserve.engine.vllm.environment as environment
+import conserve.engine.vllm.launching.environment as environment
 
 environment.prepare_environment(offline=True)
 warnings.filterwarnings("ignore")

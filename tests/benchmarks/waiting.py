@@ -22,13 +22,13 @@ from conserve.bench import svg
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.endpoints.protocol import KvCache, Url
-from conserve.jobs.harvest import Harvester
-from conserve.jobs.prefix_tree import Key
-from conserve.jobs.prompt_key import prompt_key
-from conserve.jobs.submit import submit
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.jobs.waiting import Row, Window
-from conserve.store.store import Store
+from conserve.jobs.window.prefix_tree import Key
+from conserve.jobs.window.prompt_key import prompt_key
+from conserve.jobs.window.waiting import Row, Window
+from conserve.store.database.store import Store
 from tests.benchmarks.inputs import short_rows
 from tests.benchmarks.report import RAW, Figure
 

@@ -73,4 +73,4 @@ def note_late(path: str) -> None:
 
         return calling
 
-    rewire("conserve.jobs.tally:Tally.count", noting)
+    rewire("conserve.jobs.harvest.tally:Tally.count", noting)

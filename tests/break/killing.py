@@ -19,7 +19,12 @@ from tests.commands import Done
 
 IMPORTED = (
     *("conserve.cli.submit", "conserve.cli.control", "conserve.cli.results", "conserve.cli.harvest"),
-    *("conserve.endpoints.http", "conserve.store.query", "conserve.store.export", "conserve.jobs.submit"),
+    *(
+        "conserve.endpoints.http",
+        "conserve.store.sql.query",
+        "conserve.store.sql.export",
+        "conserve.jobs.requests.submit",
+    ),
     *("conserve.cli.shortcuts", "typer._adapters", "duckdb", "jinja2.sandbox", "pyarrow.dataset"),
     *("httpcore", "h11", "anyio._backends._asyncio"),
 )

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.jobs.task import Kind, Task
-from conserve.store.versions import LATEST
+from conserve.store.database.versions import LATEST
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forks
 from tests.acceptance.kill_harness import answer
@@ -34,19 +34,27 @@ ENOUGH = {SHORT: 60, LONG: 2}  # rows left, so that a run is worth a kill
 CONSTANTS = {"conserve__store__shards__SHARD_ROWS": 50}
 ENDINGS = ("jsonl", "parquet")
 
-HOME, SHARDS, CATALOG = "conserve.store.home", "conserve.store.shards", "conserve.store.catalog"
-QUEUE, JOURNAL, MIGRATIONS = "conserve.store.queue", "conserve.store.journal", "conserve.store.migrations"
-WRITE = "conserve.jobs.recorder:Recorder.write"
+HOME, SHARDS, CATALOG = (
+    "conserve.store.files.home",
+    "conserve.store.books.shards",
+    "conserve.store.books.catalog",
+)
+QUEUE, JOURNAL, MIGRATIONS = (
+    "conserve.store.books.queue",
+    "conserve.store.books.journal",
+    "conserve.store.database.migrations",
+)
+WRITE = "conserve.jobs.harvest.recorder:Recorder.write"
 SUBMITTED = (
     Shot(at=f"{HOME}:new_job_folder", after=True),
     Shot(at=f"{HOME}:adopt"),
     Shot(at=f"{HOME}:adopt", after=True),  # the folder has its name, and no record names it
     Shot(at=f"{CATALOG}:add", after=True),  # not committed
-    Shot(at="conserve.jobs.submit:enqueue", after=True),  # durable, and the id is not printed
+    Shot(at="conserve.jobs.requests.submit:enqueue", after=True),  # durable, and the id is not printed
 )
 SAVED = Shot(at=f"{QUEUE}:save_tokens", after=True)
 HARVESTED = (
-    Shot(at="conserve.jobs.workload:Workload.load"),
+    Shot(at="conserve.jobs.harvest.workload:Workload.load"),
     Shot(at=WRITE),
     SAVED,
     Shot(at=f"{JOURNAL}:end_requests", after=True),
@@ -64,7 +72,7 @@ AIMS = {
         Shot(at=f"{HOME}:write_durably"),
         Shot(at=f"{HOME}:write_durably", after=True),
         Shot(at=f"{SHARDS}:register", after=True),
-        Shot(at="conserve.jobs.ledger:Ledger.close"),
+        Shot(at="conserve.jobs.harvest.ledger:Ledger.close"),
     ),
     "harvest": HARVESTED,
     "retry": (
@@ -81,10 +89,10 @@ AIMS = {
         Shot(at=f"{HOME}:write_durably", after=True),
     ),
     "a migration": (
-        Shot(at="conserve.store.database:migrate"),
+        Shot(at="conserve.store.database.connection:migrate"),
         Shot(at=f"{MIGRATIONS}:lock", after=True),
         *((MIGRATED, replace(MIGRATED, after=True)) if LATEST > 1 else ()),
-        Shot(at="conserve.store.database:migrate", after=True),
+        Shot(at="conserve.store.database.connection:migrate", after=True),
     ),
 }
 """Functions at which each command is killed in every round; random instants come on top."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from conserve.store import home, marks
+from conserve.store.files import home, marks
 from tests.commands import Done, conserve
 
 from .table import report
@@ -77,7 +77,9 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     open_ones = [submit(tmp_path, "half"), submit(tmp_path, "queued")]
     run(*done)
     with monkeypatch.context() as patch:
-        patch.setattr("conserve.store.shards.compact", lambda *_, **__: 0)  # its results stay in the journal
+        patch.setattr(
+            "conserve.store.books.shards.compact", lambda *_, **__: 0
+        )  # its results stay in the journal
         run(open_ones[0])
     with monkeypatch.context() as patch:
         patch.setenv("CONSERVE_HOME", str(tmp_path / "other"))

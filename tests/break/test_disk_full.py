@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from conserve.config import load
-from conserve.store import shards, trash
-from conserve.store.readings import read_jobs
-from conserve.store.store import Store
+from conserve.store.books import shards
+from conserve.store.books.readings import read_jobs
+from conserve.store.database.store import Store
+from conserve.store.files import trash
 from tests.commands import Done, conserve
 
 from .full_disk import PAGE, Disk, mounted
@@ -229,10 +230,10 @@ def test_reading_a_log_that_a_crash_left_works_with_no_byte_free(disk: Disk, lin
     """Its rows are there; its index is built in memory."""
     job_id = submit(lines).stdout.strip()
     crash = (
-        "import os, sys; from conserve.store.shards import compact; import conserve.store.shards as s\n"
+        "import os, sys; from conserve.store.books.shards import compact; import conserve.store.books.shards as s\n"
         "s.compact = lambda *a, **k: 0\n"
         "import conserve.cli.app as app; sys.argv = ['conserve', 'run', '--endpoint', 'fake:']\n"
-        "import conserve.jobs.recorder as r\n"
+        "import conserve.jobs.harvest.recorder as r\n"
         "write = r.Recorder.write\n"
         "def die(self, outbox):\n    write(self, outbox); os._exit(9)\n"
         "r.Recorder.write = die\n"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from conserve.endpoints.fake import request_text
-from conserve.jobs import harvest, hold, retry
+from conserve.jobs.harvest import harvester as harvest
+from conserve.jobs.harvest import hold, retry
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
 

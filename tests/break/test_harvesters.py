@@ -34,7 +34,7 @@ LEASE_S = 1.0  # the shortest there is
 TICK_S = 0.02
 ACTS = 0.2  # share of the ticks at which something is done to a harvester
 LONGEST_TICKS = 150  # that a harvester is frozen for: up to three leases
-WRITE = Shot(at="conserve.jobs.recorder:Recorder.write", number=signal.SIGSTOP, holds=True)
+WRITE = Shot(at="conserve.jobs.harvest.recorder:Recorder.write", number=signal.SIGSTOP, holds=True)
 """Before it writes what its first rows were answered."""
 
 pytestmark = [pytest.mark.breakage, pytest.mark.timeout(7_200)]

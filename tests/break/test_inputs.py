@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from conserve.cli import app
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
-from conserve.jobs.harvest import Harvester
-from conserve.store import home
-from conserve.store.query import views
-from conserve.store.store import Store
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.commands import Done, conserve
 

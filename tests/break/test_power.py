@@ -15,7 +15,7 @@ import pytest
 
 from conserve.config import load
 from conserve.profiles.whole import write_whole
-from conserve.store.store import Store
+from conserve.store.database.store import Store
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forks
 
@@ -177,7 +177,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory, forks: Forks, pytestconfig:
 
 def half_done(machine: Machine) -> None:
     """Run a job until a second part of it is to be moved into a shard."""
-    shot = Shot(at="conserve.store.shards:register", call=2)
+    shot = Shot(at="conserve.store.books.shards:register", call=2)
     words, _ = machine.words("run")
     assert machine.killer.kill(machine.killer.start("run", words, shot), Way.KILL, aimed_at=True)
 

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.front import HARVEST_KEY, Front
-from conserve.engine.vllm.privileges import FREE, SLO
+from conserve.engine.vllm.server.privileges import FREE, SLO
 
 from .table import report
 
@@ -118,8 +118,8 @@ def server() -> Iterator[Any]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from conserve.engine.vllm import plugin
-    from conserve.engine.vllm.server import put_in_front
+    from conserve.engine.vllm.server import plugin
+    from conserve.engine.vllm.server.process import put_in_front
 
     environment = {"VLLM_API_KEY": "sesame", HARVEST_KEY: "open", "VLLM_SERVER_DEV_MODE": "1"}
     priority_of = staticmethod(GenerateBaseServing._get_priority)

@@ -13,16 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.errors import ConserveError
-from conserve.jobs.submit import submit
+from conserve.jobs.requests.submit import submit
+from conserve.jobs.requests.wording import Tasks
 from conserve.jobs.task import Kind, Task
-from conserve.jobs.wording import Tasks
-from conserve.store import child, query, scratch
-from conserve.store.bounds import Bounds
-from conserve.store.child import Send
-from conserve.store.named_files import named_file
-from conserve.store.rows import rows_of
-from conserve.store.snapshot import Snapshot, snapshot
-from conserve.store.store import Store
+from conserve.store.database.store import Store
+from conserve.store.sql import child, query, scratch
+from conserve.store.sql.batches import rows_of
+from conserve.store.sql.bounds import Bounds
+from conserve.store.sql.child import Send
+from conserve.store.sql.named_files import named_file
+from conserve.store.sql.snapshot import Snapshot, snapshot
 from tests.conftest import WriteInput
 from tests.store_rows import finish, leased
 

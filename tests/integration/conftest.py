@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from conserve.engine.vllm.demo_model import demo_model_installed, ensure_demo_model
+from conserve.engine.vllm.model.demo_model import demo_model_installed, ensure_demo_model
 from conserve.installation import install_line
 from tests.tiny_models import LAYERS, build_tiny_model
 

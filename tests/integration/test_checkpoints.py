@@ -55,7 +55,7 @@ def transfer(settings: dict[str, Any], *others: dict[str, Any]) -> Any:
 
     from vllm.config import KVTransferConfig
 
-    from conserve.engine.vllm.kv_transfer import FLAG, with_checkpoints
+    from conserve.engine.vllm.checkpoint.kv_transfer import FLAG, with_checkpoints
 
     theirs = [word for other in others for word in (FLAG, json.dumps(other))]
     return KVTransferConfig(**json.loads(with_checkpoints(theirs, settings)[-1]))

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from conserve.endpoints.protocol import Call, Completion, InFlight, OnTokens, Url
-from conserve.engine.vllm.demo_model import DEMO_MODEL
 from conserve.engine.vllm.embedded import EmbeddedEndpoint
-from conserve.engine.vllm.environment import engine_log
-from conserve.engine.vllm.phases import told
+from conserve.engine.vllm.launching.environment import engine_log
+from conserve.engine.vllm.launching.phases import told
+from conserve.engine.vllm.model.demo_model import DEMO_MODEL
 from conserve.errors import EndpointUnusable, EngineDied, RequestRejected, SettingsError
 
 T = TypeVar("T")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from conserve.engine.vllm import loading
-from conserve.engine.vllm.loading import Loading
+from conserve.engine.vllm.launching import loading
+from conserve.engine.vllm.launching.loading import Loading
 
 
 @pytest.mark.engine
@@ -19,7 +19,7 @@ def test_the_library_loads_and_names_its_device(monkeypatch: pytest.MonkeyPatch)
 def test_a_library_without_kernels_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM itself only logs that its kernels are missing."""
     missing = "import sys; sys.modules |= dict.fromkeys(('vllm._C', 'vllm._C_AVX2', 'vllm._C_AVX512'))"
-    code = f"{missing}; from conserve.engine.vllm.loading import main; main()"
+    code = f"{missing}; from conserve.engine.vllm.launching.loading import main; main()"
     monkeypatch.setattr(loading, "WORDS", ("-c", code))
     monkeypatch.setattr(loading, "LOAD_S", 600.0)
     with Loading() as process:

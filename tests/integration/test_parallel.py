@@ -40,7 +40,7 @@ class Ranks:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from conserve.engine.vllm.pacing import SCHEDULER, SECTION, WORKER
+        from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
         from tests.bare_scheduler import known_model
         from tests.integration.test_checkpoints import transfer
 
@@ -210,7 +210,7 @@ def test_both_ranks_leave_alike_and_answers_stay_what_they_were(ranks: Ranks) ->
 
 def test_each_rank_brings_back_its_shard(ranks: Ranks) -> None:
     def loaded(wrapper: Any) -> int:
-        from conserve.engine.vllm.spill_worker import copies_here
+        from conserve.engine.vllm.checkpoint.spill_worker import copies_here
 
         return int(copies_here()._backend.thread.loaded.blocks)
 

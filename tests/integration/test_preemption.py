@@ -38,7 +38,7 @@ def engine(six_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         if getattr(request.cls, "hidden", False):
-            patch.setattr("conserve.engine.vllm.worker.decoder_layers", lambda model, count: None)
+            patch.setattr("conserve.engine.vllm.preemption.worker.decoder_layers", lambda model, count: None)
         with started(six_layers, **getattr(request.cls, "flags", {})) as engine:
             yield engine
             assert_usable(engine)
@@ -542,7 +542,7 @@ class TestTheWorkersParts:
         import torch
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        from conserve.engine.vllm.rows import of_requests
+        from conserve.engine.vllm.preemption.rows import of_requests
 
         dice = random.Random(0)
         for _ in range(50):
@@ -579,8 +579,8 @@ class TestTheWorkersParts:
 
     def test_all_ranks_hear_what_the_first_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from conserve.engine.runtime.safepoint import PreemptionFlag
-        from conserve.engine.vllm import worker
-        from conserve.engine.vllm.stamp import Stamp
+        from conserve.engine.vllm.iteration import Stamp
+        from conserve.engine.vllm.preemption import worker
 
         wire: list[int] = []
 

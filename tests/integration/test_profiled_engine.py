@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from conserve.engine.policy.view import Slo
-from conserve.engine.vllm.demo_model import DEMO_MODEL, resolve_model
-from conserve.engine.vllm.environment import engine_log, prepare_environment
-from conserve.engine.vllm.flags import parse_flags
-from conserve.engine.vllm.pacing import Pacing
-from conserve.engine.vllm.profile_key import key_of
-from conserve.engine.vllm.rig import EngineRig, build_core
+from conserve.engine.vllm.launching.environment import engine_log, prepare_environment
+from conserve.engine.vllm.launching.flags import parse_flags
+from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
+from conserve.engine.vllm.model.profile_key import key_of
+from conserve.engine.vllm.profiling.rig import EngineRig, build_core
+from conserve.engine.vllm.settings import Pacing
 from conserve.errors import ProfileDerived, ProfileMissing
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.book import Book

@@ -226,7 +226,7 @@ def prefix_tokens_computed(engine: Any, prefixes: list[list[int]]) -> int:
 @pytest.fixture
 def preemptible(tmp_path: Path, clock: Any) -> Any:
     """An engine whose iterations may be preempted, so that their blocks are registered only afterwards."""
-    from conserve.engine.vllm.pacing import WORKER
+    from conserve.engine.vllm.settings import WORKER
     from tests.bare_scheduler import BareEngine, engine_config
 
     section = {"policy": "conserve", "tbt_slo_ms": 1e6}

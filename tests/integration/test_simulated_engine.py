@@ -26,7 +26,7 @@ def make(tmp_path: Path, clock: Any) -> Make:
     """Engines without scatter: every figure below is exact."""
 
     def make(preemption: str, rows: Sequence[tuple[int, int]] = ROWS) -> Any:
-        from conserve.engine.vllm.pacing import WORKER
+        from conserve.engine.vllm.settings import WORKER
         from tests.bare_scheduler import MODEL, engine_config
         from tests.simulated_engine import SimulatedEngine
 

@@ -42,7 +42,7 @@ def spilling_engine(model: Path, folder: Path, *, host_bytes: int = 32 << 20, **
 
     transfer = KVTransferConfig(
         kv_connector="CheckpointConnector",
-        kv_connector_module_path="conserve.engine.vllm.connector",
+        kv_connector_module_path="conserve.engine.vllm",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"policy": "eager", "host_bytes": host_bytes, "spill": str(folder)},
@@ -52,7 +52,7 @@ def spilling_engine(model: Path, folder: Path, *, host_bytes: int = 32 << 20, **
 
 
 def ask(engine: Any, what: str) -> dict[str, Any]:
-    from conserve.engine.vllm.spill import ask_spilling
+    from conserve.engine.vllm.checkpoint.spill import ask_spilling
 
     said = ask_spilling(engine.core, what)
     assert said is not None
@@ -242,7 +242,7 @@ def test_without_prefix_caching_nothing_is_spilled(three_layers: Path, tmp_path:
 
 
 def test_hashes_that_differ_from_start_to_start_name_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from conserve.engine.vllm.spill import why_not
+    from conserve.engine.vllm.checkpoint.spill import why_not
 
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     cache = SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo="xxhash_cbor")
@@ -275,7 +275,7 @@ def dead(*args: Any, **more: Any) -> Any:
 def test_a_disk_without_room_for_others_is_left_alone(
     three_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from conserve.engine.vllm import spill as module
+    from conserve.engine.vllm.checkpoint import spill as module
 
     with spilling_engine(three_layers, tmp_path) as engine:
         left = run_until_some_are_under_way(engine, lose=False)

@@ -13,11 +13,11 @@ from conserve.endpoints.answers import UNREADABLE, completion
 from conserve.endpoints.protocol import Call, Completion, Url
 from conserve.endpoints.stream import NotFaithful, Pieces
 from conserve.errors import EndpointError
-from conserve.jobs.outcome import success, valid_json
-from conserve.jobs.request_file import StoredRequest
-from conserve.jobs.workload import Work
-from conserve.store.queue import LeasedRow
-from conserve.store.results import checked, decode, to_arrow
+from conserve.jobs.harvest.outcome import success, valid_json
+from conserve.jobs.harvest.workload import Work
+from conserve.jobs.requests.file import StoredRequest
+from conserve.store.books.queue import LeasedRow
+from conserve.store.books.results import checked, decode, to_arrow
 from tests.conftest import examples
 from tests.reach import reached
 

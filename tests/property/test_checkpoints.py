@@ -16,8 +16,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what vLLM imports
     from vllm.v1.request import RequestStatus
 
-    from conserve.engine.vllm.checkpoints import Checkpoints
-    from conserve.engine.vllm.transfers import Transfers, WorkerReport
+    from conserve.engine.vllm.checkpoint.blocks import Checkpoints
+    from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.copy_budget import BlockMs

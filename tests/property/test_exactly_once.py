@@ -17,15 +17,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from conserve.config import load
-from conserve.store import catalog, choice, home, journal, queue, shards
-from conserve.store.catalog import Source
-from conserve.store.choice import Terms
-from conserve.store.journal import Finished
-from conserve.store.query import views
-from conserve.store.queue import Lease, SavedTokens
-from conserve.store.results import Result
-from conserve.store.states import JobState
-from conserve.store.store import Store
+from conserve.store.books import catalog, choice, journal, queue, shards
+from conserve.store.books.catalog import Source
+from conserve.store.books.choice import Terms
+from conserve.store.books.journal import Finished
+from conserve.store.books.queue import Lease, SavedTokens
+from conserve.store.books.results import Result
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests.reach import reached
 
 LEASE_S = 10.0

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.endpoints.protocol import Url
-from conserve.jobs import external_sort, request_file
-from conserve.jobs.external_sort import ExternalSort
-from conserve.jobs.order import prompt_key, sort_key
-from conserve.jobs.rendering import Rendered
-from conserve.jobs.request_file import RequestFile, RequestWriter, to_table
+from conserve.jobs.requests import external_sort
+from conserve.jobs.requests import file as request_file
+from conserve.jobs.requests.external_sort import ExternalSort
+from conserve.jobs.requests.file import RequestFile, RequestWriter, to_table
+from conserve.jobs.requests.order import prompt_key, sort_key
+from conserve.jobs.requests.rendering import Rendered
 from conserve.jobs.task import Kind, Order, Task
 from tests.conftest import examples
 

@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from conserve.jobs.prefix_tree import Branch, Leaf, PrefixTree
+from conserve.jobs.window.prefix_tree import Branch, Leaf, PrefixTree
 from tests.conftest import examples
 
 Key = tuple[int, ...]

@@ -8,7 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from conserve.jobs.waiting import Row, Window, uniform
+from conserve.jobs.window.waiting import Row, Window, uniform
 from tests.conftest import examples
 from tests.property.test_prefix_tree import WORDS, Key, chained, next_of
 from tests.reach import reached

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from conserve.errors import QueryError, QueryTooGreedy
-from conserve.jobs.submit import submit
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import answer, child, scratch
-from conserve.store.answer import Question
-from conserve.store.bounds import Bounds
-from conserve.store.query import ask
-from conserve.store.snapshot import Snapshot, snapshot
-from conserve.store.store import Store
+from conserve.store.database.store import Store
+from conserve.store.sql import answer, child, scratch
+from conserve.store.sql.answer import Question
+from conserve.store.sql.bounds import Bounds
+from conserve.store.sql.query import ask
+from conserve.store.sql.snapshot import Snapshot, snapshot
 from tests.conftest import WriteInput
 
 MIB = 1 << 20

@@ -9,12 +9,12 @@ from sqlalchemy import text
 
 from conserve.config import Settings, load
 from conserve.errors import JobNotFound, JobRefused, StoreError, StoreTooNew
-from conserve.store import catalog
-from conserve.store.catalog import Source
-from conserve.store.readings import JobReading, opened, read_jobs, resolve, row_order, untaken
-from conserve.store.states import JobState
-from conserve.store.store import Store
-from conserve.store.versions import LATEST
+from conserve.store.books import catalog
+from conserve.store.books.catalog import Source
+from conserve.store.books.readings import JobReading, opened, read_jobs, resolve, row_order, untaken
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
+from conserve.store.database.versions import LATEST
 from tests.store_rows import LEASE_S, add_job, finish, job, leased, put_back
 
 SOURCE = Source(path="/data/in.jsonl", format="jsonl", size=7, mtime_ns=8, digest="d", copied=True)

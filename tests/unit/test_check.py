@@ -10,12 +10,14 @@ import pytest
 
 from conserve.engine.runtime import spill_file
 from conserve.errors import StoreDamaged
-from conserve.jobs.owner import this_process
-from conserve.jobs.request_file import RequestFile
-from conserve.store import catalog, checking, home, marks, shards, trash
-from conserve.store.damage import Part, unreadable
-from conserve.store.states import JobState
-from conserve.store.store import Store
+from conserve.jobs.harvest.owner import this_process
+from conserve.jobs.requests.file import RequestFile
+from conserve.store.books import catalog, shards
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
+from conserve.store.files import home, marks, trash
+from conserve.store.upkeep import checking
+from conserve.store.upkeep.damage import Part, unreadable
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, finish, job, leased, select
@@ -232,7 +234,7 @@ def test_requests_that_another_version_would_render_otherwise_must_fit_the_resul
     indexes = pq.read_table(path)["row_index"].to_pylist()
     path.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr("conserve.jobs.submit.in_order", lambda rows, task, *_: iter(()))
+        patch.setattr("conserve.jobs.requests.submit.in_order", lambda rows, task, *_: iter(()))
         assert [damage["part"] for damage in check("--repair")["left"]] == ["requests"]
     assert indexes != list(range(ROWS))
 

@@ -25,7 +25,7 @@ from conserve.engine.policy.checkpointing import (
 from conserve.engine.runtime import copy_thread
 from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.copy_thread import CopyThread, Pieces, Region, merged, move_pieces
-from conserve.engine.vllm.kv_transfer import FLAG, with_checkpoints
+from conserve.engine.vllm.checkpoint.kv_transfer import FLAG, with_checkpoints
 from conserve.errors import SettingsError
 
 OFFLINE = [Marked(f"row{n}", 10) for n in range(8)]

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from conserve.store import catalog, choice, queue
-from conserve.store.choice import Terms
-from conserve.store.queue import Lease
-from conserve.store.store import Store
-from conserve.store.versions import LATEST
+from conserve.store.books import catalog, choice, queue
+from conserve.store.books.choice import Terms
+from conserve.store.books.queue import Lease
+from conserve.store.database.store import Store
+from conserve.store.database.versions import LATEST
 from tests.store_rows import LEASE_S, add_job, finish, job, leased, positions, put_back, select
 
 TERMS = Terms("ann", 5.0, LEASE_S)
@@ -117,7 +117,7 @@ def test_looking_ahead_begins_where_it_is_told_and_ends_with_the_limit(store: St
 
 
 def test_rows_that_a_retry_put_back_were_leased_before(store: Store) -> None:
-    from conserve.store import shards
+    from conserve.store.books import shards
 
     add_job(store, rows=2)
     finish(store, leased(store), failed=[0])

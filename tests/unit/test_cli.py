@@ -9,7 +9,7 @@ import typer
 
 from conserve.cli.app import app
 from conserve.config import load
-from conserve.store.readings import read_jobs
+from conserve.store.books.readings import read_jobs
 from tests.commands import conserve, ended, process, start, until
 from tests.conftest import WriteInput
 
@@ -126,7 +126,9 @@ def test_a_store_of_the_future_is_refused_by_every_command(write_input: WriteInp
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor loads nothing, which would take seconds."""
-    monkeypatch.setattr("conserve.engine.vllm.loading.WORDS", ("-c", 'print(\'{"device": "cpu"}\')'))
+    monkeypatch.setattr(
+        "conserve.engine.vllm.launching.loading.WORDS", ("-c", 'print(\'{"device": "cpu"}\')')
+    )
 
 
 @pytest.mark.usefixtures("no_library")

@@ -19,8 +19,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from conserve.engine.runtime.front import Front
-from conserve.engine.vllm.connections import RESERVED, affordable, bounded
-from conserve.engine.vllm.guard import FRONT, Guard
+from conserve.engine.vllm.server.connections import RESERVED, affordable, bounded
+from conserve.engine.vllm.server.guard import FRONT, Guard
 
 GET = b"GET /v1/quick HTTP/1.1\r\nHost: server\r\n\r\n"
 HALF_A_HEADER = b"GET /v1/quick HTTP/1.1\r\nHos"
@@ -186,7 +186,7 @@ def test_an_answer_that_nobody_reads_makes_room() -> None:
         cycle = Namespace(response_complete=False, more_body=False)
         flow: Any = Namespace(write_paused=True)
 
-    from conserve.engine.vllm.connections import waits_for_its_client
+    from conserve.engine.vllm.server.connections import waits_for_its_client
 
     assert waits_for_its_client(Connection())
     Connection.flow = Namespace(write_paused=False)

@@ -12,10 +12,12 @@ from sqlalchemy.exc import NoResultFound, OperationalError
 
 from conserve.config import Settings, load
 from conserve.errors import ConserveError, SettingsError, StoreError, StoreFull, StoreReadOnly
-from conserve.store import database, home, migrations
-from conserve.store.marks import MARK
-from conserve.store.store import Store
-from conserve.store.versions import LATEST
+from conserve.store.database import connection as database
+from conserve.store.database import migrations
+from conserve.store.database.store import Store
+from conserve.store.database.versions import LATEST
+from conserve.store.files import home
+from conserve.store.files.marks import MARK
 from tests.store_rows import select
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from conserve.store import digests
-from conserve.store.digests import REMEMBER_S, Seal, fault, memory, seal
+from conserve.store.files import digests
+from conserve.store.files.digests import REMEMBER_S, Seal, fault, memory, seal
 
 
 @pytest.fixture

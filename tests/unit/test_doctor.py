@@ -10,8 +10,9 @@ from conserve.cli import doctor_engine as doctor
 from conserve.config import Settings
 from conserve.engine.runtime.machine import Cores
 from conserve.engine.runtime.number_format import Speed
-from conserve.engine.vllm import demo_model, number_format
-from conserve.engine.vllm.number_format import Chosen
+from conserve.engine.vllm.launching import number_format
+from conserve.engine.vllm.launching.number_format import Chosen
+from conserve.engine.vllm.model import demo_model
 
 SPEEDS = {"bfloat16": Speed(prefill=19.4, decode=18.0), "float32": Speed(prefill=84.0, decode=51.0)}
 CONFIG = {"hidden_size": 64, "num_attention_heads": 4}

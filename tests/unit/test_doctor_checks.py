@@ -19,13 +19,14 @@ from conserve.cli import doctor, doctor_engine, doctor_machine
 from conserve.cli.doctor_machine import Clocks
 from conserve.cli.finding import Finding
 from conserve.config import Settings
-from conserve.engine.vllm import compat, loading
+from conserve.engine.vllm import compat
 from conserve.engine.vllm.compat import EngineDescription
-from conserve.engine.vllm.loading import Loaded, Loading
+from conserve.engine.vllm.launching import loading
+from conserve.engine.vllm.launching.loading import Loaded, Loading
 from conserve.errors import StoreError
-from conserve.jobs.submit import submit
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.store import Store
+from conserve.store.database.store import Store
 from tests.commands import conserve
 from tests.conftest import WriteInput
 

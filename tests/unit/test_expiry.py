@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import pytest
 
 from conserve.endpoints.fake import FakeEndpoint, Script
-from conserve.jobs.expiry import JUMP_S, Expiry, WallClock
-from conserve.jobs.harvest import Harvester
-from conserve.jobs.ledger import Ledger
-from conserve.jobs.recorder import Outbox
-from conserve.jobs.submit import submit
-from conserve.jobs.tally import Tally
+from conserve.jobs.harvest.expiry import JUMP_S, Expiry, WallClock
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.recorder import Outbox
+from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.harvest.workload import Work
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.jobs.workload import Work
-from conserve.store.journal import Finished
-from conserve.store.queue import Sign
-from conserve.store.store import Store
+from conserve.store.books.journal import Finished
+from conserve.store.books.queue import Sign
+from conserve.store.database.store import Store
 from tests import virtual_time
 from tests.conftest import WriteInput
 from tests.store_rows import job, leased, put_back, result, select

@@ -12,12 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conserve.store import export, home, openai_lines, shards
-from conserve.store.export import Format, format_of
-from conserve.store.query import views
-from conserve.store.results import COLUMNS, Result, arrow_schema, decode, encode, to_arrow
-from conserve.store.rows import rows_of
-from conserve.store.store import Store
+from conserve.store.books import shards
+from conserve.store.books.results import COLUMNS, Result, arrow_schema, decode, encode, to_arrow
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql import export, openai_lines
+from conserve.store.sql.batches import rows_of
+from conserve.store.sql.export import Format, format_of
+from conserve.store.sql.query import views
 from tests.store_rows import add_job, finish, leased, result
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -137,7 +139,7 @@ def test_a_job_is_exported_in_the_order_of_its_input(store: Store) -> None:
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_every_row_is_written_and_counted(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Over several batches, with quotes, line breaks and nulls in it."""
-    monkeypatch.setattr("conserve.store.rows.BATCH_ROWS", 2)
+    monkeypatch.setattr("conserve.store.sql.batches.BATCH_ROWS", 2)
     values = ["plain", 'a "quoted", one', "über\n Zeilen", None, "last"]
     answer = duckdb.from_arrow(pa.table({"text": values, "n": range(5)}))
     sink = io.BytesIO()

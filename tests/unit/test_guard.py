@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 
 from conserve.engine.runtime.front import HARVEST_KEY, Front
-from conserve.engine.vllm.guard import FRONT, Guard
-from conserve.engine.vllm.privileges import CALLER, SLO, Caller, Keys, Role, refusal
+from conserve.engine.vllm.server.guard import FRONT, Guard
+from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Role, refusal
 
 CLIENT, HARVESTER = "sesame", "open"
 

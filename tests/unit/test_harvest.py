@@ -16,17 +16,18 @@ from sqlalchemy import event, text
 
 from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, request_text
 from conserve.errors import EndpointUnusable, StoreFull
-from conserve.jobs import retry
-from conserve.jobs.harvest import Harvester
-from conserve.jobs.keeping import Keep
-from conserve.jobs.source import Input
-from conserve.jobs.submit import submit
-from conserve.jobs.tally import Tally
+from conserve.jobs.harvest import retry
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.inputs.keeping import Keep
+from conserve.jobs.inputs.source import Input
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, home, journal, queue, shards
-from conserve.store.query import views
-from conserve.store.states import JobState
-from conserve.store.store import Store
+from conserve.store.books import catalog, journal, queue, shards
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.conftest import WriteInput
 
@@ -500,7 +501,7 @@ def test_a_store_that_cannot_be_written_is_waited_for(store: Store, queue_up: Ca
         await following.until(lambda: following.harvester.tally.done >= 8)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(journal, "commit", broken_disk)
-            patch.setattr("conserve.jobs.ledger.reserve_space", broken_disk)
+            patch.setattr("conserve.jobs.harvest.ledger.reserve_space", broken_disk)
             await following.until(lambda: bool(following.said))
             await asyncio.sleep(0.2)
         await following.until(lambda: following.harvester.tally.completed == [job_id])

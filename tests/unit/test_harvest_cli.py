@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conserve.config import load
-from conserve.store.readings import read_jobs
+from conserve.store.books.readings import read_jobs
 from tests.acceptance import aimed
 from tests.acceptance.aimed import Shot
 from tests.acceptance.scripted_server import ScriptedServer

@@ -11,12 +11,12 @@ from sqlalchemy import inspect, text
 
 from conserve.config import Settings
 from conserve.errors import StoreTooNew
-from conserve.jobs.submit import submit
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import schema
-from conserve.store.readings import read_jobs
-from conserve.store.store import Store
-from conserve.store.versions import LATEST
+from conserve.store.books.readings import read_jobs
+from conserve.store.database import schema
+from conserve.store.database.store import Store
+from conserve.store.database.versions import LATEST
 from tests.conftest import WriteInput
 
 REPOSITORY = Path(__file__).parents[2]
@@ -25,7 +25,9 @@ DATA = {"duckdb", "pyarrow", "sqlalchemy"}
 OTHERS = {"httpx", "jinja2", "rich"}
 SLOW = {"typer", "pydantic", "asyncio", "msgspec", "psutil", "platformdirs", "tomllib", "difflib", "numpy"}
 RUN = "from conserve.__main__ import main\ntry: main()\nexcept SystemExit: pass"
-LOADS_NOTHING = "from conserve.engine.vllm import loading; loading.WORDS = ('-c', 'raise SystemExit(1)')"
+LOADS_NOTHING = (
+    "from conserve.engine.vllm.launching import loading; loading.WORDS = ('-c', 'raise SystemExit(1)')"
+)
 
 
 def loaded_by(code: str) -> set[str]:
@@ -63,7 +65,7 @@ def loaded_by(code: str) -> set[str]:
             ENGINE | {"duckdb"},
         ),
         ("import conserve.engine.vllm.embedded", ENGINE | DATA),
-        ("import conserve.jobs.harvest", ENGINE),
+        ("import conserve.jobs.harvest.harvester", ENGINE),
         ("import conserve.bench.load", ENGINE | {"duckdb", "sqlalchemy"}),
         ("import conserve.engine.policy.policies", ENGINE | DATA | OTHERS),
     ],

@@ -13,16 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.errors import InputError, UsageError
-from conserve.jobs import text_rows
-from conserve.jobs.input_files import Form, partitions, spelled_out
-from conserve.jobs.keeping import Keep
-from conserve.jobs.request_file import RequestFile
-from conserve.jobs.source import Input
-from conserve.jobs.submit import submit
+from conserve.jobs.inputs import text_rows
+from conserve.jobs.inputs.files import Form, partitions, spelled_out
+from conserve.jobs.inputs.keeping import Keep
+from conserve.jobs.inputs.source import Input
+from conserve.jobs.requests.file import RequestFile
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, home
-from conserve.store.query import views
-from conserve.store.store import Store
+from conserve.store.books import catalog
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
 

@@ -9,12 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.errors import InputError, TemplateError, UsageError
-from conserve.jobs.request_file import RequestFile, StoredRequest
-from conserve.jobs.submit import new_ids, slug, submit
+from conserve.jobs.requests.file import RequestFile, StoredRequest
+from conserve.jobs.requests.submit import new_ids, slug, submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, home
-from conserve.store.query import views
-from conserve.store.store import Store
+from conserve.store.books import catalog
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
 

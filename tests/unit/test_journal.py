@@ -2,10 +2,10 @@
 
 import pytest
 
-from conserve.store import catalog, journal, queue
-from conserve.store.results import decode
-from conserve.store.states import JobState
-from conserve.store.store import Store
+from conserve.store.books import catalog, journal, queue
+from conserve.store.books.results import decode
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
 from tests.store_rows import add_job, finish, job, leased, positions, result, select
 
 TOKENS = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")

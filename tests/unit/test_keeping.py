@@ -13,14 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.errors import StoreFull
-from conserve.jobs import keeping
-from conserve.jobs.keeping import Keep, keep
-from conserve.jobs.source import Input
-from conserve.jobs.submit import submit
+from conserve.jobs.inputs import keeping
+from conserve.jobs.inputs.keeping import Keep, keep
+from conserve.jobs.inputs.source import Input
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, home
-from conserve.store.query import views
-from conserve.store.store import Store
+from conserve.store.books import catalog
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
 
@@ -244,7 +245,7 @@ def test_a_file_written_to_while_it_is_read_is_refused(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from conserve.errors import InputError
-    from conserve.jobs import submit as submitting
+    from conserve.jobs.requests import submit as submitting
 
     path = tmp_path / "rows.jsonl"
     path.write_text('{"q": "a"}\n')

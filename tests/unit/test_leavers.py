@@ -92,9 +92,9 @@ class Model:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     from conserve.engine.runtime.safepoint import EVERYBODY
-    from conserve.engine.vllm import rows as module
-    from conserve.engine.vllm.safepoints import Abandoned, Safepoints
-    from conserve.engine.vllm.stamp import Stamp
+    from conserve.engine.vllm.iteration import Stamp
+    from conserve.engine.vllm.preemption import rows as module
+    from conserve.engine.vllm.preemption.safepoints import Abandoned, Safepoints
 
     class Orders:
         heard = True

@@ -5,23 +5,24 @@ from collections.abc import Iterator
 import pytest
 
 from conserve.errors import StoreError
-from conserve.jobs.keeping import Keep
-from conserve.jobs.ledger import Ledger
-from conserve.jobs.outage import StoreFile
-from conserve.jobs.recorder import Outbox, Recorder
-from conserve.jobs.retry import RetryDecision
-from conserve.jobs.source import Input
-from conserve.jobs.submit import submit
-from conserve.jobs.tally import Tally
+from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.outage import StoreFile
+from conserve.jobs.harvest.recorder import Outbox, Recorder
+from conserve.jobs.harvest.retry import RetryDecision
+from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.harvest.workload import Work
+from conserve.jobs.inputs.keeping import Keep
+from conserve.jobs.inputs.source import Input
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.jobs.workload import Work
-from conserve.store import catalog, home, journal, marks, queue, shards
-from conserve.store.journal import Finished
-from conserve.store.marks import Mark
-from conserve.store.queue import SavedTokens
-from conserve.store.states import JobState
-from conserve.store.store import Store
-from conserve.store.sweep import STALE_AFTER_S
+from conserve.store.books import catalog, journal, queue, shards
+from conserve.store.books.journal import Finished
+from conserve.store.books.queue import SavedTokens
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
+from conserve.store.files import home, marks
+from conserve.store.files.marks import Mark
+from conserve.store.upkeep.sweep import STALE_AFTER_S
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, claim, job, leased, positions, put_back, result, select
 

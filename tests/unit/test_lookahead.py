@@ -13,17 +13,18 @@ from sqlalchemy import text
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import KvCache
-from conserve.jobs import lookahead
-from conserve.jobs.harvest import Harvester
-from conserve.jobs.lookahead import Place
-from conserve.jobs.prompt_key import prompt_key
-from conserve.jobs.submit import submit
-from conserve.jobs.tally import Tally
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, choice, home, queue, shards
-from conserve.store.query import views
-from conserve.store.states import JobState
-from conserve.store.store import Store
+from conserve.jobs.window import lookahead
+from conserve.jobs.window.lookahead import Place
+from conserve.jobs.window.prompt_key import prompt_key
+from conserve.store.books import catalog, choice, queue, shards
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.conftest import WriteInput
 
@@ -118,7 +119,7 @@ def test_at_utility_0_the_first_job_goes_first(store: Store, queue_up: QueueUp) 
 def test_one_job_alone_goes_in_its_own_order_and_passes_nothing_over(
     store: Store, queue_up: QueueUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("conserve.jobs.ledger.Lookahead", None)
+    monkeypatch.setattr("conserve.jobs.harvest.ledger.Lookahead", None)
     queue_up("a1 b1 a2 b2 a3")
     endpoint = Recording()
     harvest(store, endpoint)

@@ -12,7 +12,7 @@ from conserve.engine.runtime.machine import (
     memory_headroom,
     memory_limit,
 )
-from conserve.engine.vllm.environment import BINDING, bind_threads
+from conserve.engine.vllm.launching.environment import BINDING, bind_threads
 
 GIB = 1 << 30
 

@@ -8,12 +8,13 @@ import pytest
 from sqlalchemy import Connection, create_engine, insert, inspect
 
 from conserve.config import Settings
-from conserve.store import first_schema, migrations, schema, shards
-from conserve.store.query import views
-from conserve.store.results import encode
-from conserve.store.states import JobState
-from conserve.store.store import Store
-from conserve.store.versions import LATEST
+from conserve.store.books import shards
+from conserve.store.books.results import encode
+from conserve.store.books.states import JobState
+from conserve.store.database import first_schema, migrations, schema
+from conserve.store.database.store import Store
+from conserve.store.database.versions import LATEST
+from conserve.store.sql.query import views
 from tests.store_rows import claim, finish, job, leased, positions, result, select
 
 
@@ -67,7 +68,7 @@ def test_a_store_of_the_first_version_goes_on(settings: Settings) -> None:
 
 def lease_of(epoch: int) -> Any:
     """A lease that the first version gave out."""
-    from conserve.store.queue import Lease, LeasedRow
+    from conserve.store.books.queue import Lease, LeasedRow
 
     return Lease(epoch, "job-1", 10.0, (LeasedRow(1, 1, 0, 0.0),))
 

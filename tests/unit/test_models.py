@@ -17,16 +17,17 @@ from conserve.cli.harvest import Announcer
 from conserve.config import Settings, load, model_name
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import model_of
-from conserve.jobs.harvest import Harvester
-from conserve.jobs.ledger import Ledger
-from conserve.jobs.submit import submit
-from conserve.jobs.tally import Tally
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, choice, home, queue, results
-from conserve.store.choice import Terms
-from conserve.store.query import views
-from conserve.store.readings import read_jobs
-from conserve.store.store import Store
+from conserve.store.books import catalog, choice, queue, results
+from conserve.store.books.choice import Terms
+from conserve.store.books.readings import read_jobs
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.commands import conserve
 from tests.conftest import WriteInput
@@ -265,7 +266,7 @@ def test_shards_and_journals_of_older_stores_are_read(store: Store) -> None:
     finish(store, lease, of=[0], engine="one@1")
     with store.write() as tx:
         shards_of = tx.execute(text("select payload from journal")).scalar_one()
-    from conserve.store import shards
+    from conserve.store.books import shards
 
     shards.compact(store, "job-1", now=0.0)
     (file,) = (home.job_folder(store.home, "job-1") / home.RESULTS).iterdir()

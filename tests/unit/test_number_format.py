@@ -14,9 +14,9 @@ from conserve.engine.runtime.number_format import (
     choose,
     measure,
 )
-from conserve.engine.vllm import number_format
-from conserve.engine.vllm.flags import KV_BYTES_MIN, PROCESS_BYTES, affordable
-from conserve.engine.vllm.number_format import Chosen, names_format, own_format, recall, remember
+from conserve.engine.vllm.launching import number_format
+from conserve.engine.vllm.launching.flags import KV_BYTES_MIN, PROCESS_BYTES, affordable
+from conserve.engine.vllm.launching.number_format import Chosen, names_format, own_format, recall, remember
 
 DEMO = Shapes(products=((576, 960), (576, 576), (576, 3072), (1536, 576)))
 LLAMA_8B = {

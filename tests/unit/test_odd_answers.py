@@ -12,14 +12,14 @@ from sqlalchemy import text
 from conserve.endpoints.fake import FakeEndpoint, Script, request_text
 from conserve.endpoints.protocol import Call, Choice, Completion, OnTokens
 from conserve.errors import EndpointBusy, EndpointFault, EndpointUnusable
-from conserve.jobs import harvest as harvesting
-from conserve.jobs.harvest import Harvester
-from conserve.jobs.submit import submit
-from conserve.jobs.tally import Tally
+from conserve.jobs.harvest import harvester as harvesting
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import shards
-from conserve.store.query import views
-from conserve.store.store import Store
+from conserve.store.books import shards
+from conserve.store.database.store import Store
+from conserve.store.sql.query import views
 from tests import virtual_time
 from tests.conftest import WriteInput
 

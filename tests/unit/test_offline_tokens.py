@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from conserve.engine.vllm.offline_tokens import OfflineTokens
+from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel

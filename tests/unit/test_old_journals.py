@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from conserve.store import journal, shards
-from conserve.store.query import views
-from conserve.store.results import COUNTERS, INVALID, checked, decode, encode
-from conserve.store.store import Store
+from conserve.store.books import journal, shards
+from conserve.store.books.results import COUNTERS, INVALID, checked, decode, encode
+from conserve.store.database.store import Store
+from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.store_rows import add_job, finish, job, leased, positions, result, select
 

@@ -9,14 +9,14 @@ import pytest
 
 from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, request_text
 from conserve.endpoints.protocol import Call, Completion, OnTokens
-from conserve.jobs.harvest import Harvester
-from conserve.jobs.request_file import RequestFile
-from conserve.jobs.submit import submit
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.requests.file import RequestFile
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Order, Task
-from conserve.store import home
-from conserve.store.query import views
-from conserve.store.readings import row_order
-from conserve.store.store import Store
+from conserve.store.books.readings import row_order
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
 

@@ -9,8 +9,8 @@ import pytest
 
 from conserve.endpoints.protocol import Call, Url, resumable
 from conserve.errors import EndpointFault, RequestRejected
-from conserve.jobs.request_fault import request_fault
-from conserve.store.openai_lines import openai_line
+from conserve.jobs.requests.fault import request_fault
+from conserve.store.sql.openai_lines import openai_line
 from tests.acceptance.scripted_server import ScriptedServer
 from tests.commands import conserve
 from tests.unit.test_export import as_row

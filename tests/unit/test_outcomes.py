@@ -15,18 +15,18 @@ from conserve.errors import (
     RequestRejected,
     StoreError,
 )
-from conserve.jobs.hold import Hold
-from conserve.jobs.outage import Outage
-from conserve.jobs.outcome import failure, success
-from conserve.jobs.request_file import StoredRequest
-from conserve.jobs.retry import LONGEST_BACKOFF_S, RetryDecision, backoff_s, decide
-from conserve.jobs.tally import Tally
+from conserve.jobs.harvest.hold import Hold
+from conserve.jobs.harvest.outage import Outage
+from conserve.jobs.harvest.outcome import failure, success
+from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S, RetryDecision, backoff_s, decide
+from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.harvest.workload import OpenJob, Work, to_work, wants_json_answer
+from conserve.jobs.requests.file import StoredRequest
 from conserve.jobs.task import Kind, Order, Task
-from conserve.jobs.workload import OpenJob, Work, to_work, wants_json_answer
-from conserve.store.catalog import Job, Source
-from conserve.store.journal import Committed, Finished
-from conserve.store.queue import LeasedRow, pack_tokens
-from conserve.store.states import JobState
+from conserve.store.books.catalog import Job, Source
+from conserve.store.books.journal import Committed, Finished
+from conserve.store.books.queue import LeasedRow, pack_tokens
+from conserve.store.books.states import JobState
 from tests.store_rows import result
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from conserve.config import Settings
-from conserve.jobs import owner as owners
-from conserve.jobs import services
+from conserve.jobs.harvest import owner as owners
+from conserve.jobs.harvest import services
 
 
 def named(pid: int, started: float, host: str | None = None) -> str:

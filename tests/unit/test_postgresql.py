@@ -12,11 +12,13 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from conserve.config import Settings, load
-from conserve.store import catalog, home, queue, schema, shards
-from conserve.store.query import views
-from conserve.store.readings import read_jobs
-from conserve.store.store import Store
-from conserve.store.sweep import sweep
+from conserve.store.books import catalog, queue, shards
+from conserve.store.books.readings import read_jobs
+from conserve.store.database import schema
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
+from conserve.store.upkeep.sweep import sweep
 from tests.commands import until
 from tests.store_rows import add_job, finish, job, leased, select
 

@@ -256,8 +256,8 @@ class FakeOrders:
 
 def passed(orders: FakeOrders, layers: int = 8, every: int = 1) -> tuple[Any, list[int]]:
     """The safepoints of one iteration, and what each said."""
-    from conserve.engine.vllm.safepoints import Safepoints
-    from conserve.engine.vllm.stamp import Stamp
+    from conserve.engine.vllm.iteration import Stamp
+    from conserve.engine.vllm.preemption.safepoints import Safepoints
 
     safepoints = Safepoints(orders, layers)
     safepoints.arm(Stamp(iteration=1, flag="", rows=["a", "b", "c"], every=every))
@@ -286,7 +286,7 @@ class TestSafepoints:
         assert safepoints.left_before == 3
 
     def test_nobody_looks_where_no_iteration_is_under_way(self) -> None:
-        from conserve.engine.vllm.stamp import Stamp
+        from conserve.engine.vllm.iteration import Stamp
 
         orders = FakeOrders(at_0=1)
         safepoints, _ = passed(orders)
@@ -299,7 +299,7 @@ class TestSafepoints:
         assert safepoints.rows_to_leave(0) == 1, "the next iteration does not know of the last"
 
     def test_an_iteration_is_abandoned_past_anything_that_catches_exceptions(self) -> None:
-        from conserve.engine.vllm.safepoints import Abandoned
+        from conserve.engine.vllm.preemption.safepoints import Abandoned
 
         orders = FakeOrders(at_5=1)
         safepoints, _ = passed(orders, layers=5)
@@ -313,8 +313,8 @@ class TestSafepoints:
         import torch
         from torch import nn
 
-        from conserve.engine.vllm.safepoints import Abandoned, Safepoints, between_layers
-        from conserve.engine.vllm.stamp import Stamp
+        from conserve.engine.vllm.iteration import Stamp
+        from conserve.engine.vllm.preemption.safepoints import Abandoned, Safepoints, between_layers
 
         run: list[int] = []
 
@@ -354,7 +354,7 @@ class TestDecoderLayers:
     def found(self, *lists: Any, count: int = 3) -> Any:
         from torch import nn
 
-        from conserve.engine.vllm.safepoints import decoder_layers
+        from conserve.engine.vllm.preemption.safepoints import decoder_layers
 
         model = nn.Module()
         for number, layers in enumerate(lists):

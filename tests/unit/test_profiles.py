@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from conserve.cli.profile import profiled
-from conserve.engine.vllm.warm_up import WarmUp
+from conserve.engine.vllm.profiling.warm_up import WarmUp
 from conserve.errors import (
     ConserveError,
     GridTooLarge,

@@ -16,11 +16,11 @@ from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, InFlight, Url
 from conserve.endpoints.stream import Pieces
-from conserve.engine.vllm import phases
-from conserve.engine.vllm.token_watch import in_flight
-from conserve.jobs.forecast import WINDOW_S, Left, Rate, Seen, left, tokens_left
-from conserve.jobs.harvest import Harvester
-from conserve.store.store import Store
+from conserve.engine.vllm.launching import phases
+from conserve.engine.vllm.requests.token_watch import in_flight
+from conserve.jobs.harvest.forecast import WINDOW_S, Left, Rate, Seen, left, tokens_left
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.store.database.store import Store
 
 
 class Run:

@@ -17,16 +17,17 @@ from sqlalchemy import text
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, OnTokens
 from conserve.errors import QueryError
-from conserve.jobs.harvest import Harvester
-from conserve.jobs.keeping import Keep
-from conserve.jobs.source import Input
-from conserve.jobs.submit import submit
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.inputs.keeping import Keep
+from conserve.jobs.inputs.source import Input
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import export, shards
-from conserve.store.export import Format
-from conserve.store.query import Views, ask, first_duplicate, views
-from conserve.store.rows import rows_of
-from conserve.store.store import Store
+from conserve.store.books import shards
+from conserve.store.database.store import Store
+from conserve.store.sql import export
+from conserve.store.sql.batches import rows_of
+from conserve.store.sql.export import Format
+from conserve.store.sql.query import Views, ask, first_duplicate, views
 from tests import virtual_time
 from tests.conftest import WriteInput
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from conserve.store import catalog, queue
-from conserve.store.queue import Backlog, SavedTokens
-from conserve.store.store import Store
+from conserve.store.books import catalog, queue
+from conserve.store.books.queue import Backlog, SavedTokens
+from conserve.store.database.store import Store
 from tests.store_rows import LEASE_S, add_job, claim, finish, job, leased, positions, put_back, select
 
 

@@ -10,9 +10,11 @@ from sqlalchemy import text
 
 from conserve.config import Settings, load
 from conserve.errors import SettingsError, StoreError, StoreReadOnly, StoreTooNew
-from conserve.store import database, queue, reader
-from conserve.store.store import Store
-from conserve.store.versions import LATEST
+from conserve.store.books import queue
+from conserve.store.database import connection as database
+from conserve.store.database import reader
+from conserve.store.database.store import Store
+from conserve.store.database.versions import LATEST
 from tests.store_rows import add_job, select
 
 

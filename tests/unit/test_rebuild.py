@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from conserve.config import Settings, load
-from conserve.store import lineage, rebuild
-from conserve.store.readings import read_jobs
-from conserve.store.store import Store
+from conserve.store.books.readings import read_jobs
+from conserve.store.database import lineage
+from conserve.store.database.store import Store
+from conserve.store.upkeep import rebuild
 from tests.commands import Done, conserve
 from tests.store_rows import claim, select
 
@@ -51,7 +52,7 @@ def jobs(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) ->
     done, half, queued = (submit(tmp_path, name) for name in ("done", "half", "queued"))
     run(done)
     with monkeypatch.context() as patch:
-        patch.setattr("conserve.store.shards.compact", lambda *_, **__: 0)
+        patch.setattr("conserve.store.books.shards.compact", lambda *_, **__: 0)
         run(half)
     expected = {job_id: results(job_id) for job_id in (done, half)}
     assert [len(rows) for rows in expected.values()] == [ROWS, ROWS]

@@ -14,13 +14,13 @@ from conserve.config import Settings, load
 from conserve.endpoints.protocol import Url
 from conserve.endpoints.tokens import ServerTokens
 from conserve.errors import EndpointUnusable
-from conserve.jobs import rehearsal
-from conserve.jobs.rehearsal import Length, Rehearsal, prompt_tokens, rehearse
-from conserve.jobs.submit import submit
+from conserve.jobs.requests import rehearsal
+from conserve.jobs.requests.rehearsal import Length, Rehearsal, prompt_tokens, rehearse
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import queue
-from conserve.store.readings import read_jobs
-from conserve.store.store import Store
+from conserve.store.books import queue
+from conserve.store.books.readings import read_jobs
+from conserve.store.database.store import Store
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import select
@@ -265,7 +265,7 @@ def test_a_preview_refuses_what_submit_refuses(
 
 def test_a_local_tokenizer_counts(tmp_path: Path, write_input: WriteInput) -> None:
     pytest.importorskip("transformers")
-    from conserve.engine.vllm.tokenizer import folder_tokens
+    from conserve.engine.vllm.model.tokenizer import folder_tokens
     from tests.tiny_models import word_tokenizer
 
     folder = word_tokenizer(tmp_path / "model", context=12)
@@ -300,6 +300,6 @@ def test_a_local_tokenizer_counts(tmp_path: Path, write_input: WriteInput) -> No
     ],
 )
 def test_the_context_that_flags_ask_for(flags: list[str], expected: int | None) -> None:
-    from conserve.engine.vllm.tokenizer import asked_length
+    from conserve.engine.vllm.model.tokenizer import asked_length
 
     assert asked_length(flags) == expected

@@ -13,10 +13,12 @@ import pytest
 from conserve.cli.rm import seconds
 from conserve.cli.sizes import size
 from conserve.errors import JobRefused, UsageError
-from conserve.jobs.owner import this_process
-from conserve.store import catalog, home, marks, removal, shards, trash
-from conserve.store.store import Store
-from conserve.store.sweep import sweep
+from conserve.jobs.harvest.owner import this_process
+from conserve.store.books import catalog, shards
+from conserve.store.database.store import Store
+from conserve.store.files import home, marks, trash
+from conserve.store.upkeep import removal
+from conserve.store.upkeep.sweep import sweep
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
 from tests.store_rows import finish, leased, select

@@ -8,12 +8,13 @@ import pytest
 
 from conserve.endpoints.protocol import Url
 from conserve.errors import InputError, TemplateError, UsageError
-from conserve.jobs.request_fault import parameter_fault, prompt_fault, request_fault, schema_fault
-from conserve.jobs.request_file import RequestFile
-from conserve.jobs.submit import submit
+from conserve.jobs.requests.fault import parameter_fault, prompt_fault, request_fault, schema_fault
+from conserve.jobs.requests.file import RequestFile
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, home
-from conserve.store.store import Store
+from conserve.store.books import catalog
+from conserve.store.database.store import Store
+from conserve.store.files import home
 from tests.commands import conserve
 from tests.conftest import WriteInput
 

@@ -8,12 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.endpoints.protocol import Url
-from conserve.jobs.submit import submit
+from conserve.jobs.requests.submit import submit
+from conserve.jobs.requests.wording import Tasks, prompt_text
 from conserve.jobs.task import Kind, Order, Task
-from conserve.jobs.wording import Tasks, prompt_text
-from conserve.store import catalog, home, shards
-from conserve.store.query import views
-from conserve.store.store import Store
+from conserve.store.books import catalog, shards
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import finish, leased, put_back
@@ -210,7 +211,7 @@ class TestShow:
         assert self.shown(job, "5")["state"] == "cancelled"
 
     def test_saved_tokens_are_counted(self, store: Store, job: str) -> None:
-        from conserve.store import queue
+        from conserve.store.books import queue
 
         lease = leased(store, limit=1)
         saved = queue.SavedTokens(lease.epoch, job, 0, queue.pack_tokens(range(64)), "m")

@@ -13,7 +13,7 @@ from conserve.cli import serve as serving
 from conserve.cli.app import app
 from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
-from conserve.engine.vllm.flags import synchronous
+from conserve.engine.vllm.launching.flags import synchronous
 from conserve.errors import SettingsError
 
 WHY = "the pipeline is parallel"

@@ -6,9 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.errors import JobRefused, StoreFull
-from conserve.store import catalog, home, queue, shards
-from conserve.store.states import JobState
-from conserve.store.store import Store
+from conserve.store.books import catalog, queue, shards
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
+from conserve.store.files import home
 from tests.store_rows import add_job, claim, finish, job, leased, positions, select
 
 

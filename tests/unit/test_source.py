@@ -14,18 +14,26 @@ import pytest
 from conserve.config import Settings
 from conserve.endpoints.protocol import Url
 from conserve.errors import InputError, StoreError, TemplateError
-from conserve.jobs import parquet_rows, request_file, source, text_rows
-from conserve.jobs.fingerprint import changed, fingerprint
-from conserve.jobs.parquet_rows import ParquetRows
-from conserve.jobs.rendering import Rendered, messages_fault, render_openai_line, renderer, template_names
-from conserve.jobs.request_file import RequestFile, RequestWriter, first_waiting, to_table
-from conserve.jobs.source import Input, open_input, spool
+from conserve.jobs.inputs import parquet_rows, source, text_rows
+from conserve.jobs.inputs.fingerprint import changed, fingerprint
+from conserve.jobs.inputs.parquet_rows import ParquetRows
+from conserve.jobs.inputs.source import Input, open_input, spool
+from conserve.jobs.inputs.text_rows import JsonLines, column_kinds
+from conserve.jobs.requests import file as request_file
+from conserve.jobs.requests.file import RequestFile, RequestWriter, first_waiting, to_table
+from conserve.jobs.requests.rendering import (
+    Rendered,
+    messages_fault,
+    render_openai_line,
+    renderer,
+    template_names,
+)
 from conserve.jobs.task import Kind, Task
-from conserve.jobs.text_rows import JsonLines, column_kinds
-from conserve.store import catalog, home
-from conserve.store.catalog import Source
-from conserve.store.states import JobState
-from conserve.store.store import Store
+from conserve.store.books import catalog
+from conserve.store.books.catalog import Source
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
+from conserve.store.files import home
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, leased, put_back
 

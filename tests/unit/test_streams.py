@@ -15,7 +15,7 @@ import pytest
 
 from conserve.cli import app, stdout
 from conserve.config import load
-from conserve.store.readings import read_jobs
+from conserve.store.books.readings import read_jobs
 from tests.commands import HANGS_S, conserve
 from tests.conftest import WriteInput
 from tests.unit.test_cli import submit
@@ -181,8 +181,8 @@ def test_submit_into_a_closed_pipe_leaves_no_job(write_input: WriteInput) -> Non
 
 
 def test_a_job_that_runs_already_is_not_withdrawn(write_input: WriteInput) -> None:
-    from conserve.store.store import Store
-    from conserve.store.withdraw import withdraw
+    from conserve.store.books.withdraw import withdraw
+    from conserve.store.database.store import Store
     from tests.store_rows import leased
 
     job_id = submit(write_input(q=["a"]))

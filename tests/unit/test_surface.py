@@ -15,11 +15,11 @@ from fastapi import FastAPI, Response
 from prometheus_client.parser import text_string_to_metric_families
 
 from conserve.engine.policy.preemption import OFF, PREEMPTIONS
-from conserve.engine.vllm import routes
-from conserve.engine.vllm.learning import require_model, scheduler_says
-from conserve.engine.vllm.metrics import COUNTS, Metrics
-from conserve.engine.vllm.plugin import Surface
-from conserve.engine.vllm.privileges import CALLER, SLO, Caller, Role
+from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
+from conserve.engine.vllm.server import routes
+from conserve.engine.vllm.server.metrics import COUNTS, Metrics
+from conserve.engine.vllm.server.plugin import Surface
+from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Role
 from conserve.errors import ProfileMissing
 from tests import virtual_time
 
@@ -367,8 +367,8 @@ class Learner(EngineClient):
 def test_a_warm_up_goes_on_until_the_scheduler_has_a_model(
     looks: int, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from conserve.engine.vllm import learning
-    from conserve.engine.vllm.warm_up import Group, Growth, insist
+    from conserve.engine.vllm.profiling import learning
+    from conserve.engine.vllm.profiling.warm_up import Group, Growth, insist
 
     served: list[Group] = []
 
@@ -386,7 +386,7 @@ def test_a_warm_up_goes_on_until_the_scheduler_has_a_model(
 
 
 def test_an_engine_that_learns_nothing_is_given_up_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from conserve.engine.vllm import learning
+    from conserve.engine.vllm.profiling import learning
 
     asked = []
 

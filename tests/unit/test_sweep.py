@@ -15,12 +15,13 @@ import pytest
 
 from conserve.config import Settings, load
 from conserve.errors import StoreFull
-from conserve.jobs.submit import submit
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog, home, marks, shards, trash
-from conserve.store.marks import MARK, Mark
-from conserve.store.store import Store
-from conserve.store.sweep import STALE_AFTER_S, modified_at, sweep
+from conserve.store.books import catalog, shards
+from conserve.store.database.store import Store
+from conserve.store.files import home, marks, trash
+from conserve.store.files.marks import MARK, Mark
+from conserve.store.upkeep.sweep import STALE_AFTER_S, modified_at, sweep
 from tests.commands import REPOSITORY
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, finish, leased, select
@@ -179,7 +180,7 @@ def test_the_trash_is_kept_for_a_week(store: Store) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from conserve.store import marks
+from conserve.store.files import marks
 with marks.held(Path(sys.argv[1]), marks.Mark(store_id="unused"), alone=True):
     print("held", flush=True)
     sys.stdin.read()
@@ -227,7 +228,9 @@ def test_a_submit_holds_its_folder_until_the_job_is_registered(
         return after
 
     monkeypatch.setattr(home, "adopt", then_sweep(home.adopt))
-    monkeypatch.setattr("conserve.jobs.submit.open_input", then_sweep(submit.__globals__["open_input"]))
+    monkeypatch.setattr(
+        "conserve.jobs.requests.submit.open_input", then_sweep(submit.__globals__["open_input"])
+    )
     job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
     assert swept == [0, 0]
     assert home.requests_file(store.home, job_id).is_file()
@@ -249,7 +252,7 @@ def test_a_submit_that_a_crash_ended_is_swept_up(
         raise Crash
 
     monkeypatch.setattr(catalog, "add", crash)
-    monkeypatch.setattr("conserve.jobs.submit.discard_unregistered", crash)
+    monkeypatch.setattr("conserve.jobs.requests.submit.discard_unregistered", crash)
     with pytest.raises(Crash):
         submit(store, str(write_input(q=["a"])), TASK)
     assert len(list(home.jobs_folder(store.home).iterdir())) == 1
@@ -315,7 +318,7 @@ def test_a_shard_registered_while_the_sweep_looked_is_not_swept(
     """The sweep looks again under the lock that registering takes."""
     compacted_job(store)
     (file,) = (home.job_folder(store.home, "job-1") / home.RESULTS).glob("*")
-    monkeypatch.setattr("conserve.store.sweep.unregistered", lambda *_: [file])
+    monkeypatch.setattr("conserve.store.upkeep.sweep.unregistered", lambda *_: [file])
     assert sweep(store, now=LATER) == 0
     assert file.is_file()
 

@@ -6,11 +6,11 @@ import pytest
 
 from conserve.config import Settings
 from conserve.errors import UsageError
-from conserve.jobs.submit import submit
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import catalog
-from conserve.store.readings import read_jobs
-from conserve.store.store import Store
+from conserve.store.books import catalog
+from conserve.store.books.readings import read_jobs
+from conserve.store.database.store import Store
 from tests.commands import Done, conserve, ended, start, until
 from tests.conftest import WriteInput
 

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 
 from conserve.errors import InputError, UsageError
-from conserve.jobs.admission import HIGHEST, LOWEST
-from conserve.jobs.cells import Unreadable, in_microseconds, python_values
-from conserve.jobs.request_file import RequestFile, StoredRequest
-from conserve.jobs.submit import submit
+from conserve.jobs.inputs.cells import Unreadable, in_microseconds, python_values
+from conserve.jobs.requests.admission import HIGHEST, LOWEST
+from conserve.jobs.requests.file import RequestFile, StoredRequest
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import home
-from conserve.store.store import Store
+from conserve.store.database.store import Store
+from conserve.store.files import home
 from tests.commands import conserve, until
 from tests.conftest import WriteInput
 

@@ -11,11 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import text
 
-from conserve.jobs.submit import submit
+from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store import home, shards
-from conserve.store.query import views
-from conserve.store.store import Store
+from conserve.store.books import shards
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests.commands import conserve
 from tests.conftest import WriteInput
 from tests.store_rows import finish, leased

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from conserve.engine.vllm.warm_up import (
+from conserve.engine.vllm.profiling.warm_up import (
     FLOOR_TOKENS,
     GROUP_SHARE,
     GROWTH,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from conserve.profiles.model import LatencyModel
 
 OFFLINE_PRIORITY = 1000  # vLLM's `priority` from which on a request is offline
+TTFT_ARGUMENT = "conserve_ttft_ms"  # in a request\'s `vllm_xargs`: a TTFT promise of its own
 
 
 class Candidate(NamedTuple):

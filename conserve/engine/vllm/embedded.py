@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens
 from conserve.engine.vllm.compat import require_engine
-from conserve.engine.vllm.continuation import continued
-from conserve.engine.vllm.demo_model import DEMO_MODEL, is_to_convert, resolve_model
-from conserve.engine.vllm.environment import (
+from conserve.engine.vllm.launching.environment import (
     engine_log,
     prepare_environment,
     quiet_warnings,
     why_not_started,
 )
-from conserve.engine.vllm.fingerprint import identity_of
-from conserve.engine.vllm.flags import parse_flags
-from conserve.engine.vllm.launch import Launch
-from conserve.engine.vllm.learning import PACE_FLAGS, learn, require_model, scheduler_says
-from conserve.engine.vllm.pacing import AUTO, Pacing
-from conserve.engine.vllm.phases import CONVERTING, IMPORTING, LEARNING, PROCESSES, Phases
-from conserve.engine.vllm.requests import Prepared, Prompt, prepare, rejection
-from conserve.engine.vllm.serving import Serving
-from conserve.engine.vllm.token_watch import in_flight
+from conserve.engine.vllm.launching.flags import parse_flags
+from conserve.engine.vllm.launching.launch import Launch
+from conserve.engine.vllm.launching.phases import CONVERTING, IMPORTING, LEARNING, PROCESSES, Phases
+from conserve.engine.vllm.model.demo_model import DEMO_MODEL, is_to_convert, resolve_model
+from conserve.engine.vllm.model.fingerprint import identity_of
+from conserve.engine.vllm.profiling.learning import PACE_FLAGS, learn, require_model, scheduler_says
+from conserve.engine.vllm.requests.answers import Serving
+from conserve.engine.vllm.requests.continuation import continued
+from conserve.engine.vllm.requests.preparation import Prepared, Prompt, prepare, rejection
+from conserve.engine.vllm.requests.token_watch import in_flight
+from conserve.engine.vllm.settings import AUTO, Pacing
 from conserve.errors import (
     ConserveError,
     EndpointUnavailable,

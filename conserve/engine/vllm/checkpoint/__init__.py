@@ -1,0 +1,1 @@
+"""KV checkpoints: blocks saved to host memory while a row runs, and restored."""

@@ -1,0 +1,376 @@
+"""The scheduler's side of KV checkpoints: which blocks are copied next, either way, and what has arrived.
+
+The bytes are copied by the workers (`copies`), between iterations' computing; what an iteration has not confirmed
+is never copied. Source: conserve-2026 section 4.4, conserve-2024 section 4.4.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from math import inf
+from typing import Any, NamedTuple
+
+from vllm.v1.request import Request
+
+from conserve.engine.policy.checkpointing import OFF, Marked, Pressure, policy_named
+from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
+from conserve.engine.runtime.host_memory import HostMemory
+from conserve.engine.vllm.checkpoint.restores import Copy, Restores
+from conserve.engine.vllm.checkpoint.saved_rows import SavedRows
+from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
+from conserve.engine.vllm.lane import is_online, is_running
+
+log = logging.getLogger("vllm.conserve")
+SHARE = 0.05  # of an iteration's time that copies beside it may take; they make it 1.8 % longer
+LAST_MINUTE = 2  # blocks that are copied while their row is preempted already; they are free a moment later
+
+
+class Gathered(NamedTuple):
+    """What is to go to disk."""
+
+    hosts: dict[str, int]  # by key, in hexadecimal, what is worth most first; each held once for this
+    copies: list[Copy]  # that are to be made before, some of which others have asked for too
+    fresh: list[Copy]  # of them, those that nobody else has asked for: to be given to `copied`
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the engine started."""
+
+    blocks_saved: int = 0
+    blocks_restored: int = 0
+    tokens_restored: int = 0
+    restores: int = 0
+    blocks_failed: int = 0  # copies that did not succeed
+
+
+class Checkpoints:
+    """What is saved and brought back, and the transfers under way.
+
+    Called by vLLM through the connector, always between two iterations.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        host_blocks: int,
+        block_tokens: int,
+        hashes_a_block: int = 1,
+        shared: bool = True,
+        workers: int = 1,
+        block_ms: BlockMs,
+        share: float = SHARE,
+    ) -> None:
+        self.name, self.policy = policy, policy_named(policy)
+        self.memory = HostMemory(host_blocks)
+        self.saved = SavedRows(
+            self.memory, block_tokens=block_tokens, hashes_a_block=hashes_a_block, shared=shared
+        )
+        self.block_tokens = block_tokens
+        self.budget = CopyBudget(block_ms, share)
+        self.counts = Counts()
+        self.spill: Any = None  # what takes it to disk (`spill.Spilling`), if anything
+        self.on, self.why_off = True, "it is switched off"
+        self.predicted_ms: float | None = None  # of the iteration to come; None where nobody predicts
+        self.allowed: Collection[str] | None = None  # rows whose restore may begin; None: any
+        self.reserved_blocks = 0  # of the device's free ones, for live requests to come
+        self._device: Any = None  # vLLM's block pool
+        self._block_ids: Callable[[str], Sequence[int]] = lambda name: ()
+        self._workers = workers
+        self._running: dict[str, Request] = {}  # with KV blocks, as far as we were told
+        self._restores = Restores()
+        self._events = 0
+        self._stores: dict[int, list[Copy]] = {}
+        self._reports: dict[int, int] = {}  # store -> workers that have reported it
+        self._failed_stores: set[int] = set()  # reported so by one of them
+        self._local: dict[str, int] = {}  # tokens that the device had of rows that may be restored
+        self._last_minute: list[Copy] = []
+
+    def bind(self, device: Any, block_ids: Callable[[str], Sequence[int]]) -> None:
+        """Give it vLLM's block pool, and a row's block ids by its name."""
+        self._device, self._block_ids = device, block_ids
+
+    # Who is here.
+
+    def admitted(self, request: Request) -> None:
+        """It has KV blocks now."""
+        self._running[request.request_id] = request
+
+    def losing(self, request: Request) -> None:
+        """It is being preempted: save the last of what it has, if that is little."""
+        name = request.request_id
+        if self._running.pop(name, None) is None or not self.on or not saveable(request):
+            return
+        full, tail_tokens = divmod(confirmed(request), self.block_tokens)
+        have = len(self.saved.blocks(name))
+        if full - have + bool(tail_tokens) > LAST_MINUTE or have > full:
+            return
+        ids = self._block_ids(name)
+        copies = self.saved.extend(request, ids, full - have)
+        if tail_tokens and len(self.saved.blocks(name)) == full:
+            copies += self.saved.add_tail(request, ids, tail_tokens)
+        self._last_minute += self._begun(copies)
+
+    def has_all_of(self, name: str) -> bool:
+        """Whether a running row would lose nothing with its memory; see `losing`."""
+        request = self._running.get(name)
+        if request is None or name not in self.saved or not self.on:
+            return False
+        return confirmed(request) - self.saved.tokens(name) < LAST_MINUTE * self.block_tokens
+
+    def finished(self, request: Request) -> None:
+        """It is over, one way or another."""
+        name = request.request_id
+        self._running.pop(name, None)
+        self._local.pop(name, None)
+        self.saved.forget(name)
+        self._restores.cancel(name)
+
+    # What there is of a row.
+
+    def is_being_saved(self, name: str) -> bool:
+        """Whether a row that waits should wait a moment longer: the last of its KV is being copied."""
+        return name not in self._running and not self.saved.is_whole(name)
+
+    def restorable(self, request: Request, local: int) -> int:
+        """Tokens after the first `local` ones, which the device has, that need not be computed again.
+
+        A row that was never here finds what others left behind, if its KV would be the same.
+        """
+        if not self.on or not saveable(request) or local % self.block_tokens:
+            return 0
+        name = request.request_id
+        if not is_online(request):
+            self.saved.adopt(request)
+        tokens = min(self.saved.tokens(name), request.num_tokens - 1) - local
+        return tokens if tokens >= min(self.block_tokens, max(1, self.saved.tail_tokens(name))) else 0
+
+    def reset(self) -> bool:
+        """Forget all; False where rows are on their way back. What is being saved is of no use any more."""
+        if self._restores:
+            return False
+        self._failed_stores |= self._stores.keys()
+        late, self._last_minute = self._last_minute, []
+        self._device.free_blocks([self._device.blocks[copy.device] for copy in late])
+        for copy in late:
+            self.memory.forget(copy.host)
+        self.memory.release(copy.host for copy in late)
+        self.saved.clear()
+        return True
+
+    @property
+    def any_saved(self) -> bool:
+        """Whether some row has a checkpoint."""
+        return bool(self.saved)
+
+    # Restores.
+
+    def matched(self, request: Request, local: int) -> int | None:
+        """The same as `restorable`, asked by vLLM, which then gives the row blocks: none if it is not to begin.
+
+        None if vLLM should ask again later.
+        """
+        name = request.request_id
+        if self.on and self.is_being_saved(name):
+            return None
+        if self.allowed is not None and name not in self.allowed:
+            return 0
+        self._local[name] = local
+        return self.restorable(request, local)
+
+    def restore(self, request: Request, tokens: int) -> None:
+        """vLLM has given the row blocks: bring back so many tokens after those that the device has."""
+        name = request.request_id
+        local = self._local.pop(name)
+        first, last = local // self.block_tokens, -(-(local + tokens) // self.block_tokens)
+        sources = self.saved.sources(name, first, last)
+        targets = self._block_ids(name)[first:last]
+        keys = frozenset(islice(self.saved.keys(request, first), last - first))
+        self._restores.begin(name, map(Copy, targets, sources), keys)
+        self.counts.restores += 1
+        self.counts.tokens_restored += tokens
+
+    @property
+    def coming(self) -> frozenset[Hashable]:
+        """What names the blocks that are on their way back."""
+        return self._restores.keys
+
+    @property
+    def copying(self) -> bool:
+        """Whether something is being saved, or is about to be."""
+        return bool(self._stores or self._last_minute)
+
+    def report(self) -> dict[str, Any]:
+        """What was done since the engine started; tokens, blocks, and the time of a block's copy."""
+        return {
+            "policy": self.name if self.on else OFF,
+            "why_off": None if self.on else self.why_off,
+            **asdict(self.counts),
+            "blocks_refused": self.saved.refused,
+            "tokens_saved": self.counts.blocks_saved * self.block_tokens,
+            "restoring": len(self._restores),
+            "host_blocks": self.memory.capacity,
+            "host_used": self.memory.used,
+            "block_ms": {"to_host": self.budget.to_host_ms, "to_device": self.budget.to_device_ms},
+            "spill": self.spill.report() if self.spill is not None else None,
+        }
+
+    # Transfers: once an iteration.
+
+    def transfers(self) -> Transfers:
+        """What the workers are to copy beside the iteration that was just scheduled."""
+        under_way = sum(map(len, self._stores.values()))
+        left_ms = self._budget_ms() - under_way * self.budget.to_host_ms
+        most = self.budget.restores(left_ms, self._restores.left)
+        loads, rows = self._restores.next(most, self._events + 1)
+        stores, self._last_minute = self._last_minute, []
+        left_ms -= len(loads) * self.budget.to_device_ms + len(stores) * self.budget.to_host_ms
+        most = self.budget.saves(left_ms, self.memory.capacity)
+        stores += self._next_stores(most if under_way or loads or stores else max(1, most))
+        sent = Transfers()
+        if loads:
+            self._events += 1
+            sent.load_event, sent.load_rows = self._events, rows
+            sent.load_gpu_blocks = [copy.device for copy in loads]
+            sent.load_cpu_blocks = [copy.host for copy in loads]
+            self.counts.blocks_restored += len(loads)
+        if stores:
+            self._events += 1
+            sent.store_event = self._events
+            self._stores[sent.store_event] = stores
+            sent.store_gpu_blocks = [copy.device for copy in stores]
+            sent.store_cpu_blocks = [copy.host for copy in stores]
+        sent.load_event_to_reqs = {event: list(names) for event, names in self._restores.awaited.items()}
+        return sent
+
+    def _budget_ms(self) -> float:
+        """What copies may take beside the iteration to come; without end where nobody computes."""
+        if self.predicted_ms is not None or any(map(is_running, self._running.values())):
+            return self.budget.beside(self.predicted_ms)
+        return inf
+
+    def _next_stores(self, budget: int) -> list[Copy]:
+        """Blocks that the policy wants to have copied."""
+        pool = self._device
+        if not self.on:
+            return []
+        free = pool.get_num_free_blocks()
+        pressure = Pressure(pool.num_gpu_blocks, free, self.memory.room, budget, self.reserved_blocks)
+        try:
+            if not self.policy.wants_marks(pressure):
+                return []
+            self.policy.checkpoint(list(self._marks()))
+            chosen = self.policy.blocks_to_checkpoint(pressure)
+        except Exception:  # a class of the user's must not end the engine
+            log.exception("KV is not checkpointed any more: the policy %s failed", self.name)
+            self.on, self.why_off = False, f"the policy {self.name} failed"
+            return []
+        stores: list[Copy] = []
+        for name, blocks in chosen.items():
+            request = self._running.get(name)
+            if request is None or budget <= 0:
+                continue
+            copies = self.saved.extend(request, self._block_ids(name), blocks, most=budget)
+            budget -= len(copies)
+            stores += self._begun(copies)
+        return stores
+
+    def _marks(self) -> Iterator[Marked]:
+        """Rows with blocks to copy, the last admitted first: they would be preempted first."""
+        size, saved = self.block_tokens, self.saved
+        for name, request in reversed(self._running.items()):
+            if not is_running(request) or not saveable(request):
+                continue
+            blocks = confirmed(request) // size - len(saved.blocks(name))
+            if blocks > 0:
+                yield Marked(name, blocks, is_online(request))
+
+    def _begun(self, copies: list[Copy]) -> list[Copy]:
+        """The same, with both blocks of each kept for the copy, whatever becomes of the row."""
+        self._device.touch([self._device.blocks[copy.device] for copy in copies])
+        for copy in copies:
+            self.memory.hold(copy.host)
+        return copies
+
+    # For the disk, between two iterations (`spill`).
+
+    def gather(self) -> Gathered:
+        """All full blocks of offline rows, in host memory or about to be: the longest row's first."""
+        pending = {copy.host: copy.device for copies in self._stores.values() for copy in copies}
+        pending |= {copy.host: copy.device for copy in self._last_minute}
+        fresh: list[Copy] = []
+        keys: dict[Hashable, int] = {}
+        for request in sorted(self._spillable(), key=lambda one: one.num_tokens, reverse=True):
+            name = request.request_id
+            full = confirmed(request) // self.block_tokens - len(self.saved.blocks(name))
+            if full > 0 and is_running(request):
+                fresh += self._begun(self.saved.extend(request, self._block_ids(name), full))
+            for key, host in zip(self.saved.keys(request), self.saved.blocks(name), strict=False):
+                if isinstance(key, bytes):
+                    keys.setdefault(key, host)
+        pending |= {copy.host: copy.device for copy in fresh}
+        for host in keys.values():
+            self.memory.hold(host)
+        copies = [Copy(pending[host], host) for host in keys.values() if host in pending]
+        return Gathered({str(key.hex()): host for key, host in keys.items()}, copies, fresh)  # type: ignore[attr-defined]
+
+    def _spillable(self) -> Iterator[Request]:
+        """Offline rows whose KV is their tokens' and no adapter's, which may be another next time."""
+        found = {**{request.request_id: request for request in self.saved.requests()}, **self._running}
+        for request in found.values():
+            if not is_online(request) and saveable(request) and request.lora_request is None:
+                yield request
+
+    # What has arrived.
+
+    def arrived(self, report: WorkerReport | None, restored: Iterable[str], failed: Iterable[str]) -> None:
+        """The workers' report after an iteration."""
+        broken = set(failed)
+        for name in restored:
+            self._restores.end(name)
+            if name in broken:
+                self.counts.blocks_failed += self.saved.unusable(name)
+        if report is None:
+            return
+        self.budget.learn(report.block_ms)
+        self._failed_stores |= report.failed_stores
+        for event, workers in report.completed_store_events.items():
+            self._reports[event] = self._reports.get(event, 0) + workers
+            if self._reports[event] >= self._workers:
+                del self._reports[event]
+                self.copied(self._stores.pop(event), failed=event in self._failed_stores)
+                self._failed_stores.discard(event)
+
+    def copied(self, copies: Sequence[Copy], *, failed: bool) -> None:
+        """These blocks are in host memory, or will never be."""
+        self._device.free_blocks([self._device.blocks[copy.device] for copy in copies])
+        if failed:
+            self.counts.blocks_failed += len(copies)
+            self.saved.lost({copy.host for copy in copies})
+        else:
+            self.counts.blocks_saved += len(copies)
+            for copy in copies:
+                self.memory.written(copy.host)
+        self.memory.release(copy.host for copy in copies)
+
+
+def confirmed(request: Request) -> int:
+    """Tokens whose KV is computed for certain."""
+    return int(request.num_computed_tokens - request.num_output_placeholders)
+
+
+def saveable(request: Request) -> bool:
+    """Whether the row could go on from a checkpoint; not where logits of its whole prompt are wanted."""
+    return not request.skip_reading_prefix_cache
+
+
+def checkpoints_of(connector: Any) -> tuple[Checkpoints | None, str | None]:
+    """Those of the engine's KV connector, or of one of several; or why our connector has none."""
+    for one in getattr(connector, "_connectors", (connector,)):
+        if hasattr(one, "checkpoints"):
+            return one.checkpoints, one.why_not
+    return None, None

@@ -1,0 +1,220 @@
+"""KV checkpoints as a KV connector of vLLM's: `--kv-transfer-config` names it, alone or within a MultiConnector."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from conserve.engine.policy.checkpointing import ADAPTIVE, HOST_BYTES
+from conserve.engine.runtime.copy_budget import BlockMs
+from conserve.engine.vllm.checkpoint.blocks import SHARE, Checkpoints
+from conserve.engine.vllm.checkpoint.copies import Copies
+from conserve.engine.vllm.checkpoint.spill import Spilling
+from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
+from conserve.engine.vllm.settings import SECTION
+
+log = logging.getLogger("vllm.conserve")
+USUAL_SPEED = 1e7  # bytes a millisecond that are copied, until it is known better
+DEVICE_SHARE = 0.5  # of an iteration's time that copies may take which do not share its memory
+
+
+class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM's calls, passed on to `Checkpoints` in the scheduler and to `Copies` in each worker.
+
+    `kv_connector_extra_config` takes `policy`, `host_bytes` (of all workers together) and `spill` (a folder). Where
+    the model's KV is not only full attention's, nothing is checkpointed, and the log says so.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config or {}
+        workers = vllm_config.parallel_config.world_size
+        host_bytes = int(extra.get("host_bytes", HOST_BYTES)) // workers
+        self.checkpoints: Checkpoints | None = None
+        self.copies: Copies | None = None
+        self.why_not = why_not(vllm_config, kv_cache_config)
+        if self.why_not is not None:
+            log.warning("KV is not checkpointed: %s", self.why_not)
+        elif role == KVConnectorRole.WORKER:
+            self.copies = Copies(vllm_config, kv_cache_config, host_bytes)
+        else:
+            section = vllm_config.additional_config.get(SECTION, {})
+            block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+            self.checkpoints = Checkpoints(
+                extra.get("policy", ADAPTIVE),
+                host_blocks=max(1, host_bytes // block_bytes(kv_cache_config)),
+                block_tokens=block,
+                hashes_a_block=block // hashed,
+                shared=bool(vllm_config.cache_config.enable_prefix_caching),
+                workers=workers,
+                block_ms=BlockMs(
+                    *(section.get("block_ms") or 2 * [block_bytes(kv_cache_config) / USUAL_SPEED])
+                ),
+                share=SHARE if current_platform.is_cpu() else DEVICE_SHARE,
+            )
+            if extra.get("spill"):
+                self.checkpoints.spill = Spilling(
+                    Path(extra["spill"]),
+                    self.checkpoints,
+                    vllm_config,
+                    kv_cache_config,
+                    block_bytes=block_bytes(kv_cache_config),
+                )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not saved is computed again."""
+        return False
+
+    # In the scheduler.
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Called once the scheduler has its cache manager."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self.checkpoints is not None:
+            self.checkpoints.bind(
+                kv_cache_manager.block_pool, lambda name: kv_cache_manager.get_block_ids(name)[0]
+            )
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that host memory has beyond those on the device, restored while others run."""
+        tokens = self.checkpoints.matched(request, num_computed_tokens) if self.checkpoints is not None else 0
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has its blocks, some of which are to be filled from host memory."""
+        if self.checkpoints is None:
+            return
+        if num_external_tokens:
+            self.checkpoints.restore(request, num_external_tokens)
+        else:
+            self.checkpoints.admitted(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Transfers:
+        """What is copied beside this iteration."""
+        return self.checkpoints.transfers() if self.checkpoints is not None else Transfers()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What has been copied."""
+        if self.checkpoints is not None:
+            report = connector_output.kv_connector_worker_meta
+            self.checkpoints.arrived(
+                report if isinstance(report, WorkerReport) else None,
+                connector_output.finished_recving or (),
+                connector_output.failed_recving or (),
+            )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """It is over; its device blocks may go at once, those of a copy under way excepted."""
+        if self.checkpoints is not None:
+            self.checkpoints.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same."""
+        return self.request_finished(request, [])
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine should go on stepping for the sake of copies under way."""
+        return self.checkpoints is not None and self.checkpoints.copying
+
+    def reset_cache(self) -> bool | None:
+        """Forget all that was saved; False while rows are on their way back."""
+        return self.checkpoints is None or self.checkpoints.reset()
+
+    # In a worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV cache exists now."""
+        if self.copies is not None:
+            self.copies.register_kv_caches(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """An iteration begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if self.copies is not None:
+            self.copies.bind_connector_metadata(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        """An iteration is over."""
+        super().clear_connector_metadata()
+        if self.copies is not None:
+            self.copies.clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the restores."""
+        if self.copies is not None:
+            self.copies.start_load_kv()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nobody waits for a restore."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """What this iteration computes is not saved before it is over."""
+
+    def wait_for_save(self) -> None:
+        """Begin the saving."""
+        if self.copies is not None:
+            self.copies.wait_for_save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What has ended."""
+        return (
+            self.copies.results(finished_req_ids) if self.copies is not None else KVConnectorTransferResults()
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The same for callers that cannot hear of failures."""
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving or None
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What has been saved."""
+        return self.copies.build_connector_worker_meta() if self.copies is not None else None
+
+    def shutdown(self) -> None:
+        """The process ends."""
+        if self.copies is not None:
+            self.copies.stop()
+
+
+def why_not(config: Any, kv_cache_config: Any) -> str | None:
+    """Why KV of this engine cannot be checkpointed; None if it can."""
+    groups, parallel = kv_cache_config.kv_cache_groups, config.parallel_config
+    reasons = {
+        "its layers keep KV in different ways": len(groups) != 1,
+        "its layers do not keep KV of the whole context": not all(
+            isinstance(group.kv_cache_spec, FullAttentionSpec)
+            and group.kv_cache_spec.sliding_window is None
+            and group.kv_cache_spec.attention_chunk_size is None
+            for group in groups
+        ),
+        "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
+        "contexts are spread over workers": parallel.decode_context_parallel_size > 1,
+        "tokens are speculated": config.speculative_config is not None,
+    }
+    return next((reason for reason, true in reasons.items() if true), None)
+
+
+def block_bytes(kv_cache_config: Any) -> int:
+    """Bytes of one KV block on one worker, over all layers."""
+    return int(max(1, kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks))

@@ -1,0 +1,60 @@
+"""The flags that have vLLM's server checkpoint KV, beside other KV connectors that the user wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from conserve.engine.vllm.settings import CONNECTOR, CONNECTOR_MODULE
+from conserve.errors import SettingsError
+
+FLAG = "--kv-transfer-config"
+
+
+def with_checkpoints(flags: Sequence[str], settings: dict[str, Any]) -> list[str]:
+    """The user's flags of vLLM, and ours: `settings` is our connector's `kv_connector_extra_config`.
+
+    What restores cannot bring back is computed again, whatever another connector would want for its own.
+    """
+    others, theirs = without(flags)
+    ours = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
+    if theirs is None:
+        return [*others, FLAG, json.dumps(ours)]
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": theirs.get("kv_role", "kv_both"),
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours, theirs]},
+    }
+    return [*others, FLAG, json.dumps(both)]
+
+
+def without(flags: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
+    """The flags without the one that names a KV connector, and what that one says."""
+    others: list[str] = []
+    said: str | None = None
+    words = iter(flags)
+    for word in words:
+        name, joined, value = word.partition("=")
+        if name.replace("_", "-") != FLAG:
+            others.append(word)
+            continue
+        said = value if joined else next(words, "")
+    if said is None:
+        return others, None
+    try:
+        config = json.loads(said)
+        if not isinstance(config, dict) or "kv_connector" not in config:
+            raise ValueError
+    except ValueError:
+        raise SettingsError(f"{FLAG} takes a JSON object with a kv_connector, not {said!r}") from None
+    if config["kv_connector"] == CONNECTOR:
+        raise SettingsError(f"{CONNECTOR} is set by --kv-checkpoint; leave out {FLAG}")
+    return others, config

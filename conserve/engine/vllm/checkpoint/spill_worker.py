@@ -1,0 +1,143 @@
+"""A worker's part of KV checkpoints on disk, called in all workers at once (`spill`).
+
+Writing reads host memory only, in a thread, while the engine goes on; blocks that are just on the device are copied
+there first.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from conserve.engine.runtime.spill_file import Shard, read_shard, write_shard
+from conserve.engine.vllm.checkpoint.copies import Copies
+from conserve.engine.vllm.checkpoint.restores import Copy
+from conserve.errors import SpillRefused
+
+log = logging.getLogger("vllm.conserve")
+AT_ONCE = 64  # blocks that are copied from the device together
+
+
+class Writing:
+    """A shard on its way to disk."""
+
+    def __init__(self) -> None:
+        self.ended: Shard | str | None = None  # the shard, or why there is none
+
+    def run(self, write: Callable[[], Shard]) -> None:
+        """Write it; `ended` tells when."""
+        try:
+            self.ended = write()
+        except Exception as error:
+            log.exception("KV blocks could not be written")
+            self.ended = said(error)
+
+
+def begin_writing(
+    worker: Any, folder: str, name: str, hosts: Mapping[str, int], copies: Sequence[Copy]
+) -> bool:
+    """Bring blocks to host memory, and begin to write them and others; whether they are there."""
+    ours = copies_here()
+    ours.writing = writing = Writing()
+    try:
+        copy_now(ours, copies)
+        regions = host_regions(ours)
+        blocks = ((key, [region[host] for region in regions]) for key, host in hosts.items())
+        write = functools.partial(
+            write_shard, Path(folder), shard_name(name), blocks, layout=layout(worker, ours)
+        )
+    except Exception as error:
+        writing.ended = said(error)
+        return False
+    threading.Thread(target=writing.run, args=(write,), name="kv-spill", daemon=True).start()
+    return True
+
+
+def what_was_written(worker: Any) -> Shard | str | None:
+    """The shard once it is whole, or why there is none; None meanwhile."""
+    writing: Writing = copies_here().writing
+    return writing.ended
+
+
+def read(
+    worker: Any, folder: str, shards: Sequence[Shard], keys: Sequence[str], hosts: Sequence[int]
+) -> str | None:
+    """Read this worker's part into blocks of host memory; why it cannot be relied on, if so."""
+    try:
+        ours, mine = copies_here(), shard_name("")
+        shard = next((one for one in shards if one.name.endswith(mine)), None)
+        if shard is None:
+            raise SpillRefused("it has no part for every worker")
+        regions = host_regions(ours)
+        targets = ([region[host] for region in regions] for host in hosts)
+        read_shard(Path(folder), shard, keys, targets, layout=layout(worker, ours))
+    except Exception as error:
+        return said(error)
+    return None
+
+
+def copies_here() -> Copies:
+    """This worker's host memory."""
+    connector = get_kv_transfer_group()
+    for one in getattr(connector, "_connectors", (connector,)):
+        if isinstance(copies := getattr(one, "copies", None), Copies):
+            return copies
+    raise SpillRefused("a worker has no KV checkpoints")
+
+
+def copy_now(ours: Copies, copies: Sequence[Copy]) -> None:
+    """Copy from the device, and wait for it."""
+    device, host = ours.gpu_kv_caches, ours.cpu_kv_caches
+    assert device is not None
+    assert host is not None
+    if copies and next(iter(device.values())).device.type != "cpu":
+        torch.accelerator.synchronize()
+    for first in range(0, len(copies), AT_ONCE):
+        some = copies[first : first + AT_ONCE]
+        sources = torch.tensor([copy.device for copy in some])
+        targets = torch.tensor([copy.host for copy in some])
+        for name, cache in device.items():
+            blocks = cache.index_select(0, sources.to(cache.device))  # (n, block bytes)
+            host[name].index_copy_(0, targets, blocks.cpu())
+
+
+def host_regions(ours: Copies) -> list[list[memoryview]]:
+    """The bytes of each block of host memory, by region."""
+    assert ours.cpu_kv_caches is not None
+    regions = []
+    for cache in ours.cpu_kv_caches.values():
+        size, whole = cache[0].nbytes, memoryview(cache.numpy()).cast("B")
+        regions.append([whole[at : at + size] for at in range(0, len(whole), size)])
+    return regions
+
+
+def shard_name(spill: str) -> str:
+    """Of this worker."""
+    return f"{spill}-{get_tp_group().rank_in_group}.kv"
+
+
+def layout(worker: Any, ours: Copies) -> str:
+    """A digest of how KV lies within a block, which attention backends differ in, and of what scales it."""
+    assert ours.cpu_kv_caches is not None
+    parts: list[Any] = [(name, cache[0].nbytes) for name, cache in ours.cpu_kv_caches.items()]
+    for cache in worker.model_runner.kv_caches:
+        strides = cache.stride()
+        parts.append((cache.dtype, sorted(range(cache.dim()), key=strides.__getitem__)))
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        scales = [getattr(layer, name, None) for name in ("_k_scale_float", "_v_scale_float", "isa")]
+        parts.append((type(getattr(layer, "impl", None)).__qualname__, *scales))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def said(error: Exception) -> str:
+    """Why, in a few words."""
+    return str(error) if isinstance(error, SpillRefused) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""Processes of an engine: environment, flags, number format, threads."""

@@ -1,0 +1,98 @@
+"""vLLM's own command-line flags: the user's, over defaults that suit batch work on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from conserve.engine.runtime.machine import memory_headroom
+from conserve.engine.vllm.launching.number_format import FLOAT32, Chosen, format_of, names_format
+from conserve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+KV_BYTES_MAX = 4 << 30  # a second of zeroing a GiB at the start; more only helps thousands of rows in flight
+KV_BYTES_MIN = 256 << 20
+PROCESS_BYTES = 2 << 30  # of three Python processes with torch, and of activations
+
+
+def parse_flags(model: str, flags: Sequence[str]) -> AsyncEngineArgs:
+    """The engine's arguments; raises `SettingsError` for a flag vLLM does not take. Imports vLLM."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if any(flag.split("=")[0] == "--model" for flag in flags):
+        raise SettingsError("--model is no engine flag: name the model itself")
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="", add_help=False))
+    setattr(parser, "error", _refuse)  # noqa: B010  argparse prints its usage and exits; a library must not
+    defaults = [*_common_defaults(), *(cpu_defaults(model, flags) if current_platform.is_cpu() else ())]
+    try:
+        parsed = parser.parse_args([*defaults, *flags, "--model", model])
+        return AsyncEngineArgs.from_cli_args(parsed)
+    except SettingsError:
+        raise
+    except (SystemExit, Exception) as error:
+        _refuse(str(error))
+
+
+def synchronous(flags: Sequence[str]) -> list[str]:
+    """A server's default beside these flags: an iteration that is scheduled ahead cannot be preempted."""
+    named = {flag.split("=")[0].replace("_", "-") for flag in flags}
+    return [] if named & {"--async-scheduling", "--no-async-scheduling"} else ["--no-async-scheduling"]
+
+
+def _refuse(message: str) -> NoReturn:
+    sentence = message.strip().splitlines()[0] if message.strip() else "it cannot be read"
+    raise SettingsError(f"vLLM does not take these engine flags: {sentence}")
+
+
+def _common_defaults() -> list[str]:
+    return ["--disable-log-stats", "--no-use-tqdm-on-load", "--enable-prefix-caching"]
+
+
+def cpu_defaults(model: str, flags: Sequence[str]) -> list[str]:
+    """Engine flags for a CPU; the user's flags come after them and win."""
+    # Compiling takes a minute to win 10-20 %, and changes greedy text on near-ties.
+    defaults = ["--enforce-eager"]
+    available, weights = _available_bytes(), _weight_bytes(Path(model))
+    chosen = None if names_format(flags) else format_of(model)
+    if chosen is not None:
+        name = affordable(chosen, available=available, weights=weights)
+        weights *= 2 if name == FLOAT32 else 1
+        defaults += ["--dtype", name]
+    return [*defaults, "--kv-cache-memory-bytes", str(kv_bytes(available - weights))]
+
+
+def affordable(chosen: Chosen, *, available: int, weights: int) -> str:
+    """The chosen format, or the half-precision one where weights of twice the bytes would leave no room for KV."""
+    others = [name for name in chosen.speeds if name != FLOAT32]
+    if chosen.name != FLOAT32 or not others or available - 2 * weights - PROCESS_BYTES >= KV_BYTES_MIN:
+        return chosen.name
+    return others[0]
+
+
+def kv_bytes(left: int) -> int:
+    """Half of what the processes leave of these bytes, within bounds.
+
+    vLLM's own choice is 92 % of the machine's memory, and it refuses to start where anything else runs.
+    """
+    return int(max(KV_BYTES_MIN, min(KV_BYTES_MAX, (left - PROCESS_BYTES) // 2)))
+
+
+def _available_bytes() -> int:
+    """Memory that a CPU worker may take, by the machine and by the control group."""
+    from vllm.utils.cpu_resource_utils import get_memory_node_info
+
+    free = int(get_memory_node_info(0).available_memory)
+    headroom = memory_headroom()
+    return free if headroom is None else min(free, headroom)
+
+
+def _weight_bytes(model: Path) -> int:
+    if model.is_file():
+        return model.stat().st_size
+    weights: list[Any] = [*model.glob("*.safetensors")] or [*model.glob("*.bin")]
+    return sum(path.stat().st_size for path in weights)

@@ -1,0 +1,208 @@
+"""Starting vLLM's processes so that they keep quiet, ignore Ctrl-C and never outlive us."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from conserve.engine.vllm.settings import Pacing
+
+T = TypeVar("T")
+
+
+class Watchdog:
+    """Kills the engine core when this process dies, even by SIGKILL; the workers follow their core.
+
+    vLLM's engine core waits for its front end for ever. The shell's standard input is a pipe that only we
+    hold: `read` fails when we are gone. (PR_SET_PDEATHSIG would fire when the launching thread ends.)
+    """
+
+    def __init__(self, process_id: int) -> None:
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", f"trap '' INT TERM HUP; read _ || kill -9 {process_id}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+        )
+
+    def dismiss(self) -> None:
+        """Let it end without killing anything."""
+        with contextlib.suppress(BrokenPipeError):
+            self._shell.communicate(b"\n")
+
+
+class Launch:
+    """One start of the engine. `run` builds it, `stop` shuts it down and waits for its processes."""
+
+    def __init__(
+        self, arguments: AsyncEngineArgs, *, log_descriptor: int, pacing: Pacing | None = None
+    ) -> None:
+        self._arguments = arguments
+        self._pacing = pacing
+        self._log_descriptor = log_descriptor
+        self._not_ours = frozenset(multiprocessing.active_children())
+        self._watchdogs: list[Watchdog] = []
+        self._abandoned = False
+        self._engine: AsyncLLM | None = None
+
+    async def run(self) -> AsyncLLM:
+        """The running engine; raises whatever vLLM raises where it cannot start.
+
+        Cancelling waits until the half-started processes are gone.
+        """
+        starting = asyncio.create_task(self._start())
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._abandoned = True
+            await self._abandon(starting)
+            raise
+
+    async def stop(self) -> None:
+        """Shut the engine down; safe to repeat."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await on_thread(engine.shutdown)
+            await asyncio.sleep(0)  # its sockets are closed by a callback in this loop
+            await on_thread(engine.engine_core.resources.ctx.term)  # vLLM leaves it open
+        self._dismiss_watchdogs()
+
+    async def _start(self) -> AsyncLLM:
+        config = await on_thread(self._arguments.create_engine_config)
+        if self._abandoned:
+            raise asyncio.CancelledError
+        tell_steps(config)
+        # Modules live to the end. A full collection that visits them takes 0.6 s, in the middle of the work.
+        gc.freeze()
+        if self._pacing is not None:
+            await on_thread(partial(self._pacing.install, config))
+        with output_to(self._log_descriptor):
+            building = asyncio.ensure_future(on_thread(lambda: _build(config, self._arguments)))
+            cores = await self._wait_for_cores(building, config.parallel_config.data_parallel_size_local)
+        self._watchdogs = [Watchdog(core.pid) for core in cores if core.pid is not None]
+        try:
+            await on_thread(lambda: load_chat_template(config))
+            self._engine = await building
+        except BaseException:
+            self._dismiss_watchdogs()
+            raise
+        return self._engine
+
+    async def _wait_for_cores(self, building: asyncio.Future[AsyncLLM], count: int) -> list[BaseProcess]:
+        # Only processes spawned while the output is redirected inherit the redirection: a second at most.
+        while len(cores := self._cores()) < max(count, 1) and not building.done():
+            await asyncio.sleep(0.02)
+        return cores
+
+    def _cores(self) -> list[BaseProcess]:
+        ours = set(multiprocessing.active_children()) - self._not_ours
+        return [process for process in ours if process.name.startswith("EngineCore")]
+
+    async def _abandon(self, starting: asyncio.Task[AsyncLLM]) -> None:
+        while not starting.done():
+            for core in self._cores():
+                core.kill()
+            await asyncio.sleep(0.05)
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            starting.result()
+        await self.stop()
+
+    def _dismiss_watchdogs(self) -> None:
+        for watchdog in self._watchdogs:
+            watchdog.dismiss()
+        self._watchdogs = []
+
+
+def tell_steps(config: VllmConfig) -> None:
+    """Have vLLM's processes write their steps to the log, where the display finds them (phases.TOLD).
+
+    This process keeps its own level: vLLM takes the configuration for one that is applied already.
+    """
+    import vllm.logger
+
+    if config.logging_config.log_level == "ERROR":
+        config.logging_config = replace(config.logging_config, log_level="INFO")
+        vllm.logger._last_configured_logging_config = config.logging_config
+
+
+def load_chat_template(config: VllmConfig) -> None:
+    """Render a chat while the processes start; the first request would wait 0.7 s for what vLLM then caches."""
+    from vllm.renderers import renderer_from_config
+    from vllm.renderers.params import ChatParams
+
+    if config.model_config.is_multimodal_model:  # its processor is loaded by the engine's own renderer
+        return
+    with contextlib.suppress(Exception):  # the engine's renderer meets it again, and says so
+        renderer_from_config(config).warmup(ChatParams())
+
+
+def _build(config: VllmConfig, arguments: AsyncEngineArgs) -> AsyncLLM:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+
+
+async def on_thread(work: Callable[[], T]) -> T:
+    """Run blocking work on a thread of its own, in which (and in whose child processes) Ctrl-C is blocked.
+
+    vLLM's core takes a terminal's Ctrl-C for an order to stop; we want to finish or withdraw first. The
+    thread is a daemon, so that a second Ctrl-C need not wait for it.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        except BaseException as error:  # SystemExit would stop the event loop
+            future.set_exception(RuntimeError(repr(error)))
+
+    threading.Thread(target=run, name="engine", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+@contextlib.contextmanager
+def output_to(descriptor: int) -> Iterator[None]:
+    """Point descriptors 1 and 2, which child processes inherit, elsewhere; Python's own output stays put."""
+    with contextlib.ExitStack() as undo:
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            stream = getattr(sys, name)
+            saved = os.dup(number)
+            undo.callback(os.close, saved)
+            if _writes_to(stream, number):
+                stream.flush()
+                ours = undo.enter_context(open(saved, "w", buffering=1, closefd=False))
+                undo.callback(setattr, sys, name, stream)
+                setattr(sys, name, ours)
+            os.dup2(descriptor, number)
+            undo.callback(os.dup2, saved, number)
+        yield
+
+
+def _writes_to(stream: object, number: int) -> bool:
+    try:
+        return bool(stream.fileno() == number)  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return False

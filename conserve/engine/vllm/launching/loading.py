@@ -1,0 +1,90 @@
+"""A trial of the engine's library in a process of its own, which may crash or hang.
+
+`python -m conserve.engine.vllm.launching.loading` imports vLLM and its kernels, and prints the device that they
+run on.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Self
+
+from conserve.engine.vllm.launching.environment import last_error, prepare_environment
+
+LOAD_S = 180.0  # it takes 7 s of processor time, a minute on a machine with much beside it
+KERNELS = "_C::"  # begins the names of vLLM's own operators
+DEVICE = "device: "
+WORDS = ("-m", "conserve.engine.vllm.launching.loading")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The outcome of a trial: the device, or the problem that kept the library from loading."""
+
+    seconds: float
+    device: str | None = None
+    problem: str | None = None
+    gave_up: bool = False  # for taking too long, which says little of the installation
+
+
+class Loading:
+    """The process, while other things are done; leaving the context ends it."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, *WORDS],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def outcome(self) -> Loaded:
+        """Wait for the process to end, until `LOAD_S` after its start."""
+        deadline = self._began + LOAD_S
+        try:
+            said, complaint = self._process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late = f"vLLM did not load within {LOAD_S:g} s"
+            return Loaded(seconds=LOAD_S, problem=late, gave_up=True)
+        seconds = time.monotonic() - self._began
+        if self._process.returncode == 0:
+            return Loaded(seconds=seconds, device=said.decode().rpartition(DEVICE)[2].strip())
+        cause = why(self._process.returncode, complaint.decode(errors="replace"))
+        return Loaded(seconds=seconds, problem=f"vLLM does not load: {cause}")
+
+
+def why(code: int, complaint: str) -> str:
+    """One phrase on a process that ended badly, from its exit code and its last words."""
+    if code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}"
+    return last_error(complaint) or f"its process ended with code {code}"
+
+
+def main() -> None:
+    """Load the library as the engine does."""
+    prepare_environment(offline=True)
+    import torch
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()  # only logs what goes wrong
+    if not any(name.startswith(KERNELS) for name in torch._C._dispatch_get_all_op_names()):
+        raise ImportError("its kernels are missing; run: python -c 'import vllm._C'")
+    if current_platform.is_cuda():
+        torch.cuda.init()
+    print(f"{DEVICE}{current_platform.get_device_name()}")
+
+
+if __name__ == "__main__":
+    main()

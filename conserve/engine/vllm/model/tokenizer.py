@@ -1,0 +1,101 @@
+"""Token counts by the tokenizer in a model's folder, without an engine: for rehearsals and previews."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from conserve.engine.vllm.model.demo_model import DEMO_MODEL, converted
+from conserve.engine.vllm.model.fingerprint import folder_of
+
+LENGTH_FLAG = "--max-model-len"
+SUFFIXES = {"k": 1_000, "K": 1_024, "m": 1_000_000, "M": 1_048_576}
+
+
+class FolderTokens:
+    """The tokenizer of a model on this machine; `context` is what the engine would be started with."""
+
+    def __init__(self, tokenizer: Any, context: int | None) -> None:
+        self._tokenizer, self.context = tokenizer, context
+
+    async def of_text(self, text: str, *, special: bool) -> int | None:
+        """Tokens of a prompt."""
+        return len(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    async def of_chat(self, body: Mapping[str, Any]) -> int | None:
+        """Tokens of a chat by the model's chat template; None where the template does not take it."""
+        goes_on = bool(body.get("continue_final_message"))
+        try:
+            text = self._tokenizer.apply_chat_template(
+                body["messages"],
+                tools=body.get("tools"),
+                documents=body.get("documents"),
+                chat_template=body.get("chat_template"),
+                add_generation_prompt=body.get("add_generation_prompt", not goes_on),
+                continue_final_message=goes_on,
+                tokenize=False,
+                **(body.get("chat_template_kwargs") or {}),
+            )
+        except Exception:  # a template of the model's raises whatever it likes
+            return None
+        return await self.of_text(text, special=bool(body.get("add_special_tokens")))
+
+
+def folder_tokens(model: str, models_folder: Path, flags: Sequence[str] = ()) -> FolderTokens | None:
+    """The tokenizer of a model whose files are on this machine; None where they or transformers are not."""
+    folder = converted(models_folder) if model == DEMO_MODEL else folder_at_hand(model)
+    if folder is None or find_spec("transformers") is None:
+        return None
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError):  # a folder without a tokenizer
+        return None
+    return FolderTokens(tokenizer, asked_length(flags) or configured_length(folder))
+
+
+def folder_at_hand(model: str) -> Path | None:
+    """The model's folder, named or in the hub's cache."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    return folder_of(model, None) if find_spec("huggingface_hub") is not None else None
+
+
+def asked_length(flags: Sequence[str]) -> int | None:
+    """The context that vLLM's flags ask for, in numbers or as in 8k."""
+    words = [word.replace("_", "-") if word.startswith("--") else word for word in flags]
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        name, _, value = word.partition("=")
+        if name == LENGTH_FLAG:
+            return length(value or following)
+    return None
+
+
+def length(text: str) -> int | None:
+    """A number of tokens as vLLM reads it: 8192, 8k (thousands), 8K (1,024s)."""
+    digits, factor = (text[:-1], SUFFIXES[text[-1]]) if text[-1:] in SUFFIXES else (text, 1)
+    try:
+        number = int(float(digits) * factor)
+    except (ValueError, OverflowError):
+        return None
+    return number if number > 0 else None  # -1 is vLLM's own choice
+
+
+def configured_length(folder: Path) -> int | None:
+    """The context that the model's configuration names."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    for part in (config, config.get("text_config") or {}):
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+            if isinstance(part.get(name), int):
+                return int(part[name])
+    return None

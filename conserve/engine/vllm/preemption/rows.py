@@ -1,0 +1,350 @@
+"""Rows that leave a forward pass between two layers, and join a later one where they left (eager mode).
+
+A layer takes hidden states of some tokens and returns them for the next. So which tokens are in the pass may
+change from layer to layer: everything with one entry a token is cut down when rows leave and filled up when rows
+join, and the attention metadata that the layers share is built anew for those who are in. What a row takes along
+is its input to the layer that it did not run; the keys and values of the layers before lie in its KV blocks.
+After the last layer the hidden states get their full size back, so that vLLM's sampler finds its rows where they
+were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import get_forward_context
+
+from conserve.engine.runtime.safepoint import EVERYBODY
+from conserve.engine.vllm.preemption.safepoints import Abandoned, Safepoints
+
+log = logging.getLogger("vllm.conserve")
+Key = int | str  # of a layer's argument: its place or its name
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """What a row needs to go on where it left."""
+
+    layer: int  # that it runs next
+    start: int  # tokens of the request computed before
+    tokens: int  # of the chunk
+    inputs: Mapping[Key, torch.Tensor]  # (tokens, ...) each: hidden states, residual
+
+
+class Rows:
+    """The rows of vLLM's model runner (V1), while the decoder layers run."""
+
+    def __init__(self, runner: Any, safepoints: Safepoints) -> None:
+        self.left: frozenset[str] = frozenset()  # who left this iteration
+        self.joined = 0  # rows that began in the middle
+        self.busy = False  # the next pass is watched
+        self.possible = True  # the layers' inputs are such that rows can leave
+        self._runner = runner
+        self._safepoints = safepoints
+        self._suspended: dict[str, Suspended] = {}
+        self._joining: dict[int, list[str]] = {}  # layer -> who goes on there
+        self._absent: set[str] = set()  # who has left, or is yet to join
+        self._in: torch.Tensor | None = None  # tokens in the pass, (tokens in,), ascending; None for all
+        self._total = 0  # tokens of the iteration
+        self._returns: tuple[bool, ...] | None = (
+            None  # which of a layer's outputs are tensors; () for one alone
+        )
+        self._metadata: dict[int, Any] = {}  # by id() of the attention group: what its metadata is made from
+        self._build: dict[int, Callable[..., Any]] = {}  # and how
+        for group in groups_of(runner):
+            self._remember(group)
+
+    def begin(self, output: Any, *, watched: bool) -> None:
+        """An iteration begins; who finished or lost its memory will not go on."""
+        if self._suspended:
+            gone = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
+            gone += [*output.scheduled_cached_reqs.resumed_req_ids]
+            for name in [*gone, *(new.req_id for new in output.scheduled_new_reqs)]:
+                self._suspended.pop(name, None)
+        self.left, self.joined = frozenset(), 0
+        self._joining, self._absent, self._in = {}, set(), None
+        self._total = output.total_num_scheduled_tokens
+        watched = watched and self.possible
+        self.busy = watched or not self._suspended.keys().isdisjoint(output.num_scheduled_tokens)
+
+    @property
+    def suspended(self) -> dict[str, int]:
+        """Who can go on where it left, and at which layer that is."""
+        return {name: one.layer for name, one in self._suspended.items()}
+
+    def end(self, scheduled: Mapping[str, int]) -> None:
+        """The pass is over: who ran only the beginning of what it had keeps the rest."""
+        self.busy = False
+        for name in self._suspended.keys() & scheduled.keys() - self.left:
+            one, ran = self._suspended.pop(name), scheduled[name]
+            if ran < one.tokens:
+                rest = {key: value[ran:] for key, value in one.inputs.items()}
+                self._suspended[name] = Suspended(one.layer, one.start + ran, one.tokens - ran, rest)
+
+    def run(
+        self, index: int, last: bool, forward: Callable[..., Any], args: Sequence[Any], kw: dict[str, Any]
+    ) -> Any:
+        """A decoder layer, on those who are in by then."""
+        if self._returns is None and not self._suits([*args, *kw.values()]):
+            self.possible = self.busy = False
+            log.info("rows cannot leave after all: the layers get tensors inside of others")
+            self._safepoints.abandon_if_asked(index)
+            return forward(*args, **kw)
+        rows = self._safepoints.rows_to_leave(index)
+        if self._in is None and not rows and not (index == 0 and self._suspended):
+            return self._learning(forward(*args, **kw))  # everybody is in, and stays
+        inputs: dict[Key, Any] = dict(enumerate(args))
+        inputs.update(kw)
+        self._cut_whole(inputs, is_hidden)  # what the model passes to each layer
+        if index == 0:
+            self._settle_joining(inputs)
+        if index in self._joining:
+            self._join(self._joining.pop(index), inputs)
+        if rows:
+            self._leave(rows, index, inputs)
+        if self._in is not None and not len(self._in):  # all of them join later
+            passing = next(value for value in inputs.values() if is_hidden(value))
+            return tuple(passing if kept else None for kept in self._returns) if self._returns else passing
+        self._cut_whole(inputs, is_index)  # positions
+        out = forward(*(inputs[place] for place in range(len(args))), **{name: inputs[name] for name in kw})
+        self._learning(out)
+        if not last or self._in is None:
+            return out
+        return tuple(map(self._whole, out)) if isinstance(out, tuple) else self._whole(out)
+
+    def _suits(self, inputs: Sequence[Any]) -> bool:
+        """Whether these are inputs that can be cut: tensors themselves, none hidden in something else."""
+        return not any(isinstance(value, list | tuple | dict) for value in inputs)
+
+    def _learning(self, out: Any) -> Any:
+        self._returns = tuple(map(is_hidden, out)) if isinstance(out, tuple) else ()
+        return out
+
+    def _cut_whole(self, inputs: dict[Key, Any], of_kind: Callable[[Any], bool]) -> None:
+        """Cut what has an entry for every token of the iteration down to those who are in."""
+        if self._in is None or len(self._in) == self._total:
+            return
+        for key, value in inputs.items():
+            if of_kind(value):
+                if is_index(value) and value.shape[-1] == self._total:
+                    inputs[key] = value[..., self._in]
+                elif is_hidden(value) and value.shape[0] == self._total:
+                    inputs[key] = value[self._in]
+
+    @contextlib.contextmanager
+    def discarded(self) -> Iterator[None]:
+        """While vLLM samples: whose token is thrown away draws no random number and ends no prompt logprobs.
+
+        For chunks of prompts, too: vLLM would rewind their generators, which on a CPU is an error.
+        """
+        runner = self._runner
+        batch, discarded = runner.input_batch, runner.discard_request_mask.np
+        wanted = runner.num_prompt_logprobs
+        logprobs = {name: wanted.pop(name) for name in self.left if name in wanted}
+        unused = {index: batch.generators.pop(index) for index in list(batch.generators) if discarded[index]}
+        try:
+            yield
+        finally:
+            wanted.update(logprobs)
+            batch.generators.update(unused)
+
+    # Who is in.
+
+    def _settle_joining(self, inputs: dict[Key, Any]) -> None:
+        """Before the first layer: who of the batch goes on in the middle."""
+        batch = self._runner.input_batch
+        for index, name in enumerate(batch.req_ids):
+            one = self._suspended.get(name)
+            if one is None:
+                continue
+            tokens = len(self._tokens_of(index))
+            if one.start == batch.num_computed_tokens_cpu[index] and tokens <= one.tokens:
+                self._joining.setdefault(one.layer, []).append(name)
+                self._absent.add(name)
+                self.joined += 1
+            else:
+                del self._suspended[name]
+        if self._absent:
+            self._change(inputs)
+
+    def _join(self, names: Sequence[str], inputs: dict[Key, Any]) -> None:
+        before = self._in
+        self._absent.difference_update(names)
+        assert before is not None
+        batch = self._runner.input_batch
+        coming = sorted((batch.req_id_to_index[name], self._suspended[name]) for name in names)
+        tokens = [self._tokens_of(index) for index, _ in coming]
+        self._change(
+            inputs,
+            coming=(
+                torch.from_numpy(np.concatenate(tokens)).to(before.device),
+                [
+                    {key: value[: len(own)] for key, value in one.inputs.items()}
+                    for (_, one), own in zip(coming, tokens, strict=True)
+                ],
+            ),
+        )
+
+    def _leave(self, rows: int, index: int, inputs: dict[Key, Any]) -> None:
+        """Take the first of the stamp's rows out, and keep what they have; raises `Abandoned` if nobody stays."""
+        stamp = self._safepoints.stamp
+        assert stamp is not None
+        batch = self._runner.input_batch
+        everybody = rows == EVERYBODY
+        leaving = (
+            set(batch.req_ids)
+            if everybody
+            else {name for name in stamp.rows[:rows] if name in batch.req_id_to_index}
+        )
+        leaving -= self.left
+        if not leaving:
+            return
+        for name in leaving - self._absent if index else ():
+            own = torch.from_numpy(self._tokens_of(batch.req_id_to_index[name]))
+            place = own if self._in is None else torch.searchsorted(self._in, own.to(self._in.device))
+            inputs_of = {key: value[place] for key, value in inputs.items() if self._is_per_token(value)}
+            start = int(batch.num_computed_tokens_cpu[batch.req_id_to_index[name]])
+            self._suspended[name] = Suspended(index, start, len(own), inputs_of)
+        self.left |= leaving
+        self._absent |= leaving
+        for names in self._joining.values():
+            names[:] = [name for name in names if name not in leaving]
+        self._joining = {layer: names for layer, names in self._joining.items() if names}
+        if len(self.left) == batch.num_reqs:
+            raise Abandoned
+        for name in leaving:
+            self._runner.discard_request_mask.np[batch.req_id_to_index[name]] = True
+        self._change(inputs)
+
+    def _change(
+        self, inputs: dict[Key, Any], coming: tuple[torch.Tensor, list[dict[Key, torch.Tensor]]] | None = None
+    ) -> None:
+        """Other rows are in from here on: change the layer's inputs, and what all layers share."""
+        batch = self._runner.input_batch
+        requests = [index for index, name in enumerate(batch.req_ids) if name not in self._absent]
+        device = self._runner.device
+        tokens = (
+            np.concatenate([self._tokens_of(index) for index in requests])
+            if requests
+            else np.empty(0, np.int64)
+        )
+        on_host = torch.from_numpy(tokens)
+        now = on_host.to(device)
+        before = self._in
+        if coming is None:
+            stay = now if before is None else torch.searchsorted(before, now)
+            for key, value in inputs.items():
+                if self._is_per_token(value):
+                    inputs[key] = value[stay]
+        else:
+            assert before is not None
+            own, saved = coming
+            for key in saved[0]:
+                first = saved[0][key]
+                merged = first.new_empty((len(now), *first.shape[1:]))
+                if len(before):
+                    merged[torch.searchsorted(now, before)] = inputs[key]
+                merged[torch.searchsorted(now, own)] = torch.cat([one[key] for one in saved])
+                inputs[key] = merged
+        self._in = now
+        if requests:
+            self._safepoints.finish_launched()
+            self._share(torch.tensor(requests), on_host)
+
+    def _is_per_token(self, value: Any) -> bool:
+        entries = self._total if self._in is None else len(self._in)
+        return is_hidden(value) and value.shape[0] == entries
+
+    def _tokens_of(self, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        starts = self._runner.query_start_loc.np
+        return np.arange(starts[index], starts[index + 1], dtype=np.int64)
+
+    def _whole(self, value: Any) -> Any:
+        if not is_hidden(value):
+            return value
+        whole = value.new_zeros((self._total, *value.shape[1:]))
+        whole[self._in] = value
+        return whole
+
+    # The attention metadata.
+
+    def _remember(self, group: Any) -> None:
+        build = group.build_metadata
+
+        def remembering(common: Any, *args: Any, **kw: Any) -> Any:
+            if self.busy:
+                self._metadata[id(group)] = common
+            return build(common, *args, **kw)
+
+        group.build_metadata = remembering
+        self._build[id(group)] = build
+
+    def _share(self, requests: torch.Tensor, tokens: torch.Tensor) -> None:
+        context = get_forward_context()
+        metadata, slots = dict(context.attn_metadata), dict(context.slot_mapping)
+        for group in groups_of(self._runner):
+            common = of_requests(self._metadata[id(group)], requests, tokens)
+            built = self._build[id(group)](common)
+            for name in group.layer_names:
+                metadata[name], slots[name] = built, common.slot_mapping
+        context.attn_metadata, context.slot_mapping = metadata, slots
+
+
+def is_hidden(value: Any) -> bool:
+    """A tensor of floating-point numbers, as hidden states are."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.is_floating_point()
+
+
+def is_index(value: Any) -> bool:
+    """A tensor of whole numbers, as positions are."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and not value.is_floating_point()
+
+
+def groups_of(runner: Any) -> Iterator[Any]:
+    """The layers that share attention metadata."""
+    for groups in runner.attn_groups:
+        yield from groups
+
+
+def of_requests(common: Any, requests: torch.Tensor, tokens: torch.Tensor) -> Any:
+    """vLLM's `CommonAttentionMetadata` of some of its requests, in their order.
+
+    `requests` (kept requests,) and `tokens` (kept tokens,) are indices into the whole batch, on the CPU.
+    """
+    device = common.query_start_loc.device
+    on_device = requests.to(device)
+    lengths = common.query_start_loc_cpu.diff()[requests]
+    starts = torch.zeros(len(requests) + 1, dtype=common.query_start_loc_cpu.dtype)
+    torch.cumsum(lengths, 0, out=starts[1:])
+
+    def of(value: Any) -> Any:
+        return value[requests.to(value.device)] if isinstance(value, torch.Tensor) else value
+
+    lengths_of = common.seq_lens_cpu_upper_bound
+    bound = of(lengths_of)
+    return common.replace(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=common.seq_lens[on_device],
+        num_reqs=len(requests),
+        num_actual_tokens=len(tokens),
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(bound.max()) if bound is not None else common.max_seq_len,
+        block_table_tensor=common.block_table_tensor[on_device],
+        slot_mapping=common.slot_mapping[tokens.to(common.slot_mapping.device)],
+        causal=of(common.causal),
+        is_prefilling=of(common.is_prefilling),
+        seq_lens_cpu_upper_bound=bound,
+        positions=common.positions[..., tokens.to(common.positions.device)]
+        if common.positions is not None
+        else None,
+        req_idx=common.req_idx[requests.numpy()] if common.req_idx is not None else None,
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    )

@@ -1,0 +1,198 @@
+"""vLLM's worker, whose iterations can be preempted (conserve-2026 section 4.3, conserve-2024 section 4.3)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.platforms import current_platform
+from vllm.v1.outputs import ModelRunnerOutput
+
+from conserve.engine.runtime.launches import Launches
+from conserve.engine.runtime.safepoint import PreemptionFlag
+from conserve.engine.vllm.iteration import Outcome, Stamp, put, stamp_of
+from conserve.engine.vllm.preemption.rows import Rows, groups_of
+from conserve.engine.vllm.preemption.safepoints import (
+    Abandoned,
+    Safepoints,
+    between_layers,
+    decoder_layers,
+    in_attention,
+)
+
+if TYPE_CHECKING or not current_platform.is_cpu():
+    from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+else:
+    from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
+
+log = logging.getLogger("vllm.conserve")
+
+
+class TensorParallelOrders:
+    """Implements `safepoints.Orders`: the first rank reads the flag, the others hear it from that one."""
+
+    def __init__(self) -> None:
+        self._group = get_tp_group()
+        self._alone = self._group.world_size == 1
+        self._flag: PreemptionFlag | None = None
+        self.heard = True  # the flag could be read, so far
+        self._lost: str | None = None  # a flag that cannot be read: its engine core is on another machine
+
+    def rows_to_leave(self, stamp: Stamp) -> int:
+        """The same answer on every rank, since every rank asks at the same safepoints."""
+        if self._alone:
+            return self._read(stamp)
+        # vLLM's queue in shared memory: 7 us for two ranks on two cores, where gloo's broadcast takes 100 to 300.
+        rows = self._read(stamp) if self._group.rank_in_group == 0 else None
+        return int(self._group.broadcast_object(rows))
+
+    def _read(self, stamp: Stamp) -> int:
+        if self._flag is None or self._flag.name != stamp.flag:
+            if stamp.flag == self._lost:
+                return 0
+            try:
+                self._flag = PreemptionFlag.attach(stamp.flag)
+            except OSError as error:
+                self._lost, self.heard = stamp.flag, False
+                log.warning("iterations are not preempted here: their flag cannot be read (%s)", error)
+                return 0
+        return self._flag.rows_to_leave(stamp.iteration)
+
+
+class Worker(VllmWorker):  # type: ignore[misc]
+    """What `--worker-cls` names. Iterations without a stamp run as vLLM's own."""
+
+    _safepoints: Safepoints | None = None
+    _rows: Rows | None = None
+    _abandoned: ModelRunnerOutput | None = None
+    _outcome: Outcome | None = None
+    _kv_output: Any = None  # of vLLM's KV connector, for the iteration under way
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's own; then the model gets its safepoints."""
+        times = super().compile_or_warm_up_model()
+        self._install()
+        return times
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """As vLLM's own; returns None where the iteration was abandoned, and `sample_tokens` says so."""
+        stamp, safepoints, rows = stamp_of(scheduler_output), self._safepoints, self._rows
+        self._outcome = None
+        if rows is not None:
+            rows.begin(scheduler_output, watched=stamp is not None)
+        if safepoints is None and stamp is not None:
+            self._outcome = Outcome()
+        if safepoints is None or (stamp is None and (rows is None or not rows.busy)):
+            return super().execute_model(scheduler_output)
+        if stamp is not None:
+            safepoints.arm(stamp)
+        scheduled = scheduler_output.num_scheduled_tokens
+        abandoned = False
+        try:
+            return super().execute_model(scheduler_output)
+        except Abandoned:
+            abandoned = True
+            self._abandoned = nothing_sampled(list(scheduled))
+            self._abandoned.kv_connector_output = self._transferred(scheduler_output)
+            return None
+        finally:
+            safepoints.disarm()
+            left = frozenset(scheduled) if abandoned else rows.left if rows is not None else frozenset()
+            if rows is not None:
+                rows.end(scheduled)
+            self._outcome = Outcome(
+                left=left,
+                kept={n: at for n, at in rows.suspended.items() if n in left} if rows is not None else {},
+                joined=rows.joined if rows is not None else 0,
+                layers_run=safepoints.left_before if left else 0,
+                layers=safepoints.layers,
+                separable=rows is not None and rows.possible,
+                safepoints=safepoints.layers,
+                heard=safepoints.heard,
+            )
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As vLLM's own, with a note of who has left."""
+        output, self._abandoned = self._abandoned, None
+        if output is None:
+            with self._rows.discarded() if self._rows is not None else contextlib.nullcontext():
+                output = super().sample_tokens(grammar_output)
+        if self._outcome is not None and isinstance(output, ModelRunnerOutput):
+            put(output, self._outcome)
+        return output
+
+    def _keep_kv_output(self) -> None:
+        """See what KV connectors tell of an iteration even where it is abandoned and vLLM's runner loses it."""
+        runner = self.model_runner
+        if not hasattr(runner, "maybe_get_kv_connector_output"):
+            return
+        asked = runner.maybe_get_kv_connector_output
+
+        @contextlib.contextmanager
+        def asking(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with asked(*args, **kwargs) as output:
+                self._kv_output = output
+                yield output
+
+        runner.maybe_get_kv_connector_output = asking
+
+    def _transferred(self, scheduler_output: Any) -> Any:
+        """What KV connectors tell of the iteration that was just abandoned."""
+        output, self._kv_output = self._kv_output, None
+        if getattr(self, "use_v2_model_runner", False):
+            return self.model_runner.kv_connector.post_forward(scheduler_output.finished_req_ids)
+        return output
+
+    def _install(self) -> None:
+        self._keep_kv_output()
+        runner = self.model_runner
+        config = self.vllm_config
+        eager = config.model_config.enforce_eager
+        count = config.model_config.get_num_layers(config.parallel_config)
+        layers = decoder_layers(runner.get_model(), count) if eager else None
+        orders = TensorParallelOrders()
+        launches = Launches(torch.cuda.Event) if self.device.type == "cuda" else None
+        if layers is None:
+            safepoints = Safepoints(orders, count, launches)
+            found = in_attention(config.compilation_config.static_forward_context, safepoints)
+            safepoints.layers = found
+            self._safepoints = safepoints if found else None
+            why = "the model's are not found" if eager else "they are compiled"
+            log.info(
+                "%d safepoints in attention calls, none between layers (%s): rows cannot leave", found, why
+            )
+            return
+        self._safepoints = Safepoints(orders, len(layers), launches)
+        self._rows = Rows(runner, self._safepoints) if rows_can_leave(self) else None
+        between_layers(layers, self._safepoints, self._rows)
+        how = "rows can leave" if self._rows is not None else "rows cannot leave"
+        log.info("%d safepoints between layers, where %s", len(layers), how)
+
+
+def rows_can_leave(worker: Any) -> bool:
+    """Whether a batch of this model can be cut down between layers."""
+    config, runner = worker.vllm_config, worker.model_runner
+    builders = [builder for group in groups_of(runner) for builder in group.metadata_builders]
+    return not (
+        getattr(worker, "use_v2_model_runner", False)  # keeps its batch on the device
+        or config.lora_config is not None  # maps tokens to adapters
+        or config.model_config.is_multimodal_model  # some add to hidden states between layers
+        or config.parallel_config.use_ubatching
+        or config.parallel_config.decode_context_parallel_size > 1
+        or config.cache_config.kv_sharing_fast_prefill
+        or getattr(config.model_config, "rswa_window", None)
+        or (len(builders) > 1 and any(builder.supports_update_block_table for builder in builders))
+    )
+
+
+def nothing_sampled(requests: list[str]) -> ModelRunnerOutput:
+    """The output of an iteration that computed nothing."""
+    return ModelRunnerOutput(
+        req_ids=requests,
+        req_id_to_index={name: index for index, name in enumerate(requests)},
+        sampled_token_ids=[[] for _ in requests],
+    )

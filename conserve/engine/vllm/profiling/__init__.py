@@ -1,0 +1,1 @@
+"""Batches timed on a real engine, for the latency model."""

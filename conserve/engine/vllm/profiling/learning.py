@@ -1,0 +1,52 @@
+"""An engine's latency model: asked of its scheduler, learned in a warm-up, required by an SLO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from conserve.engine.vllm.profiling.warm_up import warm_up
+from conserve.engine.vllm.settings import PROFILE_COMMAND
+from conserve.errors import ProfileMissing
+
+SLO_FLAGS = {"ttft_ms": "--ttft-slo", "tbt_ms": "--tbt-slo"}
+PACE_FLAGS = {"tbt_ms": "--tbt-ms"}
+
+
+async def scheduler_says(
+    engine_client: Any, change: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """The report of the scheduler in the engine core, after a change if one is given; None if it is not ours."""
+    answer = await engine_client.engine_core.call_utility_async("conserve", change)
+    return dict(answer) if answer is not None else None
+
+
+async def learn(engine_client: Any, *, say: Callable[[str], None]) -> None:
+    """Warm the engine up until its scheduler has a latency model; a model that only embeds generates nothing."""
+
+    async def known() -> bool:
+        # A request from outside would end the warm-up; so does this question.
+        said = await scheduler_says(engine_client, {})
+        return said is None or said["latency_model"] is not None
+
+    if engine_client.vllm_config.model_config.runner_type != "generate":
+        return
+    await warm_up(engine_client, say=say, known=known)
+    if not await known():
+        say("the warm-up taught too little; the first requests go on with it")
+
+
+def require_model(
+    said: Mapping[str, Any],
+    slo: Mapping[str, float | None],
+    command: str | None = None,
+    *,
+    flags: Mapping[str, str] = SLO_FLAGS,
+) -> None:
+    """Raise `ProfileMissing` for an SLO that an engine without a latency model would break without a word."""
+    promised = " and ".join(flag for name, flag in flags.items() if slo.get(name) is not None)
+    if promised and said["latency_model"] is None:
+        raise ProfileMissing(
+            f"{promised} cannot be kept: this engine has no latency model, and its warm-up taught it none; "
+            f"measure one with: {command or PROFILE_COMMAND}"
+        )

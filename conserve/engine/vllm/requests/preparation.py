@@ -1,0 +1,133 @@
+"""An OpenAI request body becomes vLLM's own request, prompt and sampling parameters, or is rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from conserve.endpoints.protocol import Call, Url
+from conserve.errors import EndpointBusy, EndpointError, EndpointUnavailable, RequestRejected
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.inputs import EngineInput
+    from vllm.sampling_params import SamplingParams
+
+    from conserve.engine.vllm.requests.answers import Serving
+
+IGNORED = frozenset({"model", "stream", "stream_options"})  # one model, and an answer in one piece
+TOO_LONG = frozenset(
+    {"input_tokens", "input_text"}
+)  # the parameters vLLM blames for a prompt over the context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One rendered prompt and how to sample from it; a completion body may hold several."""
+
+    engine_input: EngineInput
+    params: SamplingParams
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self.engine_input.get("prompt_token_ids") or ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A request that vLLM accepts."""
+
+    request: ChatCompletionRequest | CompletionRequest
+    conversation: Sequence[Any]  # chat only
+    prompts: Sequence[Prompt]
+
+
+async def prepare(call: Call, serving: Serving) -> Prepared:
+    """Validate, render and tokenise on the renderer's threads; raises `RequestRejected`."""
+    try:
+        request = _parse(call)
+        conversation, inputs = await serving.render(request)
+        prompts = [_prompt(request, engine_input, serving) for engine_input in inputs]
+    except EndpointError:
+        raise
+    except Exception as error:
+        raise rejection(error) from error
+    return Prepared(request=request, conversation=conversation, prompts=prompts)
+
+
+def rejection(error: Exception) -> EndpointError:
+    """What an exception of vLLM's request handling means for the row."""
+    from vllm.exceptions import GracefulHTTPError, VLLMServerError
+
+    if isinstance(error, GracefulHTTPError):  # the user's own --max-num-queued-... flags
+        return EndpointBusy(_sentence(error))
+    if isinstance(error, VLLMServerError | MemoryError):
+        return EndpointUnavailable(_sentence(error))
+    return RequestRejected(_sentence(error), kind=_kind(error))
+
+
+def _parse(call: Call) -> ChatCompletionRequest | CompletionRequest:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    if call.url not in (Url.CHAT, Url.COMPLETIONS):
+        raise RequestRejected(
+            f"the embedded engine does not answer {call.url}; use an HTTP endpoint (--endpoint)"
+        )
+    if _asks_for_tools(call.body):
+        raise RequestRejected(
+            "the embedded engine does not parse tool calls; use an HTTP endpoint (--endpoint)"
+        )
+    if call.body.get("use_beam_search"):
+        raise RequestRejected(
+            "the embedded engine does not do beam search; use an HTTP endpoint (--endpoint)"
+        )
+    kind = ChatCompletionRequest if call.url is Url.CHAT else CompletionRequest
+    return kind.model_validate({name: value for name, value in call.body.items() if name not in IGNORED})
+
+
+def _asks_for_tools(body: Mapping[str, Any]) -> bool:
+    if body.get("tool_choice") == "none":
+        return False
+    return bool(body.get("tools") or body.get("functions") or body.get("tool_choice"))
+
+
+def _prompt(
+    request: ChatCompletionRequest | CompletionRequest, engine_input: EngineInput, serving: Serving
+) -> Prompt:
+    from vllm.renderers.inputs.preprocess import extract_prompt_len
+
+    config = serving.llm.model_config
+    num_tokens = extract_prompt_len(config, engine_input)
+    if num_tokens >= config.max_model_len:
+        raise RequestRejected(
+            f"the prompt has {num_tokens} tokens, which leaves none of {config.max_model_len} for an answer",
+            kind="too_long",
+        )
+    params = request.to_sampling_params(serving.max_tokens(request, num_tokens), serving.default_sampling)
+    return Prompt(engine_input=engine_input, params=params)
+
+
+def _kind(error: Exception) -> str:
+    from jinja2 import TemplateError
+
+    if getattr(error, "parameter", None) in TOO_LONG:
+        return "too_long"
+    chain = (error, error.__cause__)
+    if any(isinstance(link, TemplateError) or "Template" in type(link).__name__ for link in chain):
+        return "template"
+    return "invalid_request"
+
+
+def _sentence(error: Exception) -> str:
+    """The first thing pydantic or vLLM complains about, in one line."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return f"{where}: {first['msg']}" if where else first["msg"]
+    text = " ".join(str(error.args[0] if error.args else error).split())  # str() appends the parameter
+    return text or type(error).__name__

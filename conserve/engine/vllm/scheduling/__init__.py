@@ -1,0 +1,1 @@
+"""vLLM's scheduler with a policy: observe, plan, apply."""

@@ -1,0 +1,1 @@
+"""vLLM's OpenAI server with ConServe's plug-in: routes, keys, metrics."""

@@ -1,0 +1,139 @@
+"""The outermost layer of the API server, an ASGI middleware: keys, and the size of bodies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
+from math import inf
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.routing import Match
+
+from conserve.engine.runtime.front import Front
+from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Need, Role, need
+
+GUARD = "conserve.engine.vllm.server.guard.Guard"  # for vLLM's --middleware
+FRONT, KEYS = (
+    "conserve_front",
+    "conserve_keys",
+)  # of the server's arguments, where `conserve serve` started it
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Guard:
+    """Answers 401, 403 and 413 itself, from a request's headers: no byte of its body is read before."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        args = getattr(scope["app"].state, "args", None)
+        front: Front = getattr(args, FRONT, None) or Front()
+        keys: Keys = getattr(args, KEYS, None) or Keys.of(getattr(args, "api_key", None), os.environ)
+        headers = dict(scope["headers"])
+        role = keys.role(headers.get(b"authorization", b""))
+        if (refused := refuse(scope, role, front)) is not None:
+            await refused(scope, receive, send)
+            return
+        caller = Caller(role=role or Role.CLIENT, ttft_slo_ms=getattr(scope["app"].state, SLO, None) or inf)
+        token = CALLER.set(caller)
+        try:
+            await self._within(front.body_bytes, headers, scope, receive, send)
+        finally:
+            CALLER.reset(token)
+
+    async def _within(
+        self, most: int, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Pass the request on if its body has at most so many bytes."""
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > most:
+            await too_large(most)(scope, receive, send)
+        elif b"transfer-encoding" in headers:
+            await Counted(receive, send, most).run(self._app, scope)
+        else:
+            await self._app(scope, receive, send)
+
+
+def refuse(scope: Scope, role: Role | None, front: Front) -> JSONResponse | None:
+    """The answer to a request whose key is not enough for its route; None if it is."""
+    if scope.get("method") == "OPTIONS":  # browsers ask without a key
+        return None
+    method = scope.get("method", "GET")
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    wanted = need(method, path, open_metrics=front.open_metrics)
+    if wanted is Need.NOTHING or role is Role.HARVESTER:
+        return None
+    if role is None:
+        said = "this server wants an API key: send it as Authorization: Bearer KEY"
+        return error(HTTPStatus.UNAUTHORIZED, said, **{"WWW-Authenticate": "Bearer"})
+    if wanted is Need.HARVESTER and is_there(scope):
+        return error(
+            HTTPStatus.FORBIDDEN, f"{method} {path} changes the server for all: it wants the harvester's key"
+        )
+    return None
+
+
+def is_there(scope: Scope) -> bool:
+    """True if a route answers; a mistyped path is a 404, whoever asks."""
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].router.routes)
+
+
+class Counted:
+    """A body without an announced length: cut off at the limit, and answered with 413."""
+
+    def __init__(self, receive: Receive, send: Send, most: int) -> None:
+        self._receive, self._send, self._most = receive, send, most
+        self._bytes = 0
+        self._started = False
+
+    @property
+    def _exceeded(self) -> bool:
+        return self._bytes > self._most
+
+    async def run(self, app: App, scope: Scope) -> None:
+        """Have the app answer unless the body is too large."""
+        try:
+            await app(scope, self.receive, self.send)
+        except Exception:
+            if not self._exceeded:
+                raise
+        if self._exceeded and not self._started:
+            await too_large(self._most)(scope, self._receive, self._send)
+
+    async def receive(self) -> Message:
+        """The next part of the body; past the limit the client seems to be gone."""
+        message = await self._receive()
+        self._bytes += len(message.get("body", b""))
+        return {"type": "http.disconnect"} if self._exceeded else message
+
+    async def send(self, message: Message) -> None:
+        """Pass the answer on, unless it is the app's to a body that was cut off."""
+        if self._started or not self._exceeded:
+            self._started = True
+            await self._send(message)
+
+
+def too_large(most: int) -> JSONResponse:
+    """The answer to a body over the limit. The rest of it is read and dropped, so that clients see the answer."""
+    return error(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"the request has more than {most:,} bytes; send less, or start the server with a larger --max-body",
+    )
+
+
+def error(status: HTTPStatus, message: str, **headers: str) -> JSONResponse:
+    """An error as OpenAI's API words it."""
+    kind = "authentication_error" if status is HTTPStatus.UNAUTHORIZED else "invalid_request_error"
+    said = {"message": message, "type": kind, "param": None, "code": int(status)}
+    return JSONResponse({"error": said}, status, headers=headers)

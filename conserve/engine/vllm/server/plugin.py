@@ -1,0 +1,196 @@
+"""vLLM's plug-in: what ConServe adds to vLLM's own processes, and nothing where its scheduler does not run.
+
+`register` (entry point `vllm.general_plugins`) runs in every process of vLLM and only hangs up hooks;
+`Surface` (entry point `vllm.endpoint_plugins`, loaded where VLLM_PLUGINS names it) adds a route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.runtime.parent import follow_parent
+from conserve.engine.vllm.compat import SUPPORTED_VERSION, installed_engine
+from conserve.engine.vllm.server.privileges import RESUME, permitting
+from conserve.engine.vllm.settings import AUTO, SECTION
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+    from starlette.datastructures import State
+    from vllm.engine.protocol import EngineClient
+
+log = logging.getLogger("vllm.conserve")
+SERVED = "CONSERVE_SERVED"  # set where `conserve serve` started the server
+FLEX = "flex"  # OpenAI's service tier for work that can wait
+
+
+def register() -> None:
+    """Hang up the hooks in this process, once; leaves a vLLM of another version alone."""
+    engine = installed_engine()
+    if engine is None or engine.version.split(".")[:2] != SUPPORTED_VERSION.split("."):
+        log.warning("ConServe drives vLLM %s and leaves this one alone", SUPPORTED_VERSION)
+        return
+    process = multiprocessing.current_process()
+    if os.environ.get(SERVED) and multiprocessing.parent_process() is not None:
+        follow_parent(signal.SIGKILL)  # vLLM's engine core waits for ever for a front end that was killed
+    if "Worker" in process.name:
+        return
+    hook_engine_core()
+    if not process.name.startswith("EngineCore"):
+        hook_server()
+
+
+def hook_engine_core() -> None:
+    """Let the API server ask the scheduler, and the scheduler know who comes while the model runs."""
+    from vllm.v1.engine.core import EngineCore
+
+    EngineCore.conserve = ask_scheduler
+    EngineCore.conserve_spill = ask_spilling
+    if not hasattr(EngineCore.preprocess_add_request, "__wrapped__"):
+        EngineCore.preprocess_add_request = announcing(EngineCore.preprocess_add_request)
+
+
+def hook_server() -> None:
+    """Tell offline requests of the flex tier and rows that bring saved tokens; refuse what a caller may not ask."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if not hasattr(AsyncLLM.generate, "__wrapped__"):
+        GenerateBaseServing._get_priority = staticmethod(flex_is_offline(GenerateBaseServing._get_priority))
+        AsyncLLM.generate = permitting(resuming(AsyncLLM.generate))
+        AsyncLLM.encode = permitting(AsyncLLM.encode)
+
+
+def ask_scheduler(core: Any, change: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """`CoServing.conserve` through vLLM's utility calls; None where another scheduler runs."""
+    asked = getattr(core.scheduler, "conserve", None)
+    return asked(change) if asked is not None else None
+
+
+def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:
+    """`spill.ask_spilling`; None where nothing goes to disk."""
+    from conserve.engine.vllm.checkpoint import spill
+
+    return spill.ask_spilling(core, what)
+
+
+def announcing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell our scheduler of each request the moment it reaches the engine core, in its I/O thread."""
+
+    @functools.wraps(preprocess)
+    def wrapped(core: Any, request: Any) -> Any:
+        prepared = preprocess(core, request)
+        arriving = getattr(getattr(core, "scheduler", None), "arriving", None)
+        if arriving is not None:
+            try:
+                arriving(prepared[0])
+            except Exception:  # a request must not be refused because nobody made room for it
+                log.exception("an arrival was not looked at")
+        return prepared
+
+    return wrapped
+
+
+def flex_is_offline(priority_of: Callable[..., int]) -> Callable[..., int]:
+    """Give requests of OpenAI's flex tier the priority of offline ones."""
+
+    @functools.wraps(priority_of)
+    def wrapped(request: Any, raw_request: Any) -> int:
+        priority = priority_of(request, raw_request)
+        tier = getattr(request, "service_tier", None)
+        return max(priority, OFFLINE_PRIORITY) if tier == FLEX else priority
+
+    return wrapped
+
+
+def resuming(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Have requests that bring tokens of an earlier attempt go on from them."""
+
+    @functools.wraps(generate)
+    def wrapped(llm: Any, prompt: Any, sampling_params: Any, request_id: str, **rest: Any) -> Any:
+        saved = (getattr(sampling_params, "extra_args", None) or {}).get(RESUME)
+        if not saved:
+            return generate(llm, prompt, sampling_params, request_id, **rest)
+        require_resumable(llm, prompt, sampling_params, saved)
+        start = functools.partial(generate, llm, **rest)
+        return resumed(llm, start, prompt, sampling_params, request_id, saved)
+
+    return wrapped
+
+
+def require_resumable(llm: Any, prompt: Any, params: Any, saved: Any) -> None:
+    """Raise, before anything is computed, for what cannot go on from saved tokens: clients get a 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    from conserve.engine.vllm.requests.continuation import why_not
+
+    if why := why_not(saved, prompt, params, llm.model_config.get_vocab_size()):
+        raise VLLMValidationError(f"vllm_xargs.{RESUME}: {why}", parameter=f"vllm_xargs.{RESUME}")
+
+
+async def resumed(
+    llm: Any, start: Callable[..., Any], prompt: Any, params: Any, request_id: str, saved: Any
+) -> AsyncIterator[Any]:
+    """The outputs of one uninterrupted generation: what was saved comes with the first."""
+    from vllm.sampling_params import RequestOutputKind
+
+    from conserve.engine.vllm.requests.continuation import continued
+    from conserve.engine.vllm.requests.preparation import Prompt
+
+    streamed = params.output_kind == RequestOutputKind.DELTA
+
+    def go_on(rest_of_prompt: Any, rest_of_params: Any) -> Any:
+        return start(rest_of_prompt, rest_of_params, request_id)
+
+    async for answer in continued(llm, Prompt(engine_input=prompt, params=params), saved, go_on):
+        if streamed:
+            yield answer.delta()
+    if not streamed:
+        yield answer.output()
+
+
+class Surface:
+    """Our routes in vLLM's API server (`routes`), and the warm-up before it takes requests."""
+
+    name = "conserve"
+    required_tasks = None  # also where a model only embeds
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes."""
+        from conserve.engine.vllm.server.routes import attach
+
+        attach(app)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        """Before the server takes requests: see what generates the tokens, and learn its times if need be.
+
+        Raises `ProfileMissing` for an SLO that nothing would keep.
+        """
+        from conserve.engine.vllm.model.fingerprint import identity_of
+        from conserve.engine.vllm.profiling.learning import learn, require_model, scheduler_says
+        from conserve.engine.vllm.server.routes import remember
+
+        if engine_client is None or await scheduler_says(engine_client) is None:
+            return
+        config = engine_client.vllm_config
+        names = args.served_model_name or [args.model]
+        state.conserve_identity = await asyncio.to_thread(identity_of, names[0], config)
+        section = config.additional_config.get(SECTION, {})
+        if section.get("model", "") is None or section.get("profile") == AUTO:
+            log.info("learning how long iterations take")
+            await learn(engine_client, say=log.warning)
+        said = await scheduler_says(engine_client, {})
+        assert said is not None
+        require_model(said, said["slo"], section.get("command"))
+        remember(state, said)
+        if config.kv_transfer_config is not None:
+            await engine_client.engine_core.call_utility_async("conserve_spill", "take_in")

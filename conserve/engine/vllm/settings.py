@@ -1,0 +1,190 @@
+"""Which policy, SLO and latency profile an engine runs on, and their way into the engine core's process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from conserve.config import default_home
+from conserve.engine.policy.policies import POLICIES
+from conserve.engine.policy.preemption import OFF, PREEMPTIONS
+from conserve.engine.policy.view import Slo
+from conserve.engine.vllm.model.profile_key import key_of
+from conserve.errors import SettingsError
+from conserve.profiles.book import Book
+from conserve.profiles.correction import CorrectedModel, Correction, Residual
+from conserve.profiles.profile import MODELS, KVCopy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+WARM_UP = "warm-up"
+AUTO = "auto"  # no profile: learn from the warm-up
+PROFILE_COMMAND = "conserve profile --served MODEL FLAGS"
+SECTION = "conserve"  # our part of vLLM's additional_config
+SCHEDULER = "conserve.engine.vllm.CoServingScheduler"
+CONNECTOR = "CheckpointConnector"
+CONNECTOR_MODULE = "conserve.engine.vllm"
+WORKER = "conserve.engine.vllm.Worker"
+VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
+PREEMPTION = "prompt"  # where nothing else is asked for
+WRITTEN = (
+    "policy",
+    "ttft_slo_ms",
+    "tbt_slo_ms",
+    "profile",
+    "profiles",
+    "control",
+    "preemption",
+    "safepoint_every",
+)  # what a user may put into the section
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pacing:
+    """What the user asked for: policy, SLO and profile (a file, `AUTO`, or None for the engine's own)."""
+
+    folder: Path  # of profiles
+    command: str  # that makes the missing one
+    policy: str = "paced"
+    slo: Slo = field(default_factory=Slo)
+    profile: str | None = None
+    keep_correction: bool = True  # begin with what was learned before
+    control: bool = False  # whether policy and SLO may be changed over HTTP
+    preemption: str = OFF
+    safepoint_every: int | None = None  # layers; None for as many as the reaction time allows
+
+    def install(self, config: VllmConfig) -> None:
+        """Have the engine that starts with this configuration run on it; raises `ProfileError`."""
+        scheduler = config.scheduler_config
+        if self.slo.tbt_ms < inf and not scheduler.enable_chunked_prefill:
+            raise SettingsError("a TBT limit cuts prompts into chunks; leave out --no-enable-chunked-prefill")
+        scheduler.scheduler_cls = SCHEDULER
+        if self.preemption != OFF and config.parallel_config.worker_cls in VLLMS_WORKERS:
+            config.parallel_config.worker_cls = WORKER
+        section = {
+            "policy": self.policy,
+            "ttft_slo_ms": finite(self.slo.ttft_ms),
+            "tbt_slo_ms": finite(self.slo.tbt_ms),
+            "control": self.control,
+            "preemption": self.preemption,
+            "safepoint_every": self.safepoint_every,
+            "command": self.command,
+            **self.source(config),
+        }
+        config.additional_config = {**config.additional_config, SECTION: section}
+
+    def source(self, config: VllmConfig) -> dict[str, Any]:
+        """The latency model, as the section holds it."""
+        if self.profile == AUTO:
+            return {"model": None}
+        key, book = key_of(config), Book(self.folder)
+        if self.profile is None:
+            found = book.find(key, command=self.command)
+        else:
+            found = book.named(self.profile)
+            found.require(key, command=self.command)
+        return {
+            "model": found.best,
+            "coefficients": found.models[found.best].coefficients,
+            "residuals": found.models[found.best].residuals,
+            "of": found.stamp,
+            "profile_name": found.name,
+            "block_ms": block_ms(found.kv_copies),
+            "correction": str(book.correction_path(found.name, key)),
+            "keep_correction": self.keep_correction,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Installed:
+    """What the engine core runs on."""
+
+    policy: str
+    slo: Slo
+    model: CorrectedModel | None  # None until the warm-up was seen
+    source: str = WARM_UP  # of the model
+    correction_file: Path | None = None
+    preemption: str = OFF
+    safepoint_every: int | None = None
+
+    @classmethod
+    def read(cls, config: VllmConfig) -> Self:
+        """What `Pacing.install` left in the configuration, or what a user of `vllm serve` wrote there."""
+        section = dict(config.additional_config.get(SECTION, {}))
+        if "model" not in section:
+            section |= written(section).source(config)
+        policy = section.get("policy", "conserve")
+        slo = slo_of({"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")})
+        preemption = section.get("preemption", OFF if policy == "paced" else PREEMPTION)
+        every = section.get("safepoint_every")
+        if section["model"] is None:
+            return cls(policy=policy, slo=slo, model=None, preemption=preemption, safepoint_every=every)
+        file = Path(section["correction"])
+        model = MODELS[section["model"]](section["coefficients"])
+        earlier = Correction.load(file, of=section["of"]) if section["keep_correction"] else None
+        correction = earlier or Correction(of=section["of"])
+        residuals = map(Residual._make, section["residuals"])
+        corrected = CorrectedModel(model, residuals, correction=correction)
+        return cls(
+            policy=policy,
+            slo=slo,
+            model=corrected,
+            source=f"profile {section['profile_name']}" if section.get("profile_name") else "profile",
+            correction_file=file,
+            preemption=preemption,
+            safepoint_every=every,
+        )
+
+
+def block_ms(copies: Sequence[KVCopy]) -> tuple[float, float] | None:
+    """What copying one KV block takes to the host and back, by the largest copy; None if not measured."""
+    most = max(copies, key=lambda copy: copy.blocks, default=None)
+    return (most.to_host_ms / most.blocks, most.to_device_ms / most.blocks) if most is not None else None
+
+
+def finite(ms: float) -> float | None:
+    """The time, or None for one without end, which JSON does not know."""
+    return None if ms == inf else ms
+
+
+def slo_of(promises: Mapping[str, float | None]) -> Slo:
+    """The SLO; a promise that is None or missing is not made."""
+    return Slo(**{name: inf if ms is None else ms for name, ms in promises.items()})
+
+
+def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacing:
+    """The wishes in `--additional-config '{"conserve": {...}}'`."""
+    unknown = set(section) - set(WRITTEN)
+    if unknown:
+        raise SettingsError(
+            f"additional_config.conserve has {', '.join(sorted(unknown))}; it takes {', '.join(WRITTEN)}"
+        )
+    for name in ("ttft_slo_ms", "tbt_slo_ms"):
+        ms = section.get(name)
+        if ms is not None and (isinstance(ms, bool) or not isinstance(ms, int | float) or ms <= 0):
+            raise SettingsError(f"additional_config.conserve.{name} takes milliseconds above 0, not {ms!r}")
+    policy = section.get("policy", "conserve")
+    if policy not in POLICIES:
+        raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")
+    preemption = section.get("preemption", PREEMPTION)
+    if preemption not in (*PREEMPTIONS, OFF):
+        raise SettingsError(
+            f"there is no preemption {preemption!r}; there are {', '.join(PREEMPTIONS)}, {OFF}"
+        )
+    every = section.get("safepoint_every")
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise SettingsError(f"additional_config.conserve.safepoint_every takes layers from 1, not {every!r}")
+    return Pacing(
+        folder=Path(section.get("profiles") or default_home() / "profiles"),
+        command=command,
+        policy=policy,
+        slo=slo_of({"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")}),
+        profile=section.get("profile"),
+        control=bool(section.get("control")),
+        preemption=preemption,
+        safepoint_every=every,
+    )

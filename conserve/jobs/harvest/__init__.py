@@ -1,0 +1,1 @@
+"""From leases to journalled answers."""

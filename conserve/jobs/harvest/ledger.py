@@ -1,0 +1,290 @@
+"""The ledger: everything a harvester does to the store. It all runs in one thread, the store's."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from conserve.endpoints.protocol import KvCache
+from conserve.errors import JobNotFound, StoreDamaged
+from conserve.jobs.harvest import owner as owners
+from conserve.jobs.harvest.expiry import Expiry
+from conserve.jobs.harvest.outage import StoreFile
+from conserve.jobs.harvest.recorder import Outbox, Recorder
+from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.harvest.workload import Work, Workload
+from conserve.jobs.window.lookahead import Lookahead
+from conserve.store.books import catalog, choice, queue, shards
+from conserve.store.books.choice import Terms
+from conserve.store.books.queue import Lease
+from conserve.store.books.states import JobState
+from conserve.store.database.connection import reserve_space
+from conserve.store.database.store import Store
+from conserve.store.upkeep.sweep import sweep
+
+
+def bound_elsewhere(job_id: str, bound_to: str, model: str | None) -> str:
+    """The sentence for a job that another model than this run's is to answer."""
+    return (
+        f"job {job_id} is answered by {bound_to} and this run has {model}; give --model {bound_to}, "
+        "or --rebind to answer the rest of it with this one"
+    )
+
+
+RECOVER_S = 1.0  # how soon rows of the dead are taken back while there is nothing else to do
+
+
+class Ledger:
+    """Claims rows, records outcomes, renews leases, and sees what others did to our jobs."""
+
+    def __init__(
+        self,
+        store: Store,
+        tally: Tally,
+        *,
+        lease_s: float,
+        only: Collection[str] | None,
+        utility: float,
+        rebind: bool = False,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self.owner = owners.this_process()
+        self._store, self._tally, self._lease_s, self._only, self._clock = store, tally, lease_s, only, clock
+        self.kv_cache = KvCache()  # of the endpoint
+        self.model: str | None = None  # that answers
+        self._rebind = rebind  # jobs that are bound to another model, once
+        self._others: set[str] = set()  # jobs that other models are to answer
+        self._utility = utility
+        self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
+        self._alone: str | None = None  # job that nothing was passed over of when it came to be alone
+        self._workload = Workload(store)
+        self._recorder = Recorder(store, clock)
+        self._file: StoreFile | None = None
+        self._fruitless = False  # the last claim found nothing
+        self._recover_at = 0.0
+        self._monotonic, self._expiry = monotonic, Expiry(lease_s, monotonic)
+        self._ended: set[str] = set()  # jobs that had ended when last looked at
+
+    def reopen(self) -> None:
+        """See that the store is there and can be written, through new connections."""
+        self._close_lookahead()
+        self._alone = None
+        self._file = StoreFile.of(self._store)
+        self._store.close()
+        with self._store.write() as tx:
+            reserve_space(tx)
+
+    def recover(self) -> None:
+        """Take back what dead processes and our own last session held, and finish what was half done."""
+        now = self._clock()
+        with self._store.write() as tx:
+            queue.abandon(tx, owners.dead(queue.owners(tx)) | {self.owner})
+            self._end_silent(tx)
+        shards.compact_finished(self._store, now=now)
+        sweep(self._store, now=now)
+
+    def give_back(self) -> None:
+        """End our leases; rows that are still under them wait for the next run."""
+        with self._store.write() as tx:
+            queue.abandon(tx, [self.owner])
+        self.stopped_jobs()
+
+    def claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
+        """Lease rows and load their requests; a job whose requests cannot be read is refused, and no other."""
+        if self._rebind:
+            self._bind_all()
+        if self._fruitless and not self.claimable():
+            return []
+        while True:
+            try:
+                return self._claim(limit, suspect, identity)
+            except JobNotFound:  # removed since its rows were leased
+                continue
+            except StoreDamaged as error:
+                if error.job_id is None:
+                    raise
+                self._refuse(error.job_id, str(error))
+
+    def _claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
+        while True:
+            now = self._clock()
+            terms = Terms(self.owner, now, self._lease_s, self.model)
+            with self._store.write() as tx:
+                runnable = queue.runnable_jobs(tx, self._only, self.model)
+                jobs = [] if suspect else choice.contenders(tx, runnable)
+                if windowed := self._is_to_choose(tx, jobs):
+                    lease = choice.reclaim(tx, runnable, jobs[0].priority, terms, limit=limit)
+                else:
+                    lease = queue.claim(
+                        tx,
+                        owner=self.owner,
+                        now=now,
+                        lease_s=self._lease_s,
+                        limit=limit,
+                        suspect=suspect,
+                        jobs=runnable,
+                        model=self.model,
+                    )
+            if lease is None and windowed:
+                refused = len(self._tally.refused)
+                works = self._claim_chosen(jobs, limit, identity)
+                self._fruitless = works is None and refused == len(self._tally.refused)
+                if works or self._fruitless:
+                    return works or []
+                continue  # a job was refused
+            self._fruitless = lease is None
+            if lease is None:
+                return []
+            if self._lookahead is not None and not windowed:
+                self._lookahead.forget(lease.job_id)
+            if works := self._load(lease, identity):
+                return works
+
+    def _is_to_choose(self, tx: Any, jobs: Sequence[Any]) -> bool:
+        """Whether rows go through the window: those of several jobs, or what they left of one in its order."""
+        if len(jobs) != 1:
+            self._alone = None
+            return bool(jobs)
+        if jobs[0].id != self._alone and choice.passed_over(tx, jobs[0].id, limit=1):
+            return True
+        self._alone = jobs[0].id
+        return False
+
+    def _claim_chosen(self, jobs: Sequence[Any], limit: int, identity: str) -> list[Work] | None:
+        """Lease the rows that the window gives out, in its order; None where others have them all by now."""
+        lookahead = self._lookahead or Lookahead(self._store, utility=self._utility, cache=self.kv_cache)
+        self._lookahead = None
+        leases: list[Lease] = []
+        try:
+            lookahead.follow(jobs, self._refused)
+            while not leases and (chosen := lookahead.take(limit)):
+                terms = Terms(self.owner, self._clock(), self._lease_s, self.model)
+                with self._store.write() as tx:
+                    leases = choice.choose(tx, chosen, terms)
+                    choice.remember(tx, lookahead.place)
+        finally:
+            if leases:
+                self._lookahead = lookahead
+            else:  # interrupted, it may have given rows out that nobody leased
+                lookahead.close()
+        works: dict[tuple[str, int], Work] = {}
+        for lease in leases:
+            works |= {work.key: work for work in self._load(lease, identity)}
+        return [works[row] for row in chosen if row in works] if leases else None
+
+    def _load(self, lease: Lease, identity: str) -> list[Work]:
+        """The rows of a lease with their requests; none of a job that must not run."""
+        if self._refused(lease.job_id, lease.epoch):
+            return []
+        self._tally.begin(lease.job_id)
+        try:
+            return self._workload.load(lease, identity)
+        except StoreDamaged as error:
+            self._refuse(lease.job_id, str(error), lease.epoch)
+            return []
+
+    def _refused(self, job_id: str, epoch: int | None = None) -> bool:
+        """Whether this job must not run; it is told so, and the lease on its rows ends."""
+        reason = self._workload.refusal(job_id, now=self._clock())
+        if reason is not None:
+            self._refuse(job_id, reason, epoch)
+        return reason is not None
+
+    def _refuse(self, job_id: str, reason: str, epoch: int | None = None) -> None:
+        """Tell a job why it must not run, and end the lease on its rows."""
+        with self._store.write() as tx:
+            if epoch is not None:
+                queue.end(tx, [epoch])
+            catalog.refuse(tx, job_id, reason, now=self._clock())
+        if job_id in self._workload.seen():
+            self._workload.close([job_id])  # once it is mended, it is opened anew
+        self._tally.refused[job_id] = reason
+
+    def claimable(self) -> bool:
+        """Whether a claim may find rows; it only reads, so that idling holds up nobody."""
+        with self._store.read() as tx:
+            runnable = queue.runnable_jobs(tx, self._only, self.model, locked=False)
+            if any(job.next_position < job.num_rows for job in runnable):
+                return True
+            left = self._backlog(tx)
+        return left.next_at is not None and not 0 < left.next_at - self._clock() <= queue.LONGEST_WAIT_S
+
+    def nothing_left(self) -> bool:
+        """Whether the queue is drained; says what it waits for if not."""
+        now = self._clock()
+        with self._store.read() as tx:
+            left, holders = self._backlog(tx), queue.owners(tx)
+            others = catalog.of_other_models(tx, self.model, self._only) if self.model else {}
+        self._note_others(others)
+        if holders and self._monotonic() >= self._recover_at:
+            self._recover_at = self._monotonic() + RECOVER_S
+            with self._store.write() as tx:
+                queue.abandon(tx, owners.dead(queue.owners(tx)))
+                self._end_silent(tx)
+                left = self._backlog(tx)
+        if left.waiting and left.next_at is not None and left.next_at > now:
+            self._tally.waiting_for = f"{left.waiting} rows wait for their next attempt"
+        elif left.leased:
+            self._tally.waiting_for = f"{left.leased} rows are with another conserve run"
+        else:
+            self._tally.waiting_for = None
+        return not left.leased and not left.waiting
+
+    def _backlog(self, tx: Any) -> queue.Backlog:
+        return queue.backlog(tx, only=self._only, model=self.model)
+
+    def _note_others(self, others: Mapping[str, str]) -> None:
+        """Count the jobs as refused that other models are to answer, as long as they have not."""
+        for job_id in self._others - others.keys():
+            self._tally.refused.pop(job_id, None)
+        for job_id, bound_to in others.items():
+            self._tally.refused[job_id] = bound_elsewhere(job_id, bound_to, self.model)
+        self._others = set(others)
+
+    def _bind_all(self) -> None:
+        """Bind the jobs that this run is for to its model, whatever they were bound to."""
+        assert self.model is not None
+        with self._store.write() as tx:
+            catalog.rebind(tx, list(catalog.of_other_models(tx, self.model, self._only)), self.model)
+        self._rebind = False
+
+    def write(self, outbox: Outbox) -> None:
+        """Make the outbox durable and count it, even if nobody waits any more."""
+        self._tally.count(self._recorder.write(outbox))
+
+    def renew(self, epochs: set[int]) -> set[int]:
+        """Renew our leases and end those of others that have run out."""
+        now = self._clock()
+        with self._store.write() as tx:
+            alive = queue.renew(tx, epochs, now=now, lease_s=self._lease_s)
+            self._end_silent(tx)
+        return alive
+
+    def _end_silent(self, tx: Any) -> None:
+        """Take back the rows of others that have fallen silent, once ours were renewed."""
+        queue.end_silent(tx, self._expiry.over(queue.signs(tx, but=self.owner)))
+
+    def stopped_jobs(self) -> set[str]:
+        """Jobs of ours that were paused, cancelled or removed."""
+        if self._file is not None:
+            self._file.check()
+        with self._store.read() as tx:
+            states = catalog.states(tx, self._workload.seen())
+        removed = set(self._workload.seen()) - states.keys()
+        ended = {job_id for job_id, state in states.items() if state.final} | removed
+        self._workload.close(ended & self._ended)  # rows claimed just before have been withdrawn by now
+        self._ended = ended
+        for job_id, state in states.items():
+            if state is JobState.CANCELLED and job_id not in self._tally.cancelled:
+                self._tally.cancelled.append(job_id)
+        stopped = {id_ for id_, state in states.items() if state in (JobState.CANCELLED, JobState.PAUSED)}
+        return stopped | removed
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._close_lookahead()
+        self._workload.close()
+
+    def _close_lookahead(self) -> None:
+        if self._lookahead is not None:
+            self._lookahead.close()
+            self._lookahead = None

@@ -1,0 +1,70 @@
+"""What an attempt amounts to as a result row."""
+
+from typing import Any
+
+import msgspec
+
+from conserve.endpoints.protocol import Choice, Completion
+from conserve.jobs.harvest.workload import Work
+from conserve.store.books.results import Result
+
+MOST_SAID = 10_000  # characters of an error
+
+
+def success(work: Work, completion: Completion, *, now: float) -> Result:
+    """The result row of a row that was answered."""
+    first = completion.choices[0]
+    several = len(completion.choices) > 1
+    return Result(
+        row_index=work.request.row_index,
+        custom_id=work.request.custom_id,
+        text=first.text,
+        json=valid_json(first.text) if work.wants_json else None,
+        choices=to_json([choice_document(choice) for choice in completion.choices]) if several else None,
+        finish_reason=first.finish_reason,
+        model=completion.model,
+        engine=work.call.identity if work.call else None,
+        prompt_tokens=completion.prompt_tokens,
+        completion_tokens=completion.completion_tokens,
+        cached_tokens=completion.cached_tokens,
+        resumed_tokens=len(work.call.resume_from) if work.call else 0,
+        logprobs=to_json(first.logprobs) if first.logprobs is not None else None,
+        attempts=work.row.attempts,
+        submitted_at=work.submitted_at,
+        started_at=work.row.started_at,
+        finished_at=now,
+    )
+
+
+def failure(work: Work, error_type: str, error: str, *, now: float) -> Result:
+    """The result row of a row that has failed for good. The text of the error is one that every file takes."""
+    return Result(
+        row_index=work.request.row_index,
+        custom_id=work.request.custom_id,
+        attempts=work.row.attempts,
+        error_type=error_type,
+        error=error.encode(errors="backslashreplace").decode()[:MOST_SAID],
+        submitted_at=work.submitted_at,
+        started_at=work.row.started_at,
+        finished_at=now,
+    )
+
+
+def choice_document(choice: Choice) -> dict[str, Any]:
+    """A choice as it stands in the `choices` column."""
+    document = {"text": choice.text, "finish_reason": choice.finish_reason}
+    return document if choice.logprobs is None else {**document, "logprobs": choice.logprobs}
+
+
+def valid_json(text: str) -> str | None:
+    """The text if it is JSON; an answer cut off by its token limit is not."""
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):  # nested too deep for any reader
+        return None
+    return text.strip()
+
+
+def to_json(value: Any) -> str:
+    """JSON text for a column."""
+    return msgspec.json.encode(value).decode()

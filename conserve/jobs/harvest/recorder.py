@@ -1,0 +1,72 @@
+"""The outbox: what rows became, gathered and made durable in one transaction at a time."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from conserve.jobs.harvest.retry import RetryDecision
+from conserve.jobs.harvest.workload import Work
+from conserve.store.books import journal, queue, shards
+from conserve.store.books.journal import Committed, Finished
+from conserve.store.books.queue import SavedTokens
+from conserve.store.database.store import Store
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What waits for the next transaction."""
+
+    finished: list[Finished] = field(default_factory=list)
+    returned: list[tuple[Work, RetryDecision]] = field(default_factory=list)
+    saved: dict[tuple[str, int], SavedTokens] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished or self.returned or self.saved)
+
+    @property
+    def epochs(self) -> Counter[int]:
+        """How many rows of each lease leave the endpoint's hands with this outbox."""
+        rows = Counter(f.epoch for f in self.finished)
+        rows.update(work.epoch for work, _ in self.returned)
+        return rows
+
+
+class Recorder:
+    """Writes outboxes to the store; runs in the store's thread."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._clock = store, clock
+        self._uncompacted: Counter[str] = Counter()
+
+    def write(self, outbox: Outbox) -> Committed:
+        """One transaction for everything in the outbox, then shards where enough results have gathered."""
+        now = self._clock()
+        with self._store.write() as tx:
+            if outbox.saved:
+                queue.save_tokens(tx, list(outbox.saved.values()))
+            for work, decision in outbox.returned:
+                queue.put_back(
+                    tx,
+                    epoch=work.epoch,
+                    job_id=work.job_id,
+                    position=work.row.position,
+                    available_at=now + decision.after_s if decision.after_s else 0.0,
+                    failed=decision.counts,
+                    suspect=decision.suspect,
+                )
+            queue.end_if_empty(tx, {work.epoch for work, _ in outbox.returned})
+            committed = journal.commit(tx, outbox.finished, now=now)
+        self._uncompacted.update(f.job_id for f in committed.written)
+        self._compact(committed.completed)
+        return committed
+
+    def _compact(self, completed: list[str]) -> None:
+        """Empty the journal of completed jobs, and of those that have filled a shard."""
+        for job_id, rows in list(self._uncompacted.items()):
+            if job_id in completed:
+                shards.compact(self._store, job_id, now=self._clock())
+                del self._uncompacted[job_id]
+            elif rows >= shards.SHARD_ROWS:
+                moved = shards.compact(self._store, job_id, now=self._clock(), at_least=shards.SHARD_ROWS)
+                self._uncompacted[job_id] -= moved

@@ -1,0 +1,62 @@
+"""Which servers run over this store, so that `conserve status` can ask them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from conserve.config import Settings
+
+FOLDER = "serving"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A `conserve serve`."""
+
+    url: str
+    owner: str  # its process, as leases name theirs
+
+
+@contextmanager
+def announce(settings: Settings, url: str) -> Iterator[None]:
+    """Be found by `running` while this lasts."""
+    import msgspec
+
+    from conserve.jobs.harvest.owner import this_process
+    from conserve.profiles.whole import write_whole
+
+    path = settings.home / FOLDER / f"{os.getpid()}.json"
+    write_whole(path, msgspec.json.encode(Running(url=url, owner=this_process())))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def running(settings: Settings) -> list[Running]:
+    """The servers whose processes live; what others left behind is swept up."""
+    paths = sorted((settings.home / FOLDER).glob("[0-9]*.json"))
+    if not paths:  # the usual case: status imports nothing for it
+        return []
+    from conserve.jobs.harvest.owner import is_dead
+
+    found = []
+    for path in paths:
+        record = read(path)
+        if record is not None and not is_dead(record.owner):
+            found.append(record)
+        else:
+            path.unlink(missing_ok=True)
+    return found
+
+
+def read(path: Path) -> Running | None:
+    """The record in a file, if it is one."""
+    import msgspec
+
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Running)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,55 @@
+"""The tally: what a harvester has done so far, for whoever watches it."""
+
+from dataclasses import dataclass, field
+
+from conserve.endpoints.protocol import Completion
+from conserve.store.books.journal import Committed
+
+
+@dataclass(slots=True)
+class Tally:
+    """What this harvester has done so far."""
+
+    succeeded: int = 0
+    failed: int = 0
+    retried: int = 0
+    late: int = 0  # answers thrown away because the lease had gone
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    resumed_tokens: int = 0
+    in_flight: int = 0
+    answered: int = 0  # rows, whether durable by now or not
+    answered_tokens: int = 0  # theirs, prompts and answers
+    waiting_for: str | None = None  # why nothing runs just now
+    jobs: list[str] = field(default_factory=list)  # those it took rows of
+    completed: list[str] = field(default_factory=list)  # those it wrote the last result of
+    cancelled: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)  # job id -> reason
+
+    @property
+    def done(self) -> int:
+        """Rows that have a result because of this harvester."""
+        return self.succeeded + self.failed
+
+    def begin(self, job_id: str) -> None:
+        """Rows of this job were taken; a job that was completed has come back (`conserve retry`)."""
+        if job_id not in self.jobs:
+            self.jobs.append(job_id)
+        if job_id in self.completed:
+            self.completed.remove(job_id)
+
+    def answer(self, completion: Completion) -> None:
+        """Count a row that was answered, before it is durable."""
+        self.answered += 1
+        self.answered_tokens += completion.prompt_tokens + completion.completion_tokens
+
+    def count(self, committed: Committed) -> None:
+        """Add what a transaction has made durable."""
+        self.late += len(committed.late)
+        self.completed += committed.completed
+        for result in (finished.result for finished in committed.written):
+            self.failed += result.failed
+            self.succeeded += not result.failed
+            self.prompt_tokens += result.prompt_tokens
+            self.completion_tokens += result.completion_tokens
+            self.resumed_tokens += result.resumed_tokens

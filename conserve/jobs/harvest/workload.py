@@ -1,0 +1,145 @@
+"""From leased positions to calls an endpoint understands."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from conserve.endpoints.protocol import Call, Url, resumable
+from conserve.errors import StoreDamaged
+from conserve.jobs.inputs.fingerprint import changed
+from conserve.jobs.requests.file import RequestFile, StoredRequest
+from conserve.jobs.task import Task
+from conserve.store.books import catalog
+from conserve.store.books.queue import Lease, LeasedRow, unpack_tokens
+from conserve.store.database.store import Store
+from conserve.store.files import home
+from conserve.store.upkeep.damage import Part, unreadable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One leased row, ready to be sent; `call` is None where the row could not be rendered."""
+
+    job_id: str
+    epoch: int
+    row: LeasedRow
+    request: StoredRequest
+    call: Call | None
+    can_resume: bool
+    wants_json: bool
+    submitted_at: float
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What names the row in the store."""
+        return self.job_id, self.row.position
+
+
+@dataclass(frozen=True, slots=True)
+class OpenJob:
+    """A job whose requests are at hand."""
+
+    job: catalog.Job
+    task: Task
+    requests: RequestFile
+
+
+class Workload:
+    """Opens jobs as rows of theirs are leased, and closes them again."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._open: dict[str, OpenJob] = {}
+
+    def seen(self) -> list[str]:
+        """The jobs that are open: rows were leased of them, and they have not ended."""
+        return list(self._open)
+
+    def refusal(self, job_id: str, *, now: float) -> str | None:
+        """Why this job must not run: its results would not be answers to its input file any more."""
+        if job_id in self._open:
+            return None
+        with self._store.read() as tx:
+            job = catalog.get(tx, job_id)
+        if (path := changed(self._store.home, job)) is not None:
+            return (
+                f"{path} changed after job {job_id} was submitted; restore it and run "
+                f"`conserve resume {job_id}`, or submit the new file"
+            )
+        try:
+            task = task_of(job)
+            requests = self._requests(job, now)
+        except StoreDamaged as error:
+            if not home.jobs_folder(self._store.home).is_dir():
+                raise  # it is not this job: the whole store is out of reach
+            return str(error)
+        self._open[job_id] = OpenJob(job, task, requests)
+        return None
+
+    def _requests(self, job: catalog.Job, now: float) -> RequestFile:
+        """The job's requests, compared with the digest that was taken at submit."""
+        for damage in unreadable(self._store.home, [job], [], now=now, parts=[Part.REQUESTS]):
+            raise StoreDamaged(
+                f"the requests of job {job.id} cannot be read: {damage.sentence}", job_id=job.id
+            )
+        return RequestFile(home.requests_file(self._store.home, job.id))
+
+    def load(self, lease: Lease, identity: str) -> list[Work]:
+        """The lease's rows with their requests; saved tokens count only if `identity` generated them."""
+        opened = self._open[lease.job_id]
+        with home.explained(self._store.home):
+            requests = opened.requests.read([row.position for row in lease.rows])
+        return [
+            to_work(opened, lease.epoch, row, request, identity)
+            for row, request in zip(lease.rows, requests, strict=True)
+        ]
+
+    def close(self, job_ids: Iterable[str] | None = None) -> None:
+        """Close the request files of these jobs, or all; a job is opened again when rows of it are leased."""
+        for job_id in list(self._open if job_ids is None else job_ids):
+            self._open.pop(job_id).requests.close()
+
+
+def task_of(job: catalog.Job) -> Task:
+    """What to ask of the job's rows; raises `StoreDamaged` if its record does not say."""
+    try:
+        return Task.from_json(job.task)
+    except msgspec.MsgspecError as error:
+        raise StoreDamaged(
+            f"the record of job {job.id} is damaged ({error}); run: conserve check {job.id}", job_id=job.id
+        ) from error
+
+
+def to_work(opened: OpenJob, epoch: int, row: LeasedRow, request: StoredRequest, identity: str) -> Work:
+    """One row as the call it stands for."""
+    call = None
+    can_resume = wants_json = False
+    if request.payload is not None:
+        body = opened.task.body(request.payload)
+        can_resume = resumable(body)
+        wants_json = wants_json_answer(body)
+        usable = can_resume and row.tokens is not None and row.tokens_by == identity
+        call = Call(
+            key=f"{opened.job.id}/{row.position}/{epoch}",
+            url=Url(request.url or opened.task.url),
+            body=body,
+            resume_from=unpack_tokens(row.tokens) if usable and row.tokens else (),
+            identity=identity,
+        )
+    return Work(
+        job_id=opened.job.id,
+        epoch=epoch,
+        row=row,
+        request=request,
+        call=call,
+        can_resume=can_resume,
+        wants_json=wants_json,
+        submitted_at=opened.job.submitted_at,
+    )
+
+
+def wants_json_answer(body: dict[str, object]) -> bool:
+    """Whether the answer will be JSON because the request asks for it."""
+    form = body.get("response_format")
+    return isinstance(form, dict) and form.get("type") in ("json_schema", "json_object")

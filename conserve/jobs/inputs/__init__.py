@@ -1,0 +1,1 @@
+"""Rows of an input file, whatever its format."""

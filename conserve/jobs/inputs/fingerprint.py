@@ -1,0 +1,72 @@
+"""What an input was like at submit, and whether it still is."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from conserve.store.books.catalog import Job, Part, Source
+from conserve.store.files import home
+
+BLOCK_BYTES = 1 << 22
+
+
+def fingerprint(path: Path) -> Part:
+    """Size, time and digest of a file's contents."""
+    digest = hashlib.blake2b(digest_size=20)
+    with path.open("rb") as file:
+        stat = path.stat()
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return Part(
+        path=str(path.absolute()),
+        size=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+        digest=digest.hexdigest(),
+    )
+
+
+def together(parts: Sequence[Part]) -> tuple[int, int, str]:
+    """Size, time and digest of several files as one; the digest is of theirs, in order."""
+    digest = hashlib.blake2b(digest_size=20)
+    for part in parts:
+        digest.update(f"{part.digest}\0".encode())
+    size = sum(part.size for part in parts)
+    return size, max(part.mtime_ns for part in parts), digest.hexdigest()
+
+
+def is_other(part: Part, path: Path) -> bool:
+    """True if the file at this path is no longer what it was. A file that is gone counts as unchanged."""
+    try:
+        stat = path.stat()
+        if (stat.st_size, stat.st_mtime_ns) == (part.size, part.mtime_ns):
+            return False
+        return stat.st_size != part.size or fingerprint(path).digest != part.digest
+    except OSError:
+        return False
+
+
+def changed(store_home: Path, job: Job) -> str | None:
+    """The first input file of a job that is no longer what it was at submit; None if all are.
+
+    Rows that were copied into the store cannot change. A hard link does, where the file was written into.
+    """
+    source = job.source
+    if source.copied and not source.linked:
+        return None
+    folder = home.job_folder(store_home, job.id)
+    for part in source.files:
+        if is_other(part, folder / part.kept if part.kept else Path(part.path)):
+            return part.path
+    return None
+
+
+def written_meanwhile(source: Source) -> str | None:
+    """The first file of an input that was written to since its fingerprint was taken; None if none was."""
+    for part in source.files:
+        try:
+            stat = Path(part.path).stat()
+        except OSError:
+            return part.path
+        if (stat.st_size, stat.st_mtime_ns) != (part.size, part.mtime_ns):
+            return part.path
+    return None

@@ -1,0 +1,178 @@
+"""Rows of Parquet files: of one, or of several as if they were one."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conserve.errors import InputError
+from conserve.jobs.inputs.cells import python_rows
+from conserve.jobs.inputs.files import Partition
+from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
+from conserve.jobs.task import Kind, Task
+
+
+class ParquetRows:
+    """Rows of a Parquet file."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+        try:
+            with pq.ParquetFile(path) as file:
+                self.schema = file.schema_arrow
+                meta = file.metadata
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(
+                f"{name} is damaged or truncated ({first_line(error)}); write it again"
+            ) from error
+        self.num_rows: int = meta.num_rows
+        self._bytes = sum(meta.row_group(group).total_byte_size for group in range(meta.num_row_groups))
+        twice = next((n for n in self.schema.names if self.schema.names.count(n) > 1), None)
+        if twice is not None:
+            raise InputError(f"{name} has two columns called {twice!r}; rename one")
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return list(self.schema.names)
+
+    def check(self, task: Task) -> None:
+        check_chats(self.schema, self.name, task)
+
+    def batch_rows(self) -> int:
+        """How many rows to read at once: fewer where they are long."""
+        fitting = int(GROUP_BYTES * self.num_rows / max(1, self._bytes))
+        return max(1, min(ROWS_PER_GROUP, fitting))
+
+    def arrow(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The rows in file order, with these columns."""
+        try:
+            with pq.ParquetFile(self.path) as file:
+                yield from file.iter_batches(self.batch_rows(), columns=list(names))
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"{self.name} is damaged ({first_line(error)}); write it again") from error
+
+    def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+        for batch in self.arrow(names):
+            yield python_rows(batch)
+
+
+class ParquetParts:
+    """Rows of several Parquet files, one file after the other; a column that a file lacks is null there.
+
+    Folders called key=value make a column of their key, where the files have none of that name.
+    """
+
+    def __init__(self, paths: Sequence[Path], name: str, partitions: Sequence[Partition]) -> None:
+        self.name = name
+        self.parts = [ParquetRows(path, str(path)) for path in paths]
+        taken = {column for part in self.parts for column in part.columns}
+        self.partitions: list[Partition] = [
+            {key: value for key, value in one.items() if key not in taken} for one in partitions
+        ]
+        self.schema = self._unified()
+
+    def _unified(self) -> pa.Schema:
+        schema = self.parts[0].schema.remove_metadata()
+        for part in self.parts[1:]:
+            try:
+                schema = pa.unify_schemas(
+                    [schema, part.schema.remove_metadata()], promote_options="permissive"
+                )
+            except pa.ArrowException as error:
+                raise InputError(
+                    f"{part.name} has other columns than the files before it ({first_line(error)}); "
+                    "give them one type, or submit the files one by one"
+                ) from error
+        for key in self.partitions[0]:
+            values = [partition[key] for partition in self.partitions]
+            schema = schema.append(pa.field(key, partition_type(values)))
+        return pa.schema([field.with_nullable(True) for field in schema])
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return list(self.schema.names)
+
+    @property
+    def first_rows(self) -> list[int]:
+        """For each file the row index of its first row."""
+        starts = [0]
+        for part in self.parts[:-1]:
+            starts.append(starts[-1] + part.num_rows)
+        return starts
+
+    def check(self, task: Task) -> None:
+        check_chats(self.schema, self.name, task)
+
+    def arrow(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The rows in order, with these columns in the types that fit all files."""
+        wanted = pa.schema([self.schema.field(name) for name in names])
+        for part, partition in zip(self.parts, self.partitions, strict=True):
+            for batch in part.arrow([name for name in names if name in part.schema.names]):
+                yield conformed(batch, wanted, partition)
+
+    def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+        for batch in self.arrow(names):
+            yield python_rows(batch)
+
+    def copy_to(self, path: Path) -> None:
+        """Write all rows as one Parquet file."""
+        with pq.ParquetWriter(
+            path, self.schema, compression="zstd", compression_level=1, write_page_checksum=True
+        ) as writer:
+            for batch in self.arrow(self.columns):
+                writer.write_batch(batch)
+
+
+def partition_type(values: Sequence[int | str | None]) -> pa.DataType:
+    """The type of a partition's column."""
+    return pa.int64() if all(isinstance(value, int | None) for value in values) else pa.string()
+
+
+def conformed(batch: pa.RecordBatch, schema: pa.Schema, partition: Partition) -> pa.RecordBatch:
+    """A batch with the columns of a schema: cast, read off the file's partition, or null."""
+    if not schema.names:
+        return batch
+    arrays = []
+    for field in schema:
+        if field.name in batch.schema.names:
+            column = batch.column(field.name)
+            arrays.append(column if column.type == field.type else column.cast(field.type))
+        else:
+            scalar = pa.scalar(partition.get(field.name), field.type)
+            arrays.append(pa.repeat(scalar, batch.num_rows))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def check_chats(schema: pa.Schema, name: str, task: Task) -> None:
+    """Raise if the task's column of chats is of another type."""
+    if task.kind is not Kind.MESSAGES:
+        return
+    assert task.column is not None
+    kind = schema.field(task.column).type
+    if not is_messages(kind):
+        raise InputError(
+            f"column {task.column!r} of {name} is {kind}, not list<struct<role, content>>; "
+            'use --prompt "{{ ' + task.column + ' }}" to send it as text'
+        )
+
+
+def is_messages(kind: pa.DataType) -> bool:
+    """True if a column's type is list<struct<role: string, content: string, ...>>."""
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(
+        kind.value_type
+    ):
+        return False
+    fields = {field.name: field.type for field in kind.value_type}
+    return {"role", "content"} <= fields.keys() and is_text(fields["role"])
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """True if a column's type is text, of any of Arrow's widths."""
+    return kind in (pa.string(), pa.large_string(), pa.string_view())
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,257 @@
+"""Inputs: recognise what was given, keep it, and stream its rows in batches.
+
+Parquet stays Parquet: a copy, a link or the file itself. Text comes without types or random access, and a query
+is asked once: their rows are copied into the job's folder as Parquet, where SQL can join them with the results.
+"""
+
+import glob
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import pyarrow.parquet as pq
+
+from conserve.errors import InputError, TemplateError, UsageError
+from conserve.jobs.inputs.files import Form, Named, form_of, partitions, spelled_out
+from conserve.jobs.inputs.fingerprint import fingerprint, together, written_meanwhile
+from conserve.jobs.inputs.keeping import Keep, choice, keep
+from conserve.jobs.inputs.parquet_rows import ParquetParts, ParquetRows
+from conserve.jobs.inputs.text_rows import CsvRows, JsonLines, OpenAILines, TextRows, TsvRows
+from conserve.jobs.task import Task
+from conserve.store.books.catalog import Part, Source
+from conserve.store.files import home
+from conserve.store.sql.scan import scanned
+
+STDIN = "-"
+SPOOLED = "stdin"  # standard input in the job's folder, until its rows are copied
+COPY_GIB = 1.0
+TEXTS: dict[Form, type[TextRows]] = {Form.JSONL: JsonLines, Form.CSV: CsvRows, Form.TSV: TsvRows}
+
+
+class Rows(Protocol):
+    """An input that has been recognised."""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The names that a template may use."""
+
+    def check(self, task: Task) -> None:
+        """Raise `InputError` if a column has not the type that the task needs."""
+
+    def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+        """The rows in order, with only these columns, at most `ROWS_PER_GROUP` at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """What submit is given to read: files, patterns and folders, or a query; and how they are to be kept."""
+
+    names: Sequence[str] = ()
+    sql: str | None = None
+    form: Form | None = None
+    keep: Keep | None = None  # None: a copy up to so many GiB, a link beyond
+    copy_gib: float = COPY_GIB
+
+    @property
+    def label(self) -> str:
+        """What its job is named after: the file, or the folder around a pattern's files."""
+        if self.sql is not None or not self.names:
+            return "sql"
+        if list(self.names) == [STDIN]:
+            return "stdin"
+        path = Path(self.names[0])
+        stem = path.name.partition(".")[0] or path.name
+        return path.parent.name or "files" if glob.has_magic(stem) else stem
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        if self.sql is not None:
+            return "the answer to --sql"
+        return "standard input" if list(self.names) == [STDIN] else " ".join(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A recognised input: its rows, what the catalogue keeps of it, and where the rows lie from now on."""
+
+    rows: Rows
+    source: Source
+    kept: Keep = Keep.COPY
+
+    def copy_text(self, folder: Path) -> None:
+        """Copy rows of text into the job's folder, in which SQL finds their types."""
+        if not isinstance(self.rows, TextRows):
+            return
+        self.rows.copy_to(folder / home.INPUTS)
+        (folder / SPOOLED).unlink(missing_ok=True)
+        check_unwritten(self.source)
+
+
+def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
+    """Recognise an input and keep it in the new job's folder; `openai`: its lines are OpenAI Batch requests."""
+    if given.sql is not None:
+        if given.names:
+            raise UsageError("give files or --sql, not both")
+        return open_query(given, given.sql, folder)
+    from_stdin = STDIN in given.names
+    if from_stdin and len(given.names) > 1:
+        raise UsageError("- is standard input and goes with no other file")
+    named = (
+        Named([spool(sys.stdin.buffer, folder)], several=False) if from_stdin else spelled_out(given.names)
+    )
+    form = form_of_all(named, given, from_stdin=from_stdin)
+    if form is Form.PARQUET or (form is not Form.JSONL and openai):
+        if openai:
+            kind = "a Parquet file" if form is Form.PARQUET else form.upper()
+            raise InputError(
+                f"{given.title} is {kind}; say what to ask: --prompt TEMPLATE or --messages COLUMN"
+            )
+        return open_parquet(named, given, folder, from_stdin=from_stdin)
+    marks = [] if from_stdin else marks_of(named.paths)
+    lines = OpenAILines if openai else TEXTS[form]
+    rows = lines(named.paths, given.title, partitions(named.paths) if named.several else None)
+    source = source_of(named, marks, "openai" if openai else form)
+    return Opened(rows, replace(source, copied=True))
+
+
+def form_of_all(named: Named, given: Input, *, from_stdin: bool) -> Form:
+    """The one form that all files have."""
+    title = given.title if not named.several else None
+    forms = {
+        path: form_of(path, title or str(path), given.form, from_stdin=from_stdin) for path in named.paths
+    }
+    first, form = next(iter(forms.items()))
+    other = next((path for path, found in forms.items() if found is not form), None)
+    if other is not None:
+        raise InputError(
+            f"{first} is {form} and {other} is {forms[other]}; submit files of one form at a time"
+        )
+    return form
+
+
+def open_query(given: Input, sql: str, folder: Path) -> Opened:
+    """Ask the query once and keep its rows."""
+    path, scratch = folder / home.INPUTS, folder / "scratch"
+    try:
+        with (
+            scanned(sql, scratch) as reader,
+            pq.ParquetWriter(path, reader.schema, compression="zstd", write_page_checksum=True) as writer,
+        ):
+            for batch in reader:
+                writer.write_batch(batch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    rows = ParquetRows(path, given.title)
+    mark = fingerprint(path)
+    return Opened(
+        rows,
+        Source(
+            path=None,
+            format="sql",
+            size=mark.size,
+            mtime_ns=mark.mtime_ns,
+            digest=mark.digest,
+            copied=True,
+            sql=sql,
+        ),
+    )
+
+
+def open_parquet(named: Named, given: Input, folder: Path, *, from_stdin: bool) -> Opened:
+    """Keep Parquet files, and read them where they then are."""
+    if from_stdin:
+        path = named.paths[0].rename(folder / home.INPUTS)
+        rows = ParquetRows(path, given.title)
+        mark = replace(fingerprint(path), path="")
+        return Opened(rows, replace(source_of(named, [mark], Form.PARQUET), path=None, copied=True))
+    how = given.keep or choice(named.paths, given.copy_gib * 2**30)
+    if named.several:
+        return open_parts(named, given.title, folder, how)
+    (path,) = named.paths
+    ParquetRows(path, given.title)  # a damaged file is not copied first
+    kept = keep(path, folder / home.INPUTS, how)
+    lies = path if kept is Keep.REFERENCE else folder / home.INPUTS
+    mark = replace(fingerprint(lies), path=str(path.absolute()))
+    source = source_of(named, [mark], Form.PARQUET)
+    if kept is Keep.LINK:
+        source = replace(source, linked=True, parts=(replace(mark, kept=home.INPUTS),))
+    return Opened(ParquetRows(lies, given.title), replace(source, copied=kept is not Keep.REFERENCE), kept)
+
+
+def open_parts(named: Named, title: str, folder: Path, how: Keep) -> Opened:
+    """Keep several Parquet files: copied as one, or each by itself."""
+    marks = marks_of(named.paths)
+    parts = ParquetParts(named.paths, title, partitions(named.paths))
+    if how is Keep.COPY:
+        parts.copy_to(folder / home.INPUTS)
+        source = source_of(named, marks, Form.PARQUET)
+        check_unwritten(source)
+        return Opened(ParquetRows(folder / home.INPUTS, title), replace(source, copied=True))
+    (folder / home.PARTS).mkdir()
+    kept_parts = []
+    for number, (path, mark) in enumerate(zip(named.paths, marks, strict=True)):
+        name = f"{home.PARTS}/{number:05}.parquet"
+        kept = keep(path, folder / name, how)
+        kept_parts.append(
+            replace(
+                mark,
+                kept=None if kept is Keep.REFERENCE else name,
+                first_row=parts.first_rows[number],
+                partition=parts.partitions[number],
+            )
+        )
+        how = kept if kept is Keep.REFERENCE else how  # one file system, one answer
+    source = replace(source_of(named, marks, Form.PARQUET), parts=tuple(kept_parts))
+    return Opened(parts, source, how)
+
+
+def check_unwritten(source: Source) -> None:
+    """Raise if a file was written to between its fingerprint and its last row."""
+    if (path := written_meanwhile(source)) is not None:
+        raise InputError(f"{path} was written to while it was read; submit it again")
+
+
+def marks_of(paths: Sequence[Path]) -> list[Part]:
+    """The fingerprints of files; raises for one that cannot be read."""
+    try:
+        return [fingerprint(path) for path in paths]
+    except OSError as error:
+        raise InputError(f"cannot read {error.filename}: {error.strerror}; check its permissions") from error
+
+
+def source_of(named: Named, marks: Sequence[Part], kind: str) -> Source:
+    """What the catalogue keeps of files; `marks` are their fingerprints, none for standard input."""
+    if not marks:
+        return Source(path=None, format=kind)
+    size, mtime_ns, digest = together(marks)
+    if not named.several:
+        digest = marks[0].digest
+    return Source(
+        path=marks[0].path if not named.several else str(named.paths[0].parent.absolute()),
+        format=kind,
+        size=size,
+        mtime_ns=mtime_ns,
+        digest=digest,
+        parts=tuple(marks) if named.several else (),
+    )
+
+
+def spool(stream: BinaryIO, folder: Path) -> Path:
+    """Standard input as a file, since it is read twice."""
+    path = folder / SPOOLED
+    with path.open("wb") as file:
+        shutil.copyfileobj(stream, file, 1 << 20)
+    return path
+
+
+def check_columns(rows: Rows, wanted: Sequence[str], *, what: str) -> None:
+    """Raise if a column is missing; lists those that do exist."""
+    missing = [name for name in wanted if name not in rows.columns]
+    if missing:
+        names = " and ".join(repr(name) for name in missing)
+        kind = TemplateError if what == "the template" else InputError
+        raise kind(f"{what} names {names}, but the columns are: {', '.join(rows.columns)}")

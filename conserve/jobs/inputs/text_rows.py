@@ -1,0 +1,232 @@
+"""Rows of text files, packed or not, one after the other: lines of JSON, OpenAI Batch lines, CSV and TSV."""
+
+import csv
+import io
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conserve.errors import InputError
+from conserve.jobs.inputs.files import Partition, opened
+from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
+from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
+from conserve.jobs.task import Kind, Task
+
+OPENAI_COLUMNS = ("custom_id", "method", "url", "body")
+KINDS = {
+    type(None): "null",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str: "string",
+    list: "list",
+    dict: "object",
+}
+
+
+class TextRows:
+    """Rows that are read front to back, as often as need be; `name` is how messages call the input."""
+
+    def __init__(
+        self, paths: Sequence[Path], name: str, partitions: Sequence[Partition] | None = None
+    ) -> None:
+        self.paths, self.name = paths, name
+        self.partitions = partitions or [{} for _ in paths]
+        self.bytes_read = 0  # by all passes
+        self.kinds = column_kinds(self.rows())
+        if not self.kinds:
+            raise InputError(f"{name} has no rows; nothing was submitted")
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return list(self.kinds)
+
+    def check(self, task: Task) -> None:
+        if task.kind is Kind.MESSAGES:
+            assert task.column is not None
+            if not self.kinds[task.column] <= {"list", "null"}:
+                found = ", ".join(sorted(self.kinds[task.column]))
+                raise InputError(
+                    f"{task.column!r} in {self.name} is {found}, not a list of messages; "
+                    'use --prompt "{{ ' + task.column + ' }}" to send it as text'
+                )
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every row of every file; one that cannot be read is an error that names its line."""
+        for path, partition in zip(self.paths, self.partitions, strict=True):
+            name = self.name if len(self.paths) == 1 else str(path)
+            for row in self.rows_of(path, name):
+                yield {**partition, **row} if partition else row
+
+    def rows_of(self, path: Path, name: str) -> Iterator[dict[str, Any]]:
+        """The rows of one file."""
+        raise NotImplementedError
+
+    def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+        batch: list[dict[str, Any]] = []
+        full_at = self.bytes_read + GROUP_BYTES
+        for row in self.rows():
+            batch.append({name: row.get(name) for name in names})
+            if len(batch) == ROWS_PER_GROUP or self.bytes_read >= full_at:
+                yield batch
+                batch = []
+                full_at = self.bytes_read + GROUP_BYTES
+        if batch:
+            yield batch
+
+    def copy_to(self, path: Path) -> None:
+        """Write the rows as Parquet: plain columns keep their type, nested or mixed ones become JSON text."""
+        schema = pa.schema([(name, arrow_type(kinds)) for name, kinds in self.kinds.items()])
+        with pq.ParquetWriter(
+            path, schema, compression="zstd", compression_level=1, write_page_checksum=True
+        ) as writer:
+            for batch in self.batches(self.columns):
+                arrays = [column_array(batch, field) for field in schema]
+                writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+
+
+class JsonLines(TextRows):
+    """Rows of JSONL files: one object a line."""
+
+    def rows_of(self, path: Path, name: str) -> Iterator[dict[str, Any]]:
+        decode = msgspec.json.Decoder().decode
+        with opened(path, name) as file:
+            for number, line in enumerate(file, start=1):
+                self.bytes_read += len(line)
+                if line.isspace():
+                    continue
+                where = f"line {number} of {name}"
+                try:
+                    row = decode(line)
+                except (msgspec.DecodeError, ValueError) as error:  # not UTF-8, or a number of 5,000 digits
+                    raise InputError(f"{where} is not JSON ({error}); correct it and submit again") from error
+                except RecursionError as error:
+                    raise too_deep(where) from error
+                if not isinstance(row, dict):
+                    raise InputError(f"{where} is not a JSON object; write one object a line")
+                if line.count(b"{") + line.count(b"[") > MAX_DEPTH and is_deeper(row, MAX_DEPTH):
+                    raise too_deep(where)
+                self.check_line(row, where)
+                yield row
+
+    def check_line(self, row: dict[str, Any], where: str) -> None:
+        """What else must hold of a line."""
+
+
+class OpenAILines(JsonLines):
+    """Lines of OpenAI Batch files: custom_id, method, url, body."""
+
+    def check_line(self, row: dict[str, Any], where: str) -> None:
+        hint = "an OpenAI Batch line has custom_id, method, url and body; for other rows add --prompt or --messages"
+        for name, kind in zip(OPENAI_COLUMNS, (str, str, str, dict), strict=True):
+            if not isinstance(row.get(name), kind):
+                raise InputError(f"{where} has no valid {name!r}; {hint}")
+        if row["method"] != "POST":
+            raise InputError(f"{where} has method {row['method']!r}; only POST is possible")
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return OPENAI_COLUMNS
+
+
+class CsvRows(TextRows):
+    """Rows of CSV files, every value the text that stands there: 007 stays 007.
+
+    Python's own reader, since it names the line of a mistake and takes rows of any length.
+    """
+
+    delimiter = ","
+
+    def rows_of(self, path: Path, name: str) -> Iterator[dict[str, Any]]:
+        with opened(path, name) as file, closing(self._lines(file, name)) as lines:
+            _, names = next(lines, (0, []))
+            header = header_of(names, name)
+            for number, values in lines:
+                if len(values) != len(header):
+                    raise InputError(
+                        f"line {number} of {name} has {len(values)} values and the header {len(header)}; "
+                        "correct it and submit again"
+                    )
+                yield dict(zip(header, values, strict=True))
+
+    def _lines(self, file: BinaryIO, name: str) -> Generator[tuple[int, list[str]], None, None]:
+        """The values of each row, and the number of the line on which it ends."""
+        csv.field_size_limit(sys.maxsize)
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        reader = csv.reader(text, delimiter=self.delimiter, strict=True)
+        try:
+            for values in reader:
+                self.bytes_read += len("".join(values).encode())
+                if values:
+                    yield reader.line_num, values
+        except csv.Error as error:
+            said = f"line {reader.line_num} of {name} is not CSV ({error})"
+            raise InputError(f"{said}; correct it and submit again") from error
+        except UnicodeEncodeError as error:  # a byte that was none of UTF-8's
+            said = f"line {reader.line_num} of {name} is not UTF-8"
+            raise InputError(f"{said}; correct it and submit again") from error
+        finally:
+            text.detach()
+
+
+class TsvRows(CsvRows):
+    """The same with tabs between values."""
+
+    delimiter = "\t"
+
+
+def header_of(names: list[str], file: str) -> list[str]:
+    """The columns of a CSV file; one without a name, as pandas writes its index, is called by its number."""
+    header = [name or f"column_{number}" for number, name in enumerate(names)]
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"{file} has two columns called {twice!r}; rename one")
+    return header
+
+
+def too_deep(where: str) -> InputError:
+    """The error for JSON that clients and servers would give up on."""
+    return InputError(f"{where} nests more than {MAX_DEPTH} levels deep; flatten it and submit again")
+
+
+def column_kinds(rows: Iterator[dict[str, Any]]) -> dict[str, set[str]]:
+    """The JSON kinds that occur under each name, over all rows."""
+    kinds: dict[str, set[str]] = {}
+    for row in rows:
+        for name, value in row.items():
+            kinds.setdefault(name, set()).add(kind_of(value))
+    return kinds
+
+
+def kind_of(value: Any) -> str:
+    """The JSON kind of a value; an integer that no column can hold counts as text."""
+    kind = KINDS[type(value)]
+    return "string" if kind == "int" and not -(2**63) <= value < 2**63 else kind
+
+
+def arrow_type(kinds: set[str]) -> pa.DataType:
+    """The column type for these JSON kinds."""
+    kinds = kinds - {"null"}
+    if kinds == {"bool"}:
+        return pa.bool_()
+    if kinds == {"int"}:
+        return pa.int64()
+    if kinds and kinds <= {"int", "float"}:
+        return pa.float64()
+    return pa.string()
+
+
+def column_array(batch: list[dict[str, Any]], field: pa.Field) -> pa.Array:
+    """One column of a batch; what is no string becomes JSON text where the column is text."""
+    values = [row[field.name] for row in batch]
+    if pa.types.is_string(field.type):
+        values = [v if v is None or isinstance(v, str) else msgspec.json.encode(v).decode() for v in values]
+    elif pa.types.is_floating(field.type):
+        values = [None if v is None else float(v) for v in values]  # Arrow takes no integer beyond 2**53 here
+    return pa.array(values, field.type)

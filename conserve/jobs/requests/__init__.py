@@ -1,0 +1,1 @@
+"""From rows to a job's requests, in execution order."""

@@ -1,0 +1,88 @@
+"""Which tasks and inputs are let in: checked before anything is rendered, each mistake named in one sentence."""
+
+from collections.abc import Mapping
+
+from conserve.errors import TemplateError, UsageError
+from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
+from conserve.jobs.inputs.source import Rows, check_columns
+from conserve.jobs.requests.fault import DECIDED, parameter_fault
+from conserve.jobs.requests.rendering import template_names
+from conserve.jobs.task import Kind, Task
+
+LOWEST, HIGHEST = -(2**31), 2**31 - 1  # priorities: 32 bits in every database
+
+
+def check_task(task: Task) -> None:
+    """Raise for a task that suits no input at all."""
+    check_words(task)
+    check_parameters(task)
+
+
+def check_words(task: Task) -> None:
+    """Raise if the task holds what the store cannot keep as JSON."""
+    try:
+        task.to_json()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            "the prompt, a name or a parameter is not UTF-8; write it again in UTF-8 and submit again"
+        ) from error
+    if is_deeper(task.params, MAX_DEPTH):
+        raise UsageError(
+            f"a parameter or the schema nests too deep: more than {MAX_DEPTH} levels; flatten it"
+        )
+
+
+def check_parameters(task: Task) -> None:
+    """Raise for parameters with which no row could be answered."""
+    for name, instead in DECIDED.items():
+        if name in task.params:
+            raise UsageError(f"{name} is no parameter of a job; {instead}")
+    route = "" if task.kind is Kind.OPENAI else task.url  # each line names its own
+    if fault := parameter_fault(route, task.params):
+        raise UsageError(f"{fault}; correct it and submit again")
+
+
+def check_priority(priority: int) -> None:
+    """Raise for a priority that some database cannot hold."""
+    if not LOWEST <= priority <= HIGHEST:
+        raise UsageError(f"--priority goes from {LOWEST:,} to {HIGHEST:,}, not {priority}")
+
+
+def check_tags(tags: Mapping[str, str]) -> None:
+    """Raise for tags that a table, a shell and a database do not all take as they are."""
+    for key, value in tags.items():
+        if not key or "=" in key or not (key.isprintable() and value.isprintable()):
+            raise UsageError(
+                f"a tag is KEY=VALUE without control characters, as in --tag team=search, not {key!r}={value!r}"
+            )
+
+
+def check_input(rows: Rows, task: Task, *, constant_prompt: bool) -> None:
+    """Raise if the task names columns that are not there or are of the wrong type, or asks every row the same."""
+    if task.kind is Kind.PROMPT:
+        check_template(rows, template_names(task.template or ""), constant_prompt=constant_prompt)
+    if task.column is not None:
+        check_columns(rows, [task.column], what="--messages")
+    if task.id_column is not None:
+        check_columns(rows, [task.id_column], what="--id")
+    rows.check(task)
+
+
+def check_template(rows: Rows, names: set[str], *, constant_prompt: bool) -> None:
+    """Raise for a template that names what is not there, or nothing."""
+    check_columns(rows, sorted(names), what="the template")
+    if not names and not constant_prompt:
+        raise TemplateError(
+            "the template names no column, so every row would ask the same; write {{ column }} where the row's "
+            "text belongs, or give --constant-prompt"
+        )
+
+
+def needed_columns(task: Task, rows: Rows) -> list[str]:
+    """The columns that rendering reads."""
+    if task.kind is Kind.OPENAI:
+        return list(rows.columns)
+    names = template_names(task.template or "") if task.kind is Kind.PROMPT else {task.column or ""}
+    if task.id_column is not None:
+        names.add(task.id_column)
+    return [name for name in rows.columns if name in names]

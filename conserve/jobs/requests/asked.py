@@ -1,0 +1,63 @@
+"""One row's request: where it stands in its job's order, and what was asked."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from conserve.errors import UsageError
+from conserve.jobs.requests.file import RequestFile, StoredRequest
+from conserve.jobs.requests.wording import Tasks
+from conserve.store.books.catalog import Job
+from conserve.store.database.store import Store
+from conserve.store.files import home
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A row's request, where it stands in its job's order, and what was asked; nulls where rendering failed."""
+
+    position: int
+    request: StoredRequest
+    body: str | None
+    prompt: str | None
+
+
+def asked(store: Store, job: Job, *, row_index: int | None = None, custom_id: str | None = None) -> Asked:
+    """The request of a row, named by its place in the input or by its own id."""
+    path = home.requests_file(store.home, job.id)
+    requests = RequestFile(path)
+    try:
+        wanted = ("row_index", row_index) if custom_id is None else ("custom_id", custom_id)
+        position = position_of(path, *wanted)
+        if position is None:
+            raise UsageError(missing(job, row_index, custom_id))
+        (request,) = requests.read([position])
+    finally:
+        requests.close()
+    if request.payload is None:
+        return Asked(position=position, request=request, body=None, prompt=None)
+    tasks = Tasks([job])
+    body, prompt = tasks.body(job.id, request.payload), tasks.prompt(job.id, request.payload)
+    return Asked(position=position, request=request, body=body, prompt=prompt)
+
+
+def missing(job: Job, row_index: int | None, custom_id: str | None) -> str:
+    """The sentence for a row that is not there."""
+    if custom_id is not None:
+        return f"no row of job {job.id} has the id {custom_id!r}; rows are also named by number, from 0"
+    return f"job {job.id} has no row {row_index}; its rows go from 0 to {job.num_rows - 1}"
+
+
+def position_of(path: Path, column: str, value: object) -> int | None:
+    """Where the one row with this value stands in a request file; reads that column alone."""
+    start = 0
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            found = pc.index(file.read_row_group(group, columns=[column])[column], pa.scalar(value)).as_py()
+            if found >= 0:
+                return start + int(found)
+            start += file.metadata.row_group(group).num_rows
+    return None

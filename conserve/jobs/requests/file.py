@@ -1,0 +1,220 @@
+"""A job's rendered requests on disk: written once in execution order, read by position."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from conserve.config import Settings
+from conserve.errors import StoreDamaged
+from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
+from conserve.jobs.requests.rendering import Rendered
+from conserve.store.books import readings
+from conserve.store.files import home
+
+SCHEMA = pa.schema(
+    [
+        ("row_index", pa.int64()),
+        ("custom_id", pa.string()),
+        ("url", pa.string()),
+        ("payload", pa.string()),
+        ("error_type", pa.string()),
+        ("error", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRequest:
+    """One rendered request; `payload` is None where rendering failed."""
+
+    row_index: int
+    custom_id: str | None
+    url: str | None
+    payload: str | None
+    error_type: str | None
+    error: str | None
+
+
+def to_table(
+    row_indexes: Iterable[int], custom_ids: Sequence[str | None], rendered: Sequence[Rendered]
+) -> pa.Table:
+    """Rendered rows as a table of `SCHEMA`."""
+    columns: list[Iterable[Any]] = [
+        row_indexes,
+        custom_ids,
+        [one.url for one in rendered],
+        [one.payload for one in rendered],
+        [one.error_type for one in rendered],
+        [one.error for one in rendered],
+    ]
+    try:
+        arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
+    except UnicodeEncodeError:
+        return to_table(row_indexes, custom_ids, [in_utf8(one) for one in rendered])
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def in_utf8(rendered: Rendered) -> Rendered:
+    """The same row; one whose payload holds half a surrogate pair, which UTF-8 cannot write, has failed."""
+    try:
+        (rendered.payload or "").encode()
+    except UnicodeEncodeError:
+        return Rendered(error_type="template", error="the prompt holds half of a surrogate pair")
+    error = rendered.error and rendered.error.encode("utf-8", "backslashreplace").decode()
+    return rendered._replace(error=error)
+
+
+class RequestWriter:
+    """Writes requests in execution order, in row groups that a claim can read whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = pq.ParquetWriter(
+            path, SCHEMA, compression="zstd", compression_level=1, write_page_checksum=True
+        )
+        self._rest = SCHEMA.empty_table()  # less than a row group
+        self.rows = 0
+        self.unrendered = 0
+        self.first_error: str | None = None  # of the input's first row that could not be rendered
+        self.first_row: int | None = None
+
+    def write(self, table: pa.Table) -> None:
+        """Append requests."""
+        self.rows += table.num_rows
+        if table["payload"].null_count:
+            self._note_errors(table.filter(pc.is_null(table["payload"])))
+        table = pa.concat_tables([self._rest, table])
+        sizes = pc.fill_null(pc.binary_length(table["payload"]), 0).to_numpy()
+        ends = np.cumsum(sizes, dtype=np.int64)  # bytes up to and with each row
+        start = 0
+        while True:
+            before = ends[start - 1] if start else 0
+            full = int(np.searchsorted(ends, before + GROUP_BYTES)) + 1
+            stop = min(start + ROWS_PER_GROUP, full)
+            if stop > table.num_rows:
+                break
+            self._file.write_table(table.slice(start, stop - start))
+            start = stop
+        self._rest = table.slice(start)
+
+    def _note_errors(self, failed: pa.Table) -> None:
+        self.unrendered += failed.num_rows
+        first = failed.take([pc.index(failed["row_index"], pc.min(failed["row_index"]))]).to_pylist()[0]
+        if self.first_row is None or first["row_index"] < self.first_row:
+            self.first_row, self.first_error = first["row_index"], first["error"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._rest.num_rows:
+                self._file.write_table(self._rest)
+        finally:
+            self._file.close()
+
+
+class Group(NamedTuple):
+    """One row group in memory."""
+
+    number: int
+    rows: list[StoredRequest]
+
+
+class RequestFile:
+    """Reads requests by position; keeps the row group read last, since claims walk forward.
+
+    Raises `StoreDamaged` for a file that is not there or whose pages are not what was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._readable():
+            self._file = pq.ParquetFile(path, page_checksum_verification=True)
+        meta = self._file.metadata
+        self._starts = [0]
+        for group in range(meta.num_row_groups):
+            self._starts.append(self._starts[-1] + meta.row_group(group).num_rows)
+        self._last: Group | None = None
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Turn what pyarrow says of the file into damage of the job, whose folder it is in."""
+        try:
+            yield
+        except (OSError, pa.ArrowException, IndexError) as error:
+            job_id = self._path.parent.name
+            said = str(error).strip().splitlines()[0]
+            raise StoreDamaged(
+                f"the requests {self._path} cannot be read ({said}); run: conserve check {job_id}",
+                job_id=job_id,
+            ) from error
+
+    def read(self, positions: Sequence[int]) -> list[StoredRequest]:
+        """The requests at these positions, in the same order."""
+        found = []
+        in_order = sorted(positions)  # so that no row group is loaded twice
+        for position in in_order:
+            number = bisect_right(self._starts, position) - 1
+            if self._last is None or self._last.number != number:
+                self._last = self._load(number)
+            found.append(self._last.rows[position - self._starts[number]])
+        if in_order == positions:
+            return found
+        at = dict(zip(in_order, found, strict=True))
+        return [at[position] for position in positions]
+
+    def earliest(self, returned: Sequence[int], start: int) -> int | None:
+        """The smallest row index at these sorted positions and all from `start` on; None if there are none.
+
+        Of row groups that lie behind `start` only the statistics are read.
+        """
+        found = []
+        for number, (first, stop) in enumerate(pairwise(self._starts)):
+            if first >= start:
+                found.append(self._file.metadata.row_group(number).column(0).statistics.min)
+                continue
+            wanted = [
+                *returned[bisect_left(returned, first) : bisect_left(returned, stop)],
+                *range(start, stop),
+            ]
+            if wanted:
+                with self._readable():
+                    column = self._file.read_row_group(number, columns=["row_index"])["row_index"]
+                indexes = column.to_pylist()
+                found.append(min(indexes[position - first] for position in wanted))
+        return min(found, default=None)
+
+    def _load(self, number: int) -> Group:
+        with self._readable():
+            table = self._file.read_row_group(number)
+        columns = [column.to_pylist() for column in table.columns]
+        return Group(number, [StoredRequest(*values) for values in zip(*columns, strict=True)])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def first_waiting(settings: Settings, job_id: str) -> int | None:
+    """The smallest row index of a job's rows that wait; None if none does, or the file cannot be read."""
+    *returned, start = readings.untaken(settings, job_id)
+    try:
+        requests = RequestFile(home.requests_file(settings.home, job_id))
+        try:
+            return requests.earliest(returned, start)
+        finally:
+            requests.close()
+    except StoreDamaged:
+        return None

@@ -1,0 +1,151 @@
+"""A rehearsal of a run: every request is made and its prompt counted, and nothing is sent or changed."""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from conserve.config import Settings
+from conserve.endpoints.protocol import Url
+from conserve.jobs.requests.file import RequestFile, StoredRequest
+from conserve.jobs.task import Task
+from conserve.store.books import readings
+from conserve.store.books.readings import JobReading
+from conserve.store.files import home
+
+AT_ONCE = 32  # prompts that a server counts meanwhile
+CHUNK = 512  # requests in memory
+
+
+class Tokens(Protocol):
+    """A tokenizer of the model that is to answer: the embedded engine's, or a server's."""
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of a prompt and its answer together; None where it is not known."""
+
+    async def of_text(self, text: str, *, special: bool) -> int | None:
+        """Tokens of a prompt; None where it cannot be counted."""
+
+    async def of_chat(self, body: Mapping[str, Any]) -> int | None:
+        """Tokens of a chat as the model's chat template writes it; None where it cannot be counted."""
+
+
+class Length(NamedTuple):
+    """The prompt of a row, and the most tokens that its answer may have."""
+
+    row_index: int
+    tokens: int
+    answer: int | None
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """What a run of one job would meet."""
+
+    job_id: str
+    rows: int = 0  # that wait
+    unrendered: int = 0  # of them, rows that fail without being sent
+    first_error: str | None = None
+    counted: int = 0  # rows whose prompt was counted
+    prompt_tokens: int = 0
+    longest: Length | None = None
+    too_long: int = 0  # rows that the model would reject
+    first_too_long: Length | None = None
+    cut_short: int = 0  # rows whose answer may end for want of room
+
+    def add_length(self, length: Length, context: int | None) -> None:
+        """Take one counted prompt into account."""
+        self.counted += 1
+        self.prompt_tokens += length.tokens
+        if self.longest is None or length.tokens > self.longest.tokens:
+            self.longest = length
+        if context is None:
+            return
+        if length.tokens >= context or (length.answer or 0) > context:
+            self.too_long += 1
+            self.first_too_long = self.first_too_long or length
+        elif length.tokens + (length.answer or 0) > context:
+            self.cut_short += 1
+
+
+async def rehearse(settings: Settings, job: JobReading, task: Task, tokens: Tokens | None) -> Rehearsal:
+    """Make the request of each row that waits and count its prompt, as far as there is a tokenizer."""
+    found = Rehearsal(job.id)
+    requests = RequestFile(home.requests_file(settings.home, job.id))
+    try:
+        for positions in chunks(waiting(settings, job)):
+            stored = requests.read(positions)
+            found.rows += len(stored)
+            await count(stored, task, tokens, found)
+    finally:
+        requests.close()
+    return found
+
+
+def waiting(settings: Settings, job: JobReading) -> Iterable[int]:
+    """The positions of the job's rows that nobody has taken."""
+    *returned, start = readings.untaken(settings, job.id)
+    yield from returned
+    yield from range(start, job.rows)
+
+
+def chunks(positions: Iterable[int]) -> Iterable[list[int]]:
+    """So many positions at a time."""
+    chunk: list[int] = []
+    for position in positions:
+        chunk.append(position)
+        if len(chunk) == CHUNK:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+async def count(stored: Sequence[StoredRequest], task: Task, tokens: Tokens | None, found: Rehearsal) -> None:
+    """Add these requests to what was found."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def length_of(request: StoredRequest) -> Length | None:
+        if tokens is None or request.payload is None:
+            return None
+        async with gate:
+            return await measured(request, task, tokens)
+
+    for request in stored:
+        if request.payload is None:
+            found.unrendered += 1
+            found.first_error = found.first_error or f"row {request.row_index:,}: {request.error}"
+    for length in await asyncio.gather(*map(length_of, stored)):
+        if length is not None:
+            found.add_length(length, tokens.context if tokens else None)
+
+
+async def measured(request: StoredRequest, task: Task, tokens: Tokens) -> Length | None:
+    """The length of one request's prompt, of the longest if it has several."""
+    assert request.payload is not None
+    body = task.body(request.payload)
+    answer = body.get("max_completion_tokens", body.get("max_tokens"))
+    number = await prompt_tokens(Url(request.url or task.url), body, tokens)
+    return (
+        None
+        if number is None
+        else Length(request.row_index, number, answer if isinstance(answer, int) else None)
+    )
+
+
+async def prompt_tokens(url: Url, body: Mapping[str, Any], tokens: Tokens) -> int | None:
+    """Tokens of a request's prompt, of the longest if it has several; None where they cannot be counted."""
+    if url is Url.CHAT:
+        return await tokens.of_chat(body)
+    if url is Url.RESPONSES:
+        return None
+    prompt = body.get("prompt" if url is Url.COMPLETIONS else "input")
+    several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    special = body.get("add_special_tokens") is not False
+    found = [
+        len(one) if isinstance(one, list) else await tokens.of_text(str(one), special=special)
+        for one in several
+    ]
+    known = [number for number in found if number is not None]
+    return max(known) if len(known) == len(found) else None

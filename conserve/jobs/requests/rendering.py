@@ -1,0 +1,176 @@
+"""From an input row to the payload of its request: a template, a messages column, or a line as it is."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta
+from jinja2 import TemplateError as JinjaError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from conserve.endpoints.protocol import Url
+from conserve.errors import TemplateError
+from conserve.jobs.inputs.cells import Unreadable
+from conserve.jobs.requests.fault import request_fault
+from conserve.jobs.task import Kind, Task
+
+Row = Mapping[str, Any]
+
+
+class Rendered(NamedTuple):
+    """A row's payload, or why it has none; `url` only where the row names its own route."""
+
+    payload: str | None = None
+    error_type: str | None = None
+    error: str | None = None
+    url: str | None = None
+
+
+Renderer = Callable[[Row], Rendered]
+
+
+class _PrintedNull(JinjaError):
+    """The template printed a null, which would read "None" to the model."""
+
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise _PrintedNull("the template prints a null; write {{ column or '' }} if that is meant")
+    return value
+
+
+ENVIRONMENT = ImmutableSandboxedEnvironment(
+    undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True, finalize=_not_null
+)
+
+
+@contextmanager
+def mistakes_named() -> Iterator[None]:
+    """Turn what Jinja and Python say of a template that cannot be compiled into `TemplateError`."""
+    try:
+        yield
+    except TemplateSyntaxError as error:
+        raise TemplateError(
+            f"the prompt template has a mistake in line {error.lineno}: {error.message}"
+        ) from error
+    except (SyntaxError, RecursionError, MemoryError) as error:  # Python's own limits on nesting
+        raise TemplateError("the prompt template nests too deep; write it flatter") from error
+    except UnicodeEncodeError as error:
+        raise TemplateError(f"the prompt template is not UTF-8 ({error.reason}); write it again") from error
+
+
+def template_names(template: str) -> set[str]:
+    """The names a template expects from outside."""
+    with mistakes_named():
+        return meta.find_undeclared_variables(ENVIRONMENT.parse(template)) - ENVIRONMENT.globals.keys()
+
+
+def compiled(template: str) -> Template:
+    """The template, ready to render."""
+    with mistakes_named():
+        return ENVIRONMENT.from_string(template)
+
+
+def renderer(task: Task) -> Renderer:
+    """How this task renders a row."""
+    if task.kind is Kind.PROMPT:
+        assert task.template is not None
+        return template_renderer(task.template)
+    if task.kind is Kind.MESSAGES:
+        assert task.column is not None
+        return messages_renderer(task.column)
+    return openai_renderer(task)
+
+
+def template_renderer(template: str) -> Renderer:
+    """Render rows through a Jinja template in the sandbox; a row that cannot be rendered is poison."""
+    ready = compiled(template)
+    names = sorted(template_names(template))
+
+    def render(row: Row) -> Rendered:
+        values = {name: row[name] for name in names}
+        if Unreadable in map(type, values.values()):
+            return Rendered(error_type="template", error=unreadable(values))
+        try:
+            return Rendered(ready.render(values))
+        except SecurityError as error:
+            raise TemplateError(
+                f"the prompt template tries to leave Jinja's sandbox ({error}); use the row's columns only"
+            ) from error
+        except _PrintedNull as error:
+            return Rendered(error_type="template", error=str(error))
+        except Exception as error:  # whatever a template's expression can raise is the row's error
+            return Rendered(error_type="template", error=f"{type(error).__name__}: {error}")
+
+    return render
+
+
+def unreadable(values: Row) -> str:
+    """Which of these columns holds a value that Python cannot."""
+    return next(
+        f"column {name!r} holds {value.reason}"
+        for name, value in values.items()
+        if isinstance(value, Unreadable)
+    )
+
+
+def messages_renderer(column: str) -> Renderer:
+    """Take a chat from a column: a non-empty list of objects with a role and a content."""
+
+    def render(row: Row) -> Rendered:
+        messages = row[column]
+        if fault := messages_fault(messages):
+            return Rendered(error_type="invalid_messages", error=f"{column}: {fault}")
+        try:
+            return Rendered(msgspec.json.encode([without_nulls(m) for m in messages]).decode())
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            said = f"a message that JSON has no form for ({error})"
+            return Rendered(error_type="invalid_messages", error=f"{column}: {said}")
+
+    return render
+
+
+def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without the fields that Parquet fills with nulls."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def messages_fault(messages: object) -> str | None:
+    """What is wrong with a row's messages, if anything."""
+    if isinstance(messages, Unreadable):
+        return messages.reason
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        return "not a list of messages with at least one in it"
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            return f"message {number} is no object"
+        if not isinstance(message.get("role"), str):
+            return f"message {number} has no role"
+        if message.get("content") is None:
+            return f"message {number} has no content"
+    return None
+
+
+def openai_renderer(task: Task) -> Renderer:
+    """Take OpenAI Batch lines as they are; one that every engine would reject fails here."""
+
+    def render(row: Row) -> Rendered:
+        rendered = render_openai_line(row)
+        if rendered.payload is not None and (
+            fault := request_fault(row["url"], {**task.params, **row["body"]})
+        ):
+            return Rendered(error_type="invalid_request", error=fault)
+        return rendered
+
+    return render
+
+
+def render_openai_line(row: Row) -> Rendered:
+    """An OpenAI Batch line: its body as it is, without what a batch decides itself."""
+    url = row["url"]
+    if url not in tuple(Url):
+        return Rendered(error_type="unsupported_url", error=f"{url} is not one of {', '.join(Url)}")
+    body = {key: value for key, value in row["body"].items() if key not in ("stream", "stream_options")}
+    return Rendered(msgspec.json.encode(body).decode(), url=url)

@@ -1,0 +1,242 @@
+"""Submit: from an input file to a queued job, all or nothing."""
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from conserve.config import model_name
+from conserve.errors import InputError, StoreError, TemplateError, UsageError
+from conserve.jobs.inputs.cells import Unreadable
+from conserve.jobs.inputs.keeping import Keep
+from conserve.jobs.inputs.source import Input, Opened, Rows, open_input
+from conserve.jobs.requests.admission import (
+    check_input,
+    check_priority,
+    check_tags,
+    check_task,
+    needed_columns,
+)
+from conserve.jobs.requests.external_sort import ExternalSort
+from conserve.jobs.requests.file import SCHEMA, RequestWriter, to_table
+from conserve.jobs.requests.order import SortKey, sort_key
+from conserve.jobs.requests.rendering import renderer
+from conserve.jobs.task import Kind, Task
+from conserve.store.books import catalog
+from conserve.store.database.store import Store
+from conserve.store.files import digests, home, marks
+from conserve.store.sql.query import first_duplicate
+
+ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # nothing that looks like something else
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A job that is durable now. `unrendered` rows will end as failed rows without reaching an engine."""
+
+    job_id: str
+    rows: int
+    unrendered: int
+    first_row: int | None  # of the unrendered ones, in the input
+    first_error: str | None  # its error
+    kept: Keep  # where the input's rows lie
+    namesakes: Sequence[str]  # earlier jobs whose ids begin with the same name
+
+
+def submit(
+    store: Store,
+    given: Input | str,
+    task: Task,
+    *,
+    name: str | None = None,
+    priority: int = 0,
+    on_rows: Callable[[int], None] | None = None,
+    model: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    constant_prompt: bool = False,
+    before_queueing: Callable[[], object] = lambda: None,
+) -> Submitted:
+    """Render every row of the input and queue the job; on any error nothing is left behind.
+
+    `before_queueing` is called when all that is left is to queue what has been made.
+    """
+    given = Input(names=[given]) if isinstance(given, str) else given
+    check_task(task)
+    check_priority(priority)
+    check_tags(tags or {})
+    with home.new_job_folder(store.home, store.id) as folder:
+        with home.explained(store.home):
+            opened = open_input(given, folder, openai=task.kind is Kind.OPENAI)
+        check_input(opened.rows, task, constant_prompt=constant_prompt)
+        with home.explained(store.home):
+            written = write_requests(folder / home.REQUESTS, opened.rows, task, on_rows)
+            opened.copy_text(folder)
+        check_ids(folder / home.REQUESTS, task)
+        before_queueing()
+        return enqueue(
+            store,
+            folder,
+            opened,
+            task,
+            written,
+            name=name or slug(given.label),
+            priority=priority,
+            model=model_name(model) if model else None,
+            tags=tags or {},
+        )
+
+
+def write_requests(
+    path: Path, rows: Rows, task: Task, on_rows: Callable[[int], None] | None = None
+) -> RequestWriter:
+    """Render all rows into the job's request file, in the order in which they are to run."""
+    with RequestWriter(path) as writer:
+        for table in in_order(rows, task, path.parent, on_rows or (lambda rows: None)):
+            writer.write(table)
+    if writer.rows == 0:
+        raise InputError("the input has no rows; nothing was submitted")
+    if writer.unrendered == writer.rows:
+        raise nothing_to_send(writer, task)
+    return writer
+
+
+def nothing_to_send(writer: RequestWriter, task: Task) -> UsageError:
+    """The error for an input of which no row can be answered."""
+    first = f"row {writer.first_row:,}: {writer.first_error}"
+    if task.kind is Kind.PROMPT:
+        return TemplateError(f"the template fails on every row ({first}); correct it and submit again")
+    return InputError(f"no row can be answered ({first}); correct the input and submit again")
+
+
+def in_order(rows: Rows, task: Task, folder: Path, on_rows: Callable[[int], None]) -> Iterator[pa.Table]:
+    """The rendered requests in execution order, some at a time; `folder` takes what memory does not hold."""
+    key = sort_key(task)
+    if key is None:
+        yield from rendered_tables(rows, task, key, on_rows)
+        return
+    with ExternalSort(folder, key.column) as sorting:
+        for table in rendered_tables(rows, task, key, on_rows):
+            sorting.write(table)
+        for table in sorting.rows():
+            yield table.select(SCHEMA.names)
+
+
+def rendered_tables(
+    rows: Rows, task: Task, key: SortKey | None, on_rows: Callable[[int], None]
+) -> Iterator[pa.Table]:
+    """Every row's request, as they come, with what it is to be sorted by."""
+    render = renderer(task)
+    id_column = id_column_of(task)
+    index = 0
+    for batch in rows.batches(needed_columns(task, rows)):
+        ids = [
+            custom_id(row[id_column], n) if id_column else None for n, row in enumerate(batch, start=index)
+        ]
+        rendered = [render(row) for row in batch]
+        table = to_table(range(index, index + len(batch)), ids, rendered)
+        if key is not None and key.of is not None:
+            table = table.append_column(key.column, pa.array(map(key.of, rendered), key.kind))
+        yield table
+        index += len(batch)
+        on_rows(index)
+
+
+def id_column_of(task: Task) -> str | None:
+    """The column with the rows' own names, if there is one."""
+    return "custom_id" if task.kind is Kind.OPENAI else task.id_column
+
+
+def custom_id(value: object, row_index: int) -> str | None:
+    """A row's own name as text; raises for one that cannot be read."""
+    if isinstance(value, Unreadable):
+        raise InputError(f"the id of row {row_index:,} is {value.reason}; correct it and submit again")
+    return None if value is None else str(value)
+
+
+def check_ids(requests: Path, task: Task) -> None:
+    """Raise if two rows have one custom id."""
+    if task.kind is not Kind.OPENAI and task.id_column is None:
+        return
+    duplicate = first_duplicate(requests, "custom_id")
+    if duplicate is not None:
+        raise InputError(
+            f"custom id {duplicate.value!r} is on {duplicate.times} rows; make the ids unique and submit again"
+        )
+
+
+def enqueue(
+    store: Store,
+    folder: Path,
+    opened: Opened,
+    task: Task,
+    written: RequestWriter,
+    *,
+    name: str,
+    priority: int,
+    model: str | None,
+    tags: Mapping[str, str],
+) -> Submitted:
+    """Give the job its id and put folder and database row in place, in this order.
+
+    A crash between the two leaves a folder that no job names; `sweep` moves it to the trash.
+    """
+    with store.read() as tx:
+        namesakes = catalog.named(tx, name)
+        free = (i for i in new_ids(name) if not catalog.taken(tx, i))
+        job_id = next(i for i in free if not home.job_folder(store.home, i).exists())  # another store's
+    with home.explained(store.home):
+        files = digests.seals([folder / home.REQUESTS, folder / home.INPUTS])
+    home.adopt(folder, store.home, job_id)
+    try:
+        with store.write() as tx:
+            catalog.lock_ids(tx)
+            catalog.add(
+                tx,
+                job_id=job_id,
+                task=task.to_json(),
+                source=opened.source,
+                num_rows=written.rows,
+                priority=priority,
+                now=time.time(),
+                files=files,
+                model=model,
+                tags=tags,
+            )
+            record = catalog.record(tx, job_id)
+    except BaseException:
+        discard_unregistered(store, job_id)
+        raise
+    marks.register(home.job_folder(store.home, job_id), store.id, record)
+    return Submitted(
+        job_id=job_id,
+        rows=written.rows,
+        unrendered=written.unrendered,
+        first_row=written.first_row,
+        first_error=written.first_error,
+        kept=opened.kept,
+        namesakes=namesakes,
+    )
+
+
+def discard_unregistered(store: Store, job_id: str) -> None:
+    """Remove the folder of a job that did not come to be; where that is not certain, a sweep will look."""
+    with suppress(StoreError), store.write() as tx:
+        catalog.lock_ids(tx)
+        if not catalog.taken(tx, job_id):
+            home.discard_job(store.home, job_id)
+
+
+def slug(label: str) -> str:
+    """A short name for a job."""
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:24].strip("-") or "job"
+
+
+def new_ids(name: str) -> Iterator[str]:
+    """Ids to try: the name and four random characters."""
+    while True:
+        yield f"{name}-{''.join(secrets.choice(ALPHABET) for _ in range(4))}"

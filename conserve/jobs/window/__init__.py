@@ -1,0 +1,1 @@
+"""The waiting rows among which a harvester chooses: prefix tree and freshness."""

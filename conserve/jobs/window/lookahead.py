@@ -1,0 +1,178 @@
+"""The lookahead: keeps a window filled with the first rows of each job that were never leased."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from conserve.endpoints.protocol import KvCache, Url
+from conserve.errors import JobNotFound, StoreError
+from conserve.jobs.requests.file import RequestFile, StoredRequest
+from conserve.jobs.task import Task
+from conserve.jobs.window.prefix_tree import Key
+from conserve.jobs.window.prompt_key import prompt_key
+from conserve.jobs.window.waiting import Row, Window
+from conserve.store.books import catalog, choice
+from conserve.store.database.store import Store
+from conserve.store.files import home
+
+ROWS = 8192  # that a window holds of all jobs together
+BLOCKS = 1 << 20  # of their prompts, whichever comes first: long prompts must not hold up the store's thread
+MOST_JOBS = 32  # the oldest ones; each has a part of its request file in memory
+READ_ROWS = 256  # of one job at a time
+
+
+class Place(NamedTuple):
+    """Where a window was: rows given out so far, and the last one that was taken for its prefix."""
+
+    turn: int = 0
+    job_id: str = ""
+    position: int = 0
+
+    def to_text(self) -> str:
+        """For the store."""
+        return f"{self.turn} {self.job_id} {self.position}" if self.job_id else f"{self.turn}"
+
+    @classmethod
+    def from_text(cls, text: str | None) -> "Place":
+        """The inverse of `to_text`; of a text that is none, where every window begins."""
+        with suppress(ValueError):
+            match (text or "0").split():
+                case [turn, job_id, position]:
+                    return cls(int(turn), job_id, int(position))
+                case [turn]:
+                    return cls(int(turn))
+        return cls()
+
+
+class Feed:
+    """The rows of one job that were never leased, in order, with their keys; `whole`, or those passed over."""
+
+    def __init__(self, store: Store, job: catalog.Job, cache: KvCache, *, whole: bool) -> None:
+        self.whole = whole
+        self._store, self._job_id, self._cache = store, job.id, cache
+        self._task = Task.from_json(job.task)
+        self._requests = RequestFile(home.requests_file(store.home, job.id))
+        self._start = 0  # what comes next is here or behind
+        self._ended = False
+        self._read: deque[tuple[int, Key]] = deque()
+
+    def next(self) -> tuple[int, Key] | None:
+        """The next row's position and key; None after the last."""
+        if not self._read and not self._ended:
+            with self._store.read() as tx:
+                find = choice.never_leased if self.whole else choice.passed_over
+                positions = find(tx, self._job_id, start=self._start, limit=READ_ROWS)
+            for position, request in zip(positions, self._requests.read(positions), strict=True):
+                self._read.append((position, key_of(request, self._task, self._cache)))
+                self._start = position + 1
+            self._ended = not positions
+        return self._read.popleft() if self._read else None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._requests.close()
+
+
+def key_of(request: StoredRequest, task: Task, cache: KvCache) -> Key:
+    """The key of a row's prompt; a row without one shares nothing."""
+    if request.payload is None:
+        return ()
+    return prompt_key(Url(request.url or task.url), task.body(request.payload), cache)
+
+
+class Lookahead:
+    """Chooses among the rows of several jobs. What it holds follows from the store and from its place alone."""
+
+    def __init__(
+        self, store: Store, *, utility: float, cache: KvCache, rows: int | None = None, seed: int = 0
+    ) -> None:
+        self._store, self._cache, self._rows = store, cache, rows or ROWS
+        with store.read() as tx:
+            place = Place.from_text(choice.remembered(tx))
+        self._window = Window(utility, seed=seed, turn=place.turn, cursor=self._key_at(place))
+        self._cursor = place
+        self._feeds: dict[int, Feed] = {}
+        self._ids: dict[int, str] = {}
+        self._share = self._rows
+
+    @property
+    def place(self) -> str:
+        """Where it is, for the store."""
+        return self._cursor._replace(turn=self._window.turn).to_text()
+
+    def follow(self, jobs: Sequence[Any], refused: Callable[[str], bool]) -> None:
+        """Look at these jobs and no others; `refused` says of a new one whether it must not run.
+
+        A job that is left alone goes on in its own order once what was passed over is through.
+        """
+        jobs = jobs[:MOST_JOBS]
+        wanted, whole = {job.seq for job in jobs}, len(jobs) > 1
+        for seq in [seq for seq, feed in self._feeds.items() if seq not in wanted or feed.whole != whole]:
+            self._drop(seq)
+        for job in jobs:
+            if job.seq not in self._feeds and not refused(job.id):
+                self._open(job.id, whole=whole)
+        self._share = max(1, self._rows // max(1, len(self._feeds)))
+        with home.explained(self._store.home):
+            for seq in self._feeds:
+                self._fill(seq)
+
+    def take(self, limit: int) -> list[tuple[str, int]]:
+        """Job and position of the next rows, at most so many; each one's place is filled before the next."""
+        taken: list[tuple[str, int]] = []
+        with home.explained(self._store.home):
+            while len(taken) < limit and len(self._window):
+                before = self._window.cursor
+                row = self._window.pop()
+                job_id = self._ids[row.job]
+                if self._window.cursor is not before:
+                    self._cursor = Place(0, job_id, row.position)
+                taken.append((job_id, row.position))
+                self._fill(row.job)
+        return taken
+
+    def forget(self, job_id: str) -> None:
+        """Hold no rows of this job any more: others than ours were leased."""
+        for seq in [seq for seq, known in self._ids.items() if known == job_id]:
+            self._drop(seq)
+
+    def close(self) -> None:
+        """Close all files."""
+        for seq in list(self._feeds):
+            self._drop(seq)
+
+    def _open(self, job_id: str, *, whole: bool) -> None:
+        with self._store.read() as tx:
+            job = catalog.get(tx, job_id)
+        self._feeds[job.seq] = Feed(self._store, job, self._cache, whole=whole)
+        self._ids[job.seq] = job_id
+
+    def _fill(self, seq: int) -> None:
+        """Take rows of this job in until it has its share."""
+        window, blocks = self._window, BLOCKS // len(self._feeds)
+        while window.waiting(seq) < self._share and window.blocks(seq) < blocks:
+            read = self._feeds[seq].next()
+            if read is None:
+                return
+            position, key = read
+            window.insert(Row(seq, position), key)
+
+    def _drop(self, seq: int) -> None:
+        self._window.discard_job(seq)
+        self._feeds.pop(seq).close()
+        del self._ids[seq]
+
+    def _key_at(self, place: Place) -> Key:
+        """The key of the row at this place; none where it is gone."""
+        if not place.job_id:
+            return ()
+        with suppress(StoreError, JobNotFound), home.explained(self._store.home):
+            with self._store.read() as tx:
+                task = Task.from_json(catalog.get(tx, place.job_id).task)
+            requests = RequestFile(home.requests_file(self._store.home, place.job_id))
+            try:
+                return key_of(requests.read([place.position])[0], task, self._cache)
+            finally:
+                requests.close()
+        return ()

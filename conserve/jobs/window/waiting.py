@@ -1,0 +1,99 @@
+"""The waiting window: rows that nobody has leased, and which of them goes next."""
+
+from typing import NamedTuple
+
+from conserve.jobs.window.prefix_tree import Key, Leaf, PrefixTree
+
+POSITION_BITS = 40  # a trillion rows a job
+
+
+class Row(NamedTuple):
+    """A waiting row: its job, numbered as jobs were submitted, and its position in it."""
+
+    job: int
+    position: int
+
+
+class Window:
+    """Takes rows in and gives them out: mostly the one that shares most with the last, now and then the stalest.
+
+    HyGen's Algorithm 4 (appendix A.3). Which of the two it is depends on `seed` and on `turn`, the number of
+    rows given out before, and on nothing else.
+    """
+
+    def __init__(self, utility: float, *, seed: int = 0, turn: int = 0, cursor: Key = ()) -> None:
+        self.utility, self.seed = utility, seed
+        self.turn = turn
+        self.cursor = cursor  # key of the last row that was taken for its prefix
+        self._tree = PrefixTree()
+        self._leaves: dict[int, dict[int, Leaf]] = {}
+        self._blocks: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tree)
+
+    @property
+    def shared(self) -> int:
+        """How many blocks need not be computed again when all rows are taken depth first."""
+        return self._tree.shared
+
+    def waiting(self, job: int) -> int:
+        """How many rows of a job wait."""
+        return len(self._leaves.get(job, ()))
+
+    def blocks(self, job: int) -> int:
+        """How many blocks the prompts of these have."""
+        return self._blocks.get(job, 0)
+
+    def insert(self, row: Row, key: Key) -> None:
+        """Take a row in."""
+        rows = self._leaves.setdefault(row.job, {})
+        assert row.position not in rows, f"{row} waits already"
+        rows[row.position] = self._tree.insert(key, age(row))
+        self._blocks[row.job] = self.blocks(row.job) + len(key)
+
+    def pop(self) -> Row:
+        """Give the next row out; a stale one does not move the cursor, so that its group goes on afterwards."""
+        if uniform(self.seed, self.turn) < self.utility:
+            leaf = self._tree.next(self.cursor)
+            self.cursor = leaf.key
+        else:
+            leaf = self._tree.stalest()
+        self.turn += 1
+        row = row_of(leaf.age)
+        self.discard(row)
+        return row
+
+    def discard(self, row: Row) -> None:
+        """Take a row out that will not be asked for any more."""
+        rows = self._leaves[row.job]
+        leaf = rows.pop(row.position)
+        self._tree.remove(leaf)
+        self._blocks[row.job] -= len(leaf.key)
+        if not rows:
+            del self._leaves[row.job], self._blocks[row.job]
+
+    def discard_job(self, job: int) -> None:
+        """Take all rows of a job out."""
+        self._blocks.pop(job, None)
+        for leaf in self._leaves.pop(job, {}).values():
+            self._tree.remove(leaf)
+
+
+def age(row: Row) -> int:
+    """Smaller for who waits longer: rows of the job that was submitted first, in their order."""
+    return row.job << POSITION_BITS | row.position
+
+
+def row_of(row_age: int) -> Row:
+    """The inverse of `age`."""
+    return Row(row_age >> POSITION_BITS, row_age & ((1 << POSITION_BITS) - 1))
+
+
+def uniform(seed: int, turn: int) -> float:
+    """The random number of a turn, at least 0 and below 1: SplitMix64, which needs no turn before it."""
+    mask = (1 << 64) - 1
+    mixed = (seed * 0xD1342543DE82EF95 + (turn + 1) * 0x9E3779B97F4A7C15) & mask
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    return ((mixed ^ (mixed >> 31)) >> 11) / (1 << 53)

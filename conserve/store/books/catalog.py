@@ -1,0 +1,292 @@
+"""Jobs: add one, find one, and change what it is doing."""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, func, insert, or_, select, update
+
+from conserve.errors import JobRefused, StoreDamaged
+from conserve.store.books.readings import resolve
+from conserve.store.books.states import JobState
+from conserve.store.database import schema
+from conserve.store.database.migrations import STORE_ID
+from conserve.store.files.digests import Seal
+
+job, meta = schema.job, schema.meta
+
+COUNTERS = (
+    "succeeded",
+    "failed",
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "resumed_tokens",
+)
+"""Sums over the results of a job; of tokens, those of rows that `retry` has put back are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A file of an input, and what it was like at submit."""
+
+    path: str  # absolute
+    size: int = 0  # bytes
+    mtime_ns: int = 0
+    digest: str = ""  # BLAKE2b of the contents
+    first_row: int = 0  # row index of its first row
+    partition: Mapping[str, int | str | None] = field(default_factory=dict)  # columns read off its path
+    kept: str | None = None  # a link to it in HOME/jobs/<id>
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The input of a job, and what it was like at submit."""
+
+    path: str | None  # absolute, of several files a folder; None for standard input and for a query
+    format: str  # "parquet", "jsonl", "openai", "csv", "tsv", "sql"
+    size: int = 0  # bytes, of all files
+    mtime_ns: int = 0  # of the file changed last
+    digest: str = ""  # BLAKE2b of the contents; of several files, of their digests
+    copied: bool = False  # HOME/jobs/<id>/inputs.parquet holds the rows
+    linked: bool = False  # it is a hard link, so that it changes with the file
+    parts: tuple[Part, ...] = ()  # the files, where there are several, or a link
+    sql: str | None = None  # the query that gave the rows
+
+    @property
+    def files(self) -> tuple[Part, ...]:
+        """The files that the rows came from; none of standard input or a query."""
+        if self.parts or self.path is None:
+            return self.parts
+        return (Part(path=self.path, size=self.size, mtime_ns=self.mtime_ns, digest=self.digest),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job as it stands; counters are of rows and tokens."""
+
+    seq: int
+    id: str
+    state: JobState
+    error: str | None
+    priority: int
+    submitted_at: float
+    started_at: float | None
+    finished_at: float | None
+    task: str  # JSON of jobs.task.Task
+    source: Source
+    num_rows: int
+    next_position: int
+    succeeded: int
+    failed: int
+    retries: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    resumed_tokens: int
+    files: Mapping[str, Seal] = field(default_factory=dict)
+    model: str | None = None  # that answers its rows; None until some run has taken the first of them
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+def add(
+    tx: Connection,
+    *,
+    job_id: str,
+    task: str,
+    source: Source,
+    num_rows: int,
+    priority: int,
+    now: float,
+    files: Mapping[str, Seal] | None = None,
+    model: str | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> None:
+    """Queue a job whose folder is in place, with the seals of these files in it."""
+    tx.execute(
+        insert(job).values(
+            id=job_id,
+            state=JobState.QUEUED.value,
+            priority=priority,
+            submitted_at=now,
+            task=task,
+            source=msgspec.json.encode(source).decode(),
+            num_rows=num_rows,
+            files=msgspec.json.encode(files or {}).decode(),
+            model=model,
+            tags=msgspec.json.encode(tags).decode() if tags else None,
+        )
+    )
+
+
+def taken(tx: Connection, job_id: str) -> bool:
+    """Whether some job has this id already."""
+    return tx.scalar(select(func.count()).where(job.c.id == job_id)) != 0
+
+
+def lock_ids(tx: Connection) -> None:
+    """Wait until no other transaction adds a job or takes away the folder of one; SQLite's has the whole store."""
+    tx.execute(select(meta.c.key).where(meta.c.key == STORE_ID).with_for_update())
+
+
+def lock_job(tx: Connection, job_id: str) -> None:
+    """Wait until no other transaction changes the job or looks which files are its own."""
+    tx.execute(select(job.c.seq).where(job.c.id == job_id).with_for_update(key_share=True))
+
+
+def named(tx: Connection, name: str) -> list[str]:
+    """The ids of the jobs of this name, oldest first: the name, and four characters behind a dash."""
+    alike = select(job.c.id).where(job.c.id.like(f"{name}-____")).order_by(job.c.seq)
+    return list(tx.scalars(alike))
+
+
+def get(tx: Connection, job_id: str) -> Job:
+    """The job with this id, or with the only id that begins so; `JobNotFound` names the nearest."""
+    return to_job(tx.execute(select(job).where(job.c.id == resolve(ids(tx), job_id))).one())
+
+
+def get_id(tx: Connection, job_id: str) -> str:
+    """The id that a user's word stands for, whatever the state of the job's record."""
+    return resolve(ids(tx), job_id)
+
+
+def record(tx: Connection, job_id: str) -> dict[str, Any]:
+    """The row of a job as it is."""
+    return dict(tx.execute(select(job).where(job.c.id == job_id)).one()._mapping)
+
+
+def everything(tx: Connection) -> list[Job]:
+    """All jobs whose records can be read, oldest first; `conserve check` names the others."""
+    found = []
+    for row in tx.execute(select(job).order_by(job.c.seq)):
+        with suppress(StoreDamaged):
+            found.append(to_job(row))
+    return found
+
+
+def ids(tx: Connection) -> list[str]:
+    """All job ids, oldest first."""
+    return list(tx.scalars(select(job.c.id).order_by(job.c.seq)))
+
+
+def to_job(row: Any) -> Job:
+    """A database row as a `Job`; raises `StoreDamaged` for one that is none."""
+    try:
+        return convert(row._mapping)
+    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError) as error:
+        raise StoreDamaged(
+            f"the record of job {row.id} is damaged ({error}); run: conserve check {row.id}", job_id=row.id
+        ) from error
+
+
+def convert(row: Mapping[Any, Any]) -> Job:
+    """The columns of a row as a `Job`."""
+    values = {str(name): value for name, value in row.items()}
+    msgspec.json.decode(values["task"], type=dict[str, Any])
+    for name in ("source", "files", "tags"):
+        values[name] = msgspec.json.decode(values[name] or "{}")
+    return msgspec.convert(values, Job)
+
+
+def is_readable(row: Mapping[Any, Any]) -> bool:
+    """Whether the columns of a row make a `Job`."""
+    try:
+        convert(row)
+    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
+        return False
+    return True
+
+
+# What a job may be told, and the states in which it makes sense.
+_MOVES = {
+    "pause": (JobState.PAUSED, {JobState.QUEUED}),
+    "resume": (JobState.QUEUED, {JobState.PAUSED, JobState.FAILED}),
+    "cancel": (JobState.CANCELLED, {JobState.QUEUED, JobState.PAUSED, JobState.FAILED}),
+}
+
+
+def move(tx: Connection, job_id: str, verb: str, *, now: float) -> Job:
+    """Pause, resume or cancel a job; asking for what already holds changes nothing."""
+    target, allowed = _MOVES[verb]
+    current = get(tx, job_id)
+    if current.state is target:
+        return current
+    if current.state not in allowed:
+        raise JobRefused(
+            f"job {current.id} is {current.state}, so there is nothing to {verb}; run: conserve status"
+        )
+    finished_at = now if target.final else None
+    tx.execute(
+        update(job)
+        .where(job.c.id == current.id)
+        .values(state=target.value, finished_at=finished_at, error=None)
+    )
+    return get(tx, current.id)
+
+
+def refuse(tx: Connection, job_id: str, reason: str, *, now: float) -> None:
+    """Mark a job as one that cannot run as things stand."""
+    tx.execute(
+        update(job)
+        .where(job.c.id == job_id, job.c.state == JobState.QUEUED.value)
+        .values(state=JobState.FAILED.value, error=reason, finished_at=now)
+    )
+
+
+def of_other_models(tx: Connection, model: str, only: Collection[str] | None) -> dict[str, str]:
+    """The queued jobs that are bound to another model than this, and to which."""
+    bound = select(job.c.id, job.c.model).where(job.c.state == JobState.QUEUED.value, job.c.model != model)
+    if only is not None:
+        bound = bound.where(job.c.id.in_(only))
+    return {row.id: row.model for row in tx.execute(bound.order_by(job.c.seq))}
+
+
+def rebind(tx: Connection, job_ids: Collection[str], model: str) -> None:
+    """Bind jobs to another model than before."""
+    tx.execute(update(job).where(job.c.id.in_(job_ids)).values(model=model))
+
+
+def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:
+    """The stored states of some jobs."""
+    rows = tx.execute(select(job.c.id, job.c.state).where(job.c.id.in_(job_ids)))
+    known = {state.value: state for state in JobState}
+    return {row.id: known.get(row.state, JobState.FAILED) for row in rows}  # one that is none was damaged
+
+
+DAMAGED = ("the requests ", "the record ")
+"""How the reason begins for which a job was refused that is damaged."""
+
+
+def fail(tx: Connection, job_id: str, reason: str, *, now: float) -> bool:
+    """Let a job fail that has rows left and cannot run any more; says whether it has."""
+    left = job.c.succeeded + job.c.failed < job.c.num_rows
+    open_states = [JobState.QUEUED.value, JobState.PAUSED.value, JobState.FAILED.value]
+    failed = tx.execute(
+        update(job)
+        .where(job.c.id == job_id, left, job.c.state.in_(open_states))
+        .values(state=JobState.FAILED.value, error=reason, finished_at=now)
+    )
+    return failed.rowcount == 1
+
+
+def forgive(tx: Connection, job_id: str) -> bool:
+    """Queue a job again that was refused because it was damaged; says whether it was."""
+    queued = tx.execute(
+        update(job)
+        .where(
+            job.c.id == job_id,
+            job.c.state == JobState.FAILED.value,
+            or_(*(job.c.error.startswith(words) for words in DAMAGED)),
+        )
+        .values(state=JobState.QUEUED.value, error=None, finished_at=None)
+    )
+    return queued.rowcount == 1
+
+
+def keep_seal(tx: Connection, job_id: str, name: str, seal: Seal) -> None:
+    """Keep the seal of a file of a job that was made again."""
+    lock_job(tx, job_id)
+    files = {**get(tx, job_id).files, name: seal}
+    tx.execute(update(job).where(job.c.id == job_id).values(files=msgspec.json.encode(files).decode()))

@@ -1,0 +1,148 @@
+"""Leases of rows that a waiting window has chosen, out of the order in which they lie in their jobs.
+
+A row in front of a chosen one is **passed over**: it waits in `request`, and was never leased. So each position
+is in one place still, and windows of several harvesters need not know of each other.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, insert, select, update
+
+from conserve.store.books.queue import (
+    PASSED_OVER,
+    Lease,
+    LeasedRow,
+    chunks,
+    open_lease,
+    returned,
+    runnable_jobs,
+    take_again,
+    take_first,
+)
+from conserve.store.database import schema
+
+job, request, meta = schema.job, schema.request, schema.meta
+
+PLACE = "window"  # its key in `meta`
+
+
+class Terms(NamedTuple):
+    """Whose a lease is, from when for how long, and which model answers."""
+
+    owner: str
+    now: float
+    lease_s: float
+    model: str | None = None
+
+
+def contenders(tx: Connection, runnable: Sequence[Any]) -> list[Any]:
+    """Those of the runnable jobs whose rows may be the next to be leased for the first time; of one priority."""
+    for _, level in groupby(runnable, key=lambda candidate: candidate.priority):
+        found = [c for c in level if c.next_position < c.num_rows or passed_over(tx, c.id, limit=1)]
+        if found:
+            return found
+    return []
+
+
+def passed_over(tx: Connection, job_id: str, *, start: int = 0, limit: int | None = None) -> Sequence[int]:
+    """The positions of this job that were passed over, in order, from `start`."""
+    rows = select(request.c.position).where(
+        request.c.job_id == job_id, PASSED_OVER, request.c.position >= start
+    )
+    return tx.scalars(rows.order_by(request.c.position).limit(limit)).all()
+
+
+def never_leased(tx: Connection, job_id: str, *, start: int, limit: int) -> list[int]:
+    """The positions of this job that were never leased, in order, from `start`: at most so many."""
+    columns = select(job.c.next_position, job.c.num_rows).where(job.c.id == job_id)
+    cursor, num_rows = tx.execute(columns).one()
+    found = list(passed_over(tx, job_id, start=start, limit=limit))
+    beyond = max(start, cursor)
+    return [*found, *range(beyond, min(beyond + limit - len(found), num_rows))]
+
+
+def reclaim(
+    tx: Connection, runnable: Sequence[Any], priority: int, terms: Terms, *, limit: int
+) -> Lease | None:
+    """Lease rows that came back, of the first runnable job with at least this priority that has any."""
+    for candidate in runnable:
+        if candidate.priority < priority:
+            break
+        back = returned(tx, candidate.id, terms.now, limit, suspect=False, passed_over_too=False)
+        if back:
+            lease = begin(tx, candidate.id, terms, back)
+            take_again(tx, candidate.id, lease.epoch, back, terms.now)
+            return lease
+    return None
+
+
+def choose(tx: Connection, chosen: Sequence[tuple[str, int]], terms: Terms) -> list[Lease]:
+    """Lease these rows (job, position), as far as they were never leased: a lease a job that has any."""
+    wanted: dict[str, list[int]] = defaultdict(list)
+    for job_id, position in chosen:
+        wanted[job_id].append(position)
+    leases = (
+        choose_of(tx, job, wanted[job.id], terms) for job in runnable_jobs(tx, list(wanted), terms.model)
+    )
+    return [lease for lease in leases if lease is not None]
+
+
+def choose_of(tx: Connection, candidate: Any, wanted: Sequence[int], terms: Terms) -> Lease | None:
+    """The same of one job; its rows in front of a chosen one become waiting ones."""
+    cursor = candidate.next_position
+    known = set(still_waiting(tx, candidate.id, [position for position in wanted if position < cursor]))
+    rows = [LeasedRow(p, 1, 0, terms.now) for p in wanted if p >= cursor or p in known]
+    if not rows:
+        return None
+    new = [row for row in rows if row.position >= cursor]
+    pass_over(tx, candidate, {row.position for row in new})
+    lease = begin(tx, candidate.id, terms, rows)
+    take_again(tx, candidate.id, lease.epoch, [row for row in rows if row.position in known], terms.now)
+    take_first(tx, candidate.id, lease.epoch, new)
+    return lease
+
+
+def begin(tx: Connection, job_id: str, terms: Terms, rows: Sequence[LeasedRow]) -> Lease:
+    """A new lease, for these rows."""
+    expires_at = terms.now + terms.lease_s
+    epoch = open_lease(tx, job_id, terms.owner, terms.now, expires_at, terms.model)
+    return Lease(epoch, job_id, expires_at, tuple(rows))
+
+
+def still_waiting(tx: Connection, job_id: str, positions: Sequence[int]) -> Iterator[int]:
+    """Those of these positions that were passed over and wait for their first lease."""
+    for chunk in chunks(positions):
+        found = select(request.c.position).where(
+            request.c.job_id == job_id, request.c.position.in_(chunk), PASSED_OVER
+        )
+        yield from tx.scalars(found)
+
+
+def pass_over(tx: Connection, candidate: Any, taken: Collection[int]) -> None:
+    """Move the job's cursor past these positions; those between them wait in rows of their own."""
+    if not taken:
+        return
+    stop = max(taken) + 1
+    tx.execute(update(job).where(job.c.id == candidate.id).values(next_position=stop))
+    between = [
+        {"job_id": candidate.id, "position": position, "epoch": None, "attempts": 0}
+        for position in range(candidate.next_position, stop)
+        if position not in taken
+    ]
+    if between:
+        tx.execute(insert(request), between)
+
+
+def remember(tx: Connection, place: str) -> None:
+    """Keep the place of a window, so that the next one can go on there."""
+    known = tx.execute(update(meta).where(meta.c.key == PLACE).values(value=place)).rowcount
+    if not known:
+        tx.execute(insert(meta).values(key=PLACE, value=place))
+
+
+def remembered(tx: Connection) -> str | None:
+    """The place of the last window that claimed rows."""
+    return tx.scalar(select(meta.c.value).where(meta.c.key == PLACE))

@@ -1,0 +1,182 @@
+"""The journal: where a row's result first becomes durable, in the transaction that ends its request."""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from conserve.store.books import queue
+from conserve.store.books.results import COUNTERS, Result, checked, counts, decode, encode, is_object
+from conserve.store.books.states import JobState
+from conserve.store.database import schema
+
+job, request, journal = schema.job, schema.request, schema.journal
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One row's result and the lease it was computed under."""
+
+    epoch: int
+    job_id: str
+    position: int
+    result: Result
+
+
+class Committed(NamedTuple):
+    """What `commit` did: results written, results refused because their lease was gone, jobs now complete."""
+
+    written: list[Finished]
+    late: list[Finished]
+    completed: list[str]
+
+
+def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Committed:
+    """Move rows from `request` to `journal`, count them, and complete jobs that have all their results.
+
+    A result whose lease is gone is left out and reported as late: another owner has that row. A result that
+    does not fit the columns is written as the error of its row; it takes no other with it.
+    """
+    if not finished:
+        return Committed([], [], [])
+    alive = queue.held(tx, {f.epoch for f in finished})
+    entries = [entry(f) for f in finished if f.epoch in alive]
+    written = [f for f, _ in entries]
+    late = [f for f in finished if f.epoch not in alive]
+    by_lease: dict[tuple[int, str], list[Finished]] = defaultdict(list)
+    for f in written:
+        by_lease[f.epoch, f.job_id].append(f)
+    for (epoch, job_id), group in by_lease.items():
+        end_requests(tx, epoch, job_id, [f.position for f in group])
+    if written:
+        tx.execute(insert(journal), [to_row(f, payload) for f, payload in entries])
+    queue.end_if_empty(tx, alive)
+    touched = count(tx, written)
+    return Committed(written, late, [job_id for job_id in touched if complete(tx, job_id, now)])
+
+
+def entry(finished: Finished) -> tuple[Finished, bytes]:
+    """A row's result as it is written, and its payload."""
+    result, payload = checked(finished.result)
+    return finished if result is finished.result else replace(finished, result=result), payload
+
+
+def to_row(finished: Finished, payload: bytes) -> dict[str, Any]:
+    """A result as a row of the journal."""
+    job_id, position, failed = finished.job_id, finished.position, finished.result.failed
+    return {
+        "job_id": job_id,
+        "position": position,
+        "failed": failed,
+        "payload": payload,
+        "checksum": checksum(job_id, position, failed, payload),
+    }
+
+
+def checksum(job_id: str, position: int, failed: bool, payload: bytes) -> int:
+    """CRC-32 of a row of the journal."""
+    return zlib.crc32(payload, zlib.crc32(f"{job_id}/{position}/{int(failed)}".encode()))
+
+
+def is_whole(row: Any) -> bool:
+    """True if a row of the journal is what was written; one of an earlier version must at least be an object."""
+    if row.checksum is None:
+        return is_object(row.payload)
+    return bool(row.checksum == checksum(row.job_id, row.position, row.failed, row.payload))
+
+
+def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[int]) -> None:
+    """Delete the live requests of these positions; each must be there, under this lease."""
+    gone = sum(
+        tx.execute(
+            delete(request).where(
+                request.c.job_id == job_id, request.c.position.in_(chunk), request.c.epoch == epoch
+            )
+        ).rowcount
+        for chunk in queue.chunks(positions)
+    )
+    assert gone == len(positions), f"lease {epoch} of {job_id} held {gone} of the rows {positions}"
+
+
+def count(tx: Connection, written: Sequence[Finished]) -> list[str]:
+    """Add the rows to their jobs' counters; returns those jobs."""
+    by_job: dict[str, list[Result]] = defaultdict(list)
+    for f in written:
+        by_job[f.job_id].append(f.result)
+    for job_id, results in sorted(by_job.items()):  # one order for all writers, so that none deadlock
+        failed = sum(r.failed for r in results)
+        tx.execute(
+            update(job)
+            .where(job.c.id == job_id)
+            .values(
+                succeeded=job.c.succeeded + len(results) - failed,
+                failed=job.c.failed + failed,
+                prompt_tokens=job.c.prompt_tokens + sum(r.prompt_tokens for r in results),
+                completion_tokens=job.c.completion_tokens + sum(r.completion_tokens for r in results),
+                cached_tokens=job.c.cached_tokens + sum(r.cached_tokens for r in results),
+                resumed_tokens=job.c.resumed_tokens + sum(r.resumed_tokens for r in results),
+            )
+        )
+    return list(by_job)
+
+
+def complete(tx: Connection, job_id: str, now: float) -> bool:
+    """Mark the job completed if every row has its result, even if it was to wait or must not run any more."""
+    done = tx.execute(
+        update(job)
+        .where(
+            job.c.id == job_id,
+            job.c.state.in_((JobState.QUEUED.value, JobState.PAUSED.value, JobState.FAILED.value)),
+            job.c.succeeded + job.c.failed == job.c.num_rows,
+        )
+        .values(state=JobState.COMPLETED.value, finished_at=now, error=None)
+    )
+    return done.rowcount == 1
+
+
+class Misfit(NamedTuple):
+    """A journal row that was written as an answer and does not fit the columns of results."""
+
+    position: int
+    payload: bytes
+    error: Result  # of its row
+
+
+def answers(tx: Connection, job_id: str) -> Sequence[Any]:
+    """The job's journal rows that were written as answers."""
+    as_answers = journal.c.job_id == job_id, journal.c.failed == False  # noqa: E712
+    return tx.execute(select(journal.c.position, journal.c.payload).where(*as_answers)).all()
+
+
+def misfits(rows: Sequence[Any]) -> list[Misfit]:
+    """Those of these rows of answers that are none; earlier versions journalled answers unchecked."""
+    read = ((row.position, row.payload, decode(row.payload)) for row in rows)
+    return [Misfit(*row) for row in read if row[2].failed]
+
+
+def fail_misfits(tx: Connection, job_id: str, found: Sequence[Misfit]) -> int:
+    """Turn answers that are none into failed rows, which `retry` finds; returns how many there still were."""
+    failed = 0
+    taken_off = dict.fromkeys(COUNTERS, 0)
+    for misfit in found:
+        as_read = journal.c.payload == misfit.payload, journal.c.failed == False  # noqa: E712
+        written = encode(misfit.error)
+        changed = tx.execute(
+            update(journal)
+            .where(journal.c.job_id == job_id, journal.c.position == misfit.position, *as_read)
+            .values(failed=True, payload=written, checksum=checksum(job_id, misfit.position, True, written))
+        ).rowcount
+        failed += changed
+        for name, n in counts(misfit.payload).items() if changed else ():
+            taken_off[name] += n
+    if failed:
+        counters = {name: job.c[name] - n for name, n in taken_off.items()}
+        tx.execute(
+            update(job)
+            .where(job.c.id == job_id)
+            .values(succeeded=job.c.succeeded - failed, failed=job.c.failed + failed, **counters)
+        )
+    return failed

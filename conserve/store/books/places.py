@@ -1,0 +1,60 @@
+"""The four places of a job's positions, as they are: never leased, `request`, `journal`, shards.
+
+Each position is in exactly one of them (docs/design.md). So the rows of a shard that cannot be read are those that
+were leased once and are nowhere else.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from sqlalchemy import Connection, select
+
+from conserve.store.books import catalog
+from conserve.store.database import schema
+from conserve.store.files import digests
+from conserve.store.files.digests import Seal
+
+request, journal = schema.request, schema.journal
+
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+NONE: Positions = np.zeros(0, np.int64)
+
+
+class Content(NamedTuple):
+    """The positions that a shard holds, or why they cannot be read."""
+
+    positions: Positions
+    fault: str | None = None
+
+
+def content(path: Path, seal: Seal | None) -> Content:
+    """The positions of a shard, if it is what was written."""
+    if fault := digests.fault(path, seal):
+        return Content(NONE, fault)
+    try:
+        table = pq.read_table(path, columns=["position"], page_checksum_verification=True)
+    except (OSError, pa.ArrowException) as error:
+        return Content(NONE, f"is damaged ({str(error).splitlines()[0]})")
+    return Content(np.asarray(table["position"].to_numpy(), np.int64))
+
+
+def times_found(tx: Connection, job: catalog.Job, shards: Iterable[Positions]) -> Positions:
+    """How often each position is in `request`, the journal and these shards; once is right, up to the cursor.
+
+    Longer than the job's cursor where a position beyond it is somewhere, which none should be.
+    """
+    found = list(shards)
+    for table in (request, journal):
+        rows = tx.scalars(select(table.c.position).where(table.c.job_id == job.id))
+        found.append(np.fromiter(rows, np.int64))
+    every = np.concatenate(found)
+    return np.bincount(every[(every >= 0) & (every < job.num_rows)], minlength=job.next_position)
+
+
+def lost(tx: Connection, job: catalog.Job, readable: Iterable[Positions]) -> list[int]:
+    """The positions that are in no place if of the job's shards only these can be read."""
+    return [int(position) for position in np.flatnonzero(times_found(tx, job, readable) == 0)]

@@ -1,0 +1,240 @@
+"""What `conserve status` and `conserve jobs` read: counters, never rows.
+
+Plain SQL, because these commands and shell completion must answer in an instant: importing SQLAlchemy takes
+longer than all the rest, so an SQLite store is read through the standard library, other databases through it.
+"""
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conserve.config import Settings
+from conserve.errors import JobNotFound, StoreError, StoreReadOnly, StoreTooNew
+from conserve.store.books.states import JobState
+from conserve.store.database.reader import reader
+from conserve.store.database.versions import LATEST, WITH_MODELS, number, too_new
+
+Query = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
+
+JOBS = """
+    select id, state, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded, failed,
+           retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens,
+           (select count(*) from request where request.job_id = job.id and epoch is not null) as leased,
+           (select count(*) from lease where lease.job_id = job.id and expires_at > :now) as leases, task,
+           model, tags
+    from job order by seq
+"""
+"""Every job with its counters. `leased` counts rows in flight, of which there are never more than a window."""
+
+WITHOUT_MODELS = JOBS.replace("model, tags", "null as model, null as tags")
+"""The same of a store that no command has written to since jobs have a model and tags."""
+
+UNTAKEN = """
+    select next_position from job where id = :job_id
+    union all
+    select position from request where job_id = :job_id and epoch is null
+"""
+"""The position from which on no row of a job was ever leased, and those of rows that came back. The first is
+the largest: a row that came back was leased before."""
+
+VERSION = "select value from meta where key = 'version'"
+"""The number of the last migration applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReading:
+    """One job at one moment; `running` says whether a live lease holds some of its rows."""
+
+    id: str
+    state: JobState
+    error: str | None
+    priority: int
+    submitted_at: float
+    started_at: float | None
+    finished_at: float | None
+    rows: int
+    waiting: int
+    running: int
+    succeeded: int
+    failed: int
+    retries: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    resumed_tokens: int
+    row_order: str  # in which order its rows run: "prefix", "input", "random:SEED"
+    model: str | None = None  # that it is bound to; None until some run has taken its first row
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of prompt tokens found in the engine's prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+    @property
+    def done(self) -> int:
+        """Rows that have a result."""
+        return self.succeeded + self.failed
+
+
+def read_jobs(settings: Settings, *, now: float) -> list[JobReading]:
+    """All jobs, oldest first; none where there is no store yet."""
+    with opened(settings) as query:
+        return [to_reading(row) for row in query(jobs_query(query), {"now": now})] if query else []
+
+
+def jobs_query(query: Query) -> str:
+    """The SQL for all jobs in a store of this version."""
+    rows = query(VERSION, {})
+    return JOBS if not rows or number(rows[0][0]) >= WITH_MODELS else WITHOUT_MODELS
+
+
+def to_reading(row: tuple[Any, ...]) -> JobReading:
+    """One row of `JOBS`; one whose values make no sense stands for a job that failed for that."""
+    try:
+        return reading_of(row)
+    except (ValueError, TypeError):
+        job_id = str(row[0])
+        error = f"its record is damaged; run: conserve check {job_id}"
+        return reading_of(
+            (job_id, JobState.FAILED.value, error, 0, 0.0, None, None, *[0] * 10, "{}", None, None)
+        )
+
+
+def reading_of(row: tuple[Any, ...]) -> JobReading:
+    """The reading of a row that makes sense."""
+    (job_id, stored, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded,
+     failed, retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens, leased, leases,
+     task, model, tags) = row  # fmt: skip
+    require(str, job_id, task, error or "", model or "")
+    require(int, priority, num_rows, succeeded, failed, retries)
+    require(int, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens)
+    require((int, float), submitted_at, started_at or 0.0, finished_at or 0.0)
+    state = JobState(stored)
+    if state is JobState.QUEUED and leases:
+        state = JobState.RUNNING
+    return JobReading(
+        id=job_id,
+        state=state,
+        error=error,
+        priority=priority,
+        submitted_at=submitted_at,
+        started_at=started_at,
+        finished_at=finished_at,
+        rows=num_rows,
+        waiting=num_rows - succeeded - failed - leased,
+        running=leased,
+        succeeded=succeeded,
+        failed=failed,
+        retries=retries,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        cached_tokens=cached_tokens,
+        resumed_tokens=resumed_tokens,
+        row_order=row_order(task),
+        model=model,
+        tags=dict(json.loads(tags)) if tags else {},
+    )
+
+
+def require(kind: type | tuple[type, ...], *values: object) -> None:
+    """Raise `TypeError` if a value is of another kind: SQLite keeps what a damaged page says."""
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(value)
+
+
+def row_order(task: str) -> str:
+    """The order in the JSON of a task; jobs of older stores name none."""
+    fields = dict(json.loads(task))
+    order, seed = fields.get("order", "input"), fields.get("order_seed", 0)
+    return f"{order}:{seed}" if order == "random" else str(order)
+
+
+def read_task(settings: Settings, job_id: str) -> str:
+    """The JSON of a job's task."""
+    with opened(settings) as query:
+        rows = query("select task from job where id = :job_id", {"job_id": job_id}) if query else []
+    return str(rows[0][0])
+
+
+def untaken(settings: Settings, job_id: str) -> list[int]:
+    """The positions of rows that came back and wait, and the one from which on no row was ever leased."""
+    with opened(settings) as query:
+        rows = query(UNTAKEN, {"job_id": job_id}) if query else []
+    return sorted(row[0] for row in rows)
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[Query | None]:
+    """A way to query the store inside one read transaction; None where there is no store yet."""
+    url = settings.store_url
+    if url.startswith("sqlite:///"):
+        with opened_sqlite(Path(url.removeprefix("sqlite:///"))) as query:
+            yield query
+    else:
+        with opened_elsewhere(settings) as query:
+            yield query
+
+
+@contextmanager
+def opened_sqlite(path: Path) -> Iterator[Query | None]:
+    """Read an SQLite store without SQLAlchemy."""
+    if not path.exists():
+        yield None
+        return
+    try:
+        connection = reader(path, timeout_s=10)
+        try:
+            connection.execute("begin")
+            check_version(connection.execute(VERSION).fetchall())
+            yield lambda sql, parameters: connection.execute(sql, parameters).fetchall()
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        if "readonly" in str(error):  # its log belongs to another user: even a reader writes there
+            raise StoreReadOnly.at(path) from error
+        raise StoreError(f"the store {path} cannot be read ({error}); run: conserve doctor") from error
+
+
+@contextmanager
+def opened_elsewhere(settings: Settings) -> Iterator[Query]:
+    """Read a store on another database."""
+    from sqlalchemy import text
+
+    from conserve.store.database.store import Store
+
+    store = Store.open(settings)
+    try:
+        with store.read() as tx:
+            yield lambda sql, parameters: [tuple(row) for row in tx.execute(text(sql), dict(parameters))]
+    finally:
+        store.close()
+
+
+def check_version(rows: list[tuple[Any, ...]]) -> None:
+    """Refuse a store from the future; an older one is brought up to date by the next command that writes."""
+    if rows and number(rows[0][0]) > LATEST:
+        raise StoreTooNew(too_new(number(rows[0][0])))
+
+
+def resolve(known: Sequence[str], wanted: str) -> str:
+    """The full id for what the user typed: an id, an unambiguous beginning, or "last"."""
+    if wanted in known:
+        return wanted
+    if wanted == "last" and known:
+        return known[-1]
+    matches = [job_id for job_id in known if wanted and job_id.startswith(wanted)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise JobNotFound(f"{wanted!r} could be {', '.join(matches)}; type more of it")
+    import difflib
+
+    nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}?" if nearest else "run: conserve jobs"
+    raise JobNotFound(f"there is no job {wanted!r}; {hint}")

@@ -1,0 +1,267 @@
+"""Shards: immutable Parquet files that finished rows move to, and how failed rows are taken out again."""
+
+import logging
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+
+from conserve.errors import JobRefused
+from conserve.store.books import catalog, places, queue
+from conserve.store.books import journal as journalled
+from conserve.store.books.journal import is_whole
+from conserve.store.books.results import decode, to_arrow
+from conserve.store.books.states import JobState
+from conserve.store.database import schema
+from conserve.store.database.store import Store
+from conserve.store.files import digests, home, marks
+from conserve.store.files.digests import Seal
+from conserve.store.files.marks import Mark
+
+log = logging.getLogger(__name__)
+job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
+
+SHARD_ROWS = 16_384
+SHARD_BYTES = 64 << 20  # of journal payloads, whichever comes first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFile:
+    """A shard that is registered."""
+
+    id: int
+    job_id: str
+    file: str  # relative to the home
+    failed: bool
+    num_rows: int
+    seal: Seal | None  # None for one of an earlier version
+
+
+def files(tx: Connection, job_ids: Collection[str] | None = None) -> list[ShardFile]:
+    """The shards of these jobs, or of all."""
+    found = select(shard).order_by(shard.c.id)
+    if job_ids is not None:
+        found = found.where(shard.c.job_id.in_(job_ids))
+    return [
+        ShardFile(
+            id=row.id,
+            job_id=row.job_id,
+            file=row.file,
+            failed=row.failed,
+            num_rows=row.num_rows,
+            seal=Seal(bytes=row.bytes, digest=row.digest) if row.digest is not None else None,
+        )
+        for row in tx.execute(found)
+    ]
+
+
+def compact(store: Store, job_id: str, *, now: float, at_least: int = 1) -> int:
+    """Move the job's journalled results into shards; returns how many rows moved.
+
+    The file is written under a temporary name, flushed and renamed; then one transaction registers it and
+    deletes the journal rows it holds. A crash before that transaction leaves a file that nobody reads, a crash
+    after it leaves nothing to do, so that each result exists exactly once at every instant. Where two
+    processes compact the same rows, the second one finds them gone and throws its file away. Rows that are not
+    what was written stay in the journal, for `conserve check`.
+    """
+    moved = 0
+    for failed in (False, True):
+        while rows := oldest(store, job_id, failed=failed, at_least=at_least):
+            if misfits := [] if failed else journalled.misfits(rows):
+                with store.write() as tx:
+                    journalled.fail_misfits(tx, job_id, misfits)
+                continue
+            if not write_shard(store, job_id, rows, failed=failed, now=now):
+                break
+            moved += len(rows)
+    return moved
+
+
+def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequence[Any]:
+    """The next journal rows for a shard, or none if they are fewer than `at_least` and no shard full."""
+    rows: list[Any] = []
+    size = 0
+    with store.read() as tx:
+        found = tx.execute(
+            select(journal)
+            .where(journal.c.job_id == job_id, journal.c.failed == failed)
+            .order_by(journal.c.position)
+            .limit(SHARD_ROWS)
+        )
+        for row in found:
+            if not is_whole(row):
+                log.warning(
+                    "row %d of job %s is damaged in the journal; run: conserve check", row.position, job_id
+                )
+                continue
+            rows.append(row)
+            size += len(row.payload)
+            if size >= SHARD_BYTES:
+                break
+        found.close()
+    return rows if len(rows) >= at_least or size >= SHARD_BYTES else []
+
+
+def write_shard(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool, now: float) -> bool:
+    """Make one shard of these journal rows; False if somebody else has moved some of them meanwhile.
+
+    The job's mark is held from before the file is there until it is registered, so that no sweep takes it.
+    """
+    folder = home.job_folder(store.home, job_id)
+    with ExitStack() as held, home.explained(store.home):
+        folder.mkdir(exist_ok=True)  # without its parents: where the home is away, none is made in its place
+        home.make_folder(folder / home.RESULTS)
+        held.enter_context(marks.held(folder, Mark(store_id=store.id, registered=True), alone=False))
+        path, seal = write_file(folder / home.RESULTS, job_id, rows)
+        registered = register(store, job_id, path, seal, rows, failed=failed, now=now)
+        if not registered:
+            path.unlink(missing_ok=True)
+        return registered
+
+
+def write_file(folder: Path, job_id: str, rows: Sequence[Any]) -> tuple[Path, Seal]:
+    """The file of a shard, whole and flushed; no database names it yet."""
+    positions = [row.position for row in rows]
+    path = folder / f"{positions[0]:012}-{uuid.uuid4().hex[:8]}.parquet"
+    scratch = path.with_suffix(".tmp")
+    try:
+        results = [decode(row.payload) for row in rows]
+        table = to_arrow([job_id] * len(rows), positions, results)
+        pq.write_table(table, scratch, compression="zstd", write_page_checksum=True)
+        seal = digests.seal(scratch)
+        home.write_durably(path, scratch)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return path, seal
+
+
+class _SomeoneElseMovedThem(Exception):
+    """Rolls the registering transaction back."""
+
+
+def register(
+    store: Store, job_id: str, path: Path, seal: Seal, rows: Sequence[Any], *, failed: bool, now: float
+) -> bool:
+    """Swap journal rows for the shard that holds them, or change nothing and say False.
+
+    That is said where rows have been moved meanwhile, where `retry` has had failed ones done again, and where
+    this process slept for so long that another one has swept the file up.
+    """
+    try:
+        with store.write() as tx:
+            catalog.lock_job(
+                tx, job_id
+            )  # a sweep looks under this lock too: before, or after what is done here
+            gone = sum(tx.execute(delete(journal).where(*chunk)).rowcount for chunk in as_read(job_id, rows))
+            if gone != len(rows) or not path.exists():
+                raise _SomeoneElseMovedThem
+            tx.execute(
+                insert(shard).values(
+                    job_id=job_id,
+                    file=str(path.relative_to(store.home)),
+                    failed=failed,
+                    num_rows=len(rows),
+                    created_at=now,
+                    digest=seal.digest,
+                    bytes=seal.bytes,
+                )
+            )
+    except _SomeoneElseMovedThem:
+        return False
+    return True
+
+
+def as_read(job_id: str, rows: Sequence[Any]) -> Iterator[list[ColumnElement[bool]]]:
+    """Conditions for these journal rows as they were read: `retry` and `check --repair` have rows done again."""
+    for chunk in queue.chunks(rows):
+        of_job = journal.c.job_id == job_id
+        new = [row for row in chunk if row.checksum is not None]
+        old = [row for row in chunk if row.checksum is None]
+        if new:
+            at = journal.c.position.in_([row.position for row in new])
+            yield [of_job, at, journal.c.checksum.in_([row.checksum for row in new])]
+        if old:
+            at = journal.c.position.in_([row.position for row in old])
+            yield [of_job, at, journal.c.payload.in_([row.payload for row in old])]
+
+
+def compact_finished(store: Store, *, now: float) -> None:
+    """Compact jobs that ended before their last results reached a shard."""
+    ended = [state.value for state in JobState if state.final]
+    with store.read() as tx:
+        left = tx.scalars(
+            select(journal.c.job_id)
+            .distinct()
+            .join(job, job.c.id == journal.c.job_id)
+            .where(job.c.state.in_(ended))
+        ).all()
+    for job_id in left:
+        compact(store, job_id, now=now)
+
+
+def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str], None] = log.warning) -> int:
+    """Put the failed rows of a job back into its queue, as if never tried; returns how many."""
+    with store.write() as tx:
+        known = catalog.get(tx, job_id).id
+        catalog.lock_job(tx, known)
+        current = catalog.get(tx, known)
+        if current.state is JobState.CANCELLED:
+            raise JobRefused(f"job {current.id} was cancelled; submit it again to run it")
+        misfits = journalled.misfits(journalled.answers(tx, current.id))
+        journalled.fail_misfits(tx, current.id, misfits)
+        in_journal = journal.c.job_id == current.id, journal.c.failed == True  # noqa: E712
+        positions = list(tx.scalars(select(journal.c.position).where(*in_journal)))
+        failed = [file for file in files(tx, [current.id]) if file.failed]
+        positions += in_failed_shards(tx, store.home, current, warn)
+        if not positions:
+            return 0
+        tx.execute(delete(journal).where(*in_journal))
+        tx.execute(delete(shard).where(shard.c.id.in_([file.id for file in failed])))
+        tx.execute(
+            insert(request), [new_request(current.id, position, now) for position in sorted(positions)]
+        )
+        tx.execute(
+            update(job)
+            .where(job.c.id == current.id)
+            .values(
+                failed=job.c.failed - len(positions),
+                finished_at=None,
+                error=None,
+                state=JobState.PAUSED.value if current.state is JobState.PAUSED else JobState.QUEUED.value,
+            )
+        )
+    for file in failed:
+        (store.home / file.file).unlink(missing_ok=True)
+    return len(positions)
+
+
+def in_failed_shards(
+    tx: Connection, where: Path, current: catalog.Job, warn: Callable[[str], None]
+) -> list[int]:
+    """The positions in a job's failed shards; those of one that cannot be read are the rows that are nowhere."""
+    found = files(tx, [current.id])
+    contents = {file: places.content(where / file.file, file.seal) for file in found if file.failed}
+    damaged = [file for file, content in contents.items() if content.fault]
+    positions = [int(position) for content in contents.values() for position in content.positions]
+    if not damaged:
+        return positions
+    contents |= {file: places.content(where / file.file, file.seal) for file in found if not file.failed}
+    lost = places.lost(tx, current, [content.positions for content in contents.values()])
+    if len(lost) != sum(file.num_rows for file in damaged):
+        raise JobRefused(
+            f"more than failed rows of job {current.id} is damaged; run: conserve check --repair {current.id}"
+        )
+    for file in damaged:
+        fault = contents[file].fault
+        warn(f"warning: {file.file} {fault}; its rows had failed, and go back into the queue too")
+    return positions + lost
+
+
+def new_request(job_id: str, position: int, now: float) -> dict[str, Any]:
+    """A request row that waits for its first lease, from now on."""
+    return {"job_id": job_id, "position": position, "epoch": None, "attempts": 0, "available_at": now}

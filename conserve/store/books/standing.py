@@ -1,0 +1,115 @@
+"""Where one row of a job is: not yet leased, live, in the journal, or in a shard."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from sqlalchemy import Connection, select
+
+from conserve.store.books import shards
+from conserve.store.books.catalog import Job
+from conserve.store.books.journal import is_whole
+from conserve.store.books.results import COLUMNS, Result, decode
+from conserve.store.books.shards import ShardFile
+from conserve.store.books.states import JobState
+from conserve.store.database import schema
+from conserve.store.database.store import Store
+from conserve.store.files import digests
+
+request, lease, journal = schema.request, schema.lease, schema.journal
+TIMES = ("submitted_at", "started_at", "finished_at")
+BYTES_A_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One row at one moment; `where` is a phrase for the user."""
+
+    state: str  # as in the view `requests`
+    where: str
+    attempts: int
+    result: Result | None = None
+
+
+def standing(store: Store, job: Job, position: int) -> Standing:
+    """Find a row by its position; the transaction sees it in exactly one place."""
+    with store.read() as tx:
+        if found := live(tx, job, position):
+            return found
+        entry = tx.execute(
+            select(journal).where(journal.c.job_id == job.id, journal.c.position == position)
+        ).one_or_none()
+        next_position = tx.scalar(select(schema.job.c.next_position).where(schema.job.c.id == job.id)) or 0
+        files = shards.files(tx, [job.id])
+    if entry is not None:
+        return finished(decode(entry.payload), "in the journal") if is_whole(entry) else lost("the journal")
+    if position >= next_position:
+        ahead = f"{position - next_position:,} rows of its job go first"
+        return waiting(job, f"not taken yet; {ahead}", 0)
+    return in_shards(store.home, files, position)
+
+
+def live(tx: Connection, job: Job, position: int) -> Standing | None:
+    """The row if it is in the queue."""
+    found = tx.execute(
+        select(request, lease.c.owner)
+        .outerjoin(lease, lease.c.epoch == request.c.epoch)
+        .where(request.c.job_id == job.id, request.c.position == position)
+    ).one_or_none()
+    if found is None:
+        return None
+    tokens = f", {len(found.tokens) // BYTES_A_TOKEN:,} tokens of its answer saved" if found.tokens else ""
+    if found.epoch is not None:
+        where = f"leased by {found.owner}{tokens}"
+        return Standing(state="running", where=where, attempts=found.attempts)
+    if not found.attempts:
+        return waiting(job, "not taken yet; rows behind it were chosen first", 0)
+    alone = ", to run alone since an engine died with it" if found.suspect else ""
+    return waiting(job, f"came back{alone}{tokens}", found.attempts)
+
+
+def waiting(job: Job, where: str, attempts: int) -> Standing:
+    """A row that no process holds; in a job that was cancelled it waits for nothing."""
+    state = "cancelled" if job.state is JobState.CANCELLED else "waiting"
+    return Standing(state=state, where=where, attempts=attempts)
+
+
+def finished(result: Result, where: str) -> Standing:
+    """A row that has its result."""
+    state = "failed" if result.failed else "succeeded"
+    return Standing(state=state, where=where, attempts=result.attempts, result=result)
+
+
+def in_shards(where: Path, files: Sequence[ShardFile], position: int) -> Standing:
+    """The row, which must be in one of these shards; those that are damaged may hold it.
+
+    A shard is compared with its digest once it is found to have the row.
+    """
+    damaged = []
+    for file in files:
+        path = where / file.file
+        try:
+            row = [("position", "=", position)]
+            found = pq.read_table(path, filters=row, page_checksum_verification=True)
+        except (OSError, pa.ArrowException):
+            damaged.append(path.name)
+            continue
+        if found.num_rows and digests.fault(path, file.seal) is None:
+            return finished(to_result(found.to_pylist()[0]), f"in the shard {path.name}")
+        damaged += [path.name] if found.num_rows else []
+    return lost(", ".join(damaged) or "a shard that is not recorded")
+
+
+def lost(place: str) -> Standing:
+    """A row whose result is not what was written."""
+    where = f"in a file that cannot be read ({place}); run: conserve check --repair"
+    return Standing(state="unreadable", where=where, attempts=0)
+
+
+def to_result(row: dict[str, Any]) -> Result:
+    """A row of a shard as a `Result`."""
+    values = {name: row[name] for name in COLUMNS}
+    return Result(**(values | {name: values[name].timestamp() for name in TIMES}))

@@ -1,0 +1,148 @@
+"""The connection to the store's database: transactions, pragmas, and errors in plain words."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
+
+from conserve.errors import (
+    ConserveError,
+    SettingsError,
+    StoreError,
+    StoreFull,
+    StoreReadOnly,
+    StoreTooNew,
+)
+from conserve.store.database.migrations import migrate, version
+from conserve.store.database.reader import reader
+from conserve.store.database.versions import LATEST, too_new
+
+BUSY_TIMEOUT_S = 60.0
+
+
+def connect(url: str) -> Engine:
+    """Open the database at `url` and bring it up to date."""
+    with usable_url():
+        parsed = make_url(url)
+        if parsed.get_backend_name() == "sqlite":
+            engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
+            event.listen(engine, "connect", prepare_sqlite)
+            event.listen(engine, "begin", begin_sqlite)
+        else:
+            engine = create_engine(parsed, pool_pre_ping=True)
+    with transaction(engine) as tx:
+        migrate(tx)
+    return engine
+
+
+@contextmanager
+def usable_url() -> Iterator[None]:
+    """Turn what SQLAlchemy says of a URL into the user's mistake."""
+    try:
+        yield
+    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        raise SettingsError(f"CONSERVE_STORE is not a database URL that can be used here: {error}") from error
+
+
+def connect_to_read(url: str) -> Engine | None:
+    """Open the database at `url` as it is, without writing anything; None where there is an older one, or none.
+
+    Such a one is to be opened by `connect`, which brings it up to date.
+    """
+    with usable_url():
+        parsed = make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        return connect(url)
+    path = Path(parsed.database or "")
+    if not path.is_file():
+        return None
+    engine = create_engine(
+        parsed, creator=lambda: reader(path, timeout_s=BUSY_TIMEOUT_S), poolclass=StaticPool
+    )
+    event.listen(engine, "begin", begin_sqlite)
+    try:
+        with transaction(engine, read_only=True) as tx:
+            current = version(tx)
+        if current > LATEST:
+            raise StoreTooNew(too_new(current))
+    except StoreError:
+        engine.dispose()
+        raise
+    if current == LATEST:
+        return engine
+    engine.dispose()
+    return None
+
+
+def prepare_sqlite(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
+    """Write-ahead log, an fsync at every commit, and transactions that only `begin_sqlite` opens."""
+    connection.isolation_level = None
+    for pragma in ("journal_mode = wal", "synchronous = full", "foreign_keys = on", "cache_size = -65536"):
+        connection.execute(f"pragma {pragma}")
+
+
+def begin_sqlite(connection: Connection) -> None:
+    """Take the write lock at once where we mean to write: a lock upgraded half-way could deadlock."""
+    immediate = not connection.get_execution_options().get("read_only", False)
+    connection.exec_driver_sql("begin immediate" if immediate else "begin")
+
+
+@contextmanager
+def transaction(engine: Engine, *, read_only: bool = False) -> Iterator[Connection]:
+    """One transaction; commits at the end, rolls back on any error, and names database errors in our words."""
+    try:
+        with engine.connect() as connection:
+            if read_only:
+                connection = connection.execution_options(**one_moment(engine.dialect.name))
+            with connection.begin():
+                yield connection
+    except ConserveError:
+        raise
+    except SQLAlchemyError as error:
+        raise explain(error, engine) from error
+
+
+def one_moment(dialect: str) -> dict[str, Any]:
+    """What makes a transaction see one moment throughout, on this kind of database, and change nothing.
+
+    SQLite's do by themselves. Elsewhere each statement would see what was committed before it began, and rows that
+    a compaction moves between two statements would be in neither of their answers.
+    """
+    options: dict[str, Any] = {"read_only": True}
+    if dialect != "sqlite":
+        options["isolation_level"] = "REPEATABLE READ"
+    if dialect == "postgresql":
+        options["postgresql_readonly"] = True
+    return options
+
+
+def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:
+    """The store error that a database error amounts to."""
+    cause = str(error.orig) if isinstance(error, DBAPIError) else str(error)
+    where = engine.url.render_as_string(hide_password=True)
+    lowered = cause.lower()
+    if "readonly" in lowered or "read-only" in lowered:
+        return StoreReadOnly.at(where)
+    if "full" in lowered or "no space" in lowered or "disk i/o error" in lowered:
+        return StoreFull(
+            f"no space left for the store {where} ({cause}); free some and run the command again, "
+            "nothing that was committed is lost"
+        )
+    if "unable to open" in lowered or "not a database" in lowered or "malformed" in lowered:
+        return StoreError(f"the store {where} cannot be opened ({cause}); check CONSERVE_HOME")
+    return StoreError(f"the store {where} failed: {cause}; run: conserve doctor")
+
+
+def sqlite_url(path: Path) -> str:
+    """The URL of the SQLite database at `path`."""
+    return f"sqlite:///{path}"
+
+
+def reserve_space(tx: Connection) -> None:
+    """Touch the database inside the transaction, so that a read-only store is found before any work."""
+    tx.execute(text("update meta set value = value where key = 'version'"))

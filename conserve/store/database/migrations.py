@@ -1,0 +1,107 @@
+"""Numbered migrations; a store remembers the last one it has seen.
+
+A released migration is never edited: add the next one, and when it changes a table that an earlier one makes
+from `schema`, freeze that table's old definition first, as `first_schema` does. A test compares what all of them
+make with `schema`.
+"""
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Float,
+    Text,
+    func,
+    insert,
+    inspect,
+    select,
+    text,
+    update,
+)
+
+from conserve.errors import StoreTooNew
+from conserve.store.database import first_schema, schema
+from conserve.store.database.versions import LATEST, number, too_new
+
+STORE_ID = "store_id"  # its key in `meta`
+
+
+def m001_first_tables(tx: Connection) -> None:
+    """Jobs, leases, requests, journal and shards."""
+    first_schema.metadata.create_all(tx)
+
+
+def m002_damage_is_noticed(tx: Connection) -> None:
+    """Digests of files, checksums of journal rows, lengths of leases, and the store's own id."""
+    add_column(tx, "job", Column("files", Text))
+    add_column(tx, "journal", Column("checksum", BigInteger))
+    add_column(tx, "lease", Column("lease_s", Float))
+    add_column(tx, "request", Column("checksum", BigInteger))
+    add_column(tx, "shard", Column("digest", Text))
+    add_column(tx, "shard", Column("bytes", BigInteger))
+    if not store_id(tx):
+        tx.execute(insert(schema.meta).values(key=STORE_ID, value=uuid.uuid4().hex))
+
+
+def m003_models_and_tags(tx: Connection) -> None:
+    """The model that a job is bound to, and its tags."""
+    add_column(tx, "job", Column("model", Text))
+    add_column(tx, "job", Column("tags", Text))
+
+
+MIGRATIONS: list[Callable[[Connection], None]] = [
+    m001_first_tables,
+    m002_damage_is_noticed,
+    m003_models_and_tags,
+]
+assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
+
+
+def add_column(tx: Connection, table: str, column: "Column[Any]") -> None:
+    """Add a column that may be null to a table, unless the table has it."""
+    if column.name in {found["name"] for found in inspect(tx).get_columns(table)}:
+        return
+    kind = column.type.compile(tx.dialect)
+    tx.execute(text(f"alter table {table} add column {column.name} {kind}"))
+
+
+def version(tx: Connection) -> int:
+    """The number of the last migration applied; 0 for an empty database."""
+    if not inspect(tx).has_table("meta"):
+        return 0
+    return number(tx.scalar(select(schema.meta.c.value).where(schema.meta.c.key == "version")) or 0)
+
+
+def migrate(tx: Connection) -> None:
+    """Bring the store to the latest version, or raise `StoreTooNew` for one from the future."""
+    lock(tx)
+    current = version(tx)
+    if current > LATEST:
+        raise StoreTooNew(too_new(current))
+    for latest, apply in enumerate(MIGRATIONS[current:], start=current + 1):
+        apply(tx)
+        remember(tx, latest)
+
+
+def lock(tx: Connection) -> None:
+    """Keep two processes from migrating one PostgreSQL database at once; SQLite's transaction is a lock."""
+    if tx.dialect.name == "postgresql":
+        tx.execute(select(func.pg_advisory_xact_lock(0x434F4E53)))
+
+
+def store_id(tx: Connection) -> str:
+    """The store's own id, which its job folders carry too."""
+    return str(tx.scalar(select(schema.meta.c.value).where(schema.meta.c.key == STORE_ID)) or "")
+
+
+def remember(tx: Connection, number: int) -> None:
+    """Record `number` as the last migration applied."""
+    changed = tx.execute(
+        update(schema.meta).where(schema.meta.c.key == "version").values(value=str(number))
+    ).rowcount
+    if not changed:
+        tx.execute(insert(schema.meta).values(key="version", value=str(number)))

@@ -1,0 +1,1 @@
+"""SQL over jobs, requests and results, and their export."""

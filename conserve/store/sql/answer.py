@@ -1,0 +1,239 @@
+"""Answers to queries: rows that a child process computes within bounds."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import duckdb
+import msgspec
+import pyarrow as pa
+
+from conserve import errors
+from conserve.errors import ConserveError, QueryError, QueryTooGreedy, StoreError
+from conserve.store.sql import child, query, readable, scratch
+from conserve.store.sql.batches import Rows, rows_of
+from conserve.store.sql.bounds import Bounds, size_text
+from conserve.store.sql.child import Frame, Send
+from conserve.store.sql.named_files import NamedFile
+from conserve.store.sql.readable import REPAIR, LeftOut
+from conserve.store.sql.requests_view import Wording
+from conserve.store.sql.snapshot import Snapshot
+
+STREAMED = re.compile(
+    r"[A-Z][A-Za-z /-]* Error: "
+)  # how DuckDB's messages begin, once rows flow through Arrow
+PERHAPS_DAMAGE = (duckdb.Error, pa.ArrowException, OSError)
+BLAMELESS = (  # errors of DuckDB that no damaged file can cause
+    duckdb.ParserException,
+    duckdb.BinderException,
+    duckdb.CatalogException,
+    duckdb.PermissionException,
+    duckdb.ConversionException,
+    duckdb.OutOfRangeException,
+    duckdb.OutOfMemoryException,
+)
+LEFT_OUT, SCHEMA, ROWS, FAILED, DONE = b"L", b"S", b"R", b"F", b"D"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A query over a snapshot.
+
+    `ask` names its rows on a connection that has the views; `uses` says which views it reads, or None if that
+    is not known. Both are called in the child, so that this process starts no threads.
+    """
+
+    taken: Snapshot
+    ask: Callable[[duckdb.DuckDBPyConnection], duckdb.DuckDBPyRelation]
+    uses: Callable[[], Collection[str] | None]
+    bounds: Bounds
+    sealed: bool = True
+    wording: Wording | None = None
+    named: tuple[NamedFile, ...] = ()
+
+
+@contextmanager
+def answered(
+    question: Question,
+    *,
+    warn: Callable[[LeftOut], None],
+    on_wait: Callable[[float | None], None] = lambda waited_s: None,
+    spill_in: Path | None = None,
+) -> Iterator[Rows]:
+    """The rows of an answer as a child computes them. Warns of what the views it reads cannot show."""
+    bounds = question.bounds
+    with (
+        scratch.place(spill_in) as spill,
+        child.working(
+            lambda send: compute(question, spill, send),
+            memory_bytes=bounds.memory_bytes,
+            timeout_s=bounds.timeout_s,
+            on_wait=on_wait,
+        ) as frames,
+    ):
+        said = checked(frames, bounds)
+        schema, documents = msgspec.msgpack.decode(begun(said, warn), type=tuple[bytes, list[str]])
+        batches = (batch for frame in said for batch in from_ipc(frame.payload))
+        yield Rows(pa.ipc.read_schema(pa.py_buffer(schema)), frozenset(documents), batches)
+
+
+def begun(said: Iterator[Frame], warn: Callable[[LeftOut], None]) -> bytes | bytearray:
+    """The schema of the answer; warns of what is said before it."""
+    for frame in said:
+        if frame.kind == SCHEMA:
+            return frame.payload
+        for left_out in msgspec.json.decode(frame.payload, type=list[LeftOut]):
+            warn(left_out)
+    raise AssertionError("an answer without a schema")
+
+
+def checked(frames: Iterator[Frame], bounds: Bounds) -> Iterator[Frame]:
+    """The frames up to the last; raises what the child says went wrong, or that it ended without a word."""
+    try:
+        for frame in frames:
+            if frame.kind == DONE:
+                return
+            if frame.kind == FAILED:
+                raise failure(frame.payload)
+            yield frame
+        how = "early"
+    except child.TookTooLong:
+        raise QueryTooGreedy(
+            f"the query took longer than {bounds.timeout_s:g} s and was ended; "
+            "narrow it down, or give it more with --timeout"
+        ) from None
+    except child.Died as death:
+        how = str(death)
+    raise QueryTooGreedy(
+        f"the query's process ended {how}, most likely for want of memory{of_memory(bounds)}; "
+        "narrow it down, or give it more with --memory"
+    )
+
+
+def compute(question: Question, spill: Path, send: Send) -> None:
+    """Answer the question; runs in the child. Files that turn out to be damaged are left out the next time."""
+    pa.set_memory_pool(pa.system_memory_pool())  # the others map a gigabyte at a time
+    attempt = Attempt(question, spill, send)
+    try:
+        while not attempt.answered():
+            pass
+    except BrokenPipeError:  # the parent has enough
+        return
+    except BaseException as error:
+        child.unbound_memory()
+        send(FAILED, described(error, question))
+
+
+class Attempt:
+    """Tries to answer a question, with fewer files each time."""
+
+    def __init__(self, question: Question, spill: Path, send: Send) -> None:
+        self._question, self._spill, self._send = question, spill, send
+        self._damaged: dict[Path, str] = {}
+        self._said: set[LeftOut] = set()
+        self._begun = False
+
+    def answered(self) -> bool:
+        """Send the answer; False if a file is damaged that can be left out. Raises what is wrong otherwise."""
+        question = self._question
+        with query.opened(
+            question.taken,
+            spill=self._spill,
+            sealed=question.sealed,
+            wording=question.wording,
+            bounds=question.bounds,
+            named=question.named,
+            damaged=self._damaged,
+        ) as views:
+            used = question.uses()
+            self._warn(one for one in views.left_out if used is None or one.view in used)
+            try:
+                self._send_rows(rows_of(question.ask(views.duck)))
+            except PERHAPS_DAMAGE as error:
+                if isinstance(error, (BLAMELESS, BrokenPipeError)):
+                    raise
+                files = [
+                    path
+                    for view, paths in views.files.items()
+                    if used is None or view in used
+                    for path in paths
+                ]
+                found = {path: reason for path in files if (reason := readable.damage(path))}
+                if not found:
+                    raise
+                if self._begun:
+                    path, reason = next(iter(found.items()))
+                    raise StoreError(f"{path} {reason}; {REPAIR}") from error
+                self._damaged |= found
+                return False
+        self._send(DONE, b"")
+        return True
+
+    def _warn(self, left_out: Iterable[LeftOut]) -> None:
+        new = [one for one in left_out if one not in self._said]
+        self._said.update(new)
+        self._send(LEFT_OUT, msgspec.json.encode(new))
+
+    def _send_rows(self, rows: Rows) -> None:
+        batches = iter(rows.batches)
+        first = next(batches, None)
+        schema = rows.schema.serialize().to_pybytes()
+        self._send(SCHEMA, msgspec.msgpack.encode((schema, sorted(rows.documents))))
+        self._begun = True
+        for batch in chain([] if first is None else [first], batches):
+            self._send(ROWS, to_ipc(batch))
+
+
+def described(error: BaseException, question: Question) -> bytes:
+    """What went wrong, as a frame: the class of an error of ours and its sentence, or a traceback."""
+    named = named_error(error, question)
+    if named is not None:
+        return msgspec.json.encode([type(named).__name__, str(named)])
+    import traceback
+
+    return msgspec.json.encode([None, "".join(traceback.format_exception(error))])
+
+
+def named_error(error: BaseException, question: Question) -> ConserveError | None:
+    """The error in our words; None for a mistake of our own."""
+    if isinstance(error, ConserveError):
+        return error
+    text = str(error)
+    if "max_temp_directory_size" in text or "No space left on device" in text:
+        disk = question.bounds.disk_bytes
+        most = f" than {size_text(disk)}" if disk is not None else ""
+        return QueryTooGreedy(f"the query needs more temporary disk{most}; narrow it down, or set sql_disk")
+    if isinstance(error, MemoryError | duckdb.OutOfMemoryException) or "Out of Memory" in text:
+        more = f"more memory{of_memory(question.bounds)}"
+        return QueryTooGreedy(f"the query needs {more}; narrow it down, or give it more with --memory")
+    if isinstance(error, duckdb.Error):
+        return query.explained(error)
+    streamed = isinstance(error, OSError | pa.ArrowException) and STREAMED.match(text)
+    return QueryError(query.one_line(text)) if streamed else None
+
+
+def of_memory(bounds: Bounds) -> str:
+    """` than 2 GiB`, where memory is bounded."""
+    return f" than {size_text(bounds.memory_bytes)}" if bounds.memory_bytes is not None else ""
+
+
+def failure(payload: bytes | bytearray) -> Exception:
+    """The error that a child has described."""
+    name, text = msgspec.json.decode(payload, type=tuple[str | None, str])
+    return RuntimeError(text) if name is None else getattr(errors, name)(text)
+
+
+def to_ipc(batch: pa.RecordBatch) -> bytes:
+    """A batch as an IPC stream of its own, dictionaries included."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def from_ipc(data: bytes | bytearray) -> list[pa.RecordBatch]:
+    """The inverse of `to_ipc`."""
+    return list(pa.ipc.open_stream(pa.py_buffer(data)))

@@ -1,0 +1,183 @@
+"""Rows as a file: Parquet, JSON lines, CSV, or OpenAI Batch output."""
+
+import csv
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import duckdb
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conserve.store.files import home
+from conserve.store.sql.batches import Rows, values
+from conserve.store.sql.input_columns import RESULT_COLUMNS, ROW, shown_names
+from conserve.store.sql.quoting import literal, parquet, quoted
+from conserve.store.sql.views import columns_of
+
+PROMPT = "prompt"
+
+
+class Format(StrEnum):
+    """How `conserve results` and `conserve sql` write."""
+
+    PARQUET = "parquet"
+    JSONL = "jsonl"
+    CSV = "csv"
+    OPENAI = "openai"
+
+
+SUFFIXES = {
+    ".parquet": Format.PARQUET,
+    ".pq": Format.PARQUET,
+    ".jsonl": Format.JSONL,
+    ".ndjson": Format.JSONL,
+}
+SUFFIXES[".csv"] = Format.CSV
+
+
+def ordered(
+    duck: duckdb.DuckDBPyConnection, job_id: str, *, with_inputs: bool, with_prompts: bool = False
+) -> duckdb.DuckDBPyRelation:
+    """The job's results by input row, with the prompts and the input's own columns behind them if asked.
+
+    An input column that is called like another one has the name that it has in the view `inputs`.
+    """
+    chosen, joined, taken = ["r.*"], "results r", RESULT_COLUMNS
+    if with_prompts:
+        chosen, taken = [*chosen, f"q.{PROMPT}"], (*taken, PROMPT)
+        joined += " join requests q using (job_id, row_index)"
+    if with_inputs:
+        theirs = [name for name in columns_of(duck, "inputs") if name not in ROW]
+        chosen += [
+            f"i.{quoted(name)} as {quoted(alias)}" for name, alias in shown_names(theirs, taken).items()
+        ]
+        joined += " join inputs i using (job_id, row_index)"
+    where = f"r.job_id = {literal(job_id)}"
+    return duck.sql(f"select {', '.join(chosen)} from {joined} where {where} order by r.row_index")
+
+
+def with_urls(duck: duckdb.DuckDBPyConnection, store_home: Path, job_id: str) -> duckdb.DuckDBPyRelation:
+    """The job's results with the route that each row named itself, if it did."""
+    requests = parquet([home.requests_file(store_home, job_id)])
+    return duck.sql(
+        f"select r.*, q.url from results r join (select row_index, url from {requests}) q "
+        f"using (row_index) where r.job_id = {literal(job_id)} order by r.row_index"
+    )
+
+
+def write(
+    rows: Rows, sink: BinaryIO, wanted: Format, convert: Callable[[dict[str, Any]], Any] = lambda row: row
+) -> int:
+    """Write rows in a format; returns their number. `convert` is for lines of JSON."""
+    if wanted is Format.PARQUET:
+        return write_parquet(rows, sink)
+    return write_csv(rows, sink) if wanted is Format.CSV else write_lines(rows, sink, convert)
+
+
+def write_parquet(rows: Rows, sink: BinaryIO) -> int:
+    """Write one Parquet file; returns the number of rows. What Parquet cannot hold, such as intervals, is text."""
+    schema = pa.schema([field if storable(field) else field.with_type(pa.string()) for field in rows.schema])
+    count = 0
+    with pq.ParquetWriter(pa.PythonFile(sink, "w"), schema, compression="zstd") as writer:
+        for batch in rows.batches:
+            columns = [
+                column if column.type == field.type else as_text(column)
+                for column, field in zip(batch.columns, schema, strict=True)
+            ]
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+            count += batch.num_rows
+    return count
+
+
+def storable(field: pa.Field) -> bool:
+    """True if Parquet can hold a column of this type."""
+    try:
+        pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])).close()
+    except pa.ArrowException:
+        return False
+    return True
+
+
+def as_text(column: pa.Array) -> pa.Array:
+    """A column of any type as text."""
+    return pa.array([None if value is None else str(cell(value)) for value in values(column)], pa.string())
+
+
+def write_lines(
+    rows: Rows, sink: BinaryIO, convert: Callable[[dict[str, Any]], Any] = lambda row: row
+) -> int:
+    """Write one JSON object a line; JSON columns come out as values, decimals and large integers as numbers."""
+    encode = msgspec.json.Encoder(decimal_format="number").encode
+    count = 0
+    for row in documents_parsed(rows):
+        sink.write(encode(convert(row)) + b"\n")
+        count += 1
+    return count
+
+
+class Lines:
+    """Ends the lines of a `csv.writer` in a newline alone; each call brings one."""
+
+    def __init__(self, sink: BinaryIO) -> None:
+        self._sink = sink
+
+    def write(self, line: str) -> None:
+        """Write one line."""
+        self._sink.write(line.removesuffix("\r\n").encode() + b"\n")
+
+
+def write_csv(rows: Rows, sink: BinaryIO) -> int:
+    """Write CSV with a header; JSON columns, lists and structures are JSON text.
+
+    The writer goes by `\\r\\n`, since it quotes only values that hold a character of its line end.
+    """
+    writer = csv.writer(Lines(sink))
+    writer.writerow(rows.schema.names)
+    count = 0
+    for row in rows.tuples():
+        writer.writerow([cell(value) for value in row])
+        count += 1
+    return count
+
+
+def cell(value: Any) -> Any:
+    """A value in CSV."""
+    if isinstance(value, list | dict | tuple):
+        return msgspec.json.encode(value).decode()
+    return msgspec.to_builtins(value) if isinstance(value, bytes) else value
+
+
+def documents_parsed(rows: Rows) -> Iterator[dict[str, Any]]:
+    """Rows as dictionaries with their JSON columns parsed."""
+    names = rows.schema.names
+    documents = [name for name in names if name in rows.documents]
+    for batch in rows.batches:
+        for found in zip(*(values(column) for column in batch.columns), strict=True):
+            row = dict(zip(names, found, strict=True))
+            for name in documents:
+                row[name] = parsed(row[name])
+            yield row
+
+
+def parsed(document: str | None) -> Any:
+    """JSON text as a value that is written as it stands; text that is no JSON stays text."""
+    if document is None:
+        return None
+    try:
+        msgspec.json.decode(document)
+    except (msgspec.DecodeError, RecursionError):
+        return document
+    return msgspec.Raw(on_one_line(document).encode())
+
+
+def on_one_line(document: str) -> str:
+    """The same JSON. In a string a line break is escaped, so that those there are stand between values."""
+    return document.replace("\r", " ").replace("\n", " ")
+
+
+def format_of(path: Path | None, wanted: Format | None) -> Format:
+    """The format asked for, else the one the file's name says, else JSON lines."""
+    return wanted or SUFFIXES.get(path.suffix.lower() if path else "", Format.JSONL)

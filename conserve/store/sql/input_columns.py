@@ -1,0 +1,104 @@
+"""Columns of input files: the name under which each appears in SQL and beside results, and its type."""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import duckdb
+
+from conserve.store.books.results import COLUMNS
+from conserve.store.sql.input_parts import ROW_NUMBER, InputPart, relation
+from conserve.store.sql.quoting import literal, parquet, quoted
+from conserve.store.sql.readable import first_line
+
+ROW = ("job_id", "row_index")  # names a row in the views `results`, `inputs` and `requests`
+RESULT_COLUMNS = ("job_id", *COLUMNS)
+FILE_ROW = "file_row_number"  # DuckDB's own column of a Parquet file
+
+NUMBERS = {"TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "FLOAT", "DOUBLE"}
+
+
+def shown_names(names: Sequence[str], taken: Sequence[str] = RESULT_COLUMNS) -> dict[str, str]:
+    """Name of each input column beside columns of those names: `input_` goes in front as often as it must.
+
+    The view `inputs` and `conserve results --with-inputs` both go by this function, so that a column has
+    one name everywhere.
+    """
+    clashing = {name.lower() for name in taken}  # to SQL, `Text` is `text`
+    occupied = clashing | {name.lower() for name in names}
+    aliases = {name: name for name in names}
+    for name in names:
+        if name.lower() in clashing:
+            while aliases[name].lower() in occupied:
+                aliases[name] = f"input_{aliases[name]}"
+            occupied.add(aliases[name].lower())
+    return aliases
+
+
+def column_types(duck: duckdb.DuckDBPyConnection, path: Path) -> dict[str, str]:
+    """Columns of a Parquet file and their SQL types."""
+    described = duck.execute(f"describe select * from {parquet([path])}").fetchall()
+    return {name: kind for name, kind, *_ in described}
+
+
+def with_columns(
+    duck: duckdb.DuckDBPyConnection, files: Sequence[Path], wanted: Collection[str]
+) -> tuple[list[Path], dict[Path, str]]:
+    """Parquet files that have these columns, and why the others have not."""
+    readable, others = [], {}
+    for path in files:
+        try:
+            missing = sorted(set(wanted) - column_types(duck, path).keys())
+        except duckdb.Error as error:
+            others[path] = f"cannot be read ({first_line(error)})"
+            continue
+        if missing:
+            others[path] = f"has no column {missing[0]}"
+        else:
+            readable.append(path)
+    return readable, others
+
+
+def disagreeing(files: Sequence[dict[str, str]]) -> set[str]:
+    """Shown names, in lower case, of columns without a common type across the files; numbers agree with numbers."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for types in files:
+        aliases = shown_names(list(types))
+        for name, kind in types.items():
+            kinds[aliases[name].lower()].add(kind)
+    return {name for name, found in kinds.items() if len(found) > 1 and not found <= NUMBERS}
+
+
+def input_types(duck: duckdb.DuckDBPyConnection, parts: Sequence[InputPart]) -> dict[str, str]:
+    """Columns of an input and their SQL types, those that its files' paths give last."""
+    scan = parquet([part.path for part in parts], "union_by_name = true")
+    described = duck.execute(f"describe select * from {scan}").fetchall()
+    from_path = {
+        key: "VARCHAR" if any(isinstance(part.partition[key], str) for part in parts) else "INTEGER"
+        for key in parts[0].partition
+    }
+    return {name: kind for name, kind, *_ in described} | from_path
+
+
+def input_select(job_id: str, parts: Sequence[InputPart], types: dict[str, str], as_text: set[str]) -> str:
+    """SELECT of one job's input rows, each column under its shown name."""
+    source, row_index = numbered(parts, types)
+    chosen = [f"{literal(job_id)} as job_id", f"{row_index} as row_index"]
+    for name, alias in shown_names(list(types)).items():
+        cast = "::varchar" if alias.lower() in as_text else ""
+        chosen.append(f"{quoted(name)}{cast} as {quoted(alias)}")
+    return f"select {', '.join(chosen)} from {source}"
+
+
+def numbered(parts: Sequence[InputPart], names: Collection[str]) -> tuple[str, str]:
+    """Table expression of an input, and the expression for the number of a row in it, from 0.
+
+    DuckDB numbers rows of its own accord, except where a file has a column called `file_row_number`:
+    there a window over the files as they lie counts them, which takes one thread.
+    """
+    clash = FILE_ROW in {name.lower() for name in names}
+    if len(parts) > 1 or parts[0].partition:
+        return relation(parts, counted=clash), ROW_NUMBER
+    if clash:
+        return parquet([parts[0].path]), "row_number() over () - 1"
+    return parquet([parts[0].path], f"{FILE_ROW} = true"), FILE_ROW

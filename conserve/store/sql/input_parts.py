@@ -1,0 +1,89 @@
+"""The files that hold a job's input rows: one of the store's own, or the user's, of which there may be several."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from conserve.store.books.catalog import Source
+from conserve.store.files import home
+from conserve.store.sql.quoting import literal, parquet, quoted
+
+# Names that no column of the user's has.
+FILE, FIRST, COUNT, ROW_NUMBER = (
+    f'"{what} of conserve"' for what in ("file", "first row", "count", "row number")
+)
+
+
+class InputPart(NamedTuple):
+    """One file of an input; its rows count from `first_row`, and share the values of its partition."""
+
+    path: Path
+    first_row: int
+    partition: Mapping[str, int | str | None]
+
+
+def parts_of(store_home: Path, job_id: str, source: Source) -> list[InputPart]:
+    """The files with the rows of an input, in order."""
+    if source.copied:
+        return [InputPart(home.inputs_file(store_home, job_id), 0, {})]
+    if not source.parts:
+        return [InputPart(Path(source.path or ""), 0, {})]
+    folder = home.job_folder(store_home, job_id)
+    return [
+        InputPart(folder / part.kept if part.kept else Path(part.path), part.first_row, part.partition)
+        for part in source.parts
+    ]
+
+
+def changed(source: Source, parts: Sequence[InputPart]) -> str | None:
+    """Why these files cannot be joined with results, if they cannot; copied rows always can."""
+    if source.copied and not source.linked:
+        return None
+    if not source.files:
+        return "where its input lay is not known"
+    for part, mark in zip(parts, source.files, strict=True):
+        try:
+            stat = part.path.stat()
+        except OSError:
+            return f"its input {part.path} is gone"
+        if (stat.st_size, stat.st_mtime_ns) != (mark.size, mark.mtime_ns):
+            return f"its input {mark.path} changed after submit"
+    return None
+
+
+def value(found: int | str | None) -> str:
+    """A value in SQL."""
+    if found is None:
+        return "null"
+    return str(found) if isinstance(found, int) else literal(found)
+
+
+def relation(parts: Sequence[InputPart], *, counted: bool) -> str:
+    """An SQL table of the columns of several files, or of one with a partition, and `ROW_NUMBER`.
+
+    With `counted` rows are numbered as they are read, since `file_row_number` is a column of the user's.
+    """
+    keys = list(parts[0].partition)
+    values = ", ".join(f"({', '.join(row_of(part, keys))})" for part in parts)
+    names = ", ".join([FILE, FIRST, *map(quoted, keys)])
+    options = ["union_by_name = true", f"filename = {literal(FILE[1:-1])}"]
+    if not counted:
+        options.append("file_row_number = true")
+    scan = parquet([part.path for part in parts], *options)
+    if counted:
+        scan = f"(select *, row_number() over () - 1 as {COUNT} from {scan})"
+    number, hidden = (COUNT, COUNT) if counted else (f"p.{FIRST} + f.file_row_number", "file_row_number")
+    chosen = [f"f.* exclude ({hidden}, {FILE})", *(f"p.{quoted(key)}" for key in keys)]
+    return (
+        f"(select {', '.join(chosen)}, {number} as {ROW_NUMBER} "
+        f"from {scan} f join (values {values}) p({names}) using ({FILE}))"
+    )
+
+
+def row_of(part: InputPart, keys: Sequence[str]) -> list[str]:
+    """A part in SQL: its path, its first row, and the values of its partition."""
+    return [
+        literal(str(part.path)),
+        str(part.first_row),
+        *(value(part.partition[key]) for key in keys),
+    ]

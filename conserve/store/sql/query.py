@@ -1,0 +1,191 @@
+"""SQL over a store: DuckDB views `jobs`, `results`, `inputs` and `requests`, sealed off from everything else."""
+
+import contextlib
+import glob
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import duckdb
+
+from conserve.errors import QueryError
+from conserve.store.database.store import Store
+from conserve.store.sql import readable, scratch
+from conserve.store.sql.bounds import Bounds
+from conserve.store.sql.named_files import NamedFile, add_named
+from conserve.store.sql.quoting import literal, parquet, quoted
+from conserve.store.sql.readable import LeftOut
+from conserve.store.sql.requests_view import Wording, add_requests
+from conserve.store.sql.snapshot import Snapshot, snapshot
+from conserve.store.sql.views import add_inputs, add_jobs, add_results, readable_inputs
+
+SETTINGS: dict[str, Any] = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "allow_persistent_secrets": False,  # they would be read from the user's home folder
+    "python_enable_replacements": False,  # a table name must never reach for a Python variable
+    "preserve_insertion_order": True,
+}
+
+NONE: Mapping[Path, str] = MappingProxyType({})
+VIEWS = ("jobs", "results", "inputs", "requests")
+REACH = (
+    "conserve sql reads the views jobs, results, inputs and requests, files given by --with, and nothing else"
+)
+
+
+class Duplicate(NamedTuple):
+    """A value that occurs more than once."""
+
+    value: str
+    times: int
+
+
+def first_duplicate(path: Path, column: str) -> Duplicate | None:
+    """Some value that occurs more than once in a Parquet column, if any does; spills to disk if it must."""
+    with duckdb.connect(":memory:") as duck:
+        row = duck.execute(
+            f"select {quoted(column)}, count(*) from {parquet([path])} "
+            f"where {quoted(column)} is not null group by 1 having count(*) > 1 limit 1",
+        ).fetchone()
+    return Duplicate(*row) if row else None
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """An open DuckDB with the views in place, and what they cannot show."""
+
+    duck: duckdb.DuckDBPyConnection
+    left_out: list[LeftOut]
+    files: dict[str, list[Path]]  # that each view reads
+
+
+@contextmanager
+def views(
+    store: Store,
+    *,
+    now: float,
+    only: Sequence[str] | None = None,
+    sealed: bool = True,
+    wording: Wording | None = None,
+) -> Iterator[Views]:
+    """Open the views over the store as it is now; `sealed` locks everything else away."""
+    taken = snapshot(store, now=now, only=only)
+    with scratch.place() as spill, opened(taken, spill=spill, sealed=sealed, wording=wording) as found:
+        yield found
+
+
+@contextmanager
+def opened(
+    taken: Snapshot,
+    *,
+    spill: Path,
+    sealed: bool = True,
+    wording: Wording | None = None,
+    bounds: Bounds | None = None,
+    named: Sequence[NamedFile] = (),
+    damaged: Mapping[Path, str] = NONE,
+) -> Iterator[Views]:
+    """Open the views over a snapshot; what does not fit into memory is written to the folder `spill`.
+
+    Files that cannot be opened are left out, and those known to be `damaged`.
+    """
+
+    def fault(path: Path) -> str | None:
+        return damaged.get(path) or readable.fault(path)
+
+    config = {**SETTINGS, "temp_directory": str(spill), "extension_directory": str(spill / "extensions")}
+    with duckdb.connect(":memory:", config=config) as duck:
+        duck.execute("set timezone = 'UTC'")
+        for name, value in (bounds.settings() if bounds else {}).items():
+            duck.execute(f"set {name} = '{value}'")  # in `config` the bound on the disk has no effect
+        add_jobs(duck, taken)
+        shards, no_results = add_results(duck, taken, fault)
+        inputs, no_inputs = readable_inputs(taken, fault)
+        no_inputs += add_inputs(duck, inputs)
+        requests, no_requests = add_requests(duck, taken, wording, fault)
+        files = add_named(duck, named, VIEWS)
+        input_files = [part.path for parts in inputs.values() for part in parts]
+        if sealed:
+            seal(duck, [*shards, *input_files, *requests, *files])
+        read = {"results": shards, "inputs": input_files, "requests": requests}
+        yield Views(duck, [*no_results, *no_inputs, *no_requests], read)
+
+
+def seal(duck: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:
+    """Shut everything but these files away, for good: files, databases, extensions, settings."""
+    both_spellings = ", ".join(f"{literal(str(path))}, {literal(glob.escape(str(path)))}" for path in files)
+    duck.execute(f"set allowed_paths = [{both_spellings}]")
+    duck.execute("set enable_external_access = false")
+    duck.execute("set lock_configuration = true")
+
+
+def ask(duck: duckdb.DuckDBPyConnection, sql: str, *, limit: int | None = None) -> duckdb.DuckDBPyRelation:
+    """Bind one SELECT; everything else is refused, since a COPY could write where a view may read."""
+    try:
+        statements = duck.extract_statements(sql)
+        if not statements:
+            raise QueryError('there is no SQL; try: conserve sql "select * from jobs"')
+        if len(statements) > 1:
+            raise QueryError("one statement at a time, please")
+        found = duck.sql(select_of(statements[0]))
+        return found if limit is None else found.limit(limit)
+    except duckdb.Error as error:
+        raise explained(error) from error
+
+
+def select_of(statement: duckdb.Statement) -> str:
+    """The SQL of a statement that only reads; raises for any other.
+
+    DuckDB makes several statements of a PIVOT, and of whatever has one in it, COPY included: so it must
+    also parse as a subquery.
+    """
+    text = str(statement.query).strip().rstrip(";")
+    kind = kind_of(statement)
+    if kind == "SELECT":
+        return text
+    if kind == "MULTI":
+        with contextlib.suppress(duckdb.ParserException):
+            wrapped = f"from (\n{text}\n)"
+            if len(duckdb.extract_statements(wrapped)) == 1:
+                return wrapped
+    raise QueryError(f"{REACH}: only SELECT is possible")
+
+
+def kind_of(statement: duckdb.Statement) -> str:
+    """What kind of statement it is; empty for those that DuckDB's Python has no name for."""
+    try:
+        return str(statement.type.name)
+    except ValueError:
+        return ""
+
+
+def views_of(sql: str) -> set[str] | None:
+    """The views that a query names; None where that is not known.
+
+    A database without views is asked, since DuckDB names what a view reads instead of the view.
+    """
+    with duckdb.connect(":memory:", config={**SETTINGS, "enable_external_access": False}) as empty:
+        try:
+            named = {name.lower() for name in empty.get_table_names(sql)} & set(VIEWS)
+        except duckdb.Error:
+            return None
+    return named | ({"results"} if "requests" in named else set())
+
+
+def explained(error: duckdb.Error) -> QueryError:
+    """What DuckDB says against a query, with what to look at next."""
+    if isinstance(error, duckdb.PermissionException):
+        return QueryError(f"{REACH}: no other files, databases or settings")
+    message = one_line(str(error))
+    if isinstance(error, duckdb.CatalogException):
+        message = f"{REACH}: {message}"
+    return QueryError(f'{message}; the columns are shown by: conserve sql "describe results"')
+
+
+def one_line(text: str) -> str:
+    """A message of DuckDB's without its drawing of where the mistake is."""
+    return " ".join(line.strip() for line in text.splitlines() if line.strip() and "^" not in line)

@@ -1,0 +1,80 @@
+"""What queries read of the store: jobs, shard names, journal and live rows, all of one moment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from sqlalchemy import Connection, select, text
+
+from conserve.store.books import catalog, readings, shards
+from conserve.store.books.journal import is_whole
+from conserve.store.books.results import decode, to_arrow
+from conserve.store.books.shards import ShardFile
+from conserve.store.database import schema
+from conserve.store.database.store import Store
+from conserve.store.upkeep.damage import Damage, damaged_rows, unreadable
+
+journal, request = schema.journal, schema.request
+
+LIVE = pa.schema(
+    [("job_id", pa.string()), ("position", pa.int64()), ("leased", pa.bool_()), ("attempts", pa.int64())]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The store at one moment; shards are immutable, so their names are enough.
+
+    `damages` are files of requests, results and copied inputs that cannot be read.
+    """
+
+    home: Path
+    jobs: list[readings.JobReading]
+    catalog: list[catalog.Job]
+    shards: list[ShardFile]
+    journal_rows: pa.Table
+    live_rows: pa.Table
+    damages: list[Damage]
+
+
+def snapshot(store: Store, *, now: float, only: Sequence[str] | None = None) -> Snapshot:
+    """Read everything in one transaction, so that no row is missed or seen twice."""
+    with store.read() as tx:
+        jobs = [readings.to_reading(tuple(row)) for row in tx.execute(text(readings.JOBS), {"now": now})]
+        entries = catalog.everything(tx)
+        wanted = [job.id for job in jobs if only is None or job.id in only]
+        found = shards.files(tx, wanted)
+        rows = tx.execute(select(journal).where(journal.c.job_id.in_(wanted))).all()
+        live = live_table(tx, wanted)
+    ours = [entry for entry in entries if entry.id in wanted]
+    damages = unreadable(store.home, ours, found, now=now)
+    lost = {damage.file for damage in damages}
+    return Snapshot(
+        store.home,
+        [job for job in jobs if job.id in wanted],
+        ours,
+        [file for file in found if file.file not in lost],
+        journal_table([row for row in rows if is_whole(row)]),
+        live,
+        [*damages, *damaged_rows(rows)],
+    )
+
+
+def journal_table(rows: Sequence[Any]) -> pa.Table:
+    """Rows of the journal as a table; compaction keeps it short."""
+    return to_arrow([r.job_id for r in rows], [r.position for r in rows], [decode(r.payload) for r in rows])
+
+
+def live_table(tx: Connection, job_ids: Sequence[str]) -> pa.Table:
+    """Rows of these jobs that are leased, or came back and wait."""
+    columns = request.c.job_id, request.c.position, request.c.epoch, request.c.attempts
+    rows = tx.execute(select(*columns).where(request.c.job_id.in_(job_ids))).all()
+    values = [
+        [row.job_id for row in rows],
+        [row.position for row in rows],
+        [row.epoch is not None for row in rows],
+        [row.attempts for row in rows],
+    ]
+    return pa.table([pa.array(v, field.type) for v, field in zip(values, LIVE, strict=True)], schema=LIVE)

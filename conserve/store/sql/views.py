@@ -1,0 +1,163 @@
+"""The views `jobs`, `results` and `inputs` over a snapshot; a file that cannot be read is left out of its view."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from conserve.store.books import catalog, readings
+from conserve.store.books.results import COLUMNS
+from conserve.store.books.shards import ShardFile
+from conserve.store.sql.input_columns import (
+    RESULT_COLUMNS,
+    disagreeing,
+    input_select,
+    input_types,
+    with_columns,
+)
+from conserve.store.sql.input_parts import InputPart, changed, parts_of
+from conserve.store.sql.quoting import parquet, quoted
+from conserve.store.sql.readable import CHECK, REPAIR, LeftOut, first_line
+from conserve.store.sql.snapshot import Snapshot
+from conserve.store.upkeep.damage import Damage, Part
+
+Fault = Callable[[Path], str | None]  # why a file cannot be read, if it cannot
+DOCUMENTS = ("json", "choices", "logprobs")  # columns of `results` that hold JSON
+FIRST_COLUMNS = ("job_id", "position", *(name for name in COLUMNS if name != "engine"))
+"""The columns that shards of every version have."""
+
+
+def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
+    """The view `jobs`: one row a job, with its counters."""
+    rows = [asdict(job) | {"state": job.state.value, "tags": list(job.tags.items())} for job in taken.jobs]
+    kinds: dict[str, pa.DataType] = dict.fromkeys(("id", "state", "error", "row_order", "model"), pa.string())
+    kinds["tags"] = pa.map_(pa.string(), pa.string())
+    kinds |= dict.fromkeys(("submitted_at", "started_at", "finished_at"), pa.float64())
+    fields = [(name, kinds.get(name, pa.int64())) for name in readings.JobReading.__slots__]
+    duck.register("job_rows", pa.Table.from_pylist(rows, schema=pa.schema(fields)))
+    duck.execute(
+        "create table jobs as select * replace (to_timestamp(submitted_at) as submitted_at, "
+        "to_timestamp(started_at) as started_at, to_timestamp(finished_at) as finished_at) from job_rows"
+    )
+    duck.unregister("job_rows")
+
+
+def add_results(
+    duck: duckdb.DuckDBPyConnection, taken: Snapshot, fault: Fault
+) -> tuple[list[Path], list[LeftOut]]:
+    """The view `results`: one row a finished input row, from shards and journal together.
+
+    Returns the shards it reads, and the jobs that have others.
+    """
+    duck.register("journal_arrow", taken.journal_rows)
+    duck.execute("create schema store; create table store.journal as select * from journal_arrow")
+    duck.unregister("journal_arrow")
+    files = {taken.home / shard.file: shard for shard in taken.shards}
+    faults = {shard: reason for path, shard in files.items() if (reason := fault(path))}
+    readable = [path for path, shard in files.items() if shard not in faults]
+    try:
+        create_results(duck, readable)
+    except duckdb.Error:  # some file is none of ours: find out which
+        readable, others = with_columns(duck, readable, FIRST_COLUMNS)
+        faults |= {files[path]: reason for path, reason in others.items()}
+        create_results(duck, readable)
+    return readable, [*damaged_shards(faults), *damages(taken, "results", (Part.SHARD, Part.JOURNAL))]
+
+
+def damages(taken: Snapshot, view: str, parts: Collection[Part]) -> list[LeftOut]:
+    """Gaps of a view by damage that the snapshot has found; one sentence a job, which names the first."""
+    by_job: dict[str, list[Damage]] = defaultdict(list)
+    for damage in taken.damages:
+        if damage.part in parts and damage.job_id is not None:
+            by_job[damage.job_id].append(damage)
+    return [
+        LeftOut(
+            view=view, job_id=job_id, reason=f"{first.file} {first.what}{and_more(others)}", fix=first.fix
+        )
+        for job_id, (first, *others) in by_job.items()
+    ]
+
+
+def and_more(others: Sequence[object]) -> str:
+    """The end of a sentence that names the first of several files."""
+    return f", and {len(others)} more of its files" if others else ""
+
+
+def create_results(duck: duckdb.DuckDBPyConnection, shards: Sequence[Path]) -> None:
+    """Create the view over the journal and these shards."""
+    parts = ["select * from store.journal"]
+    if shards:
+        parts.append(f"select * from {parquet(shards, 'union_by_name = true')}")
+    documents = ", ".join(f"{column}::json as {column}" for column in DOCUMENTS)
+    duck.execute(
+        f"create view results as select * exclude (position) replace ({documents}) "
+        f"from ({' union all by name '.join(parts)})"  # older shards lack newer columns
+    )
+    assert columns_of(duck, "results") == list(RESULT_COLUMNS)
+
+
+def damaged_shards(faults: dict[ShardFile, str]) -> list[LeftOut]:
+    """One sentence for all damaged shards of a job; names the first."""
+    by_job: dict[str, list[str]] = defaultdict(list)
+    for shard, reason in faults.items():
+        by_job[shard.job_id].append(f"{shard.file} {reason}")
+    return [
+        LeftOut(view="results", job_id=job_id, reason=first + and_more(others), fix=REPAIR)
+        for job_id, (first, *others) in by_job.items()
+    ]
+
+
+def readable_inputs(taken: Snapshot, fault: Fault) -> tuple[dict[str, list[InputPart]], list[LeftOut]]:
+    """The files with each job's input rows; jobs of which one is gone, damaged or changed are left out."""
+    readable: dict[str, list[InputPart]] = {}
+    left_out = damages(taken, "inputs", (Part.INPUTS,))
+    damaged = {gap.job_id for gap in left_out}
+    for job in taken.catalog:
+        if job.id in damaged:
+            continue
+        parts = parts_of(taken.home, job.id, job.source)
+        if reason := input_fault(job.source, parts, fault):
+            fix = CHECK if job.source.copied else "put back the file that was submitted, to join it"
+            left_out.append(LeftOut(view="inputs", job_id=job.id, reason=reason, fix=fix))
+        else:
+            readable[job.id] = parts
+    return readable, left_out
+
+
+def input_fault(source: catalog.Source, parts: Sequence[InputPart], fault: Fault) -> str | None:
+    """Why input files cannot be joined with results, if they cannot."""
+    if reason := changed(source, parts):
+        return reason
+    for part in parts:
+        if reason := fault(part.path):
+            which = f"the copy of its input, {part.path.name}," if source.copied else f"its input {part.path}"
+            return f"{which} {reason}"
+    return None
+
+
+def add_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, list[InputPart]]) -> list[LeftOut]:
+    """The view `inputs`: job_id, row_index, and the columns of the input files of all jobs by name.
+
+    A job with a file that DuckDB cannot read is left out.
+    """
+    types: dict[str, dict[str, str]] = {}
+    left_out = []
+    for job_id, parts in readable.items():
+        try:
+            types[job_id] = input_types(duck, parts)
+        except duckdb.Error as error:
+            reason = f"its input {parts[0].path} cannot be read ({first_line(error)})"
+            left_out.append(LeftOut(view="inputs", job_id=job_id, reason=reason, fix=CHECK))
+    as_text = disagreeing(list(types.values()))
+    selects = [input_select(job_id, readable[job_id], kinds, as_text) for job_id, kinds in types.items()]
+    nothing = "select null::varchar as job_id, null::bigint as row_index where false"
+    duck.execute(f"create view inputs as {' union all by name '.join(selects) or nothing}")
+    return left_out
+
+
+def columns_of(duck: duckdb.DuckDBPyConnection, view: str) -> list[str]:
+    """The column names of a view."""
+    return [row[0] for row in duck.execute(f"describe {quoted(view)}").fetchall()]

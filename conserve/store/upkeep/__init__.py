@@ -1,0 +1,1 @@
+"""Damage found and mended, orphans swept, jobs removed."""

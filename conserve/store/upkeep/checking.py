@@ -1,0 +1,360 @@
+"""Checking: whether everything that the database names is there, is what was written, and adds up.
+
+Files are read from end to end, also those that were found whole today. Results are counted again: each position of
+a job is in exactly one of four places (`places`), and the job's counters are the sums over them.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from sqlalchemy import Connection, text
+
+from conserve.errors import JobNotFound, StoreDamaged, StoreError
+from conserve.store.books import catalog, places, shards
+from conserve.store.books.journal import is_whole
+from conserve.store.books.places import Content
+from conserve.store.books.results import decode
+from conserve.store.books.shards import ShardFile
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
+from conserve.store.files import digests, home, marks
+from conserve.store.files.digests import Seal
+from conserve.store.files.marks import Mark
+from conserve.store.upkeep import records
+from conserve.store.upkeep.damage import Damage, NamedFile, Part, damaged, named_files
+
+TOKENS = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")
+MOST_NAMED = 5  # rows named in one sentence
+
+
+@dataclass(slots=True, kw_only=True)
+class Checked:
+    """What was looked at, and what was found."""
+
+    jobs: int = 0
+    files: int = 0
+    bytes: int = 0
+    damages: list[Damage] = field(default_factory=list)
+
+
+class Counts(NamedTuple):
+    """Sums over results, as the table `job` keeps them."""
+
+    succeeded: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    resumed_tokens: int = 0
+
+    def plus(self, other: "Counts") -> "Counts":
+        """The sums over both."""
+        return Counts(*(one + two for one, two in zip(self, other, strict=True)))
+
+
+class Read(NamedTuple):
+    """A shard that was read: its positions, and the sums over its rows."""
+
+    content: Content
+    counts: Counts = Counts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """A job, its rows and its shards in one picture."""
+
+    job: catalog.Job
+    shards: Sequence[ShardFile]
+    reads: Sequence[Read]  # of the shards, in their order
+    damaged_rows: Sequence[int]  # positions in the journal that are not what was written
+    times: places.Positions  # how often each position that was leased once is somewhere
+    counts: Counts  # of everything that can be read
+
+    @property
+    def lost(self) -> list[int]:
+        """Positions that are nowhere."""
+        return [int(position) for position in np.flatnonzero(self.times == 0)]
+
+    @property
+    def doubled(self) -> list[int]:
+        """Positions that are in several places."""
+        return [int(position) for position in np.flatnonzero(self.times > 1)]
+
+    @property
+    def beyond(self) -> list[int]:
+        """Positions that are somewhere although none from the cursor on was ever leased."""
+        start = self.job.next_position
+        return [start + int(position) for position in np.flatnonzero(self.times[start:])]
+
+    @property
+    def unreadable_shards(self) -> list[ShardFile]:
+        """Shards whose content is not what was written."""
+        pairs = zip(self.shards, self.reads, strict=True)
+        return [shard for shard, read in pairs if read.content.fault]
+
+
+Judge = Callable[[catalog.Job], str | None]
+
+
+def check(store: Store, *, only: Collection[str] | None = None, judge: Judge = lambda job: None) -> Checked:
+    """Look at the database and at these jobs, or at all; `judge` says what is wrong with a job's task."""
+    checked = Checked(damages=database_damage(store))
+    try:
+        with store.read() as tx:
+            job_ids = [job_id for job_id in catalog.ids(tx) if only is None or job_id in only]
+        for job_id in job_ids:
+            checked.jobs += 1
+            checked.damages += check_job(store, job_id, checked, judge)
+    except StoreError as error:
+        checked.damages.append(database_is(store.place, str(error)))
+    return checked
+
+
+def database_damage(store: Store) -> list[Damage]:
+    """What SQLite finds in its own file; other databases look after theirs."""
+    if store.engine.dialect.name != "sqlite":
+        return []
+    try:
+        with store.read() as tx:
+            found = [str(row[0]) for row in tx.execute(text("pragma integrity_check"))]
+            found += [f"row {row[1]} of {row[0]} names no {row[2]}" for row in foreign_keys(tx)]
+    except StoreError as error:
+        found = [str(error)]
+    return [database_is(store.place, said) for said in found[:MOST_NAMED] if said != "ok"]
+
+
+def foreign_keys(tx: Connection) -> Sequence[Any]:
+    """Rows that name a job which is not there."""
+    return tx.execute(text("pragma foreign_key_check")).all()
+
+
+def database_is(place: str, said: str) -> Damage:
+    """Damage of the database itself."""
+    return Damage(
+        job_id=None,
+        part=Part.DATABASE,
+        file=place,
+        what=f"is damaged ({said.partition('; ')[0]})",
+        fix="stop what runs, and run: conserve check --repair",
+    )
+
+
+def check_job(store: Store, job_id: str, checked: Checked, judge: Judge = lambda job: None) -> list[Damage]:
+    """Everything that is wrong with one job; counts what was read.
+
+    Looks once more before it says so: `retry` may have taken a shard away that was there when its name was read.
+    """
+    found = look_at(store, job_id, checked, judge)
+    return look_at(store, job_id, Checked(), judge) if found else []
+
+
+def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[Damage]:
+    """Everything that is wrong with one job at this moment."""
+    try:
+        mark = marks.of(home.job_folder(store.home, job_id))
+        with store.read() as tx:
+            standing = stand(tx, store.home, job_id)
+            wrong = records.differences(tx, job_id, mark) if mark is not None else []
+    except JobNotFound:
+        return []  # removed since its id was read
+    except StoreDamaged as error:
+        return [record_damage(job_id, str(error))]
+    files = [file for file in named_files(store.home, [standing.job], []) if file.part is not Part.SHARD]
+    found = [one for file in files if (one := file_damage(store.home, file, standing.job))]
+    if (
+        said := judge(standing.job)
+        or outside(standing)
+        or (wrong and f"not what was submitted: {', '.join(wrong)}")
+    ):
+        found.append(record_damage(job_id, said))
+    elif standing.job.files and (mark is None or mark.store_id != store.id):  # no earlier version made one
+        found.append(mark_damage(store.home, job_id, mark))
+    found += shard_damages(standing)
+    found += row_damages(standing)
+    for path in (*(file.path for file in files), *(store.home / shard.file for shard in standing.shards)):
+        if path.is_file():
+            checked.files += 1
+            checked.bytes += path.stat().st_size
+    return [replace(each, fix=fix_of(each, standing)) for each in found]
+
+
+def stand(tx: Connection, where: Path, job_id: str, known: dict[int, Read] | None = None) -> Standing:
+    """How a job stands; reads its shards, but for those that are known by their number already."""
+    job = catalog.get(tx, job_id)
+    found = shards.files(tx, [job_id])
+    known = {} if known is None else known
+    for shard in found:
+        if shard.id not in known:
+            known[shard.id] = read_shard(where, shard)
+    damaged_rows, counts = read_journal(tx, job_id)
+    for shard in found:
+        counts = counts.plus(known[shard.id].counts)
+    reads = [known[shard.id] for shard in found]
+    return Standing(
+        job=job,
+        shards=found,
+        reads=reads,
+        damaged_rows=damaged_rows,
+        times=places.times_found(tx, job, [read.content.positions for read in reads]),
+        counts=counts,
+    )
+
+
+def read_shard(where: Path, shard: ShardFile) -> Read:
+    """Read a shard to its end."""
+    path = where / shard.file
+    content = places.content(path, shard.seal)
+    if content.fault:
+        return Read(content)
+    try:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        table = file.read(None if shard.seal is None else ["error_type", *TOKENS])
+    except (OSError, pa.ArrowException) as error:
+        return Read(Content(places.NONE, f"is damaged ({first_line(error)})"))
+    if table.num_rows != shard.num_rows:
+        return Read(Content(places.NONE, f"has {table.num_rows:,} of its {shard.num_rows:,} rows"))
+    succeeded = table["error_type"].null_count
+    sums = (int(pc.sum(table[name]).as_py() or 0) for name in TOKENS)
+    return Read(content, Counts(succeeded, table.num_rows - succeeded, *sums))
+
+
+def read_journal(tx: Connection, job_id: str) -> tuple[list[int], Counts]:
+    """The positions of journal rows that are not what was written, and the sums over the others."""
+    broken, succeeded, failed, tokens = [], 0, 0, [0] * len(TOKENS)
+    rows = text("select job_id, position, failed, payload, checksum from journal where job_id = :job_id")
+    for row in tx.execute(rows, {"job_id": job_id}):  # past the types of the schema, which damaged rows break
+        if not is_whole(row):
+            broken.append(int(row.position))
+            continue
+        result = decode(row.payload)
+        succeeded += not result.failed
+        failed += result.failed
+        tokens = [total + getattr(result, name) for total, name in zip(tokens, TOKENS, strict=True)]
+    return broken, Counts(succeeded, failed, *tokens)
+
+
+def outside(standing: Standing) -> str | None:
+    """What is wrong with a record that names fewer rows than have results."""
+    last = max((int(read.content.positions.max(initial=-1)) for read in standing.reads), default=-1)
+    if last < standing.job.num_rows:
+        return None
+    return f"it says {standing.job.num_rows:,} rows, and row {last:,} has a result"
+
+
+def record_damage(job_id: str, said: str) -> Damage:
+    """Damage of a row of the table `job`."""
+    return damaged(job_id, Part.RECORD, "its record", f"is damaged ({said.partition('; run:')[0]})")
+
+
+def mark_damage(where: Path, job_id: str, mark: Mark | None) -> Damage:
+    """Damage of the file that says whose a folder is."""
+    path = home.job_folder(where, job_id) / marks.MARK
+    what = "is not what was written" if path.is_file() else "is missing"
+    what = what if mark is None else f"is of another store ({mark.store_id})"
+    return damaged(job_id, Part.MARK, str(path.relative_to(where)), what)
+
+
+def file_damage(where: Path, file: NamedFile, job: catalog.Job) -> Damage | None:
+    """The damage of a job's requests or inputs, which are read to their end."""
+    what = file_fault(file.path, file.seal)
+    if what:
+        return damaged(job.id, file.part, str(file.path.relative_to(where)), what)
+    rows = pq.read_metadata(file.path).num_rows
+    if rows != job.num_rows and file.part is Part.REQUESTS:
+        return record_damage(job.id, f"it says {job.num_rows:,} rows, and there are {rows:,} requests")
+    return None
+
+
+def file_fault(path: Path, seal: Seal | None) -> str | None:
+    """What is wrong with a Parquet file; one of which there is no seal is read to its end."""
+    if what := digests.fault(path, seal):
+        return what
+    try:
+        found = pq.ParquetFile(path, page_checksum_verification=True)
+        for _ in found.iter_batches() if seal is None else ():
+            pass
+    except (OSError, pa.ArrowException) as error:
+        return f"is damaged ({first_line(error)})"
+    return None
+
+
+def shard_damages(standing: Standing) -> Iterator[Damage]:
+    """Shards that cannot be read."""
+    for shard, read in zip(standing.shards, standing.reads, strict=True):
+        if read.content.fault:
+            yield damaged(shard.job_id, Part.SHARD, shard.file, read.content.fault)
+
+
+def row_damages(standing: Standing) -> Iterator[Damage]:
+    """Rows and counters that do not add up; what a damaged file explains is not named twice."""
+    job = standing.job
+    for position in standing.damaged_rows:
+        yield damaged(job.id, Part.JOURNAL, f"row {position} of the journal", "is not what was written")
+    missing = sum(shard.num_rows for shard in standing.unreadable_shards)
+    if standing.beyond:
+        said = f"says that no row from {job.next_position:,} on was leased, and there are {named(standing.beyond)}"
+        yield damaged(job.id, Part.ROWS, "its record", said)
+        return
+    if len(standing.lost) != missing:
+        lost = f"{len(standing.lost) - missing:+,} beyond its damaged files"
+        yield damaged(job.id, Part.ROWS, "the queue", f"lacks rows {named(standing.lost)} ({lost})")
+    if standing.doubled:
+        yield damaged(job.id, Part.ROWS, "the queue", f"has rows {named(standing.doubled)} twice")
+    if not missing and not standing.damaged_rows and (wrong := wrong_counters(standing)):
+        yield damaged(job.id, Part.COUNTERS, "its record", wrong)
+
+
+def wrong_counters(standing: Standing) -> str | None:
+    """The counters that are not the sums over the results, in words."""
+    job, counts = standing.job, standing.counts
+    wrong = [
+        f"{name} {getattr(job, name):,} instead of {value:,}"
+        for name, value in counts._asdict().items()
+        if getattr(job, name) != value
+    ]
+    if not wrong and (job.state is JobState.COMPLETED) != is_done(standing) and completable(job):
+        wrong = [f"the state {job.state} with {counts.succeeded + counts.failed:,} of {job.num_rows:,} rows"]
+    return f"says {', '.join(wrong)}" if wrong else None
+
+
+def is_done(standing: Standing) -> bool:
+    """Whether every row has a result."""
+    return standing.counts.succeeded + standing.counts.failed == standing.job.num_rows
+
+
+def completable(job: catalog.Job) -> bool:
+    """Whether the job's state follows from its rows: nothing completes a cancelled one."""
+    return job.state is not JobState.CANCELLED
+
+
+def named(positions: Sequence[int]) -> str:
+    """Some positions in words."""
+    shown = ", ".join(f"{position:,}" for position in positions[:MOST_NAMED])
+    return shown if len(positions) <= MOST_NAMED else f"{shown} and {len(positions) - MOST_NAMED:,} others"
+
+
+def fix_of(found: Damage, standing: Standing) -> str:
+    """The command, and what it will come to."""
+    rows = {shard.file: shard.num_rows for shard in standing.shards}
+    comes_to = {
+        Part.SHARD: f"its {rows.get(found.file, 0):,} rows are computed again",
+        Part.JOURNAL: "the row is computed again",
+        Part.REQUESTS: "they are rendered again if the input is as it was",
+        Part.INPUTS: "they are copied again if the input is as it was",
+        Part.ROWS: "rows that are nowhere are computed again",
+        Part.COUNTERS: "it is counted again",
+        Part.RECORD: "it is taken from the job's folder",
+        Part.MARK: "it is written anew",
+    }
+    return f"run: conserve check --repair {found.job_id} ({comes_to[found.part]})"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

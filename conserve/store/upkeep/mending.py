@@ -1,0 +1,202 @@
+"""Mending: what the rest of a job allows to recover of its results and its counters.
+
+A shard that cannot be read is taken out, and its rows, which are nowhere else, go back into the queue. Where a row
+is in two places, the result that is furthest on its way stays. Then everything is counted again.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+from sqlalchemy import Connection, Table, delete, insert, select, text, update
+
+from conserve.store.books import catalog, places, queue, shards
+from conserve.store.books.journal import is_whole
+from conserve.store.books.places import Positions
+from conserve.store.books.results import decode
+from conserve.store.books.shards import ShardFile
+from conserve.store.books.states import JobState
+from conserve.store.database import schema
+from conserve.store.database.store import Store
+from conserve.store.files import digests, home, trash
+from conserve.store.upkeep import checking
+from conserve.store.upkeep.checking import Counts, Read, Standing
+
+job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
+
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Mended(NamedTuple):
+    """What one transaction changed."""
+
+    dropped: Sequence[ShardFile]
+    damaged_rows: int
+    back: int
+    recounted: bool
+
+    @property
+    def said(self) -> list[str]:
+        """The same in words."""
+        return [
+            *(f"{file.file} was taken out of the store" for file in self.dropped),
+            *(
+                [f"{self.damaged_rows:,} damaged rows were taken out of the journal"]
+                * bool(self.damaged_rows)
+            ),
+            *([f"{self.back:,} rows are back in the queue"] * bool(self.back)),
+            *(["the counters were counted again"] * self.recounted),
+        ]
+
+
+def mend_rows(store: Store, job_id: str, *, now: float) -> list[str]:
+    """Recover the results and the counters of a job; says what was done."""
+    said = restore_from_trash(store, job_id)
+    known: dict[int, Read] = {}
+    with store.read() as tx:
+        checking.stand(tx, store.home, job_id, known)  # reads the shards before anything is locked
+    with store.write() as tx:
+        catalog.lock_job(tx, job_id)
+        mended = mend(tx, checking.stand(tx, store.home, job_id, known), now)
+    for file in mended.dropped:
+        throw_away(store, store.home / file.file, now)
+    return said + mended.said
+
+
+def throw_away(store: Store, path: Path, now: float) -> None:
+    """Move a file that nothing names any more to the trash, if it is there."""
+    with home.explained(store.home):
+        if path.is_file():
+            trash.throw_away(store.home, path, now=now)
+
+
+def restore_from_trash(store: Store, job_id: str) -> list[str]:
+    """Copy those of a job's files that are missing or damaged from the trash, if they are whole there."""
+    with store.read() as tx:
+        found = catalog.get(tx, job_id)
+        wanted = {file.file: file.seal for file in shards.files(tx, [job_id])}
+    folder = home.job_folder(store.home, job_id).relative_to(store.home)
+    wanted |= {str(folder / name): seal for name, seal in found.files.items()}
+    said = []
+    for name, seal in wanted.items():
+        if seal is None or not digests.fault(store.home / name, seal):
+            continue
+        whole = (path for path in trash.found(store.home, name) if not digests.fault(path, seal))
+        if path := next(whole, None):
+            copy(path, store.home / name, store.home)
+            said.append(f"{name} was found in the trash")
+    return said
+
+
+def copy(path: Path, to: Path, where: Path) -> None:
+    """Copy a file durably; its folder may be gone too."""
+    scratch = to.with_suffix(".tmp")
+    with home.explained(where):
+        home.make_with_parents(to.parent)
+        try:
+            shutil.copyfile(path, scratch)
+            home.write_durably(to, scratch)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def mend(tx: Connection, standing: Standing, now: float) -> Mended:
+    """Bring each row of a job into exactly one place, and its counters to the sums over its results."""
+    current = standing.job
+    in_shards, dropped, counts = kept_shards(standing)
+    tx.execute(delete(shard).where(shard.c.id.in_([file.id for file in dropped])))
+    take_out(tx, journal, current.id, standing.damaged_rows)
+    done = in_shards | kept(tx, journal, current, taken=in_shards)
+    placed = done | kept(tx, request, current, taken=done)
+    cursor = max(current.next_position, last(placed) + 1)
+    back = [int(position) for position in np.flatnonzero(~placed[:cursor])]
+    if back:
+        tx.execute(insert(request), [shards.new_request(current.id, position, now) for position in back])
+    _, in_journal = checking.read_journal(tx, current.id)
+    recounted = recount(tx, current, counts.plus(in_journal), cursor, now)
+    return Mended(dropped, len(standing.damaged_rows), len(back), recounted)
+
+
+def kept_shards(standing: Standing) -> tuple[Flags, list[ShardFile], Counts]:
+    """The positions in shards that stay, the shards that do not, and the sums over those that stay.
+
+    One that cannot be read goes, and one with rows that an earlier one has too.
+    """
+    there: Flags = np.zeros(standing.job.num_rows, np.bool_)
+    dropped, counts = [], Counts()
+    for file, read in zip(standing.shards, standing.reads, strict=True):
+        positions = read.content.positions
+        if read.content.fault or there[positions].any():
+            dropped.append(file)
+        else:
+            there[positions] = True
+            counts = counts.plus(read.counts)
+    return there, dropped, counts
+
+
+def kept(tx: Connection, table: Table, current: catalog.Job, *, taken: Flags) -> Flags:
+    """The job's positions in a table, once those that are taken, or that no row of the job has, are out of it."""
+    found = list(tx.scalars(select(table.c.position).where(table.c.job_id == current.id)))
+    outside = [position for position in found if not 0 <= position < current.num_rows or taken[position]]
+    take_out(tx, table, current.id, outside)
+    there: Flags = np.zeros(current.num_rows, np.bool_)
+    there[sorted(set(found) - set(outside))] = True
+    return there
+
+
+def take_out(tx: Connection, table: Table, job_id: str, positions: Sequence[int]) -> None:
+    """Delete the job's rows at these positions."""
+    for chunk in queue.chunks(positions):
+        tx.execute(delete(table).where(table.c.job_id == job_id, table.c.position.in_(chunk)))
+
+
+def last(placed: Flags) -> int:
+    """The last position that is somewhere; -1 if none is."""
+    found = np.flatnonzero(placed)
+    return int(found[-1]) if len(found) else -1
+
+
+def recount(tx: Connection, current: catalog.Job, counts: Counts, cursor: int, now: float) -> bool:
+    """Write the counters that are right, and the state that follows from them; says whether any was not."""
+    right = {**counts._asdict(), "next_position": cursor, "state": current.state}
+    done = counts.succeeded + counts.failed == current.num_rows
+    if done and current.state is not JobState.CANCELLED:
+        right["state"] = JobState.COMPLETED
+    if not done and current.state is JobState.COMPLETED:
+        right["state"] = JobState.QUEUED
+    if all(getattr(current, name) == value for name, value in right.items()):
+        return False
+    ended = {JobState.COMPLETED: current.finished_at or now, JobState.QUEUED: None}
+    right["finished_at"] = ended.get(right["state"], current.finished_at)
+    tx.execute(update(job).where(job.c.id == current.id).values({**right, "state": right["state"].value}))
+    return True
+
+
+def answered(tx: Connection, where: Path, job_id: str) -> tuple[Positions, Positions]:
+    """The positions of all results that can be read, and the input rows that they answer."""
+    positions, rows = [places.NONE], [places.NONE]
+    for file in shards.files(tx, [job_id]):
+        content = places.content(where / file.file, file.seal)
+        if not content.fault:
+            column = pq.read_table(where / file.file, columns=["row_index"])["row_index"]
+            positions.append(content.positions)
+            rows.append(column.to_numpy())
+    found = tx.execute(select(journal).where(journal.c.job_id == job_id)).all()
+    whole = [row for row in found if is_whole(row)]
+    positions.append(np.array([row.position for row in whole], np.int64))
+    rows.append(np.array([decode(row.payload).row_index for row in whole], np.int64))
+    return np.concatenate(positions), np.concatenate(rows)
+
+
+def mend_database(store: Store) -> list[str]:
+    """Make the indexes of an SQLite database anew, and drop rows that name no job."""
+    with store.write() as tx:
+        tx.execute(text("reindex"))
+        orphans = 0
+        for table in (request, journal, shard, schema.lease):
+            orphans += tx.execute(delete(table).where(table.c.job_id.not_in(select(job.c.id)))).rowcount
+    dropped = [f"{orphans:,} rows that name no job were dropped"] if orphans else []
+    return ["the indexes of the database were made anew", *dropped]

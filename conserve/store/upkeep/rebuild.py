@@ -1,0 +1,207 @@
+"""Rebuilding: a new database of what can still be read of a damaged one, and of what the jobs' folders hold.
+
+Each folder has its job's record, its requests and its results. With a database goes what it alone had: results
+that were in no shard yet, and whether a job was paused or cancelled.
+"""
+
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from sqlalchemy import Connection, Table, insert, text, update
+from sqlalchemy.exc import SQLAlchemyError
+
+from conserve.config import Settings
+from conserve.errors import StoreError
+from conserve.store.books import catalog
+from conserve.store.books.journal import is_whole
+from conserve.store.database import lineage, schema
+from conserve.store.database.migrations import STORE_ID
+from conserve.store.database.store import Store
+from conserve.store.files import digests, home, marks
+from conserve.store.files.marks import Mark
+from conserve.store.upkeep import mending
+
+job, request, journal, shard, meta = (
+    schema.job,
+    schema.request,
+    schema.journal,
+    schema.shard,
+    schema.meta,
+)
+
+LOG_FILES = ("", "-wal", "-shm")
+
+
+class Stranger(NamedTuple):
+    """A job's folder that the database does not name, although one of this place did."""
+
+    job_id: str
+    mark: Mark
+
+
+def strangers(store: Store) -> list[Stranger]:
+    """Folders of jobs that the database at this place once had: it was replaced, emptied or is an older copy."""
+    with store.read() as tx:
+        known = set(catalog.ids(tx))
+    ours = {store.id, *lineage.ids(store.home, store.place)}
+    found = []
+    for folder in sorted(home.jobs_folder(store.home).glob("[!.]*")):
+        mark = marks.of(folder) if folder.name not in known else None
+        if mark is not None and mark.registered and mark.record and mark.store_id in ours:
+            found.append(Stranger(folder.name, mark))
+    return found
+
+
+def rebuild(settings: Settings, *, now: float) -> list[str]:
+    """Make a new database beside the damaged one; says what was done."""
+    path = sqlite_file(settings)
+    if path is None:
+        raise StoreError("only an SQLite store can be rebuilt; restore the database from its backup")
+    aside = path.with_name(f"{path.name}.damaged-{int(now)}")
+    with home.explained(settings.home):
+        for suffix in LOG_FILES:
+            with suppress(FileNotFoundError):
+                path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+    salvaged = salvage(aside)
+    store = Store.open(settings)
+    try:
+        said = refill(store, salvaged, now=now)
+    finally:
+        store.close()
+    return [f"the damaged database is kept as {aside.name}", *said]
+
+
+def sqlite_file(settings: Settings) -> Path | None:
+    """The file of the settings' database, if it is SQLite's."""
+    url = settings.store_url
+    return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:///") else None
+
+
+def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *, now: float) -> list[str]:
+    """Put into an empty database what was salvaged and what the folders have, and mend each job."""
+    with store.write() as tx:
+        take_id(tx, store, salvaged["meta"])
+        never_use_again(tx, now)
+        for row in salvaged["job"]:
+            if catalog.is_readable({**dict.fromkeys(job.c.keys()), **row}):
+                put(tx, job, row)
+        known = set(catalog.ids(tx))
+        for row in salvaged["journal"]:
+            if row.get("job_id") in known and is_whole(Row(row)):
+                put(tx, journal, row)
+        for row in salvaged["request"]:
+            if row.get("job_id") in known:
+                put(tx, request, {**row, "epoch": None})
+        for row in salvaged["shard"]:
+            if row.get("job_id") in known and isinstance(row.get("file"), str):
+                put(tx, shard, row)
+    said = [f"{len(known):,} jobs were read from it"]
+    again = Store.over(store.home, store.engine)
+    said += adopt(again, strangers(again), now=now)
+    for job_id in known:
+        said += mending.mend_rows(again, job_id, now=now)
+    return said
+
+
+class Row:
+    """The columns of a row as attributes."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        return self._values.get(name)
+
+
+def put(tx: Connection, table: Table, row: Mapping[str, Any]) -> None:
+    """Insert a row as far as the table takes it."""
+    values = {name: value for name, value in row.items() if name in table.c}
+    with suppress(SQLAlchemyError, TypeError, ValueError), tx.begin_nested():
+        tx.execute(insert(table).values(values))
+
+
+def take_id(tx: Connection, store: Store, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Give the new database the id of the old one: the folders of its jobs carry it."""
+    read = [row["value"] for row in rows if row.get("key") == STORE_ID and isinstance(row.get("value"), str)]
+    earlier = [each for each in lineage.ids(store.home, store.place) if each != store.id]
+    wanted = (earlier or read or [store.id])[-1]
+    tx.execute(update(meta).where(meta.c.key == STORE_ID).values(value=wanted))
+
+
+def never_use_again(tx: Connection, now: float) -> None:
+    """Let epochs begin beyond all that the old database gave out: a late writer must find its own gone."""
+    tx.execute(text("insert into sqlite_sequence (name, seq) values ('lease', :seq)"), {"seq": int(now)})
+
+
+def adopt(store: Store, found: Sequence[Stranger], *, now: float) -> list[str]:
+    """Take jobs in from their folders, with the results that lie there."""
+    said = []
+    for stranger in found:
+        with store.write() as tx:
+            put(tx, job, {**(stranger.mark.record or {}), "seq": None})
+            if not catalog.taken(tx, stranger.job_id):
+                continue
+            for file in results_in(store.home, stranger.job_id):
+                tx.execute(insert(shard).values(**file, job_id=stranger.job_id, created_at=now))
+        folder = home.job_folder(store.home, stranger.job_id)
+        marks.register(folder, store.id, stranger.mark.record or {})
+        mending.mend_rows(store, stranger.job_id, now=now)
+        said.append(f"job {stranger.job_id} was taken in from its folder")
+    return said
+
+
+def results_in(where: Path, job_id: str) -> Iterator[dict[str, Any]]:
+    """The shards that lie in a job's folder and can be read, answers before errors."""
+    found = []
+    for path in sorted((home.job_folder(where, job_id) / home.RESULTS).glob("*.parquet")):
+        with suppress(OSError, pa.ArrowException):
+            table = pq.read_table(path, page_checksum_verification=True)
+            failed = table["error_type"].null_count < table.num_rows
+            found.append((failed, path, table.num_rows))
+    for failed, path, rows in sorted(found):
+        seal = digests.seal(path)
+        yield {
+            "file": str(path.relative_to(where)),
+            "failed": failed,
+            "num_rows": rows,
+            "digest": seal.digest,
+            "bytes": seal.bytes,
+        }
+
+
+TABLES = ("meta", "job", "journal", "request", "shard")
+
+
+def salvage(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows of a damaged database that can be read, from both ends of each table."""
+    found: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
+    with suppress(sqlite3.Error, OSError):
+        connection = sqlite3.connect(path)
+        connection.row_factory = sqlite3.Row
+        connection.text_factory = lambda value: value.decode(errors="replace")
+        try:
+            for table in TABLES:
+                keys = [column.name for column in schema.metadata.tables[table].primary_key]
+                found[table] = [*from_one_end(connection, table, keys)]
+        finally:
+            connection.close()
+    return found
+
+
+def from_one_end(connection: sqlite3.Connection, table: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows up to the first that cannot be read, then from the last one backward."""
+    seen = set()
+    for order in ("asc", "desc"):
+        columns = ", ".join(f"{key} {order}" for key in keys)
+        with suppress(sqlite3.Error):
+            for row in connection.execute(f"select * from {table} order by {columns}"):
+                values = dict(row)
+                key = tuple(values.get(name) for name in keys)
+                if key not in seen:
+                    seen.add(key)
+                    yield values

@@ -1,0 +1,113 @@
+"""Records of jobs that are damaged in the database: what a job was at submit stands in its folder too (`marks`)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from sqlalchemy import Connection, update
+
+from conserve.store.books import catalog, places, shards
+from conserve.store.books.catalog import Source
+from conserve.store.books.states import JobState
+from conserve.store.database import schema
+from conserve.store.database.store import Store
+from conserve.store.files import home, marks
+from conserve.store.files.marks import Mark
+
+job = schema.job
+
+MOVING = frozenset(
+    {
+        "seq",
+        "state",
+        "error",
+        "started_at",
+        "finished_at",
+        "next_position",
+        "succeeded",
+        "failed",
+        "retries",
+        "prompt_tokens",
+        "completion_tokens",
+        "cached_tokens",
+        "resumed_tokens",
+        "model",
+        "files",
+        "priority",
+    }
+)
+"""Columns that may change after submit."""
+
+
+def mend(store: Store, job_id: str, *, now: float) -> str:
+    """Write what is damaged of a job's record anew, from its folder as far as that has it.
+
+    Without it the job's results stay, and nothing of it runs any more.
+    """
+    with store.write() as tx:
+        catalog.lock_job(tx, job_id)
+        values = catalog.record(tx, job_id)
+        right = at_submit(store, job_id)
+        said = f"the record of job {job_id} was {'taken from its folder' if right else 'mended'}"
+        right |= numbers(tx, store.home, job_id, {**values, **right})
+        if values["state"] not in tuple(JobState):
+            right["state"] = JobState.QUEUED.value
+        if not catalog.is_readable({**values, **right}):
+            said = f"the record of job {job_id} is lost; the results it has stay, and nothing of it is run any more"
+            right |= {"state": JobState.CANCELLED.value, "error": said, "finished_at": now, "files": "{}"}
+            right |= {"task": '{"kind":"prompt"}', "source": to_json(Source(path=None, format="unknown"))}
+        if right:
+            tx.execute(update(job).where(job.c.id == job_id).values(right))
+    return said
+
+
+def at_submit(store: Store, job_id: str) -> dict[str, Any]:
+    """What stands in the job's folder of what never changes; nothing if there is no mark."""
+    mark = marks.of(home.job_folder(store.home, job_id))
+    record = mark.record if mark is not None else None
+    kept = {"files", "priority"}  # as they were is better than nothing
+    return {
+        name: value
+        for name, value in (record or {}).items()
+        if name in job.c and (name in kept or name not in MOVING)
+    }
+
+
+def differences(tx: Connection, job_id: str, mark: Mark) -> list[str]:
+    """Columns of a job's record that are not what was submitted, by what stands in its folder."""
+    now = catalog.record(tx, job_id)
+    then = mark.record or {}
+    return [name for name in now if name in then and name not in MOVING and now[name] != then[name]]
+
+
+def mend_mark(store: Store, job_id: str) -> str:
+    """Write a job's mark anew, from its record."""
+    folder = home.job_folder(store.home, job_id)
+    with store.read() as tx:
+        record = catalog.record(tx, job_id)
+    with home.explained(store.home):
+        home.make_with_parents(folder)
+        marks.change(folder, Mark(store_id=store.id, registered=True, record=record))
+    return f"{(folder / marks.MARK).relative_to(store.home)} was written anew"
+
+
+def numbers(tx: Connection, where: Path, job_id: str, values: Mapping[str, Any]) -> dict[str, int]:
+    """The number of rows as the requests have it, and zero for counters that are none: these are counted again."""
+    found = dict.fromkeys(("next_position", "retries", *catalog.COUNTERS), 0)
+    right = {name: zero for name, zero in found.items() if not isinstance(values[name], int)}
+    contents = [places.content(where / file.file, file.seal) for file in shards.files(tx, [job_id])]
+    done = 1 + max((int(content.positions.max(initial=-1)) for content in contents), default=-1)
+    said = values["num_rows"] if isinstance(values["num_rows"], int) else 0
+    try:
+        right["num_rows"] = pq.read_metadata(home.requests_file(where, job_id)).num_rows
+    except (OSError, pa.ArrowException):
+        right["num_rows"] = max(done, said)
+    return right
+
+
+def to_json(source: Source) -> str:
+    """A source as the table `job` has it."""
+    return msgspec.json.encode(source).decode()

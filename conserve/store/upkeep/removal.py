@@ -1,0 +1,150 @@
+"""Removal: jobs that are not wanted any more, and the room that the store takes.
+
+First one transaction forgets a job, then its files go: a crash between the two leaves files that nothing names,
+which the sweep takes, and never a record without its files.
+"""
+
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import delete, select
+
+from conserve.errors import JobRefused
+from conserve.store.books import catalog
+from conserve.store.books.states import JobState
+from conserve.store.database import schema
+from conserve.store.database.store import Store
+from conserve.store.files import home, marks, trash
+from conserve.store.files.marks import Mark
+
+job, request, journal, shard, lease = schema.job, schema.request, schema.journal, schema.shard, schema.lease
+
+FINISHED = (JobState.COMPLETED, JobState.CANCELLED)
+"""A failed job is none of these: `conserve resume` lets it go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """A job and the bytes of its files."""
+
+    job_id: str
+    state: str
+    rows: int
+    finished_at: float | None
+    requests_bytes: int
+    inputs_bytes: int
+    results_bytes: int
+    bytes: int
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing of it is left to run."""
+        return self.state in FINISHED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a home holds, in bytes."""
+
+    jobs: list[Usage]
+    database_bytes: int
+    trash_bytes: int
+    unknown_bytes: int
+    """Of job folders that this database does not name: another's, or a submit under way."""
+    total_bytes: int
+
+
+def room(store: Store) -> Room:
+    """What everything in the home takes."""
+    usages = usage(store)
+    known = {each.job_id for each in usages}
+    folders = home.jobs_folder(store.home).glob("*")
+    return Room(
+        jobs=usages,
+        database_bytes=sum(trash.length(path) for path in database_files(store)),
+        trash_bytes=trash_bytes(store.home),
+        unknown_bytes=sum(trash.size(path) for path in folders if path.name not in known),
+        total_bytes=trash.size(store.home),
+    )
+
+
+def database_files(store: Store) -> list[Path]:
+    """The files of an SQLite database; none of another one."""
+    path = store.engine.url.database
+    if store.engine.dialect.name != "sqlite" or not path:
+        return []
+    return [Path(path + suffix) for suffix in ("", "-wal", "-shm")]
+
+
+def trash_bytes(where: Path) -> int:
+    """What the trash takes."""
+    return sum(trash.size(path) for path in trash.contents(where))
+
+
+def usage(store: Store) -> list[Usage]:
+    """Every job with the bytes of its files, oldest first; counts files, and reads none."""
+    columns = job.c.id, job.c.state, job.c.num_rows, job.c.finished_at
+    with store.read() as tx:
+        rows = tx.execute(select(*columns).order_by(job.c.seq)).all()
+    return [
+        Usage(
+            job_id=row.id,
+            state=row.state,
+            rows=row.num_rows,
+            finished_at=row.finished_at,
+            requests_bytes=trash.length(home.requests_file(store.home, row.id)),
+            inputs_bytes=trash.length(home.inputs_file(store.home, row.id)),
+            results_bytes=trash.size(home.job_folder(store.home, row.id) / home.RESULTS),
+            bytes=trash.size(home.job_folder(store.home, row.id)),
+        )
+        for row in rows
+    ]
+
+
+def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int:
+    """Forget a job and delete its files; returns the bytes that this freed.
+
+    One that is not finished is removed with `force` only.
+    """
+    folder = home.job_folder(store.home, job_id)
+    with store.write() as tx:
+        catalog.lock_ids(tx)
+        catalog.lock_job(tx, job_id)
+        record = catalog.record(tx, job_id)
+        if record["state"] not in FINISHED and not force:
+            raise JobRefused(
+                f"job {job_id} is {record['state']} and not finished; add --force to remove it all the same"
+            )
+        with suppress(OSError):  # so that the sweep takes what a crash leaves of it
+            marks.change(folder, Mark(store_id=store.id, registered=False, record=record))
+        for table in (journal, request, lease, shard):
+            tx.execute(delete(table).where(table.c.job_id == job_id))
+        tx.execute(delete(job).where(job.c.id == job_id))
+    return delete_files(store.home, folder, now=now)
+
+
+def refusal(job_id: str, state: str) -> str:
+    """Why a job is not removed."""
+    return f"job {job_id} is {state} and not finished; nothing was removed, add --force to remove it all the same"
+
+
+def delete_files(where: Path, folder: Path, *, now: float) -> int:
+    """Delete a job's folder, as a whole: by way of the trash, if the disk has room for that."""
+    freed = trash.size(folder)
+    try:
+        thrown = trash.throw_away(where, folder, now=now)
+    except OSError:
+        thrown = folder
+    shutil.rmtree(thrown, ignore_errors=True)
+    if thrown is not folder:
+        shutil.rmtree(
+            trash.folder(where) / thrown.relative_to(trash.folder(where)).parts[0], ignore_errors=True
+        )
+    return freed
+
+
+def finished_before(usages: list[Usage], moment: float) -> list[Usage]:
+    """The finished jobs among these that ended before then."""
+    return [each for each in usages if each.finished and (each.finished_at or 0.0) <= moment]
