@@ -3,10 +3,7 @@
 import asyncio
 import gc
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -330,43 +327,6 @@ class TestAnswers:
             process.send_signal(signal.SIGINT)
         # Neither process can answer before it has been interrupted, if it can be.
         assert demo.complete(GREEDY).choices[0].finish_reason == "stop"
-
-
-STARTING = """
-import asyncio, sys
-from pathlib import Path
-from conserve.engine.vllm.embedded import EmbeddedEndpoint
-
-assert not {"vllm", "torch", "transformers"} & set(sys.modules)
-
-async def main():
-    flags = ["--max-model-len", "512"]
-    endpoint = EmbeddedEndpoint(sys.argv[1], cache_dir=Path("unused"), engine_flags=flags)
-    await endpoint.start()
-    print("started", flush=True)
-    await asyncio.sleep(600)
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
-
-
-def test_the_engine_dies_with_a_killed_parent_and_is_quiet(tiny_llama: Path, tmp_path: Path) -> None:
-    script = tmp_path / "start.py"
-    script.write_text(STARTING)
-    command = [sys.executable, str(script), str(tiny_llama)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        assert parent.stderr is not None
-        assert parent.stdout.readline() == "started\n", parent.stderr.read()
-        children = psutil.Process(parent.pid).children(recursive=True)
-        parent.kill()
-        _, alive = psutil.wait_procs(children, timeout=10)
-        assert [cmdline(child) for child in alive] == []
-        assert (parent.stdout.read(), parent.stderr.read()) == ("", "")
 
 
 def refused(*flags: str, model: str = "/nowhere/model") -> Callable[[Path], None]:

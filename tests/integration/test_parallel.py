@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 import time
@@ -44,7 +43,6 @@ class Ranks:
         from tests.bare_scheduler import known_model
         from tests.integration.test_checkpoints import transfer
 
-        self.contexts_before = contexts()
         section = {**known_model(), "policy": "conserve", "safepoint_every": 1}
         self.llm = LLMEngine.from_engine_args(
             EngineArgs(
@@ -148,15 +146,6 @@ class Ranks:
         self.core.shutdown()
         del self.llm, self.core, self.preemptions
         cleanup_dist_env_and_memory()
-        for context in contexts() - self.contexts_before:
-            context.destroy(linger=0)  # vLLM leaves those of its queues to the collector, which warns of them
-
-
-def contexts() -> set[Any]:
-    """ZeroMQ's contexts of this process that are open."""
-    import zmq
-
-    return {each for each in gc.get_objects() if isinstance(each, zmq.Context) and not each.closed}
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
-"""`conserve run` on the real engine and the demo model: answers, exit codes, and a kill in mid-generation."""
+"""`conserve run` on the real engine and the demo model: answers, exit codes, and a kill that the engine dies of too."""
 
 import json
-import os
-import signal
 import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.engine]
@@ -59,14 +58,20 @@ def test_a_killed_run_continues_its_long_row_and_the_rest_is_right(
     monkeypatch.setenv("CONSERVE_MODELS", str(demo_cache))
     job_id = conserve("submit", str(batch_file(tmp_path))).stdout.strip()
     with subprocess.Popen(
-        command("run", *FLAGS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        command("run", *FLAGS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as first:
         give_up_at = time.monotonic() + 200
         while saved_tokens(tmp_path / "home") < 64:
             assert first.poll() is None, first.stderr and first.stderr.read()
             assert time.monotonic() < give_up_at
             time.sleep(0.1)
-        os.killpg(first.pid, signal.SIGKILL)
+        engine = psutil.Process(first.pid).children(recursive=True)
+        first.kill()
+        _, alive = psutil.wait_procs(engine, timeout=30)
+        assert alive == [], "the engine outlives the run"
+        said = "".join(first.communicate())
+    assert "EngineCore" not in said
+    assert "Traceback" not in said
 
     second = conserve("run", "--json", *FLAGS)
     assert second.returncode == 5, second.stderr

@@ -161,7 +161,7 @@ def test_prompts_that_are_gone_are_a_sentence(store: Store, write_input: WriteIn
     home.requests_file(store.home, job_id).unlink()
     done = conserve("results", job_id, "--with-prompts")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "requests.parquet is gone; leave out --with-prompts" in done.stderr
+    assert "requests.parquet is missing; leave out --with-prompts" in done.stderr
     assert conserve("results", job_id).returncode == 0
     done = conserve("show", job_id, "0")
     assert (done.returncode, done.stdout) == (1, "")

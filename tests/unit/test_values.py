@@ -218,6 +218,7 @@ def begun(folder: Path) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_submit_that_is_told_to_stop_leaves_nothing(tmp_path: Path, number: int) -> None:
     folder = tmp_path / "home"
+    ignored = signal.signal(number, signal.SIG_DFL)  # as `nohup` leaves one, which the command would heed
     waiting = subprocess.Popen(
         [sys.executable, "-m", "conserve", "submit", "-", "--prompt", "{{ q }}"],
         stdin=subprocess.PIPE,
@@ -226,6 +227,7 @@ def test_a_submit_that_is_told_to_stop_leaves_nothing(tmp_path: Path, number: in
         text=True,
     )
     try:
+        signal.signal(number, ignored)
         until(lambda: begun(folder), waiting)
         waiting.send_signal(number)
         stdout, stderr = waiting.communicate(timeout=600)
