@@ -1,10 +1,10 @@
 """How much a query may take, from flags and settings; without them by the machine."""
 
 import os
-import re
 import shutil
 from typing import TYPE_CHECKING
 
+from conserve.cli.sizes import size_bytes
 from conserve.config import Settings
 from conserve.errors import SettingsError
 from conserve.store.sql.scratch import system_folder
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from conserve.store.sql.bounds import Bounds
 
 GIB = 1 << 30
-SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 LEAST_MEMORY_BYTES = 128 << 20
 MOST_MEMORY_BYTES = 4 * GIB
 MOST_DISK_BYTES = 20 * GIB
@@ -25,13 +24,13 @@ def query_bounds(settings: Settings) -> "Bounds":
     from conserve.store.sql.bounds import Bounds
 
     memory, disk = settings.sql_memory, settings.sql_disk
-    memory_bytes = default_memory() if memory is None else size("sql_memory", memory)
+    memory_bytes = default_memory() if memory is None else size_bytes("sql_memory", memory)
     if memory_bytes < LEAST_MEMORY_BYTES:
         raise SettingsError(f"{memory} is too little memory for a query; give at least 128MiB with --memory")
     return Bounds(
         threads=threads(settings.sql_threads),
         memory_bytes=memory_bytes,
-        disk_bytes=default_disk() if disk is None else size("sql_disk", disk),
+        disk_bytes=default_disk() if disk is None else size_bytes("sql_disk", disk),
         timeout_s=settings.sql_timeout_s or None,
     )
 
@@ -62,11 +61,3 @@ def threads(wanted: int | None) -> int:
     from conserve.engine.runtime.machine import compute_threads
 
     return wanted or min(MOST_THREADS, compute_threads())
-
-
-def size(name: str, text: str) -> int:
-    """`512MiB`, `2GB` or a number of bytes."""
-    found = SIZE.fullmatch(text.strip())
-    if found is None:
-        raise SettingsError(f"{name} takes a size like 2GiB or 500MB, not {text!r}")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))

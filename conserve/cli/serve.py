@@ -19,6 +19,7 @@ from conserve.cli import exits, output
 from conserve.cli.context import Context, bearer, engine_flags
 from conserve.cli.options import Utility
 from conserve.cli.serve_notices import open_to_all, warnings
+from conserve.cli.sizes import size_bytes
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS, HOST_BYTES, policy_named
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
@@ -237,14 +238,6 @@ def host_bytes(text: str | None) -> int:
         has = f"{whole / 2**30:.0f} GiB"
         raise SettingsError(f"--kv-host-memory {text} is more than the {has} of this machine; give less")
     return size
-
-
-def size_bytes(flag: str, text: str) -> int:
-    """A size with its unit, in bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if found is None or not float(found[1]):
-        raise SettingsError(f"{flag} takes a size like 4GiB or 500MB, not {text!r}")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
 
 
 def milliseconds(flag: str, text: str | None) -> float | None:

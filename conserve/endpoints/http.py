@@ -205,6 +205,10 @@ class HttpEndpoint:
             ):
                 async for payload in found:
                     pieces.add(payload)
+            gained = pieces.tokens > len(call.resume_from)
+            if not pieces.ended and not gained and await self._is_up():
+                # The next attempt would be no further, nor the one after.
+                raise EndpointFault("the stream ended before the answer did, and brought no token")
             return pieces.completion()
         except (httpx.HTTPError, TimeoutError) as error:
             raise await self._trouble(error, begun=pieces.begun) from error

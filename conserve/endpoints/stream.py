@@ -79,6 +79,16 @@ class Pieces:
         """True once something of the answer has come."""
         return bool(self._token_ids) or any(self._texts)
 
+    @property
+    def ended(self) -> bool:
+        """True once the end of the answer has come."""
+        return self._finish_reason is not None and self._usage is not None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer so far, those that were saved before included."""
+        return len(self._token_ids)
+
     def add(self, payload: bytes) -> None:
         """Take one event; raises the error that it tells of, or one of `UNREADABLE` if it is malformed."""
         event = decode(payload)

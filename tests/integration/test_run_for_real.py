@@ -1,4 +1,4 @@
-"""`conserve run` on the real engine and the demo model: answers, exit codes, and a kill that the engine dies of too."""
+"""`conserve run` on the real engine and the demo model: answers, exit codes, a kill that ends the engine too."""
 
 import json
 import sqlite3

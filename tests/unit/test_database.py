@@ -81,6 +81,19 @@ def test_a_url_that_names_no_database_is_the_users_mistake(tmp_path: Path, url: 
         Store.open(load({"home": tmp_path, "store": url}, environ={}))
 
 
+@pytest.mark.parametrize("missing", ["psycopg", "somewhere.else"])
+def test_a_driver_that_is_not_installed_is_named_with_the_line_that_installs_it(
+    tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_driver(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr("conserve.store.database.connection.create_engine", no_driver)
+    with pytest.raises(SettingsError, match=r"postgres\b|needs a package") as error:
+        Store.open(load({"home": tmp_path, "store": "postgresql+psycopg://x/y"}, environ={}))
+    assert ("run: " in str(error.value)) is (missing == "psycopg")
+
+
 @pytest.mark.parametrize(
     ("said", "kind", "hint"),
     [

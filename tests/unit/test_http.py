@@ -256,6 +256,15 @@ def test_a_stream_that_goes_wrong_says_whose_fault_it_is(events: bytes, error: t
         streamed(events)
 
 
+def test_a_stream_that_is_cut_short_waits_only_if_it_got_further() -> None:
+    with pytest.raises(EndpointFault, match="no token"):
+        streamed(ROLE)
+    with pytest.raises(EndpointFault, match="no token"):
+        streamed(ROLE + delta("half", [1, 2]), resume_from=[1, 2])
+    with pytest.raises(EndpointUnavailable):
+        streamed(ROLE + delta("half", [1, 2]), resume_from=[1])
+
+
 def test_a_model_that_is_not_served_is_no_rows_fault() -> None:
     with pytest.raises(EndpointUnusable, match="--model"):
         ask(answering(404, {"error": {"message": "The model `x` does not exist."}}))

@@ -136,7 +136,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         (["-o", "nowhere/out.csv", "select 1"], 2, "there is no folder"),
         (["-o", ".", "--csv", "select 1"], 2, "is a folder"),
         (["--json", "--csv", "select 1"], 2, "not both"),
-        (["--memory", "lots", "select 1"], 2, "a size like 2GiB"),
+        (["--memory", "lots", "select 1"], 2, "a size like 4GiB"),
         (["--memory", "1MiB", "select 1"], 2, "too little memory"),
         (["--timeout", "0.2", ENDLESS], 1, "longer than 0.2 s"),
         (["--memory", "512MiB", "select repeat('x', 2000000000)"], 1, "more memory than 512 MiB"),

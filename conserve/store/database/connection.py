@@ -45,6 +45,12 @@ def usable_url() -> Iterator[None]:
     """Turn what SQLAlchemy says of a URL into the user's mistake."""
     try:
         yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("psycopg", "psycopg_binary"):
+            raise SettingsError(f"CONSERVE_STORE needs a package that is not installed: {error}") from error
+        from conserve.installation import install_line
+
+        raise SettingsError(f"CONSERVE_STORE needs psycopg; run: {install_line('postgres')}") from error
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise SettingsError(f"CONSERVE_STORE is not a database URL that can be used here: {error}") from error
 
