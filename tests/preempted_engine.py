@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from vllm.engine.arg_utils import EngineArgs
@@ -387,13 +388,18 @@ class PreemptedEngine:
 def started(model: Path, **flags: Any) -> Iterator[PreemptedEngine]:
     """An engine that leaves nothing behind in this process."""
     environment, set_num_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
+    # Each of the collections at a start and an end takes half a second with all that is imported.
+    gc.freeze()
+    frozen = mock.patch.multiple(gc, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT)
     set_num_threads(1)  # so small a model is slower on several, much slower where others compute too
     os.environ.update(ENVIRONMENT)
-    engine = PreemptedEngine(model, **flags)
+    with frozen:
+        engine = PreemptedEngine(model, **flags)
     try:
         yield engine
     finally:
-        engine.close()
+        with frozen:
+            engine.close()
         os.environ.clear()
         os.environ.update(environment)
         torch.set_num_threads = set_num_threads  # the worker puts its own there
