@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 from conserve.cli import output
 
 if TYPE_CHECKING:
-    from conserve.store.sql.answer import Question
-    from conserve.store.sql.batches import Rows
+    from conserve.store.sql.answer import SnapshotQuery
+    from conserve.store.sql.batches import RowBatches
     from conserve.store.sql.readable import LeftOut
 
 SPINNER_AFTER_S = 1.0
 
 
 @contextmanager
-def answer(question: "Question", warn: "Callable[[LeftOut], None] | None" = None) -> Iterator["Rows"]:
+def answer(
+    question: "SnapshotQuery", warn: "Callable[[LeftOut], None] | None" = None
+) -> Iterator["RowBatches"]:
     """The rows of an answer; `warn` hears of rows that its views cannot show."""
     from conserve.store.sql.answer import answered
 

@@ -96,10 +96,10 @@ def mend(
     settings: Settings, checked: "Checked", only: Sequence[str] | None, kv_spill: Path | None
 ) -> tuple[list[str], Sequence["Damage"]]:
     """Repair what is damaged, the database first; returns what was done, and what is damaged still."""
-    from conserve.store.upkeep.damage import Part
+    from conserve.store.upkeep.damage import StorePart
 
     said, damages = [], checked.damages
-    if any(damage.part is Part.DATABASE for damage in damages):
+    if any(damage.part is StorePart.DATABASE for damage in damages):
         said += mend_database(settings)
         damages = find(settings, only, write=True)[0].damages
     said += mend_jobs(settings, damages)
@@ -146,7 +146,7 @@ def spill_damage(folder: Path | None) -> list["Damage"]:
     if folder is None:
         return []
     from conserve.engine.runtime import spill_file
-    from conserve.store.upkeep.damage import Damage, Part
+    from conserve.store.upkeep.damage import Damage, StorePart
 
     if not folder.is_dir():
         raise SettingsError(f"--kv-spill {folder} is no folder; name the one that conserve serve was given")
@@ -154,7 +154,9 @@ def spill_damage(folder: Path | None) -> list["Damage"]:
         spill_file.verify(folder)
     except SpillRefused as error:
         fix = f"run: conserve check --repair --kv-spill {folder} (its rows are computed again)"
-        return [Damage(job_id=None, part=Part.SPILL, file=str(folder), what=f"is refused: {error}", fix=fix)]
+        return [
+            Damage(job_id=None, part=StorePart.SPILL, file=str(folder), what=f"is refused: {error}", fix=fix)
+        ]
     return []
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from conserve.cli import output
 from conserve.cli.context import bearer
 from conserve.config import Settings
-from conserve.jobs.harvest.services import Running, running
+from conserve.jobs.harvest.services import RunningServer, running
 
 ANSWER_S = 2.0
 
@@ -15,7 +15,7 @@ def live(settings: Settings) -> list[dict[str, Any]]:
     return [{"url": server.url, **ask(server, settings)} for server in running(settings)]
 
 
-def ask(server: Running, settings: Settings) -> dict[str, Any]:
+def ask(server: RunningServer, settings: Settings) -> dict[str, Any]:
     """Its `GET /v1/conserve`, through the standard library: status starts in a blink."""
     import json
     import urllib.error

@@ -9,7 +9,7 @@ from conserve.cli import output
 from conserve.config import Settings
 
 if TYPE_CHECKING:
-    from conserve.jobs.harvest.forecast import Left, Seen
+    from conserve.jobs.harvest.forecast import Left, QueueProgress
     from conserve.jobs.harvest.harvester import Harvester, Tally
 
 BAR_S = 0.25
@@ -68,7 +68,7 @@ class Progress:
         step = self._harvester.doing
         working = step is None and (self._tally.in_flight or self._tally.done)
         if step is None:
-            self._per_s = self._rate.look(now, self._harvester.seen(0).tokens)
+            self._per_s = self._rate.look(now, self._harvester.progress(0).tokens)
         key = step or ((self._tally.waiting_for is not None) if working else self._key)
         if key == self._key and now < self._line_at:
             return None
@@ -76,9 +76,9 @@ class Progress:
         if step is not None:
             return f"{step} ({now - self._begun:.0f} s)"
         done, rows_left = self._tally.done, self._rows_left()
-        return f"{done:,}/{done + rows_left:,} rows, {self._pace(self._harvester.seen(rows_left))}"
+        return f"{done:,}/{done + rows_left:,} rows, {self._pace(self._harvester.progress(rows_left))}"
 
-    def _pace(self, seen: "Seen") -> str:
+    def _pace(self, seen: "QueueProgress") -> str:
         """Tokens a second, rows in flight, time left, and what is wrong, if so."""
         from conserve.jobs.harvest.forecast import left
 
@@ -109,7 +109,7 @@ class Progress:
                     bar.update(shown, description=step, total=None, pace="")
                 else:
                     done, rows_left = self._tally.done, self._rows_left()
-                    total, seen = done + rows_left, self._harvester.seen(rows_left)
+                    total, seen = done + rows_left, self._harvester.progress(rows_left)
                     self._per_s = self._rate.look(self._clock(), seen.tokens)
                     pace = self._pace(seen)
                     title = f"{done:,}/{total:,} rows"
@@ -117,7 +117,7 @@ class Progress:
                 await asyncio.sleep(BAR_S)
 
 
-def first_wave(seen: "Seen") -> str:
+def first_wave(seen: "QueueProgress") -> str:
     """Words for the time before a row has been answered: rows in flight, tokens so far."""
     return f"first wave of {seen.rows_in_flight:,}: {output.count(seen.tokens_in_flight, 'token')} so far"
 

@@ -13,8 +13,8 @@ from conserve.errors import UsageError
 
 if TYPE_CHECKING:
     from conserve.store.books.catalog import Job
-    from conserve.store.sql.answer import Question
-    from conserve.store.sql.batches import Rows
+    from conserve.store.sql.answer import SnapshotQuery
+    from conserve.store.sql.batches import RowBatches
     from conserve.store.sql.export import Format
     from conserve.store.sql.readable import LeftOut
 
@@ -84,13 +84,13 @@ def wanted_format(out: Path | None, named: str | None, *, as_json: bool, more: b
 
 def question(
     context: Context, job: str, wanted: "Format", *, with_inputs: bool, with_prompts: bool
-) -> "tuple[Job, Question]":
+) -> "tuple[Job, SnapshotQuery]":
     """The job, and the query for its results as it stands."""
     from conserve.cli.bounds import export_bounds
     from conserve.jobs.requests.wording import Tasks
     from conserve.store.books import catalog
     from conserve.store.sql import export
-    from conserve.store.sql.answer import Question
+    from conserve.store.sql.answer import SnapshotQuery
     from conserve.store.sql.snapshot import snapshot
 
     with context.store_to_read() as store:
@@ -105,7 +105,7 @@ def question(
             duck, found.id, with_inputs=with_inputs, with_prompts=with_prompts
         )
     bounds = export_bounds(context.settings())
-    return found, Question(
+    return found, SnapshotQuery(
         taken=taken,
         ask=ask,
         uses=lambda: uses,
@@ -125,7 +125,7 @@ def accept(gap: "LeftOut", left_out: "list[LeftOut]") -> None:
     left_out.append(gap)
 
 
-def write(answers: "Rows", job: "Job", wanted: "Format", stream: BinaryIO) -> int:
+def write(answers: "RowBatches", job: "Job", wanted: "Format", stream: BinaryIO) -> int:
     """Write the job's results in the wanted format; returns the number of rows."""
     from conserve.jobs.task import Task
     from conserve.store.sql import export

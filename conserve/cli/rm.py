@@ -14,7 +14,7 @@ from conserve.cli.sizes import document, size, table
 from conserve.errors import JobRefused, UsageError
 
 if TYPE_CHECKING:
-    from conserve.store.upkeep.removal import Usage
+    from conserve.store.upkeep.removal import DiskUsage
 
 EXAMPLES = {
     "rm": """
@@ -90,7 +90,7 @@ def prune(
     tell(chosen, trash_bytes, as_json=as_json)
 
 
-def agreed(chosen: "Sequence[Usage]", trash_bytes: int, *, yes: bool, as_json: bool) -> bool:
+def agreed(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, yes: bool, as_json: bool) -> bool:
     """Show what is to be deleted and ask, where that can be; raises `UsageError` where it cannot."""
     if not chosen and not trash_bytes:
         if as_json:
@@ -117,7 +117,7 @@ def is_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def summary(chosen: "Sequence[Usage]", trash_bytes: int) -> str:
+def summary(chosen: "Sequence[DiskUsage]", trash_bytes: int) -> str:
     """What is to be deleted, in a few words."""
     freed = size(sum(usage.bytes for usage in chosen) + trash_bytes)
     parts = [output.count(len(chosen), "job")] if chosen else []
@@ -125,7 +125,7 @@ def summary(chosen: "Sequence[Usage]", trash_bytes: int) -> str:
     return f"{' and '.join(parts)}, {freed}"
 
 
-def tell(chosen: "Sequence[Usage]", trash_bytes: int, *, as_json: bool) -> None:
+def tell(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, as_json: bool) -> None:
     """Say what was removed."""
     freed = sum(usage.bytes for usage in chosen) + trash_bytes
     if as_json:

@@ -11,7 +11,7 @@ from conserve.cli.context import Context, job_ids
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from conserve.jobs.requests.asked import Asked
+    from conserve.jobs.requests.asked import FoundRequest
     from conserve.store.books.catalog import Job
     from conserve.store.books.results import Result
     from conserve.store.books.standing import Standing
@@ -61,7 +61,7 @@ def show(
         output.data("\n".join(lines(found, question, stands)))
 
 
-def document(job: "Job", asked: "Asked", stands: "Standing") -> dict[str, Any]:
+def document(job: "Job", asked: "FoundRequest", stands: "Standing") -> dict[str, Any]:
     """The row for JSON (docs/scripting.md)."""
     from conserve.store.books.results import COLUMNS
 
@@ -86,7 +86,7 @@ def document(job: "Job", asked: "Asked", stands: "Standing") -> dict[str, Any]:
     }
 
 
-def lines(job: "Job", asked: "Asked", stands: "Standing") -> list[str]:
+def lines(job: "Job", asked: "FoundRequest", stands: "Standing") -> list[str]:
     """The row for people."""
     result = stands.result
     head = [

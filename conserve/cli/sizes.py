@@ -9,7 +9,7 @@ from conserve.cli import output
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
-    from conserve.store.upkeep.removal import Usage
+    from conserve.store.upkeep.removal import DiskUsage
 
 SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -32,7 +32,7 @@ def size(number: float) -> str:
     return f"{number:.0f} {unit}" if unit == "B" else f"{number:,.1f} {unit}"
 
 
-def table(usages: "Sequence[Usage]") -> list[str]:
+def table(usages: "Sequence[DiskUsage]") -> list[str]:
     """One line a job, with what its files take."""
     rows = [
         [
@@ -51,6 +51,6 @@ def table(usages: "Sequence[Usage]") -> list[str]:
     return output.columns(header, rows, right=(2, 3, 4, 5, 6))
 
 
-def document(usage: "Usage") -> dict[str, Any]:
+def document(usage: "DiskUsage") -> dict[str, Any]:
     """A job's bytes for JSON (docs/scripting.md)."""
     return {**asdict(usage), "finished_at": output.iso(usage.finished_at)}

@@ -13,8 +13,8 @@ from conserve.cli.context import Context, job_ids
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from conserve.store.sql.answer import Question
-    from conserve.store.sql.batches import Rows
+    from conserve.store.sql.answer import SnapshotQuery
+    from conserve.store.sql.batches import RowBatches
     from conserve.store.sql.export import Format
     from conserve.store.sql.readable import LeftOut
 
@@ -111,12 +111,12 @@ def question(
     limit: int | None,
     memory: str | None,
     timeout: float | None,
-) -> "Question":
+) -> "SnapshotQuery":
     """The query over the store as it is now; with `limit` only that many of its rows."""
     from conserve.cli.bounds import query_bounds
     from conserve.jobs.requests.wording import Tasks
     from conserve.store.books import catalog
-    from conserve.store.sql.answer import Question
+    from conserve.store.sql.answer import SnapshotQuery
     from conserve.store.sql.named_files import named_file
     from conserve.store.sql.query import ask, views_of
     from conserve.store.sql.snapshot import snapshot
@@ -127,7 +127,7 @@ def question(
         with store.read() as tx:
             only = [catalog.get(tx, name).id for name in job] if job else None
         taken = snapshot(store, now=time.time(), only=only)
-    return Question(
+    return SnapshotQuery(
         taken=taken,
         ask=lambda duck: ask(duck, text, limit=limit),
         uses=lambda: views_of(text),
@@ -137,7 +137,7 @@ def question(
     )
 
 
-def show(rows: "Rows") -> None:
+def show(rows: "RowBatches") -> None:
     """The first rows as a table; long values are cut, on a terminal and off it alike."""
     found = list(rows.tuples())
     figures = [n for n, column in enumerate(zip(*found, strict=True)) if all(is_figure(v) for v in column)]

@@ -18,7 +18,7 @@ from conserve.jobs.inputs.files import Form
 from conserve.jobs.inputs.fingerprint import is_other
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.parquet_rows import ParquetRows
-from conserve.jobs.inputs.source import Input, Opened, Rows, open_input
+from conserve.jobs.inputs.source import Input, InputRows, Opened, open_input
 from conserve.jobs.requests.admission import check_input
 from conserve.jobs.requests.submit import write_requests
 from conserve.jobs.task import Kind, Task
@@ -26,23 +26,23 @@ from conserve.store.books import catalog
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home
 from conserve.store.upkeep import checking, mending, records
-from conserve.store.upkeep.damage import Damage, Part
+from conserve.store.upkeep.damage import Damage, StorePart
 
 
 def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float) -> list[str]:
     """Mend one job as far as the rest of it allows; says what was done."""
     parts = {damage.part for damage in damages}
-    said = [records.mend(store, job_id, now=now)] if Part.RECORD in parts else []
+    said = [records.mend(store, job_id, now=now)] if StorePart.RECORD in parts else []
     said += mending.mend_rows(store, job_id, now=now)
     with store.read() as tx:
         job = catalog.get(tx, job_id)
     if (lost := task_fault(job)) is not None:
         return said + fail(store, job, f"what job {job.id} asks is lost ({lost}); submit it again", now)
-    if parts & {Part.MARK, Part.RECORD}:
+    if parts & {StorePart.MARK, StorePart.RECORD}:
         said.append(records.mend_mark(store, job_id))
-    if Part.INPUTS in parts:
+    if StorePart.INPUTS in parts:
         said += mend_inputs(store, job, now)
-    if Part.REQUESTS in parts and not is_whole(home.requests_file(store.home, job.id), job):
+    if StorePart.REQUESTS in parts and not is_whole(home.requests_file(store.home, job.id), job):
         said += mend_requests(store, job, now)
     with store.write() as tx:
         whole = is_whole(home.requests_file(store.home, job.id), catalog.get(tx, job.id))
@@ -91,23 +91,23 @@ def fail(store: Store, job: catalog.Job, reason: str, now: float) -> list[str]:
     return [reason] * failed
 
 
-class Candidate(NamedTuple):
+class RenderSource(NamedTuple):
     """Rows that a job's requests may be rendered from."""
 
     name: str
-    rows: Rows
+    rows: InputRows
     original: bool  # their fingerprint is that of the job's input
 
 
-def candidates(store: Store, job: catalog.Job, folder: Path) -> Iterator[Candidate]:
+def candidates(store: Store, job: catalog.Job, folder: Path) -> Iterator[RenderSource]:
     """The input where it was, if it is as it was; then the copy of its rows in the store."""
     if (opened := open_again(job, folder, Keep.REFERENCE)) is not None:
-        yield Candidate(str(job.source.path), opened.rows, True)
+        yield RenderSource(str(job.source.path), opened.rows, True)
     path = home.inputs_file(store.home, job.id)
     if job.source.copied and is_whole(path, job):
         with suppress(UsageError):
             name = str(path.relative_to(store.home))
-            yield Candidate(name, ParquetRows(path, name), False)
+            yield RenderSource(name, ParquetRows(path, name), False)
 
 
 def open_again(job: catalog.Job, folder: Path, keep: Keep) -> Opened | None:

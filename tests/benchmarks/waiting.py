@@ -27,7 +27,7 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.prefix_tree import Key
 from conserve.jobs.window.prompt_key import prompt_key
-from conserve.jobs.window.waiting import Row, Window
+from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
 from conserve.store.database.store import Store
 from tests.benchmarks.inputs import short_rows
 from tests.benchmarks.report import RAW, Figure
@@ -65,7 +65,7 @@ def costs(raw: dict[str, Any]) -> list[Figure]:
     bodies = prompts()
     insert_s, pops, cpu_us = [], [], []
     for run in range(RUNS):
-        window = Window(0.9, seed=run)
+        window = WaitingWindow(0.9, seed=run)
         cpu, begun = time.process_time(), time.perf_counter()
         for row, body in bodies:
             window.insert(row, prompt_key(Url.CHAT, body, KvCache()))
@@ -92,7 +92,7 @@ def costs(raw: dict[str, Any]) -> list[Figure]:
     ]
 
 
-def prompts() -> list[tuple[Row, Mapping[str, Any]]]:
+def prompts() -> list[tuple[WaitingRow, Mapping[str, Any]]]:
     """Chats of random words in groups, and the rows of several jobs that they are."""
     dice = random.Random(SEED)
     words = ["".join(dice.choices("abcdefghijklmnopqrstuvwxyz", k=7)) + " " for _ in range(1000)]
@@ -103,7 +103,7 @@ def prompts() -> list[tuple[Row, Mapping[str, Any]]]:
     groups = [text(GROUP_TOKENS) for _ in range(GROUPS)]
     return [
         (
-            Row(n % JOBS, n // JOBS),
+            WaitingRow(n % JOBS, n // JOBS),
             {
                 "messages": [
                     {"role": "user", "content": dice.choice(groups) + text(ROW_TOKENS - GROUP_TOKENS)}
@@ -114,14 +114,14 @@ def prompts() -> list[tuple[Row, Mapping[str, Any]]]:
     ]
 
 
-def memory(bodies: Sequence[tuple[Row, Mapping[str, Any]]]) -> list[Figure]:
+def memory(bodies: Sequence[tuple[WaitingRow, Mapping[str, Any]]]) -> list[Figure]:
     """Bytes a waiting row beyond its key: in groups, and where each branch of the tree has only two children."""
     grouped = [(row, prompt_key(Url.CHAT, body, KvCache())) for row, body in bodies]
     forked = [(row, forks(number)) for number, (row, _) in enumerate(bodies)]
     found = []
     for name, rows in (("", grouped), (", each branch with two children", forked)):
         tracemalloc.start()
-        window = Window(1.0)
+        window = WaitingWindow(1.0)
         before = tracemalloc.get_traced_memory()[0]
         for row, key in rows:
             window.insert(row, key)
@@ -206,7 +206,7 @@ def stream(utility: float, *, lone_later: bool) -> Fairness:
     """As many rows come as go."""
     dice, blocks = random.Random(SEED), count()
     subjects = [[next(blocks) for _ in range(SUBJECT_BLOCKS)] for _ in range(SUBJECTS)]
-    window = Window(utility, seed=SEED)
+    window = WaitingWindow(utility, seed=SEED)
     cache = Cache(CACHE_BLOCKS)
     keys: dict[int, Key] = {}
     lone: dict[int, int] = {}  # position -> turn in which it came
@@ -219,7 +219,7 @@ def stream(utility: float, *, lone_later: bool) -> Fairness:
         keys[position] = array("q", [*front, *(next(blocks) for _ in range(BLOCKS - len(front)))])
         if alone:
             lone[position] = turn
-        window.insert(Row(0, position), keys[position])
+        window.insert(WaitingRow(0, position), keys[position])
 
     for position in range(QUEUE):
         come(position, 0)

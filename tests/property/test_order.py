@@ -18,7 +18,7 @@ from conserve.jobs.requests import file as request_file
 from conserve.jobs.requests.external_sort import ExternalSort
 from conserve.jobs.requests.file import RequestFile, RequestWriter, to_table
 from conserve.jobs.requests.order import prompt_key, sort_key
-from conserve.jobs.requests.rendering import Rendered
+from conserve.jobs.requests.rendering import RenderedRow
 from conserve.jobs.task import Kind, Order, Task
 from tests.conftest import examples
 
@@ -74,7 +74,7 @@ def test_row_groups_are_neither_longer_nor_heavier_than_a_claim_can_read(
         with RequestWriter(path) as writer:
             start = 0
             for size in [*sizes, len(lengths)]:
-                part = [Rendered("x" * length) for length in lengths[start : start + size]]
+                part = [RenderedRow("x" * length) for length in lengths[start : start + size]]
                 writer.write(to_table(range(start, start + len(part)), [None] * len(part), part))
                 start += len(part)
         with pq.ParquetFile(path) as file:
@@ -100,7 +100,7 @@ def test_the_first_of_the_rows_that_wait_is_found_in_any_order(
     ):
         path = Path(folder) / "requests.parquet"
         with RequestWriter(path) as writer:
-            writer.write(to_table(row_indexes, [None] * 30, [Rendered("x")] * 30))
+            writer.write(to_table(row_indexes, [None] * 30, [RenderedRow("x")] * 30))
         file = RequestFile(path)
         found = file.earliest(waiting, start)
         file.close()
@@ -125,7 +125,7 @@ def shared(one: Steps, other: Steps) -> int:
 
 
 @st.composite
-def chat_lines(draw: st.DrawFn) -> tuple[Steps, Rendered]:
+def chat_lines(draw: st.DrawFn) -> tuple[Steps, RenderedRow]:
     """An OpenAI line in one of its spellings, and what an engine sees of it."""
     chat = draw(chats)
     messages = [
@@ -133,12 +133,12 @@ def chat_lines(draw: st.DrawFn) -> tuple[Steps, Rendered]:
         for role, content in chat
     ]
     fields = draw(st.permutations([("temperature", draw(st.sampled_from([0, 1]))), ("messages", messages)]))
-    return steps(chat), Rendered(msgspec.json.encode(dict(fields)).decode(), url=Url.CHAT)
+    return steps(chat), RenderedRow(msgspec.json.encode(dict(fields)).decode(), url=Url.CHAT)
 
 
 @settings(max_examples=examples(200))
 @given(st.lists(chat_lines(), min_size=2, max_size=12))
-def test_the_order_walks_the_tree_of_what_the_engine_sees(lines: list[tuple[Steps, Rendered]]) -> None:
+def test_the_order_walks_the_tree_of_what_the_engine_sees(lines: list[tuple[Steps, RenderedRow]]) -> None:
     """Depth first: whatever two rows share, all rows between them share too."""
     seen = [line for line, _ in sorted(lines, key=lambda line: prompt_key(OPENAI, line[1]) or "")]
     for first in range(len(seen)):
@@ -149,7 +149,7 @@ def test_the_order_walks_the_tree_of_what_the_engine_sees(lines: list[tuple[Step
 
 def test_fields_that_are_not_the_prompt_decide_nothing_but_what_stands_in_front_does() -> None:
     def key(**body: object) -> str:
-        return prompt_key(OPENAI, Rendered(msgspec.json.encode(body).decode(), url=Url.CHAT)) or ""
+        return prompt_key(OPENAI, RenderedRow(msgspec.json.encode(body).decode(), url=Url.CHAT)) or ""
 
     hello = [{"role": "user", "content": "hello"}]
     assert key(messages=hello, temperature=0, user="a") == key(user="b", messages=hello)
@@ -160,7 +160,7 @@ def test_fields_that_are_not_the_prompt_decide_nothing_but_what_stands_in_front_
 def test_token_ids_sort_token_by_token() -> None:
     def key(prompt: object) -> str:
         body = msgspec.json.encode({"prompt": prompt}).decode()
-        return prompt_key(OPENAI, Rendered(body, url=Url.COMPLETIONS)) or ""
+        return prompt_key(OPENAI, RenderedRow(body, url=Url.COMPLETIONS)) or ""
 
     prompts = [[9], [9, 1], [9, 1, 70_000], [10, 2], [100]]
     assert sorted(prompts, key=key) == prompts
@@ -171,11 +171,11 @@ def test_token_ids_sort_token_by_token() -> None:
 @pytest.mark.parametrize("payload", ['{"messages": "none"}', "{}", '{"messages": [1]}', '{"prompt": []}'])
 def test_bodies_that_an_engine_will_refuse_have_a_place_too(payload: str) -> None:
     for url in Url:
-        assert isinstance(prompt_key(OPENAI, Rendered(payload, url=url)), str)
+        assert isinstance(prompt_key(OPENAI, RenderedRow(payload, url=url)), str)
 
 
 def test_what_was_not_rendered_has_no_key() -> None:
-    failed = Rendered(error_type="template", error="no")
+    failed = RenderedRow(error_type="template", error="no")
     for order in (Order.PREFIX, Order.RANDOM):
         for kind in (Kind.MESSAGES, Kind.OPENAI):
             key = sort_key(Task(kind=kind, column="m", order=order))
@@ -190,7 +190,7 @@ def test_the_same_seed_shuffles_alike_and_another_does_not(seed: int, count: int
         key = sort_key(Task(kind=Kind.PROMPT, template="", order=Order.RANDOM, order_seed=seed))
         assert key is not None
         assert key.of is not None
-        return [key.of(Rendered("x")) for _ in range(count)]
+        return [key.of(RenderedRow("x")) for _ in range(count)]
 
     assert numbers(seed) == numbers(seed)
     assert numbers(seed) != numbers(seed + 1)

@@ -8,7 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from conserve.jobs.window.waiting import Row, Window, uniform
+from conserve.jobs.window.waiting import WaitingRow, WaitingWindow, uniform
 from tests.conftest import examples
 from tests.property.test_prefix_tree import WORDS, Key, chained, next_of
 from tests.reach import reached
@@ -21,15 +21,15 @@ class Windows(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.window = Window(0.6, seed=7)
-        self.waiting: dict[Row, Key] = {}
+        self.window = WaitingWindow(0.6, seed=7)
+        self.waiting: dict[WaitingRow, Key] = {}
         self.cursor: Key = ()
         self.turns = 0
         self.positions = [0] * JOBS
 
     @rule(job=st.integers(0, JOBS - 1), words=WORDS)
     def insert(self, job: int, words: list[int]) -> None:
-        row = Row(job, self.positions[job])
+        row = WaitingRow(job, self.positions[job])
         self.positions[job] += 1
         self.waiting[row] = chained(words)
         self.window.insert(row, self.waiting[row])
@@ -94,10 +94,10 @@ def test_turns_do_not_know_of_each_other() -> None:
         assert abs(covariance * 12) < 6 / math.sqrt(len(pairs))
 
 
-def filled(utility: float, keys: list[Key], **named: int) -> Window:
-    window = Window(utility, **named)
+def filled(utility: float, keys: list[Key], **named: int) -> WaitingWindow:
+    window = WaitingWindow(utility, **named)
     for position, key in enumerate(keys):
-        window.insert(Row(position % JOBS, position // JOBS), key)
+        window.insert(WaitingRow(position % JOBS, position // JOBS), key)
     return window
 
 
@@ -116,7 +116,7 @@ def test_at_0_the_oldest_goes_first_and_at_1_no_stale_row_ever() -> None:
     rows = [oldest.pop() for _ in keys]
     assert rows == sorted(rows)
     sharing = filled(1.0, keys)
-    assert [sharing.pop() for _ in keys][-1] == Row(0, 0)
+    assert [sharing.pop() for _ in keys][-1] == WaitingRow(0, 0)
 
 
 def test_an_order_goes_on_where_it_was_left() -> None:
@@ -125,8 +125,8 @@ def test_an_order_goes_on_where_it_was_left() -> None:
     keys = [chained([dice.randrange(3) for _ in range(5)]) for _ in range(200)]
     first = filled(0.8, keys)
     given = [first.pop() for _ in range(77)]
-    second = Window(0.8, turn=first.turn, cursor=first.cursor)
-    waiting = [Row(n % JOBS, n // JOBS) for n in range(len(keys))]
+    second = WaitingWindow(0.8, turn=first.turn, cursor=first.cursor)
+    waiting = [WaitingRow(n % JOBS, n // JOBS) for n in range(len(keys))]
     dice.shuffle(waiting)
     for row in waiting:
         if row not in given:
@@ -151,13 +151,13 @@ def test_at_1_a_row_without_sharing_waits_for_ever() -> None:
 
 def wait_of_a_lone_row(utility: float, staler: int, seed: int, *, most: int) -> int:
     """Turns until it goes, while as many rows that share come as go."""
-    window = Window(utility, seed=seed)
-    lone = Row(0, staler)
+    window = WaitingWindow(utility, seed=seed)
+    lone = WaitingRow(0, staler)
     for position in range(staler):
-        window.insert(Row(0, position), chained([1, 2, position]))
+        window.insert(WaitingRow(0, position), chained([1, 2, position]))
     window.insert(lone, chained([0]))
     for turn in range(most):
-        window.insert(Row(1, turn), chained([1, 2, turn]))
+        window.insert(WaitingRow(1, turn), chained([1, 2, turn]))
         if window.pop() == lone:
             return turn + 1
     return most

@@ -13,7 +13,7 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
 from conserve.store.sql import answer, child, scratch
-from conserve.store.sql.answer import Question
+from conserve.store.sql.answer import SnapshotQuery
 from conserve.store.sql.bounds import Bounds
 from conserve.store.sql.query import ask
 from conserve.store.sql.snapshot import Snapshot, snapshot
@@ -31,7 +31,7 @@ def taken(store: Store, write_input: WriteInput) -> Snapshot:
 
 def asked(taken: Snapshot, sql: str, **bounds: Any) -> list[tuple[Any, ...]]:
     """The rows of a query."""
-    question = Question(
+    question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: ask(duck, sql),
         uses=lambda: None,
@@ -107,7 +107,7 @@ def test_a_query_cannot_take_longer_than_it_may(taken: Snapshot) -> None:
 
 def test_time_that_the_reader_takes_does_not_count(taken: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 10**9, 1000))  # each look at the clock is a thousand seconds after the last
-    question = Question(
+    question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: ask(duck, "from range(5000)"),
         uses=lambda: None,
@@ -122,7 +122,7 @@ def test_time_that_the_reader_takes_does_not_count(taken: Snapshot, monkeypatch:
 
 
 def test_a_process_that_dies_is_a_sentence(taken: Snapshot) -> None:
-    question = Question(
+    question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: os.kill(os.getpid(), signal.SIGKILL),  # type: ignore[arg-type,return-value]
         uses=lambda: None,
@@ -136,7 +136,7 @@ def test_a_process_that_dies_is_a_sentence(taken: Snapshot) -> None:
 
 
 def test_our_own_mistakes_are_not_hidden(taken: Snapshot) -> None:
-    question = Question(
+    question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: {}["nowhere"],  # type: ignore[index,return-value]
         uses=lambda: None,
@@ -227,7 +227,7 @@ def test_what_a_killed_process_left_goes_at_the_next_start(tmp_path: Path, dead_
 
 
 def test_a_query_that_spills_leaves_nothing(taken: Snapshot, tmp_path: Path) -> None:
-    question = Question(
+    question = SnapshotQuery(
         taken=taken,
         ask=lambda duck: ask(duck, "select range % 2000000, count(*) from range(4000000) group by 1"),
         uses=lambda: None,

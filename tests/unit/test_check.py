@@ -17,7 +17,7 @@ from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash
 from conserve.store.upkeep import checking
-from conserve.store.upkeep.damage import Part, unreadable
+from conserve.store.upkeep.damage import StorePart, unreadable
 from tests.commands import Done, conserve
 from tests.conftest import WriteInput
 from tests.store_rows import add_job, finish, job, leased, select
@@ -486,8 +486,8 @@ def test_what_cannot_be_read_is_named_for_queries(
     shard = (hurt, "shard", "is not what was written", f"run: conserve check {hurt}")
     inputs = (whole, "inputs", "is missing", f"run: conserve check {whole}")
     assert damages() == [inputs, shard]
-    assert damages(parts=[Part.SHARD]) == [shard]
-    assert damages(parts=[Part.REQUESTS]) == []
+    assert damages(parts=[StorePart.SHARD]) == [shard]
+    assert damages(parts=[StorePart.REQUESTS]) == []
 
 
 def test_a_flipped_bit_in_requests_is_noticed_by_its_page(store: Store, submit: Callable[..., str]) -> None:

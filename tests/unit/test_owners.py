@@ -98,7 +98,7 @@ def test_a_server_is_found_while_it_serves(settings: Settings) -> None:
 def test_what_dead_servers_left_is_swept_up(settings: Settings) -> None:
     with services.announce(settings, "http://here"):
         folder = settings.home / services.FOLDER
-        dead = msgspec.json.encode(services.Running(url="http://dead", owner=named(1, 1.0)))
+        dead = msgspec.json.encode(services.RunningServer(url="http://dead", owner=named(1, 1.0)))
         (folder / "1.json").write_bytes(dead)
         (folder / "2.json").write_bytes(b"no record")
         (folder / "notes.txt").write_bytes(b"not ours")

@@ -18,7 +18,7 @@ from conserve.endpoints.protocol import Call, Completion, InFlight, Url
 from conserve.endpoints.stream import Pieces
 from conserve.engine.vllm.launching import phases
 from conserve.engine.vllm.requests.token_watch import in_flight
-from conserve.jobs.harvest.forecast import WINDOW_S, Left, Rate, Seen, left, tokens_left
+from conserve.jobs.harvest.forecast import WINDOW_S, Left, QueueProgress, Rate, left, tokens_left
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.store.database.store import Store
 
@@ -146,7 +146,7 @@ def test_the_forecast_is_exact_where_all_answers_have_full_length(
     done: int, flying: int, waiting: int, share: float
 ) -> None:
     computed = int(flying * LENGTH * share)
-    seen = Seen(
+    seen = QueueProgress(
         rows_done=done,
         rows_in_flight=flying,
         rows_waiting=waiting,
@@ -165,7 +165,7 @@ def test_the_forecast_is_exact_where_all_answers_have_full_length(
 
 @given(st.integers(1, 500), st.integers(0, 100), st.integers(0, 500))
 def test_rows_alone_forecast_where_no_tokens_are_seen(done: int, flying: int, waiting: int) -> None:
-    seen = Seen(
+    seen = QueueProgress(
         rows_done=done,
         rows_in_flight=flying,
         rows_waiting=waiting,
@@ -177,7 +177,7 @@ def test_rows_alone_forecast_where_no_tokens_are_seen(done: int, flying: int, wa
 
 def test_the_first_answers_do_not_pass_for_the_mean() -> None:
     """One short answer of 100 rows in flight: the others are not expected to end at its length."""
-    seen = Seen(
+    seen = QueueProgress(
         rows_done=1,
         rows_in_flight=99,
         rows_waiting=0,

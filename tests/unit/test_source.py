@@ -22,7 +22,7 @@ from conserve.jobs.inputs.text_rows import JsonLines, column_kinds
 from conserve.jobs.requests import file as request_file
 from conserve.jobs.requests.file import RequestFile, RequestWriter, first_waiting, to_table
 from conserve.jobs.requests.rendering import (
-    Rendered,
+    RenderedRow,
     messages_fault,
     render_openai_line,
     renderer,
@@ -46,7 +46,7 @@ def lines(path: Path, *rows: Any) -> Path:
 def requests(path: Path, payloads: list[str | None], row_indexes: list[int] | None = None) -> RequestFile:
     """A request file of these payloads, in one piece."""
     rendered = [
-        Rendered(text) if text is not None else Rendered(error_type="template", error=f"row {n}")
+        RenderedRow(text) if text is not None else RenderedRow(error_type="template", error=f"row {n}")
         for n, text in enumerate(payloads)
     ]
     with RequestWriter(path) as writer:
@@ -267,7 +267,7 @@ def test_chats_may_be_null_in_lines(tmp_path: Path) -> None:
 
 def test_a_template_is_rendered_as_it_stands() -> None:
     render = renderer(Task(kind=Kind.PROMPT, template="<{{ q }}>&{{ range(2) | list }}\n"))
-    assert render({"q": "<b>", "n": 1}) == Rendered("<<b>>&[0, 1]\n")
+    assert render({"q": "<b>", "n": 1}) == RenderedRow("<<b>>&[0, 1]\n")
     assert template_names("{{ q }}{% set x = 1 %}{{ x }}{{ range(3) }}{{ other.name }}") == {"q", "other"}
 
 
@@ -293,7 +293,7 @@ def test_a_mistake_in_a_template_names_its_line() -> None:
 @pytest.mark.parametrize("url", [str(url) for url in Url])
 def test_an_openai_line_keeps_its_route_and_all_but_streaming(url: str) -> None:
     body = {"prompt": "x", "stream": True, "stream_options": {}, "n": 2}
-    assert render_openai_line({"url": url, "body": body}) == Rendered('{"prompt":"x","n":2}', url=url)
+    assert render_openai_line({"url": url, "body": body}) == RenderedRow('{"prompt":"x","n":2}', url=url)
 
 
 def test_requests_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,9 @@ def test_long_requests_make_small_groups(tmp_path: Path, monkeypatch: pytest.Mon
     with RequestWriter(path) as writer:
         for n in range(0, 7, 2):
             part = payloads[n : n + 2]
-            writer.write(to_table(range(n, n + len(part)), [None] * len(part), [Rendered(p) for p in part]))
+            writer.write(
+                to_table(range(n, n + len(part)), [None] * len(part), [RenderedRow(p) for p in part])
+            )
     found = pq.ParquetFile(path).metadata
     assert [found.row_group(n).num_rows for n in range(found.num_row_groups)] == [2, 2, 1, 2]
     assert [row.payload for row in RequestFile(path).read(range(7))] == payloads
@@ -321,7 +323,11 @@ def test_long_requests_make_small_groups(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_writer_counts_rows_and_keeps_the_first_error(tmp_path: Path) -> None:
     with RequestWriter(tmp_path / "r.parquet") as writer:
-        for rendered in ([Rendered("a")], [Rendered(error="one"), Rendered("b")], [Rendered(error="two")]):
+        for rendered in (
+            [RenderedRow("a")],
+            [RenderedRow(error="one"), RenderedRow("b")],
+            [RenderedRow(error="two")],
+        ):
             writer.write(to_table(range(len(rendered)), [None] * len(rendered), rendered))
     assert (writer.rows, writer.unrendered, writer.first_error) == (4, 2, "one")
 

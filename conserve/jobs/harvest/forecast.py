@@ -8,7 +8,7 @@ WINDOW_S = 60.0  # the rate is that of the last minute: machines and prompts cha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class QueueProgress:
     """Rows and tokens that are done, in flight and to do."""
 
     rows_done: int  # rows that were answered
@@ -31,7 +31,7 @@ class Left(NamedTuple):
     at_most: bool
 
 
-def left(seen: Seen, tokens_per_s: float) -> Left | None:
+def left(seen: QueueProgress, tokens_per_s: float) -> Left | None:
     """Seconds until no row is left; None while neither rows nor tokens allow a forecast."""
     tokens = tokens_left(seen)
     if tokens is None or tokens_per_s <= 0:
@@ -39,7 +39,7 @@ def left(seen: Seen, tokens_per_s: float) -> Left | None:
     return Left(tokens / tokens_per_s, at_most=not seen.rows_done)
 
 
-def tokens_left(seen: Seen) -> float | None:
+def tokens_left(seen: QueueProgress) -> float | None:
     """Tokens still to compute.
 
     Short answers end first, so the mean of the answered rows is too small while others are in flight. All tokens

@@ -27,7 +27,7 @@ from conserve.errors import (
     one_line,
 )
 from conserve.jobs.harvest.expiry import WallClock
-from conserve.jobs.harvest.forecast import Seen
+from conserve.jobs.harvest.forecast import QueueProgress
 from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.outage import Outage, elapsed_or_set
@@ -127,10 +127,10 @@ class Harvester:
         """Step of the endpoint's start; None once it is ready, or if it does not say."""
         return getattr(self.endpoint, "doing", None)
 
-    def seen(self, rows_left: int) -> Seen:
+    def progress(self, rows_left: int) -> QueueProgress:
         """Rows and tokens so far; `rows_left` rows of the queue have no durable result."""
         tally, in_flight = self.tally, getattr(self.endpoint, "in_flight", None) or InFlight()
-        return Seen(
+        return QueueProgress(
             rows_done=tally.answered,
             rows_in_flight=tally.in_flight,
             rows_waiting=max(0, rows_left - (tally.answered - tally.succeeded) - tally.in_flight),

@@ -12,7 +12,7 @@ FOLDER = "serving"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunningServer:
     """A `conserve serve`."""
 
     url: str
@@ -28,14 +28,14 @@ def announce(settings: Settings, url: str) -> Iterator[None]:
     from conserve.profiles.whole import write_whole
 
     path = settings.home / FOLDER / f"{os.getpid()}.json"
-    write_whole(path, msgspec.json.encode(Running(url=url, owner=this_process())))
+    write_whole(path, msgspec.json.encode(RunningServer(url=url, owner=this_process())))
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
 
 
-def running(settings: Settings) -> list[Running]:
+def running(settings: Settings) -> list[RunningServer]:
     """The servers whose processes live; what others left behind is swept up."""
     paths = sorted((settings.home / FOLDER).glob("[0-9]*.json"))
     if not paths:  # the usual case: status imports nothing for it
@@ -52,11 +52,11 @@ def running(settings: Settings) -> list[Running]:
     return found
 
 
-def read(path: Path) -> Running | None:
+def read(path: Path) -> RunningServer | None:
     """The record in a file, if it is one."""
     import msgspec
 
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Running)
+        return msgspec.json.decode(path.read_bytes(), type=RunningServer)
     except (OSError, msgspec.DecodeError):
         return None

@@ -14,7 +14,7 @@ from conserve.store.books import catalog
 from conserve.store.books.queue import Lease, LeasedRow, unpack_tokens
 from conserve.store.database.store import Store
 from conserve.store.files import home
-from conserve.store.upkeep.damage import Part, unreadable
+from conserve.store.upkeep.damage import StorePart, unreadable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Workload:
 
     def _requests(self, job: catalog.Job, now: float) -> RequestFile:
         """The job's requests, compared with the digest that was taken at submit."""
-        for damage in unreadable(self._store.home, [job], [], now=now, parts=[Part.REQUESTS]):
+        for damage in unreadable(self._store.home, [job], [], now=now, parts=[StorePart.REQUESTS]):
             raise StoreDamaged(
                 f"the requests of job {job.id} cannot be read: {damage.sentence}", job_id=job.id
             )

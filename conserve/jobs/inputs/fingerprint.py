@@ -4,20 +4,20 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from conserve.store.books.catalog import Job, Part, Source
+from conserve.store.books.catalog import InputFile, Job, Source
 from conserve.store.files import home
 
 BLOCK_BYTES = 1 << 22
 
 
-def fingerprint(path: Path) -> Part:
+def fingerprint(path: Path) -> InputFile:
     """Size, time and digest of a file's contents."""
     digest = hashlib.blake2b(digest_size=20)
     with path.open("rb") as file:
         stat = path.stat()
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
-    return Part(
+    return InputFile(
         path=str(path.absolute()),
         size=stat.st_size,
         mtime_ns=stat.st_mtime_ns,
@@ -25,7 +25,7 @@ def fingerprint(path: Path) -> Part:
     )
 
 
-def together(parts: Sequence[Part]) -> tuple[int, int, str]:
+def together(parts: Sequence[InputFile]) -> tuple[int, int, str]:
     """Size, time and digest of several files as one; the digest is of theirs, in order."""
     digest = hashlib.blake2b(digest_size=20)
     for part in parts:
@@ -34,7 +34,7 @@ def together(parts: Sequence[Part]) -> tuple[int, int, str]:
     return size, max(part.mtime_ns for part in parts), digest.hexdigest()
 
 
-def is_other(part: Part, path: Path) -> bool:
+def is_other(part: InputFile, path: Path) -> bool:
     """True if the file at this path is no longer what it was. A file that is gone counts as unchanged."""
     try:
         stat = path.stat()

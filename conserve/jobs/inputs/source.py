@@ -21,7 +21,7 @@ from conserve.jobs.inputs.keeping import Keep, choice, keep
 from conserve.jobs.inputs.parquet_rows import ParquetParts, ParquetRows
 from conserve.jobs.inputs.text_rows import CsvRows, JsonLines, OpenAILines, TextRows, TsvRows
 from conserve.jobs.task import Task
-from conserve.store.books.catalog import Part, Source
+from conserve.store.books.catalog import InputFile, Source
 from conserve.store.files import home
 from conserve.store.sql.scan import scanned
 
@@ -31,7 +31,7 @@ COPY_GIB = 1.0
 TEXTS: dict[Form, type[TextRows]] = {Form.JSONL: JsonLines, Form.CSV: CsvRows, Form.TSV: TsvRows}
 
 
-class Rows(Protocol):
+class InputRows(Protocol):
     """An input that has been recognised."""
 
     @property
@@ -78,7 +78,7 @@ class Input:
 class Opened:
     """A recognised input: its rows, what the catalogue keeps of it, and where the rows lie from now on."""
 
-    rows: Rows
+    rows: InputRows
     source: Source
     kept: Keep = Keep.COPY
 
@@ -215,7 +215,7 @@ def check_unwritten(source: Source) -> None:
         raise InputError(f"{path} was written to while it was read; submit it again")
 
 
-def marks_of(paths: Sequence[Path]) -> list[Part]:
+def marks_of(paths: Sequence[Path]) -> list[InputFile]:
     """The fingerprints of files; raises for one that cannot be read."""
     try:
         return [fingerprint(path) for path in paths]
@@ -223,7 +223,7 @@ def marks_of(paths: Sequence[Path]) -> list[Part]:
         raise InputError(f"cannot read {error.filename}: {error.strerror}; check its permissions") from error
 
 
-def source_of(named: Named, marks: Sequence[Part], kind: str) -> Source:
+def source_of(named: Named, marks: Sequence[InputFile], kind: str) -> Source:
     """What the catalogue keeps of files; `marks` are their fingerprints, none for standard input."""
     if not marks:
         return Source(path=None, format=kind)
@@ -248,7 +248,7 @@ def spool(stream: BinaryIO, folder: Path) -> Path:
     return path
 
 
-def check_columns(rows: Rows, wanted: Sequence[str], *, what: str) -> None:
+def check_columns(rows: InputRows, wanted: Sequence[str], *, what: str) -> None:
     """Raise if a column is missing; lists those that do exist."""
     missing = [name for name in wanted if name not in rows.columns]
     if missing:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from conserve.errors import TemplateError, UsageError
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
-from conserve.jobs.inputs.source import Rows, check_columns
+from conserve.jobs.inputs.source import InputRows, check_columns
 from conserve.jobs.requests.fault import DECIDED, parameter_fault
 from conserve.jobs.requests.rendering import template_names
 from conserve.jobs.task import Kind, Task
@@ -57,7 +57,7 @@ def check_tags(tags: Mapping[str, str]) -> None:
             )
 
 
-def check_input(rows: Rows, task: Task, *, constant_prompt: bool) -> None:
+def check_input(rows: InputRows, task: Task, *, constant_prompt: bool) -> None:
     """Raise if the task names columns that are not there or are of the wrong type, or asks every row the same."""
     if task.kind is Kind.PROMPT:
         check_template(rows, template_names(task.template or ""), constant_prompt=constant_prompt)
@@ -68,7 +68,7 @@ def check_input(rows: Rows, task: Task, *, constant_prompt: bool) -> None:
     rows.check(task)
 
 
-def check_template(rows: Rows, names: set[str], *, constant_prompt: bool) -> None:
+def check_template(rows: InputRows, names: set[str], *, constant_prompt: bool) -> None:
     """Raise for a template that names what is not there, or nothing."""
     check_columns(rows, sorted(names), what="the template")
     if not names and not constant_prompt:
@@ -78,7 +78,7 @@ def check_template(rows: Rows, names: set[str], *, constant_prompt: bool) -> Non
         )
 
 
-def needed_columns(task: Task, rows: Rows) -> list[str]:
+def needed_columns(task: Task, rows: InputRows) -> list[str]:
     """The columns that rendering reads."""
     if task.kind is Kind.OPENAI:
         return list(rows.columns)

@@ -16,7 +16,7 @@ from conserve.store.files import home
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class FoundRequest:
     """A row's request, where it stands in its job's order, and what was asked; nulls where rendering failed."""
 
     position: int
@@ -25,7 +25,9 @@ class Asked:
     prompt: str | None
 
 
-def asked(store: Store, job: Job, *, row_index: int | None = None, custom_id: str | None = None) -> Asked:
+def asked(
+    store: Store, job: Job, *, row_index: int | None = None, custom_id: str | None = None
+) -> FoundRequest:
     """The request of a row, named by its place in the input or by its own id."""
     path = home.requests_file(store.home, job.id)
     requests = RequestFile(path)
@@ -38,10 +40,10 @@ def asked(store: Store, job: Job, *, row_index: int | None = None, custom_id: st
     finally:
         requests.close()
     if request.payload is None:
-        return Asked(position=position, request=request, body=None, prompt=None)
+        return FoundRequest(position=position, request=request, body=None, prompt=None)
     tasks = Tasks([job])
     body, prompt = tasks.body(job.id, request.payload), tasks.prompt(job.id, request.payload)
-    return Asked(position=position, request=request, body=body, prompt=prompt)
+    return FoundRequest(position=position, request=request, body=body, prompt=prompt)
 
 
 def missing(job: Job, row_index: int | None, custom_id: str | None) -> str:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from conserve.config import Settings
 from conserve.errors import StoreDamaged
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
-from conserve.jobs.requests.rendering import Rendered
+from conserve.jobs.requests.rendering import RenderedRow
 from conserve.store.books import readings
 from conserve.store.files import home
 
@@ -46,7 +46,7 @@ class StoredRequest:
 
 
 def to_table(
-    row_indexes: Iterable[int], custom_ids: Sequence[str | None], rendered: Sequence[Rendered]
+    row_indexes: Iterable[int], custom_ids: Sequence[str | None], rendered: Sequence[RenderedRow]
 ) -> pa.Table:
     """Rendered rows as a table of `SCHEMA`."""
     columns: list[Iterable[Any]] = [
@@ -64,12 +64,12 @@ def to_table(
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
-def in_utf8(rendered: Rendered) -> Rendered:
+def in_utf8(rendered: RenderedRow) -> RenderedRow:
     """The same row; one whose payload holds half a surrogate pair, which UTF-8 cannot write, has failed."""
     try:
         (rendered.payload or "").encode()
     except UnicodeEncodeError:
-        return Rendered(error_type="template", error="the prompt holds half of a surrogate pair")
+        return RenderedRow(error_type="template", error="the prompt holds half of a surrogate pair")
     error = rendered.error and rendered.error.encode("utf-8", "backslashreplace").decode()
     return rendered._replace(error=error)
 
@@ -125,7 +125,7 @@ class RequestWriter:
             self._file.close()
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """One row group in memory."""
 
     number: int
@@ -146,7 +146,7 @@ class RequestFile:
         self._starts = [0]
         for group in range(meta.num_row_groups):
             self._starts.append(self._starts[-1] + meta.row_group(group).num_rows)
-        self._last: Group | None = None
+        self._last: RowGroup | None = None
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -196,11 +196,11 @@ class RequestFile:
                 found.append(min(indexes[position - first] for position in wanted))
         return min(found, default=None)
 
-    def _load(self, number: int) -> Group:
+    def _load(self, number: int) -> RowGroup:
         with self._readable():
             table = self._file.read_row_group(number)
         columns = [column.to_pylist() for column in table.columns]
-        return Group(number, [StoredRequest(*values) for values in zip(*columns, strict=True)])
+        return RowGroup(number, [StoredRequest(*values) for values in zip(*columns, strict=True)])
 
     def close(self) -> None:
         """Close the file."""

@@ -12,7 +12,7 @@ import msgspec
 import pyarrow as pa
 
 from conserve.endpoints.protocol import Url
-from conserve.jobs.requests.rendering import Rendered
+from conserve.jobs.requests.rendering import RenderedRow
 from conserve.jobs.task import Kind, Order, Task
 
 FRONT_FIELDS = ("cache_salt", "chat_template", "chat_template_kwargs", "documents", "tools")
@@ -24,7 +24,7 @@ class SortKey(NamedTuple):
 
     column: str
     kind: pa.DataType
-    of: Callable[[Rendered], str | int | None] | None = (
+    of: Callable[[RenderedRow], str | int | None] | None = (
         None  # None where rendering failed: such rows come last
     )
 
@@ -40,18 +40,18 @@ def sort_key(task: Task) -> SortKey | None:
     return SortKey("key", pa.string(), lambda rendered: prompt_key(task, rendered))
 
 
-def dice(seed: int) -> Callable[[Rendered], int | None]:
+def dice(seed: int) -> Callable[[RenderedRow], int | None]:
     """A random number for each row; the same ones for the same seed."""
     numbers = random.Random(seed)
 
-    def throw(rendered: Rendered) -> int | None:
+    def throw(rendered: RenderedRow) -> int | None:
         number = numbers.getrandbits(62)
         return None if rendered.payload is None else number
 
     return throw
 
 
-def prompt_key(task: Task, rendered: Rendered) -> str | None:
+def prompt_key(task: Task, rendered: RenderedRow) -> str | None:
     """Text that begins like another row's as far as their prompts do; what the task adds to all is left out."""
     if rendered.payload is None or task.kind is Kind.PROMPT:
         return rendered.payload

@@ -19,7 +19,7 @@ from conserve.jobs.task import Kind, Task
 Row = Mapping[str, Any]
 
 
-class Rendered(NamedTuple):
+class RenderedRow(NamedTuple):
     """A row's payload, or why it has none; `url` only where the row names its own route."""
 
     payload: str | None = None
@@ -28,7 +28,7 @@ class Rendered(NamedTuple):
     url: str | None = None
 
 
-Renderer = Callable[[Row], Rendered]
+Renderer = Callable[[Row], RenderedRow]
 
 
 class _PrintedNull(JinjaError):
@@ -89,20 +89,20 @@ def template_renderer(template: str) -> Renderer:
     ready = compiled(template)
     names = sorted(template_names(template))
 
-    def render(row: Row) -> Rendered:
+    def render(row: Row) -> RenderedRow:
         values = {name: row[name] for name in names}
         if Unreadable in map(type, values.values()):
-            return Rendered(error_type="template", error=unreadable(values))
+            return RenderedRow(error_type="template", error=unreadable(values))
         try:
-            return Rendered(ready.render(values))
+            return RenderedRow(ready.render(values))
         except SecurityError as error:
             raise TemplateError(
                 f"the prompt template tries to leave Jinja's sandbox ({error}); use the row's columns only"
             ) from error
         except _PrintedNull as error:
-            return Rendered(error_type="template", error=str(error))
+            return RenderedRow(error_type="template", error=str(error))
         except Exception as error:  # whatever a template's expression can raise is the row's error
-            return Rendered(error_type="template", error=f"{type(error).__name__}: {error}")
+            return RenderedRow(error_type="template", error=f"{type(error).__name__}: {error}")
 
     return render
 
@@ -119,15 +119,15 @@ def unreadable(values: Row) -> str:
 def messages_renderer(column: str) -> Renderer:
     """Take a chat from a column: a non-empty list of objects with a role and a content."""
 
-    def render(row: Row) -> Rendered:
+    def render(row: Row) -> RenderedRow:
         messages = row[column]
         if fault := messages_fault(messages):
-            return Rendered(error_type="invalid_messages", error=f"{column}: {fault}")
+            return RenderedRow(error_type="invalid_messages", error=f"{column}: {fault}")
         try:
-            return Rendered(msgspec.json.encode([without_nulls(m) for m in messages]).decode())
+            return RenderedRow(msgspec.json.encode([without_nulls(m) for m in messages]).decode())
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             said = f"a message that JSON has no form for ({error})"
-            return Rendered(error_type="invalid_messages", error=f"{column}: {said}")
+            return RenderedRow(error_type="invalid_messages", error=f"{column}: {said}")
 
     return render
 
@@ -156,21 +156,21 @@ def messages_fault(messages: object) -> str | None:
 def openai_renderer(task: Task) -> Renderer:
     """Take OpenAI Batch lines as they are; one that every engine would reject fails here."""
 
-    def render(row: Row) -> Rendered:
+    def render(row: Row) -> RenderedRow:
         rendered = render_openai_line(row)
         if rendered.payload is not None and (
             fault := request_fault(row["url"], {**task.params, **row["body"]})
         ):
-            return Rendered(error_type="invalid_request", error=fault)
+            return RenderedRow(error_type="invalid_request", error=fault)
         return rendered
 
     return render
 
 
-def render_openai_line(row: Row) -> Rendered:
+def render_openai_line(row: Row) -> RenderedRow:
     """An OpenAI Batch line: its body as it is, without what a batch decides itself."""
     url = row["url"]
     if url not in tuple(Url):
-        return Rendered(error_type="unsupported_url", error=f"{url} is not one of {', '.join(Url)}")
+        return RenderedRow(error_type="unsupported_url", error=f"{url} is not one of {', '.join(Url)}")
     body = {key: value for key, value in row["body"].items() if key not in ("stream", "stream_options")}
-    return Rendered(msgspec.json.encode(body).decode(), url=url)
+    return RenderedRow(msgspec.json.encode(body).decode(), url=url)

@@ -14,7 +14,7 @@ from conserve.config import model_name
 from conserve.errors import InputError, StoreError, TemplateError, UsageError
 from conserve.jobs.inputs.cells import Unreadable
 from conserve.jobs.inputs.keeping import Keep
-from conserve.jobs.inputs.source import Input, Opened, Rows, open_input
+from conserve.jobs.inputs.source import Input, InputRows, Opened, open_input
 from conserve.jobs.requests.admission import (
     check_input,
     check_priority,
@@ -92,7 +92,7 @@ def submit(
 
 
 def write_requests(
-    path: Path, rows: Rows, task: Task, on_rows: Callable[[int], None] | None = None
+    path: Path, rows: InputRows, task: Task, on_rows: Callable[[int], None] | None = None
 ) -> RequestWriter:
     """Render all rows into the job's request file, in the order in which they are to run."""
     with RequestWriter(path) as writer:
@@ -113,7 +113,7 @@ def nothing_to_send(writer: RequestWriter, task: Task) -> UsageError:
     return InputError(f"no row can be answered ({first}); correct the input and submit again")
 
 
-def in_order(rows: Rows, task: Task, folder: Path, on_rows: Callable[[int], None]) -> Iterator[pa.Table]:
+def in_order(rows: InputRows, task: Task, folder: Path, on_rows: Callable[[int], None]) -> Iterator[pa.Table]:
     """The rendered requests in execution order, some at a time; `folder` takes what memory does not hold."""
     key = sort_key(task)
     if key is None:
@@ -127,7 +127,7 @@ def in_order(rows: Rows, task: Task, folder: Path, on_rows: Callable[[int], None
 
 
 def rendered_tables(
-    rows: Rows, task: Task, key: SortKey | None, on_rows: Callable[[int], None]
+    rows: InputRows, task: Task, key: SortKey | None, on_rows: Callable[[int], None]
 ) -> Iterator[pa.Table]:
     """Every row's request, as they come, with what it is to be sorted by."""
     render = renderer(task)

@@ -11,7 +11,7 @@ from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.task import Task
 from conserve.jobs.window.prefix_tree import Key
 from conserve.jobs.window.prompt_key import prompt_key
-from conserve.jobs.window.waiting import Row, Window
+from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
 from conserve.store.books import catalog, choice
 from conserve.store.database.store import Store
 from conserve.store.files import home
@@ -90,7 +90,7 @@ class Lookahead:
         self._store, self._cache, self._rows = store, cache, rows or ROWS
         with store.read() as tx:
             place = Place.from_text(choice.remembered(tx))
-        self._window = Window(utility, seed=seed, turn=place.turn, cursor=self._key_at(place))
+        self._window = WaitingWindow(utility, seed=seed, turn=place.turn, cursor=self._key_at(place))
         self._cursor = place
         self._feeds: dict[int, Feed] = {}
         self._ids: dict[int, str] = {}
@@ -156,7 +156,7 @@ class Lookahead:
             if read is None:
                 return
             position, key = read
-            window.insert(Row(seq, position), key)
+            window.insert(WaitingRow(seq, position), key)
 
     def _drop(self, seq: int) -> None:
         self._window.discard_job(seq)

@@ -12,7 +12,7 @@ Key = Sequence[int]
 SPARE = 16  # dead entries that a heap may have beside as many as live ones
 
 
-class Child:
+class Node:
     """What a branch has below it: another branch, or a request.
 
     `age` is the age of the oldest request in it, and `shared` the blocks that need not be computed again when
@@ -31,13 +31,13 @@ class Child:
         return False  # where heaps find all else equal, one is as good as the other
 
 
-class Leaf(Child):
+class Leaf(Node):
     """One waiting request; of smaller `age` if it waits for longer."""
 
     __slots__ = ()
 
 
-class Branch(Child):
+class Branch(Node):
     """Two or more children whose keys agree in the first `end` blocks, and in no further one.
 
     Which child is best and which is oldest is kept in heaps whose entries may have become too good: one is
@@ -50,19 +50,19 @@ class Branch(Child):
         super().__init__(key, age)
         self.end, self.edge = end, edge  # the edge is what it has of `end` beyond its parent
         self.count = 0  # requests below
-        self.children: dict[Hashable, Child] = {}
-        self.best: list[tuple[int, int, Child]] = []
-        self.ages: list[tuple[int, Child]] = []
-        self.news: list[Child] = []  # came or became better since `choose`
+        self.children: dict[Hashable, Node] = {}
+        self.best: list[tuple[int, int, Node]] = []
+        self.ages: list[tuple[int, Node]] = []
+        self.news: list[Node] = []  # came or became better since `choose`
 
-    def put(self, child: Child) -> None:
+    def put(self, child: Node) -> None:
         """Take a child in, in the place of one whose key goes on with the same block."""
         self.children[head(child, self.end)] = child
         child.parent, child.listed = self, False
         self.see(child)
         self.see_age(child)
 
-    def see(self, child: Child) -> None:
+    def see(self, child: Node) -> None:
         """Note that a child has come or become better."""
         if not child.listed:
             child.listed = True
@@ -70,14 +70,14 @@ class Branch(Child):
         if len(self.news) > 2 * len(self.children) + SPARE:
             self.news = [child for child in self.news if child.parent is self]
 
-    def see_age(self, child: Child) -> None:
+    def see_age(self, child: Node) -> None:
         """Note that a child has come or become older."""
         heappush(self.ages, (child.age, child))
         if len(self.ages) > 2 * len(self.children) + SPARE:
             self.ages = [(child.age, child) for child in self.children.values()]
             heapify(self.ages)
 
-    def choose(self) -> Child:
+    def choose(self) -> Node:
         """The child with most to share, of several the oldest."""
         for child in self.news:
             if child.parent is self:
@@ -96,7 +96,7 @@ class Branch(Child):
             else:
                 return child
 
-    def eldest(self) -> Child:
+    def eldest(self) -> Node:
         """The child with the oldest request."""
         while True:
             age, child = self.ages[0]
@@ -177,7 +177,7 @@ class PrefixTree:
 
         It is one of those that share most with it; among these, subtrees with more to share come first.
         """
-        found: Child = self._root
+        found: Node = self._root
         on_the_way = True
         while isinstance(found, Branch):
             on_the_way = on_the_way and found.end < len(cursor)
@@ -192,14 +192,14 @@ class PrefixTree:
 
     def stalest(self) -> Leaf:
         """The request that has waited longest."""
-        found: Child = self._root
+        found: Node = self._root
         while isinstance(found, Branch):
             found = found.eldest()
         assert isinstance(found, Leaf)
         return found
 
 
-def head(child: Child, depth: int) -> Hashable:
+def head(child: Node, depth: int) -> Hashable:
     """What tells a child from its siblings: its block at this depth, or itself if it ends there."""
     return child.key[depth] if depth < len(child.key) else (child.age,)
 
@@ -209,7 +209,7 @@ def leads_along(branch: Branch, key: Key) -> bool:
     return branch.end <= len(key) and key[branch.end - 1] == branch.key[branch.end - 1]
 
 
-def split(parent: Branch, child: Child, key: Key) -> Branch:
+def split(parent: Branch, child: Node, key: Key) -> Branch:
     """A new branch between the two, where the child's key and this one part."""
     limit = min(child.end if isinstance(child, Branch) else len(child.key), len(key))
     end = common(child.key, key, parent.end + 1, limit)

@@ -7,14 +7,14 @@ from conserve.jobs.window.prefix_tree import Key, Leaf, PrefixTree
 POSITION_BITS = 40  # a trillion rows a job
 
 
-class Row(NamedTuple):
+class WaitingRow(NamedTuple):
     """A waiting row: its job, numbered as jobs were submitted, and its position in it."""
 
     job: int
     position: int
 
 
-class Window:
+class WaitingWindow:
     """Takes rows in and gives them out: mostly the one that shares most with the last, now and then the stalest.
 
     HyGen's Algorithm 4 (appendix A.3). Which of the two it is depends on `seed` and on `turn`, the number of
@@ -45,14 +45,14 @@ class Window:
         """How many blocks the prompts of these have."""
         return self._blocks.get(job, 0)
 
-    def insert(self, row: Row, key: Key) -> None:
+    def insert(self, row: WaitingRow, key: Key) -> None:
         """Take a row in."""
         rows = self._leaves.setdefault(row.job, {})
         assert row.position not in rows, f"{row} waits already"
         rows[row.position] = self._tree.insert(key, age(row))
         self._blocks[row.job] = self.blocks(row.job) + len(key)
 
-    def pop(self) -> Row:
+    def pop(self) -> WaitingRow:
         """Give the next row out; a stale one does not move the cursor, so that its group goes on afterwards."""
         if uniform(self.seed, self.turn) < self.utility:
             leaf = self._tree.next(self.cursor)
@@ -64,7 +64,7 @@ class Window:
         self.discard(row)
         return row
 
-    def discard(self, row: Row) -> None:
+    def discard(self, row: WaitingRow) -> None:
         """Take a row out that will not be asked for any more."""
         rows = self._leaves[row.job]
         leaf = rows.pop(row.position)
@@ -80,14 +80,14 @@ class Window:
             self._tree.remove(leaf)
 
 
-def age(row: Row) -> int:
+def age(row: WaitingRow) -> int:
     """Smaller for who waits longer: rows of the job that was submitted first, in their order."""
     return row.job << POSITION_BITS | row.position
 
 
-def row_of(row_age: int) -> Row:
+def row_of(row_age: int) -> WaitingRow:
     """The inverse of `age`."""
-    return Row(row_age >> POSITION_BITS, row_age & ((1 << POSITION_BITS) - 1))
+    return WaitingRow(row_age >> POSITION_BITS, row_age & ((1 << POSITION_BITS) - 1))
 
 
 def uniform(seed: int, turn: int) -> float:

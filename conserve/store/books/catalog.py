@@ -29,7 +29,7 @@ COUNTERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class InputFile:
     """A file of an input, and what it was like at submit."""
 
     path: str  # absolute
@@ -52,15 +52,15 @@ class Source:
     digest: str = ""  # BLAKE2b of the contents; of several files, of their digests
     copied: bool = False  # HOME/jobs/<id>/inputs.parquet holds the rows
     linked: bool = False  # it is a hard link, so that it changes with the file
-    parts: tuple[Part, ...] = ()  # the files, where there are several, or a link
+    parts: tuple[InputFile, ...] = ()  # the files, where there are several, or a link
     sql: str | None = None  # the query that gave the rows
 
     @property
-    def files(self) -> tuple[Part, ...]:
+    def files(self) -> tuple[InputFile, ...]:
         """The files that the rows came from; none of standard input or a query."""
         if self.parts or self.path is None:
             return self.parts
-        return (Part(path=self.path, size=self.size, mtime_ns=self.mtime_ns, digest=self.digest),)
+        return (InputFile(path=self.path, size=self.size, mtime_ns=self.mtime_ns, digest=self.digest),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ def checked(result: Result) -> tuple[Result, bytes]:
         payload = encode(result)
         _decode(payload)
     except UNREADABLE as error:
-        result = misfit(Frame.of(result), error)
+        result = misfit(ResultHeader.of(result), error)
         payload = encode(result)
     return result, payload
 
@@ -89,11 +89,11 @@ def decode(payload: bytes) -> Result:
     try:
         return _decode(payload)
     except UNREADABLE as error:
-        return misfit(Frame.read(payload), error)
+        return misfit(ResultHeader.read(payload), error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class ResultHeader:
     """The parts of a result that no endpoint has a say in."""
 
     row_index: RowIndex = UNKNOWN
@@ -120,10 +120,10 @@ class Frame:
             return cls()
 
 
-def misfit(frame: Frame, why: Exception) -> Result:
+def misfit(header: ResultHeader, why: Exception) -> Result:
     """The error of a row whose answer does not fit the columns."""
     return Result(
-        **{name: getattr(frame, name) for name in Frame.__slots__},
+        **{name: getattr(header, name) for name in ResultHeader.__slots__},
         error_type=INVALID,
         error=f"the answer does not fit the columns of results ({one_line(why)}); run: conserve retry JOB",
     )

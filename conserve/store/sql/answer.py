@@ -14,7 +14,7 @@ import pyarrow as pa
 from conserve import errors
 from conserve.errors import ConserveError, QueryError, QueryTooGreedy, StoreError
 from conserve.store.sql import child, query, readable, scratch
-from conserve.store.sql.batches import Rows, rows_of
+from conserve.store.sql.batches import RowBatches, rows_of
 from conserve.store.sql.bounds import Bounds, size_text
 from conserve.store.sql.child import Frame, Send
 from conserve.store.sql.named_files import NamedFile
@@ -39,7 +39,7 @@ LEFT_OUT, SCHEMA, ROWS, FAILED, DONE = b"L", b"S", b"R", b"F", b"D"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SnapshotQuery:
     """A query over a snapshot.
 
     `ask` names its rows on a connection that has the views; `uses` says which views it reads, or None if that
@@ -57,12 +57,12 @@ class Question:
 
 @contextmanager
 def answered(
-    question: Question,
+    question: SnapshotQuery,
     *,
     warn: Callable[[LeftOut], None],
     on_wait: Callable[[float | None], None] = lambda waited_s: None,
     spill_in: Path | None = None,
-) -> Iterator[Rows]:
+) -> Iterator[RowBatches]:
     """The rows of an answer as a child computes them. Warns of what the views it reads cannot show."""
     bounds = question.bounds
     with (
@@ -77,7 +77,7 @@ def answered(
         said = checked(frames, bounds)
         schema, documents = msgspec.msgpack.decode(begun(said, warn), type=tuple[bytes, list[str]])
         batches = (batch for frame in said for batch in from_ipc(frame.payload))
-        yield Rows(pa.ipc.read_schema(pa.py_buffer(schema)), frozenset(documents), batches)
+        yield RowBatches(pa.ipc.read_schema(pa.py_buffer(schema)), frozenset(documents), batches)
 
 
 def begun(said: Iterator[Frame], warn: Callable[[LeftOut], None]) -> bytes | bytearray:
@@ -113,7 +113,7 @@ def checked(frames: Iterator[Frame], bounds: Bounds) -> Iterator[Frame]:
     )
 
 
-def compute(question: Question, spill: Path, send: Send) -> None:
+def compute(question: SnapshotQuery, spill: Path, send: Send) -> None:
     """Answer the question; runs in the child. Files that turn out to be damaged are left out the next time."""
     pa.set_memory_pool(pa.system_memory_pool())  # the others map a gigabyte at a time
     attempt = Attempt(question, spill, send)
@@ -130,7 +130,7 @@ def compute(question: Question, spill: Path, send: Send) -> None:
 class Attempt:
     """Tries to answer a question, with fewer files each time."""
 
-    def __init__(self, question: Question, spill: Path, send: Send) -> None:
+    def __init__(self, question: SnapshotQuery, spill: Path, send: Send) -> None:
         self._question, self._spill, self._send = question, spill, send
         self._damaged: dict[Path, str] = {}
         self._said: set[LeftOut] = set()
@@ -177,7 +177,7 @@ class Attempt:
         self._said.update(new)
         self._send(LEFT_OUT, msgspec.json.encode(new))
 
-    def _send_rows(self, rows: Rows) -> None:
+    def _send_rows(self, rows: RowBatches) -> None:
         batches = iter(rows.batches)
         first = next(batches, None)
         schema = rows.schema.serialize().to_pybytes()
@@ -187,7 +187,7 @@ class Attempt:
             self._send(ROWS, to_ipc(batch))
 
 
-def described(error: BaseException, question: Question) -> bytes:
+def described(error: BaseException, question: SnapshotQuery) -> bytes:
     """What went wrong, as a frame: the class of an error of ours and its sentence, or a traceback."""
     named = named_error(error, question)
     if named is not None:
@@ -197,7 +197,7 @@ def described(error: BaseException, question: Question) -> bytes:
     return msgspec.json.encode([None, "".join(traceback.format_exception(error))])
 
 
-def named_error(error: BaseException, question: Question) -> ConserveError | None:
+def named_error(error: BaseException, question: SnapshotQuery) -> ConserveError | None:
     """The error in our words; None for a mistake of our own."""
     if isinstance(error, ConserveError):
         return error

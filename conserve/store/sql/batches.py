@@ -13,7 +13,7 @@ BATCH_ROWS = 2048  # one vector of DuckDB's; with 100 KB a row a batch is 200 MB
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowBatches:
     """Batches of one schema; `documents` are the columns that hold JSON text."""
 
     schema: pa.Schema
@@ -26,14 +26,14 @@ class Rows:
             yield from zip(*(values(column) for column in batch.columns), strict=True)
 
 
-def rows_of(answer: duckdb.DuckDBPyRelation) -> Rows:
+def rows_of(answer: duckdb.DuckDBPyRelation) -> RowBatches:
     """The rows of a relation; computes nothing yet but the first of them."""
     names = unique(answer.columns)
     documents = {name for name, kind in zip(names, answer.types, strict=True) if str(kind) == "JSON"}
     reader = answer.to_arrow_reader(BATCH_ROWS)
     schema = pa.schema([field.with_name(name) for field, name in zip(reader.schema, names, strict=True)])
     batches = (pa.RecordBatch.from_arrays(batch.columns, schema=schema) for batch in reader)
-    return Rows(schema, frozenset(documents), batches)
+    return RowBatches(schema, frozenset(documents), batches)
 
 
 def unique(names: Sequence[str]) -> list[str]:

@@ -63,7 +63,7 @@ def working(
         os.close(reader)
         become_worker(work, writer, memory_bytes)
     os.close(writer)
-    child = Child(pid)
+    child = ChildProcess(pid)
     try:
         yield frames(Waiting(reader, timeout_s, on_wait), child)
     finally:
@@ -71,7 +71,7 @@ def working(
         child.end()
 
 
-class Child:
+class ChildProcess:
     """A process of ours, which is waited for once."""
 
     def __init__(self, pid: int) -> None:
@@ -140,7 +140,7 @@ def send(writer: int, kind: bytes, payload: bytes) -> None:
             rest = rest[os.write(writer, rest) :]
 
 
-def frames(waiting: "Waiting", child: Child) -> Iterator[Frame]:
+def frames(waiting: "Waiting", child: ChildProcess) -> Iterator[Frame]:
     """Read frames until the child closes its end."""
     while head := waiting.read(HEADER.size):
         kind, length = HEADER.unpack(head)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.store.files import home
-from conserve.store.sql.batches import Rows, values
+from conserve.store.sql.batches import RowBatches, values
 from conserve.store.sql.input_columns import RESULT_COLUMNS, ROW, shown_names
 from conserve.store.sql.quoting import literal, parquet, quoted
 from conserve.store.sql.views import columns_of
@@ -69,7 +69,10 @@ def with_urls(duck: duckdb.DuckDBPyConnection, store_home: Path, job_id: str) ->
 
 
 def write(
-    rows: Rows, sink: BinaryIO, wanted: Format, convert: Callable[[dict[str, Any]], Any] = lambda row: row
+    rows: RowBatches,
+    sink: BinaryIO,
+    wanted: Format,
+    convert: Callable[[dict[str, Any]], Any] = lambda row: row,
 ) -> int:
     """Write rows in a format; returns their number. `convert` is for lines of JSON."""
     if wanted is Format.PARQUET:
@@ -77,7 +80,7 @@ def write(
     return write_csv(rows, sink) if wanted is Format.CSV else write_lines(rows, sink, convert)
 
 
-def write_parquet(rows: Rows, sink: BinaryIO) -> int:
+def write_parquet(rows: RowBatches, sink: BinaryIO) -> int:
     """Write one Parquet file; returns the number of rows. What Parquet cannot hold, such as intervals, is text."""
     schema = pa.schema([field if storable(field) else field.with_type(pa.string()) for field in rows.schema])
     count = 0
@@ -107,7 +110,7 @@ def as_text(column: pa.Array) -> pa.Array:
 
 
 def write_lines(
-    rows: Rows, sink: BinaryIO, convert: Callable[[dict[str, Any]], Any] = lambda row: row
+    rows: RowBatches, sink: BinaryIO, convert: Callable[[dict[str, Any]], Any] = lambda row: row
 ) -> int:
     """Write one JSON object a line; JSON columns come out as values, decimals and large integers as numbers."""
     encode = msgspec.json.Encoder(decimal_format="number").encode
@@ -129,7 +132,7 @@ class Lines:
         self._sink.write(line.removesuffix("\r\n").encode() + b"\n")
 
 
-def write_csv(rows: Rows, sink: BinaryIO) -> int:
+def write_csv(rows: RowBatches, sink: BinaryIO) -> int:
     """Write CSV with a header; JSON columns, lists and structures are JSON text.
 
     The writer goes by `\\r\\n`, since it quotes only values that hold a character of its line end.
@@ -150,7 +153,7 @@ def cell(value: Any) -> Any:
     return msgspec.to_builtins(value) if isinstance(value, bytes) else value
 
 
-def documents_parsed(rows: Rows) -> Iterator[dict[str, Any]]:
+def documents_parsed(rows: RowBatches) -> Iterator[dict[str, Any]]:
     """Rows as dictionaries with their JSON columns parsed."""
     names = rows.schema.names
     documents = [name for name in names if name in rows.documents]

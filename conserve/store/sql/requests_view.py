@@ -15,7 +15,7 @@ from conserve.store.sql.quoting import parquet
 from conserve.store.sql.readable import CHECK, LeftOut
 from conserve.store.sql.snapshot import Snapshot
 from conserve.store.sql.views import Fault
-from conserve.store.upkeep.damage import Part
+from conserve.store.upkeep.damage import StorePart
 
 COLUMNS = (
     "job_id", "position", "row_index", "custom_id", "body", "prompt", "state", "attempts", "error",
@@ -91,7 +91,7 @@ def readable_requests(taken: Snapshot, fault: Fault) -> tuple[list[Path], list[L
     """Request files that can be opened, and the jobs that have none."""
     files: list[Path] = []
     left_out: list[LeftOut] = []
-    damaged = {taken.home / each.file: each.what for each in taken.damages if each.part is Part.REQUESTS}
+    damaged = {taken.home / each.file: each.what for each in taken.damages if each.part is StorePart.REQUESTS}
     for job in taken.catalog:
         path = home.requests_file(taken.home, job.id)
         if reason := damaged.get(path) or fault(path):

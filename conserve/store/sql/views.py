@@ -22,7 +22,7 @@ from conserve.store.sql.input_parts import InputPart, changed, parts_of
 from conserve.store.sql.quoting import parquet, quoted
 from conserve.store.sql.readable import CHECK, REPAIR, LeftOut, first_line
 from conserve.store.sql.snapshot import Snapshot
-from conserve.store.upkeep.damage import Damage, Part
+from conserve.store.upkeep.damage import Damage, StorePart
 
 Fault = Callable[[Path], str | None]  # why a file cannot be read, if it cannot
 DOCUMENTS = ("json", "choices", "logprobs")  # columns of `results` that hold JSON
@@ -64,10 +64,13 @@ def add_results(
         readable, others = with_columns(duck, readable, FIRST_COLUMNS)
         faults |= {files[path]: reason for path, reason in others.items()}
         create_results(duck, readable)
-    return readable, [*damaged_shards(faults), *damages(taken, "results", (Part.SHARD, Part.JOURNAL))]
+    return readable, [
+        *damaged_shards(faults),
+        *damages(taken, "results", (StorePart.SHARD, StorePart.JOURNAL)),
+    ]
 
 
-def damages(taken: Snapshot, view: str, parts: Collection[Part]) -> list[LeftOut]:
+def damages(taken: Snapshot, view: str, parts: Collection[StorePart]) -> list[LeftOut]:
     """Gaps of a view by damage that the snapshot has found; one sentence a job, which names the first."""
     by_job: dict[str, list[Damage]] = defaultdict(list)
     for damage in taken.damages:
@@ -113,7 +116,7 @@ def damaged_shards(faults: dict[ShardFile, str]) -> list[LeftOut]:
 def readable_inputs(taken: Snapshot, fault: Fault) -> tuple[dict[str, list[InputPart]], list[LeftOut]]:
     """The files with each job's input rows; jobs of which one is gone, damaged or changed are left out."""
     readable: dict[str, list[InputPart]] = {}
-    left_out = damages(taken, "inputs", (Part.INPUTS,))
+    left_out = damages(taken, "inputs", (StorePart.INPUTS,))
     damaged = {gap.job_id for gap in left_out}
     for job in taken.catalog:
         if job.id in damaged:

@@ -27,7 +27,7 @@ from conserve.store.files import digests, home, marks
 from conserve.store.files.digests import Seal
 from conserve.store.files.marks import Mark
 from conserve.store.upkeep import records
-from conserve.store.upkeep.damage import Damage, NamedFile, Part, damaged, named_files
+from conserve.store.upkeep.damage import Damage, RecordedFile, StorePart, damaged, recorded_files
 
 TOKENS = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")
 MOST_NAMED = 5  # rows named in one sentence
@@ -43,7 +43,7 @@ class Checked:
     damages: list[Damage] = field(default_factory=list)
 
 
-class Counts(NamedTuple):
+class JobCounters(NamedTuple):
     """Sums over results, as the table `job` keeps them."""
 
     succeeded: int = 0
@@ -53,20 +53,20 @@ class Counts(NamedTuple):
     cached_tokens: int = 0
     resumed_tokens: int = 0
 
-    def plus(self, other: "Counts") -> "Counts":
+    def plus(self, other: "JobCounters") -> "JobCounters":
         """The sums over both."""
-        return Counts(*(one + two for one, two in zip(self, other, strict=True)))
+        return JobCounters(*(one + two for one, two in zip(self, other, strict=True)))
 
 
 class Read(NamedTuple):
     """A shard that was read: its positions, and the sums over its rows."""
 
     content: Content
-    counts: Counts = Counts()
+    counts: JobCounters = JobCounters()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class JobAudit:
     """A job, its rows and its shards in one picture."""
 
     job: catalog.Job
@@ -74,7 +74,7 @@ class Standing:
     reads: Sequence[Read]  # of the shards, in their order
     damaged_rows: Sequence[int]  # positions in the journal that are not what was written
     times: places.Positions  # how often each position that was leased once is somewhere
-    counts: Counts  # of everything that can be read
+    counts: JobCounters  # of everything that can be read
 
     @property
     def lost(self) -> list[int]:
@@ -138,7 +138,7 @@ def database_is(place: str, said: str) -> Damage:
     """Damage of the database itself."""
     return Damage(
         job_id=None,
-        part=Part.DATABASE,
+        part=StorePart.DATABASE,
         file=place,
         what=f"is damaged ({said.partition('; ')[0]})",
         fix="stop what runs, and run: conserve check --repair",
@@ -159,32 +159,34 @@ def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[D
     try:
         mark = marks.of(home.job_folder(store.home, job_id))
         with store.read() as tx:
-            standing = stand(tx, store.home, job_id)
+            audited = audit(tx, store.home, job_id)
             wrong = records.differences(tx, job_id, mark) if mark is not None else []
     except JobNotFound:
         return []  # removed since its id was read
     except StoreDamaged as error:
         return [record_damage(job_id, str(error))]
-    files = [file for file in named_files(store.home, [standing.job], []) if file.part is not Part.SHARD]
-    found = [one for file in files if (one := file_damage(store.home, file, standing.job))]
+    files = [
+        file for file in recorded_files(store.home, [audited.job], []) if file.part is not StorePart.SHARD
+    ]
+    found = [one for file in files if (one := file_damage(store.home, file, audited.job))]
     if (
-        said := judge(standing.job)
-        or outside(standing)
+        said := judge(audited.job)
+        or outside(audited)
         or (wrong and f"not what was submitted: {', '.join(wrong)}")
     ):
         found.append(record_damage(job_id, said))
-    elif standing.job.files and (mark is None or mark.store_id != store.id):  # no earlier version made one
+    elif audited.job.files and (mark is None or mark.store_id != store.id):  # no earlier version made one
         found.append(mark_damage(store.home, job_id, mark))
-    found += shard_damages(standing)
-    found += row_damages(standing)
-    for path in (*(file.path for file in files), *(store.home / shard.file for shard in standing.shards)):
+    found += shard_damages(audited)
+    found += row_damages(audited)
+    for path in (*(file.path for file in files), *(store.home / shard.file for shard in audited.shards)):
         if path.is_file():
             checked.files += 1
             checked.bytes += path.stat().st_size
-    return [replace(each, fix=fix_of(each, standing)) for each in found]
+    return [replace(each, fix=fix_of(each, audited)) for each in found]
 
 
-def stand(tx: Connection, where: Path, job_id: str, known: dict[int, Read] | None = None) -> Standing:
+def audit(tx: Connection, where: Path, job_id: str, known: dict[int, Read] | None = None) -> JobAudit:
     """How a job stands; reads its shards, but for those that are known by their number already."""
     job = catalog.get(tx, job_id)
     found = shards.files(tx, [job_id])
@@ -196,7 +198,7 @@ def stand(tx: Connection, where: Path, job_id: str, known: dict[int, Read] | Non
     for shard in found:
         counts = counts.plus(known[shard.id].counts)
     reads = [known[shard.id] for shard in found]
-    return Standing(
+    return JobAudit(
         job=job,
         shards=found,
         reads=reads,
@@ -221,10 +223,10 @@ def read_shard(where: Path, shard: ShardFile) -> Read:
         return Read(Content(places.NONE, f"has {table.num_rows:,} of its {shard.num_rows:,} rows"))
     succeeded = table["error_type"].null_count
     sums = (int(pc.sum(table[name]).as_py() or 0) for name in TOKENS)
-    return Read(content, Counts(succeeded, table.num_rows - succeeded, *sums))
+    return Read(content, JobCounters(succeeded, table.num_rows - succeeded, *sums))
 
 
-def read_journal(tx: Connection, job_id: str) -> tuple[list[int], Counts]:
+def read_journal(tx: Connection, job_id: str) -> tuple[list[int], JobCounters]:
     """The positions of journal rows that are not what was written, and the sums over the others."""
     broken, succeeded, failed, tokens = [], 0, 0, [0] * len(TOKENS)
     rows = text("select job_id, position, failed, payload, checksum from journal where job_id = :job_id")
@@ -236,20 +238,20 @@ def read_journal(tx: Connection, job_id: str) -> tuple[list[int], Counts]:
         succeeded += not result.failed
         failed += result.failed
         tokens = [total + getattr(result, name) for total, name in zip(tokens, TOKENS, strict=True)]
-    return broken, Counts(succeeded, failed, *tokens)
+    return broken, JobCounters(succeeded, failed, *tokens)
 
 
-def outside(standing: Standing) -> str | None:
+def outside(audited: JobAudit) -> str | None:
     """What is wrong with a record that names fewer rows than have results."""
-    last = max((int(read.content.positions.max(initial=-1)) for read in standing.reads), default=-1)
-    if last < standing.job.num_rows:
+    last = max((int(read.content.positions.max(initial=-1)) for read in audited.reads), default=-1)
+    if last < audited.job.num_rows:
         return None
-    return f"it says {standing.job.num_rows:,} rows, and row {last:,} has a result"
+    return f"it says {audited.job.num_rows:,} rows, and row {last:,} has a result"
 
 
 def record_damage(job_id: str, said: str) -> Damage:
     """Damage of a row of the table `job`."""
-    return damaged(job_id, Part.RECORD, "its record", f"is damaged ({said.partition('; run:')[0]})")
+    return damaged(job_id, StorePart.RECORD, "its record", f"is damaged ({said.partition('; run:')[0]})")
 
 
 def mark_damage(where: Path, job_id: str, mark: Mark | None) -> Damage:
@@ -257,16 +259,16 @@ def mark_damage(where: Path, job_id: str, mark: Mark | None) -> Damage:
     path = home.job_folder(where, job_id) / marks.MARK
     what = "is not what was written" if path.is_file() else "is missing"
     what = what if mark is None else f"is of another store ({mark.store_id})"
-    return damaged(job_id, Part.MARK, str(path.relative_to(where)), what)
+    return damaged(job_id, StorePart.MARK, str(path.relative_to(where)), what)
 
 
-def file_damage(where: Path, file: NamedFile, job: catalog.Job) -> Damage | None:
+def file_damage(where: Path, file: RecordedFile, job: catalog.Job) -> Damage | None:
     """The damage of a job's requests or inputs, which are read to their end."""
     what = file_fault(file.path, file.seal)
     if what:
         return damaged(job.id, file.part, str(file.path.relative_to(where)), what)
     rows = pq.read_metadata(file.path).num_rows
-    if rows != job.num_rows and file.part is Part.REQUESTS:
+    if rows != job.num_rows and file.part is StorePart.REQUESTS:
         return record_damage(job.id, f"it says {job.num_rows:,} rows, and there are {rows:,} requests")
     return None
 
@@ -284,48 +286,48 @@ def file_fault(path: Path, seal: Seal | None) -> str | None:
     return None
 
 
-def shard_damages(standing: Standing) -> Iterator[Damage]:
+def shard_damages(audited: JobAudit) -> Iterator[Damage]:
     """Shards that cannot be read."""
-    for shard, read in zip(standing.shards, standing.reads, strict=True):
+    for shard, read in zip(audited.shards, audited.reads, strict=True):
         if read.content.fault:
-            yield damaged(shard.job_id, Part.SHARD, shard.file, read.content.fault)
+            yield damaged(shard.job_id, StorePart.SHARD, shard.file, read.content.fault)
 
 
-def row_damages(standing: Standing) -> Iterator[Damage]:
+def row_damages(audited: JobAudit) -> Iterator[Damage]:
     """Rows and counters that do not add up; what a damaged file explains is not named twice."""
-    job = standing.job
-    for position in standing.damaged_rows:
-        yield damaged(job.id, Part.JOURNAL, f"row {position} of the journal", "is not what was written")
-    missing = sum(shard.num_rows for shard in standing.unreadable_shards)
-    if standing.beyond:
-        said = f"says that no row from {job.next_position:,} on was leased, and there are {named(standing.beyond)}"
-        yield damaged(job.id, Part.ROWS, "its record", said)
+    job = audited.job
+    for position in audited.damaged_rows:
+        yield damaged(job.id, StorePart.JOURNAL, f"row {position} of the journal", "is not what was written")
+    missing = sum(shard.num_rows for shard in audited.unreadable_shards)
+    if audited.beyond:
+        said = f"says that no row from {job.next_position:,} on was leased, and there are {named(audited.beyond)}"
+        yield damaged(job.id, StorePart.ROWS, "its record", said)
         return
-    if len(standing.lost) != missing:
-        lost = f"{len(standing.lost) - missing:+,} beyond its damaged files"
-        yield damaged(job.id, Part.ROWS, "the queue", f"lacks rows {named(standing.lost)} ({lost})")
-    if standing.doubled:
-        yield damaged(job.id, Part.ROWS, "the queue", f"has rows {named(standing.doubled)} twice")
-    if not missing and not standing.damaged_rows and (wrong := wrong_counters(standing)):
-        yield damaged(job.id, Part.COUNTERS, "its record", wrong)
+    if len(audited.lost) != missing:
+        lost = f"{len(audited.lost) - missing:+,} beyond its damaged files"
+        yield damaged(job.id, StorePart.ROWS, "the queue", f"lacks rows {named(audited.lost)} ({lost})")
+    if audited.doubled:
+        yield damaged(job.id, StorePart.ROWS, "the queue", f"has rows {named(audited.doubled)} twice")
+    if not missing and not audited.damaged_rows and (wrong := wrong_counters(audited)):
+        yield damaged(job.id, StorePart.COUNTERS, "its record", wrong)
 
 
-def wrong_counters(standing: Standing) -> str | None:
+def wrong_counters(audited: JobAudit) -> str | None:
     """The counters that are not the sums over the results, in words."""
-    job, counts = standing.job, standing.counts
+    job, counts = audited.job, audited.counts
     wrong = [
         f"{name} {getattr(job, name):,} instead of {value:,}"
         for name, value in counts._asdict().items()
         if getattr(job, name) != value
     ]
-    if not wrong and (job.state is JobState.COMPLETED) != is_done(standing) and completable(job):
+    if not wrong and (job.state is JobState.COMPLETED) != is_done(audited) and completable(job):
         wrong = [f"the state {job.state} with {counts.succeeded + counts.failed:,} of {job.num_rows:,} rows"]
     return f"says {', '.join(wrong)}" if wrong else None
 
 
-def is_done(standing: Standing) -> bool:
+def is_done(audited: JobAudit) -> bool:
     """Whether every row has a result."""
-    return standing.counts.succeeded + standing.counts.failed == standing.job.num_rows
+    return audited.counts.succeeded + audited.counts.failed == audited.job.num_rows
 
 
 def completable(job: catalog.Job) -> bool:
@@ -339,18 +341,18 @@ def named(positions: Sequence[int]) -> str:
     return shown if len(positions) <= MOST_NAMED else f"{shown} and {len(positions) - MOST_NAMED:,} others"
 
 
-def fix_of(found: Damage, standing: Standing) -> str:
+def fix_of(found: Damage, audited: JobAudit) -> str:
     """The command, and what it will come to."""
-    rows = {shard.file: shard.num_rows for shard in standing.shards}
+    rows = {shard.file: shard.num_rows for shard in audited.shards}
     comes_to = {
-        Part.SHARD: f"its {rows.get(found.file, 0):,} rows are computed again",
-        Part.JOURNAL: "the row is computed again",
-        Part.REQUESTS: "they are rendered again if the input is as it was",
-        Part.INPUTS: "they are copied again if the input is as it was",
-        Part.ROWS: "rows that are nowhere are computed again",
-        Part.COUNTERS: "it is counted again",
-        Part.RECORD: "it is taken from the job's folder",
-        Part.MARK: "it is written anew",
+        StorePart.SHARD: f"its {rows.get(found.file, 0):,} rows are computed again",
+        StorePart.JOURNAL: "the row is computed again",
+        StorePart.REQUESTS: "they are rendered again if the input is as it was",
+        StorePart.INPUTS: "they are copied again if the input is as it was",
+        StorePart.ROWS: "rows that are nowhere are computed again",
+        StorePart.COUNTERS: "it is counted again",
+        StorePart.RECORD: "it is taken from the job's folder",
+        StorePart.MARK: "it is written anew",
     }
     return f"run: conserve check --repair {found.job_id} ({comes_to[found.part]})"
 

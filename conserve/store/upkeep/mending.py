@@ -23,7 +23,7 @@ from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, trash
 from conserve.store.upkeep import checking
-from conserve.store.upkeep.checking import Counts, Read, Standing
+from conserve.store.upkeep.checking import JobAudit, JobCounters, Read
 
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
 
@@ -57,10 +57,10 @@ def mend_rows(store: Store, job_id: str, *, now: float) -> list[str]:
     said = restore_from_trash(store, job_id)
     known: dict[int, Read] = {}
     with store.read() as tx:
-        checking.stand(tx, store.home, job_id, known)  # reads the shards before anything is locked
+        checking.audit(tx, store.home, job_id, known)  # reads the shards before anything is locked
     with store.write() as tx:
         catalog.lock_job(tx, job_id)
-        mended = mend(tx, checking.stand(tx, store.home, job_id, known), now)
+        mended = mend(tx, checking.audit(tx, store.home, job_id, known), now)
     for file in mended.dropped:
         throw_away(store, store.home / file.file, now)
     return said + mended.said
@@ -103,12 +103,12 @@ def copy(path: Path, to: Path, where: Path) -> None:
             scratch.unlink(missing_ok=True)
 
 
-def mend(tx: Connection, standing: Standing, now: float) -> Mended:
+def mend(tx: Connection, audited: JobAudit, now: float) -> Mended:
     """Bring each row of a job into exactly one place, and its counters to the sums over its results."""
-    current = standing.job
-    in_shards, dropped, counts = kept_shards(standing)
+    current = audited.job
+    in_shards, dropped, counts = kept_shards(audited)
     tx.execute(delete(shard).where(shard.c.id.in_([file.id for file in dropped])))
-    take_out(tx, journal, current.id, standing.damaged_rows)
+    take_out(tx, journal, current.id, audited.damaged_rows)
     done = in_shards | kept(tx, journal, current, taken=in_shards)
     placed = done | kept(tx, request, current, taken=done)
     cursor = max(current.next_position, last(placed) + 1)
@@ -117,17 +117,17 @@ def mend(tx: Connection, standing: Standing, now: float) -> Mended:
         tx.execute(insert(request), [shards.new_request(current.id, position, now) for position in back])
     _, in_journal = checking.read_journal(tx, current.id)
     recounted = recount(tx, current, counts.plus(in_journal), cursor, now)
-    return Mended(dropped, len(standing.damaged_rows), len(back), recounted)
+    return Mended(dropped, len(audited.damaged_rows), len(back), recounted)
 
 
-def kept_shards(standing: Standing) -> tuple[Flags, list[ShardFile], Counts]:
+def kept_shards(audited: JobAudit) -> tuple[Flags, list[ShardFile], JobCounters]:
     """The positions in shards that stay, the shards that do not, and the sums over those that stay.
 
     One that cannot be read goes, and one with rows that an earlier one has too.
     """
-    there: Flags = np.zeros(standing.job.num_rows, np.bool_)
-    dropped, counts = [], Counts()
-    for file, read in zip(standing.shards, standing.reads, strict=True):
+    there: Flags = np.zeros(audited.job.num_rows, np.bool_)
+    dropped, counts = [], JobCounters()
+    for file, read in zip(audited.shards, audited.reads, strict=True):
         positions = read.content.positions
         if read.content.fault or there[positions].any():
             dropped.append(file)
@@ -159,7 +159,7 @@ def last(placed: Flags) -> int:
     return int(found[-1]) if len(found) else -1
 
 
-def recount(tx: Connection, current: catalog.Job, counts: Counts, cursor: int, now: float) -> bool:
+def recount(tx: Connection, current: catalog.Job, counts: JobCounters, cursor: int, now: float) -> bool:
     """Write the counters that are right, and the state that follows from them; says whether any was not."""
     right = {**counts._asdict(), "next_position": cursor, "state": current.state}
     done = counts.succeeded + counts.failed == current.num_rows

@@ -92,7 +92,7 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
                 put(tx, job, row)
         known = set(catalog.ids(tx))
         for row in salvaged["journal"]:
-            if row.get("job_id") in known and is_whole(Row(row)):
+            if row.get("job_id") in known and is_whole(SalvagedRow(row)):
                 put(tx, journal, row)
         for row in salvaged["request"]:
             if row.get("job_id") in known:
@@ -108,7 +108,7 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
     return said
 
 
-class Row:
+class SalvagedRow:
     """The columns of a row as attributes."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ FINISHED = (JobState.COMPLETED, JobState.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class DiskUsage:
     """A job and the bytes of its files."""
 
     job_id: str
@@ -48,7 +48,7 @@ class Usage:
 class Room:
     """What a home holds, in bytes."""
 
-    jobs: list[Usage]
+    jobs: list[DiskUsage]
     database_bytes: int
     trash_bytes: int
     unknown_bytes: int
@@ -83,13 +83,13 @@ def trash_bytes(where: Path) -> int:
     return sum(trash.size(path) for path in trash.contents(where))
 
 
-def usage(store: Store) -> list[Usage]:
+def usage(store: Store) -> list[DiskUsage]:
     """Every job with the bytes of its files, oldest first; counts files, and reads none."""
     columns = job.c.id, job.c.state, job.c.num_rows, job.c.finished_at
     with store.read() as tx:
         rows = tx.execute(select(*columns).order_by(job.c.seq)).all()
     return [
-        Usage(
+        DiskUsage(
             job_id=row.id,
             state=row.state,
             rows=row.num_rows,
@@ -145,6 +145,6 @@ def delete_files(where: Path, folder: Path, *, now: float) -> int:
     return freed
 
 
-def finished_before(usages: list[Usage], moment: float) -> list[Usage]:
+def finished_before(usages: list[DiskUsage], moment: float) -> list[DiskUsage]:
     """The finished jobs among these that ended before then."""
     return [each for each in usages if each.finished and (each.finished_at or 0.0) <= moment]
