@@ -1,1 +1,1 @@
-"""Folders and files of a home: where they lie, whose they are, whether they are what was written."""
+"""Folders and files of a home: their paths, marks and digests, and the trash."""

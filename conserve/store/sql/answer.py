@@ -1,4 +1,4 @@
-"""Answers to queries: rows that a child process computes within bounds."""
+"""Answers to queries, computed by a child process within bounds of memory, disk and time."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -42,8 +42,8 @@ LEFT_OUT, SCHEMA, ROWS, FAILED, DONE = b"L", b"S", b"R", b"F", b"D"
 class SnapshotQuery:
     """A query over a snapshot.
 
-    `ask` names its rows on a connection that has the views; `uses` says which views it reads, or None if that
-    is not known. Both are called in the child, so that this process starts no threads.
+    `ask` binds the query on a connection that has the views. `uses` returns the views that it reads, None if that
+    is unknown. Both are called in the child process, so that this process starts no threads.
     """
 
     taken: Snapshot
@@ -63,7 +63,12 @@ def answered(
     on_wait: Callable[[float | None], None] = lambda waited_s: None,
     spill_in: Path | None = None,
 ) -> Iterator[RowBatches]:
-    """The rows of an answer as a child computes them. Warns of what the views it reads cannot show."""
+    """Compute an answer in a child process; yields its rows as they arrive.
+
+    `warn` is called with the rows that the views in use leave out, `on_wait` as `child.working` says. Temporary
+    files go to `spill_in`, by default the system's folder for them. Raises `QueryTooGreedy` where the query exceeds
+    its bounds, `QueryError` for a mistake in it, and `StoreError` for damage met after the first rows.
+    """
     bounds = question.bounds
     with (
         scratch.place(spill_in) as spill,
@@ -81,7 +86,7 @@ def answered(
 
 
 def begun(said: Iterator[Frame], warn: Callable[[LeftOut], None]) -> bytes | bytearray:
-    """The schema of the answer; warns of what is said before it."""
+    """Read frames up to the schema of the answer; warns of the left-out rows that come before it."""
     for frame in said:
         if frame.kind == SCHEMA:
             return frame.payload
@@ -91,7 +96,7 @@ def begun(said: Iterator[Frame], warn: Callable[[LeftOut], None]) -> bytes | byt
 
 
 def checked(frames: Iterator[Frame], bounds: Bounds) -> Iterator[Frame]:
-    """The frames up to the last; raises what the child says went wrong, or that it ended without a word."""
+    """Yield frames until the child is done; raises the error that it sent, or `QueryTooGreedy` if it just ended."""
     try:
         for frame in frames:
             if frame.kind == DONE:
@@ -114,13 +119,13 @@ def checked(frames: Iterator[Frame], bounds: Bounds) -> Iterator[Frame]:
 
 
 def compute(question: SnapshotQuery, spill: Path, send: Send) -> None:
-    """Answer the question; runs in the child. Files that turn out to be damaged are left out the next time."""
-    pa.set_memory_pool(pa.system_memory_pool())  # the others map a gigabyte at a time
+    """Answer the query, in the child process; damaged files are left out of the next attempt."""
+    pa.set_memory_pool(pa.system_memory_pool())  # Arrow's other pools map a gigabyte at a time
     attempt = Attempt(question, spill, send)
     try:
         while not attempt.answered():
             pass
-    except BrokenPipeError:  # the parent has enough
+    except BrokenPipeError:  # the parent reads no further
         return
     except BaseException as error:
         child.unbound_memory()
@@ -128,7 +133,7 @@ def compute(question: SnapshotQuery, spill: Path, send: Send) -> None:
 
 
 class Attempt:
-    """Tries to answer a question, with fewer files each time."""
+    """Attempts to answer a query, each without the files that the one before found damaged."""
 
     def __init__(self, question: SnapshotQuery, spill: Path, send: Send) -> None:
         self._question, self._spill, self._send = question, spill, send
@@ -137,7 +142,7 @@ class Attempt:
         self._begun = False
 
     def answered(self) -> bool:
-        """Send the answer; False if a file is damaged that can be left out. Raises what is wrong otherwise."""
+        """Send the answer; False if it failed at damaged files that the next attempt can leave out."""
         question = self._question
         with query.opened(
             question.taken,
@@ -188,7 +193,7 @@ class Attempt:
 
 
 def described(error: BaseException, question: SnapshotQuery) -> bytes:
-    """What went wrong, as a frame: the class of an error of ours and its sentence, or a traceback."""
+    """Payload of a failure: class and message of a `ConserveError`, or a traceback."""
     named = named_error(error, question)
     if named is not None:
         return msgspec.json.encode([type(named).__name__, str(named)])
@@ -198,7 +203,7 @@ def described(error: BaseException, question: SnapshotQuery) -> bytes:
 
 
 def named_error(error: BaseException, question: SnapshotQuery) -> ConserveError | None:
-    """The error in our words; None for a mistake of our own."""
+    """`ConserveError` for an error of DuckDB or Arrow; None for a bug of ConServe."""
     if isinstance(error, ConserveError):
         return error
     text = str(error)
@@ -216,18 +221,18 @@ def named_error(error: BaseException, question: SnapshotQuery) -> ConserveError 
 
 
 def of_memory(bounds: Bounds) -> str:
-    """` than 2 GiB`, where memory is bounded."""
+    """The words " than 2 GiB"; empty where memory is not bounded."""
     return f" than {size_text(bounds.memory_bytes)}" if bounds.memory_bytes is not None else ""
 
 
 def failure(payload: bytes | bytearray) -> Exception:
-    """The error that a child has described."""
+    """Exception for a payload of `described`."""
     name, text = msgspec.json.decode(payload, type=tuple[str | None, str])
     return RuntimeError(text) if name is None else getattr(errors, name)(text)
 
 
 def to_ipc(batch: pa.RecordBatch) -> bytes:
-    """A batch as an IPC stream of its own, dictionaries included."""
+    """Encode a batch as an IPC stream of its own, dictionaries included."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)

@@ -14,20 +14,20 @@ BATCH_ROWS = 2048  # one vector of DuckDB's; with 100 KB a row a batch is 200 MB
 
 @dataclass(frozen=True, slots=True)
 class RowBatches:
-    """Batches of one schema; `documents` are the columns that hold JSON text."""
+    """Arrow batches of one schema; `documents` are the columns that hold JSON text."""
 
     schema: pa.Schema
     documents: frozenset[str]
     batches: Iterable[pa.RecordBatch]
 
     def tuples(self) -> Iterator[tuple[Any, ...]]:
-        """Row by row, in Python's types."""
+        """Yield each row as a tuple of Python values."""
         for batch in self.batches:
             yield from zip(*(values(column) for column in batch.columns), strict=True)
 
 
 def rows_of(answer: duckdb.DuckDBPyRelation) -> RowBatches:
-    """The rows of a relation; computes nothing yet but the first of them."""
+    """Rows of a relation; DuckDB computes no more than the first ones before they are read."""
     names = unique(answer.columns)
     documents = {name for name, kind in zip(names, answer.types, strict=True) if str(kind) == "JSON"}
     reader = answer.to_arrow_reader(BATCH_ROWS)
@@ -37,7 +37,7 @@ def rows_of(answer: duckdb.DuckDBPyRelation) -> RowBatches:
 
 
 def unique(names: Sequence[str]) -> list[str]:
-    """The names, with a number behind those that came before: `a`, `a_1`."""
+    """Make column names unique: a second `a` becomes `a_1`."""
     taken = {name.lower() for name in names}
     found: list[str] = []
     for name in names:
@@ -50,7 +50,7 @@ def unique(names: Sequence[str]) -> list[str]:
 
 
 def values(column: pa.Array) -> list[Any]:
-    """A column in Python's types; text where Python has none, as for dates beyond the year 9999."""
+    """Values of a column as Python objects; text where Python has no type, as for dates beyond the year 9999."""
     try:
         found: list[Any] = column.to_pylist()
     except UNKNOWN_TO_PYTHON:
@@ -59,7 +59,7 @@ def values(column: pa.Array) -> list[Any]:
 
 
 def value_of(scalar: pa.Scalar) -> Any:
-    """One value in Python's types, part by part."""
+    """Convert one value to Python, a nested one part by part."""
     try:
         return scalar.as_py()
     except UNKNOWN_TO_PYTHON:

@@ -1,4 +1,4 @@
-"""How much a query may take: memory, temporary disk, threads and time."""
+"""Bounds of a query: memory, temporary disk, threads and time."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,21 +8,21 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 SPILLED_SHARE = 0.6
-"""Share of a query's memory that DuckDB counts itself, and keeps to by writing to disk. Strings under
-construction and rows on their way out are not in its count."""
+"""Share of a query's memory that DuckDB fills before it writes to disk. DuckDB does not count strings under
+construction and rows on their way out, which need the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Bounds of one query; without `memory_bytes` its memory is DuckDB's own affair (80 % of the machine's)."""
+    """Bounds of one query. Without `memory_bytes` DuckDB's own limit holds: 80 % of the machine's memory."""
 
     threads: int
     memory_bytes: int | None = None
     disk_bytes: int | None = None
-    timeout_s: float | None = None  # seconds in which it computes; the reader of its rows may take longer
+    timeout_s: float | None = None  # of computing; a slow reader of the rows does not count
 
     def settings(self) -> dict[str, Any]:
-        """The same as settings of DuckDB."""
+        """Bounds as settings of DuckDB."""
         found: dict[str, Any] = {"threads": self.threads}
         if self.memory_bytes is not None:
             found["memory_limit"] = f"{int(self.memory_bytes * SPILLED_SHARE) // KIB}KiB"
@@ -32,5 +32,5 @@ class Bounds:
 
 
 def size_text(number: int) -> str:
-    """`512 MiB`, `1.5 GiB`."""
+    """Number of bytes in words: `512 MiB`, `1.5 GiB`."""
     return f"{number / GIB:.3g} GiB" if number >= GIB else f"{number / MIB:.3g} MiB"

@@ -1,9 +1,8 @@
-"""Work in a child process whose rows arrive as they are made.
+"""Work in a child process that sends its results through a pipe as they are made.
 
-A child can be ended at any instant, whatever library it is in, and the kernel keeps it from taking more memory
-than it may. It is a fork, so that the work may be any function and no interpreter has to start: what threads
-there are at that time belong to allocators and BLAS, which bear it. It writes frames to a pipe: kind, length,
-payload.
+A child can be killed at any instant, whatever library it is in, and the kernel bounds its memory. It is a fork, so
+that the work may be any function and no interpreter has to start. The parent's only threads at that time belong to
+allocators and BLAS, which tolerate a fork. The pipe carries frames: kind, length, payload.
 """
 
 import ctypes
@@ -20,26 +19,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 HEADER = struct.Struct("<cQ")
-TICK_S = 0.1  # how often a wait lets its caller look
-SLACK_BYTES = 128 << 20  # stacks of threads, the allocator's own
+TICK_S = 0.1  # between two calls of `on_wait`
+SLACK_BYTES = 128 << 20  # for stacks of threads and the allocator itself
 PR_SET_PDEATHSIG = 1
 
 Send = Callable[[bytes, bytes], None]
 
 
 class Frame(NamedTuple):
-    """One message of a child."""
+    """One message of a child process."""
 
     kind: bytes  # one byte
     payload: bytes | bytearray
 
 
 class TookTooLong(Exception):
-    """The child computed for longer than it may."""
+    """The child computed for longer than its `timeout_s`."""
 
 
 class Died(Exception):
-    """The child ended before its work did; says how."""
+    """The child ended before its work was done; the message says by which signal or exit code."""
 
 
 @contextmanager
@@ -54,6 +53,7 @@ def working(
 
     `on_wait` is called every 0.1 s of a wait for the child, with the seconds waited so far, and with None
     at its end. Only such waits count against `timeout_s`: a slow reader of the frames costs the child no time.
+    Reading the frames raises `TookTooLong` or `Died`.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -72,33 +72,33 @@ def working(
 
 
 class ChildProcess:
-    """A process of ours, which is waited for once."""
+    """A forked process, which is waited for exactly once."""
 
     def __init__(self, pid: int) -> None:
         self._pid: int | None = pid
 
     def wait(self) -> int:
-        """Its exit code, negative for the signal that ended it."""
+        """Wait for the process to end; returns its exit code, negative for the signal that ended it."""
         assert self._pid is not None
         pid, self._pid = self._pid, None
         _, status = os.waitpid(pid, 0)
         return os.waitstatus_to_exitcode(status)
 
     def end(self) -> None:
-        """Kill it, if it has not been waited for."""
+        """Kill the process, unless it was waited for."""
         if self._pid is not None:
             os.kill(self._pid, signal.SIGKILL)
             self.wait()
 
 
 def become_worker(work: Callable[[Send], None], writer: int, memory_bytes: int | None) -> None:
-    """Do the work and end this process, without anything that the parent had planned for its own end."""
+    """Do the work and end this process, without the exit handlers that it has from the parent."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
         with suppress(AttributeError, OSError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        os.umask(0o077)  # what it spills is its user's alone
+        os.umask(0o077)  # spilled files are readable for their user alone
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
@@ -111,7 +111,7 @@ def become_worker(work: Callable[[Send], None], writer: int, memory_bytes: int |
 
 
 def bound_memory(memory_bytes: int) -> None:
-    """Let this process take so many more bytes of memory and no more (Linux; elsewhere nothing happens)."""
+    """Bound the memory that this process takes from now on, in bytes (Linux; elsewhere nothing happens)."""
     with suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = taken_bytes() + memory_bytes + SLACK_BYTES
@@ -120,14 +120,14 @@ def bound_memory(memory_bytes: int) -> None:
 
 
 def unbound_memory() -> None:
-    """Lift the bound, so that there is memory to say what happened."""
+    """Lift the bound on memory, so that there is enough to report the failure."""
     with suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def taken_bytes() -> int:
-    """Writable memory of its own that this process has."""
+    """Bytes of writable memory that are this process's own."""
     pages = int(Path("/proc/self/statm").read_text().split()[5])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -141,7 +141,7 @@ def send(writer: int, kind: bytes, payload: bytes) -> None:
 
 
 def frames(waiting: "Waiting", child: ChildProcess) -> Iterator[Frame]:
-    """Read frames until the child closes its end."""
+    """Yield frames until the child closes its end of the pipe."""
     while head := waiting.read(HEADER.size):
         kind, length = HEADER.unpack(head)
         payload = waiting.read(length)
@@ -162,7 +162,7 @@ class Waiting:
         self._poll.register(reader, select.POLLIN)
 
     def read(self, length: int) -> bytearray:
-        """So many bytes; fewer only at the end."""
+        """Read `length` bytes; fewer only at the end of the pipe."""
         data = bytearray(length)
         filled = 0
         with memoryview(data) as view:

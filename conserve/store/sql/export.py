@@ -21,7 +21,7 @@ PROMPT = "prompt"
 
 
 class Format(StrEnum):
-    """How `conserve results` and `conserve sql` write."""
+    """Output format of `conserve results` and `conserve sql`."""
 
     PARQUET = "parquet"
     JSONL = "jsonl"
@@ -41,9 +41,9 @@ SUFFIXES[".csv"] = Format.CSV
 def ordered(
     duck: duckdb.DuckDBPyConnection, job_id: str, *, with_inputs: bool, with_prompts: bool = False
 ) -> duckdb.DuckDBPyRelation:
-    """The job's results by input row, with the prompts and the input's own columns behind them if asked.
+    """Results of a job in input order, followed by the prompts and the input's columns if asked for.
 
-    An input column that is called like another one has the name that it has in the view `inputs`.
+    An input column whose name is taken appears under its name in the view `inputs`.
     """
     chosen, joined, taken = ["r.*"], "results r", RESULT_COLUMNS
     if with_prompts:
@@ -60,7 +60,7 @@ def ordered(
 
 
 def with_urls(duck: duckdb.DuckDBPyConnection, store_home: Path, job_id: str) -> duckdb.DuckDBPyRelation:
-    """The job's results with the route that each row named itself, if it did."""
+    """Results of a job in input order, with the route of each row that names its own."""
     requests = parquet([home.requests_file(store_home, job_id)])
     return duck.sql(
         f"select r.*, q.url from results r join (select row_index, url from {requests}) q "
@@ -74,14 +74,14 @@ def write(
     wanted: Format,
     convert: Callable[[dict[str, Any]], Any] = lambda row: row,
 ) -> int:
-    """Write rows in a format; returns their number. `convert` is for lines of JSON."""
+    """Write rows in a format; returns their number. `convert` changes a row before it becomes a line of JSON."""
     if wanted is Format.PARQUET:
         return write_parquet(rows, sink)
     return write_csv(rows, sink) if wanted is Format.CSV else write_lines(rows, sink, convert)
 
 
 def write_parquet(rows: RowBatches, sink: BinaryIO) -> int:
-    """Write one Parquet file; returns the number of rows. What Parquet cannot hold, such as intervals, is text."""
+    """Write one Parquet file; returns the number of rows. Types that Parquet lacks, as intervals, become text."""
     schema = pa.schema([field if storable(field) else field.with_type(pa.string()) for field in rows.schema])
     count = 0
     with pq.ParquetWriter(pa.PythonFile(sink, "w"), schema, compression="zstd") as writer:
@@ -122,7 +122,7 @@ def write_lines(
 
 
 class Lines:
-    """Ends the lines of a `csv.writer` in a newline alone; each call brings one."""
+    """Output of a `csv.writer`, which writes one line a call; ends each in a newline alone."""
 
     def __init__(self, sink: BinaryIO) -> None:
         self._sink = sink
@@ -135,7 +135,7 @@ class Lines:
 def write_csv(rows: RowBatches, sink: BinaryIO) -> int:
     """Write CSV with a header; JSON columns, lists and structures are JSON text.
 
-    The writer goes by `\\r\\n`, since it quotes only values that hold a character of its line end.
+    The writer itself ends lines in `\\r\\n`, since it quotes only values that hold a character of its line end.
     """
     writer = csv.writer(Lines(sink))
     writer.writerow(rows.schema.names)
@@ -147,7 +147,7 @@ def write_csv(rows: RowBatches, sink: BinaryIO) -> int:
 
 
 def cell(value: Any) -> Any:
-    """A value in CSV."""
+    """Value as `csv.writer` takes it."""
     if isinstance(value, list | dict | tuple):
         return msgspec.json.encode(value).decode()
     return msgspec.to_builtins(value) if isinstance(value, bytes) else value
@@ -166,7 +166,7 @@ def documents_parsed(rows: RowBatches) -> Iterator[dict[str, Any]]:
 
 
 def parsed(document: str | None) -> Any:
-    """JSON text as a value that is written as it stands; text that is no JSON stays text."""
+    """JSON text as a value that is written unchanged; text that is not JSON stays text."""
     if document is None:
         return None
     try:
@@ -177,10 +177,10 @@ def parsed(document: str | None) -> Any:
 
 
 def on_one_line(document: str) -> str:
-    """The same JSON. In a string a line break is escaped, so that those there are stand between values."""
+    """JSON on one line. Strings hold no line break, since JSON escapes it, so every one stands between values."""
     return document.replace("\r", " ").replace("\n", " ")
 
 
 def format_of(path: Path | None, wanted: Format | None) -> Format:
-    """The format asked for, else the one the file's name says, else JSON lines."""
+    """Format that was asked for, else that of the file's suffix, else JSON lines."""
     return wanted or SUFFIXES.get(path.suffix.lower() if path else "", Format.JSONL)

@@ -19,10 +19,10 @@ NUMBERS = {"TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", 
 
 
 def shown_names(names: Sequence[str], taken: Sequence[str] = RESULT_COLUMNS) -> dict[str, str]:
-    """Name of each input column beside columns of those names: `input_` goes in front as often as it must.
+    """Name each input column beside the `taken` names: one that clashes gets `input_` in front, if need be twice.
 
-    The view `inputs` and `conserve results --with-inputs` both go by this function, so that a column has
-    one name everywhere.
+    The view `inputs` and `conserve results --with-inputs` both use this function, so that a column has one name
+    everywhere.
     """
     clashing = {name.lower() for name in taken}  # to SQL, `Text` is `text`
     occupied = clashing | {name.lower() for name in names}
@@ -44,7 +44,7 @@ def column_types(duck: duckdb.DuckDBPyConnection, path: Path) -> dict[str, str]:
 def with_columns(
     duck: duckdb.DuckDBPyConnection, files: Sequence[Path], wanted: Collection[str]
 ) -> tuple[list[Path], dict[Path, str]]:
-    """Parquet files that have these columns, and why the others have not."""
+    """Parquet files that have all these columns, and for each other file the reason why not."""
     readable, others = [], {}
     for path in files:
         try:
@@ -70,7 +70,7 @@ def disagreeing(files: Sequence[dict[str, str]]) -> set[str]:
 
 
 def input_types(duck: duckdb.DuckDBPyConnection, parts: Sequence[InputPart]) -> dict[str, str]:
-    """Columns of an input and their SQL types, those that its files' paths give last."""
+    """Columns of an input and their SQL types; columns read off the files' paths come last."""
     scan = parquet([part.path for part in parts], "union_by_name = true")
     described = duck.execute(f"describe select * from {scan}").fetchall()
     from_path = {

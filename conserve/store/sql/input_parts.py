@@ -1,4 +1,4 @@
-"""The files that hold a job's input rows: one of the store's own, or the user's, of which there may be several."""
+"""Files that hold a job's input rows: one in the store, or one or several of the user's."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ FILE, FIRST, COUNT, ROW_NUMBER = (
 
 
 class InputPart(NamedTuple):
-    """One file of an input; its rows count from `first_row`, and share the values of its partition."""
+    """One file of an input. Its rows count from `first_row` and share the values of its partition."""
 
     path: Path
     first_row: int
@@ -36,7 +36,7 @@ def parts_of(store_home: Path, job_id: str, source: Source) -> list[InputPart]:
 
 
 def changed(source: Source, parts: Sequence[InputPart]) -> str | None:
-    """Why these files cannot be joined with results, if they cannot; copied rows always can."""
+    """Reason why these files cannot be joined with results; None if they can, as copied rows always can."""
     if source.copied and not source.linked:
         return None
     if not source.files:
@@ -52,7 +52,7 @@ def changed(source: Source, parts: Sequence[InputPart]) -> str | None:
 
 
 def value(found: int | str | None) -> str:
-    """A value in SQL."""
+    """Value of a partition as SQL."""
     if found is None:
         return "null"
     return str(found) if isinstance(found, int) else literal(found)
@@ -61,7 +61,8 @@ def value(found: int | str | None) -> str:
 def relation(parts: Sequence[InputPart], *, counted: bool) -> str:
     """An SQL table of the columns of several files, or of one with a partition, and `ROW_NUMBER`.
 
-    With `counted` rows are numbered as they are read, since `file_row_number` is a column of the user's.
+    With `counted` a window function numbers the rows: the user's files have a column `file_row_number` of their
+    own.
     """
     keys = list(parts[0].partition)
     values = ", ".join(f"({', '.join(row_of(part, keys))})" for part in parts)

@@ -31,7 +31,7 @@ class NamedFile(NamedTuple):
 
 
 def named_file(text: str) -> NamedFile:
-    """Read NAME=PATH. The path is one file: it is no pattern, and a link counts as what it points to."""
+    """Parse NAME=PATH; raises `QueryError`. The path is one file, not a pattern; a link stands for its target."""
     name, equals, place = text.partition("=")
     if not equals or not NAME.fullmatch(name):
         raise QueryError(
@@ -51,7 +51,7 @@ def named_file(text: str) -> NamedFile:
 
 
 def kind_of(path: Path) -> str | None:
-    """How a file of this name is read, if it can be."""
+    """Kind of a file by its name: "parquet", "csv" or "json"; None if it cannot be read."""
     *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
     kind = READERS.get(before if last in COMPRESSED else last)
     return None if kind == "parquet" and last in COMPRESSED else kind
@@ -60,7 +60,7 @@ def kind_of(path: Path) -> str | None:
 def add_named(
     duck: duckdb.DuckDBPyConnection, files: Sequence[NamedFile], taken: Collection[str]
 ) -> list[Path]:
-    """Create a view for each file; returns the files."""
+    """Create a view for each file; returns the paths. Raises `QueryError` if a name is taken, a file unreadable."""
     names = {name.lower() for name in taken}
     for file in files:
         if file.name.lower() in names:

@@ -31,7 +31,7 @@ def body_of(row: dict[str, Any], url: str) -> dict[str, Any]:
 
 
 def embeddings_body(row: dict[str, Any]) -> dict[str, Any]:
-    """One embedding for each input; the text of a choice is the embedding as JSON."""
+    """Body of the route `/embeddings`, one embedding an input; the text of a choice is its embedding as JSON."""
     texts = (
         [row["text"]]
         if row["choices"] is None
@@ -49,7 +49,7 @@ def embeddings_body(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def response_body(row: dict[str, Any]) -> dict[str, Any]:
-    """A response of one message."""
+    """Body of the route `/responses`, with one message."""
     whole = row["finish_reason"] in ("stop", "tool_calls")
     part = {"type": "output_text", "text": row["text"], "annotations": []}
     message = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}

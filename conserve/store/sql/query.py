@@ -45,7 +45,7 @@ class Duplicate(NamedTuple):
 
 
 def first_duplicate(path: Path, column: str) -> Duplicate | None:
-    """Some value that occurs more than once in a Parquet column, if any does; spills to disk if it must."""
+    """Find a value that occurs more than once in a Parquet column; None if there is none. May spill to disk."""
     with duckdb.connect(":memory:") as duck:
         row = duck.execute(
             f"select {quoted(column)}, count(*) from {parquet([path])} "
@@ -56,7 +56,7 @@ def first_duplicate(path: Path, column: str) -> Duplicate | None:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """An open DuckDB with the views in place, and what they cannot show."""
+    """An open DuckDB connection with the views, and the rows that they leave out."""
 
     duck: duckdb.DuckDBPyConnection
     left_out: list[LeftOut]
@@ -72,7 +72,7 @@ def views(
     sealed: bool = True,
     wording: Wording | None = None,
 ) -> Iterator[Views]:
-    """Open the views over the store as it is now; `sealed` locks everything else away."""
+    """Open the views over the store as it is now; `sealed` shuts off everything else."""
     taken = snapshot(store, now=now, only=only)
     with scratch.place() as spill, opened(taken, spill=spill, sealed=sealed, wording=wording) as found:
         yield found
@@ -89,9 +89,9 @@ def opened(
     named: Sequence[NamedFile] = (),
     damaged: Mapping[Path, str] = NONE,
 ) -> Iterator[Views]:
-    """Open the views over a snapshot; what does not fit into memory is written to the folder `spill`.
+    """Open the views over a snapshot; data beyond memory is written to the folder `spill`.
 
-    Files that cannot be opened are left out, and those known to be `damaged`.
+    Files that cannot be opened or are known to be `damaged` are left out.
     """
 
     def fault(path: Path) -> str | None:
@@ -116,7 +116,7 @@ def opened(
 
 
 def seal(duck: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:
-    """Shut everything but these files away, for good: files, databases, extensions, settings."""
+    """Restrict the connection to these files for good: no other files, databases, extensions or settings."""
     both_spellings = ", ".join(f"{literal(str(path))}, {literal(glob.escape(str(path)))}" for path in files)
     duck.execute(f"set allowed_paths = [{both_spellings}]")
     duck.execute("set enable_external_access = false")
@@ -124,7 +124,7 @@ def seal(duck: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:
 
 
 def ask(duck: duckdb.DuckDBPyConnection, sql: str, *, limit: int | None = None) -> duckdb.DuckDBPyRelation:
-    """Bind one SELECT; everything else is refused, since a COPY could write where a view may read."""
+    """Bind one SELECT; raises `QueryError` for anything else, since a COPY could write where a view may read."""
     try:
         statements = duck.extract_statements(sql)
         if not statements:
@@ -138,10 +138,10 @@ def ask(duck: duckdb.DuckDBPyConnection, sql: str, *, limit: int | None = None) 
 
 
 def select_of(statement: duckdb.Statement) -> str:
-    """The SQL of a statement that only reads; raises for any other.
+    """SQL of a statement that only reads; raises `QueryError` for any other.
 
-    DuckDB makes several statements of a PIVOT, and of whatever has one in it, COPY included: so it must
-    also parse as a subquery.
+    DuckDB splits a PIVOT into several statements, and also a COPY that contains one. So a statement that it splits
+    must parse as a subquery too.
     """
     text = str(statement.query).strip().rstrip(";")
     kind = kind_of(statement)
@@ -156,7 +156,7 @@ def select_of(statement: duckdb.Statement) -> str:
 
 
 def kind_of(statement: duckdb.Statement) -> str:
-    """What kind of statement it is; empty for those that DuckDB's Python has no name for."""
+    """Kind of a statement, as "SELECT"; empty where DuckDB's Python has no name for it."""
     try:
         return str(statement.type.name)
     except ValueError:
@@ -164,9 +164,9 @@ def kind_of(statement: duckdb.Statement) -> str:
 
 
 def views_of(sql: str) -> set[str] | None:
-    """The views that a query names; None where that is not known.
+    """Views that a query names; None if that is unknown.
 
-    A database without views is asked, since DuckDB names what a view reads instead of the view.
+    A database without views parses the query: with them DuckDB would name the tables that a view reads instead.
     """
     with duckdb.connect(":memory:", config={**SETTINGS, "enable_external_access": False}) as empty:
         try:
@@ -177,7 +177,7 @@ def views_of(sql: str) -> set[str] | None:
 
 
 def explained(error: duckdb.Error) -> QueryError:
-    """What DuckDB says against a query, with what to look at next."""
+    """`QueryError` for an error of DuckDB, with the next command."""
     if isinstance(error, duckdb.PermissionException):
         return QueryError(f"{REACH}: no other files, databases or settings")
     message = one_line(str(error))
@@ -187,5 +187,5 @@ def explained(error: duckdb.Error) -> QueryError:
 
 
 def one_line(text: str) -> str:
-    """A message of DuckDB's without its drawing of where the mistake is."""
+    """DuckDB's message on one line, without the lines that point at the mistake."""
     return " ".join(line.strip() for line in text.splitlines() if line.strip() and "^" not in line)

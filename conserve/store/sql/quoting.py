@@ -16,7 +16,7 @@ def literal(value: str) -> str:
 
 
 def literals(paths: Sequence[Path]) -> str:
-    """A list of files in SQL; characters in their names that a glob would read stand for themselves."""
+    """A list of files in SQL; glob characters in their names are escaped."""
     return "[" + ", ".join(literal(glob.escape(str(path))) for path in paths) + "]"
 
 

@@ -1,4 +1,4 @@
-"""Files of a store that cannot be opened, and what a view leaves out for that."""
+"""Files of a store that cannot be opened, and the rows that a view therefore leaves out."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ REPAIR = "run: conserve check --repair"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Rows of a job that a view does not show, why, and what to do about it."""
+    """Rows of a job that a view leaves out: the reason, and the next command."""
 
     view: str
     job_id: str
@@ -27,7 +27,7 @@ class LeftOut:
 
 
 def damage(path: Path) -> str | None:
-    """Why a Parquet file cannot be read to its end, if it cannot; reads all of it."""
+    """Read a Parquet file to its end; returns the reason why that fails, None if it does not."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -41,12 +41,12 @@ def damage(path: Path) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first."""
+    """First line of an error's text."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def fault(path: Path) -> str | None:
-    """Why a Parquet file cannot be opened, if it cannot; reads its last 8 bytes."""
+    """Reason why a Parquet file cannot be opened, None if it can; reads its last 8 bytes."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

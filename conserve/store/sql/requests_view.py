@@ -1,4 +1,4 @@
-"""The view `requests`: what was asked of each row, and how far the row is."""
+"""The view `requests`: body, prompt and state of each row's request."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +23,7 @@ COLUMNS = (
 
 
 class Wording(Protocol):
-    """Says what a request was, given its job and its rendered payload."""
+    """Makes body and prompt of a request from its job and its rendered payload."""
 
     def body(self, job_id: str, payload: str) -> str | None:
         """JSON of the request's body; None where the job's task makes none."""
@@ -35,14 +35,14 @@ class Wording(Protocol):
 def add_requests(
     duck: duckdb.DuckDBPyConnection, taken: Snapshot, wording: Wording | None, fault: Fault
 ) -> tuple[list[Path], list[LeftOut]]:
-    """Create the view; returns the files it reads, and the jobs whose file cannot be read."""
+    """Create the view; returns the files that it reads, and the jobs whose file cannot be read."""
     files, left_out = readable_requests(taken, fault)
     body, prompt = (function(duck, name, wording) for name in ("body", "prompt"))
     add_marks(duck, taken)
     view = VIEW.format(asked="{asked}", body=body, prompt=prompt)
     try:
         duck.execute(f"create view requests as {view.format(asked=scan(files))}")
-    except duckdb.Error:  # some file is none of ours: find out which
+    except duckdb.Error:  # a file is not one of requests: find out which
         files, others = with_columns(duck, files, {"row_index", "custom_id", "payload", "error"})
         left_out += [gap(path.parent.name, f"{path.name} {reason}") for path, reason in others.items()]
         duck.execute(f"create view requests as {view.format(asked=scan(files))}")
@@ -52,8 +52,8 @@ def add_requests(
 def scan(files: Sequence[Path]) -> str:
     """SELECT of all requests.
 
-    The folder of a request file is called like its job, so that one scan serves all jobs and DuckDB skips
-    the files of jobs that were not asked for.
+    The folder of a request file is named by its job's id. So one scan serves all jobs, and DuckDB skips the files
+    of jobs that a query does not ask for.
     """
     if not files:
         return (
@@ -83,12 +83,12 @@ VIEW = """
     left join (select job_id, row_index, attempts, error_type, error from results) r
            on r.job_id = q.job_id and r.row_index = q.row_index
 """
-"""A row without a result is waiting if it was never leased or came back. One that was leased, is not live and has
-no result has its result in a file that cannot be read."""
+"""A row without a result waits if it was never leased or came back. A row that was leased, is not live and has no
+result must have its result in a file that cannot be read."""
 
 
 def readable_requests(taken: Snapshot, fault: Fault) -> tuple[list[Path], list[LeftOut]]:
-    """Request files that can be opened, and the jobs that have none."""
+    """Request files that can be opened, and the jobs whose file cannot."""
     files: list[Path] = []
     left_out: list[LeftOut] = []
     damaged = {taken.home / each.file: each.what for each in taken.damages if each.part is StorePart.REQUESTS}
@@ -107,7 +107,7 @@ def gap(job_id: str, reason: str) -> LeftOut:
 
 
 def function(duck: duckdb.DuckDBPyConnection, name: str, wording: Wording | None) -> str:
-    """The expression for a request's body or prompt; computed only where a query asks for the column."""
+    """SQL expression for a request's body or prompt, computed only where a query asks for the column."""
     if wording is None:
         return "null::varchar"
     say = partial(each, getattr(wording, name))
@@ -116,7 +116,7 @@ def function(duck: duckdb.DuckDBPyConnection, name: str, wording: Wording | None
 
 
 def each(say: Callable[[str, str], str | None], job_ids: pa.Array, payloads: pa.Array) -> pa.Array:
-    """One word for each of many requests; none for those that could not be rendered."""
+    """Body or prompt of each request; null where rendering failed."""
     pairs = zip(job_ids.to_pylist(), payloads.to_pylist(), strict=True)
     return pa.array(
         [None if payload is None else say(job_id, payload) for job_id, payload in pairs], pa.string()
@@ -124,7 +124,7 @@ def each(say: Callable[[str, str], str | None], job_ids: pa.Array, payloads: pa.
 
 
 def add_marks(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
-    """Tables `store.live` (rows of the queue) and `store.marks` (how far each job was leased)."""
+    """Create the tables `store.live` (rows of the queue) and `store.marks` (how far each job was leased)."""
     marks = pa.table(
         {
             "job_id": pa.array([job.id for job in taken.catalog], pa.string()),

@@ -1,4 +1,4 @@
-"""Rows by SQL from whatever DuckDB can read: the user's own query, streamed as Arrow batches."""
+"""Rows of a user's own query over anything that DuckDB can read, streamed as Arrow batches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ BATCH_ROWS = 2048
 
 @contextmanager
 def scanned(sql: str, scratch: Path) -> Iterator[pa.RecordBatchReader]:
-    """The rows of one SELECT, in its order; `scratch` takes what memory does not hold.
+    """Stream the rows of one SELECT in its order; data beyond memory goes to the folder `scratch`.
 
-    Nothing is sealed away, since the query is the user's and reads the user's files; it is a SELECT all the same,
-    so that a submit changes nothing outside the store.
+    The connection is not sealed, since the query reads the user's own files. It must be a SELECT, so that a submit
+    changes nothing outside the store. Raises `InputError`.
     """
     try:
         with duckdb.connect(":memory:", config={"temp_directory": str(scratch)}) as duck:
@@ -30,7 +30,7 @@ def scanned(sql: str, scratch: Path) -> Iterator[pa.RecordBatchReader]:
 
 
 def selected(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelation:
-    """The one SELECT that the text holds; raises for anything else."""
+    """Bind the one SELECT in the text; raises `InputError` for anything else."""
     sql.encode()  # DuckDB takes nothing but UTF-8, and says so at length
     statements = duck.extract_statements(sql)
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
@@ -44,7 +44,7 @@ def selected(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelati
 
 
 def in_one_line(error: Exception) -> str:
-    """DuckDB's message without the picture of where it is."""
+    """DuckDB's message on one line, without the lines that point at the mistake."""
     if isinstance(error, UnicodeError):
         return "it is not UTF-8"
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "^" not in line]

@@ -15,10 +15,10 @@ PREFIX = ".conserve-tmp-"
 
 @contextmanager
 def place(folder: Path | None = None) -> Iterator[Path]:
-    """A path in a folder (the system's for temporary files) that is gone at the end, file or folder.
+    """Yield an unused path in a folder, by default the system's for temporary files; removed at the end.
 
-    Nothing is created: so a query that spills nothing leaves nothing, however it ends. What processes that
-    were killed have left in the folder is removed first.
+    Nothing is created at the path, so that a query that spills nothing leaves nothing, however it ends. Files that
+    killed processes left in the folder are removed first.
     """
     folder = folder or system_folder()
     sweep(folder)
@@ -30,7 +30,7 @@ def place(folder: Path | None = None) -> Iterator[Path]:
 
 
 def system_folder() -> Path:
-    """The system's folder for temporary files, also where none can be written to: most queries write nothing."""
+    """The system's folder for temporary files, even if it cannot be written to: most queries write nothing."""
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError:
@@ -38,7 +38,7 @@ def system_folder() -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what dead processes of this machine have left in a folder."""
+    """Remove the temporary files of dead processes of this machine from a folder."""
     with contextlib.suppress(OSError):  # a folder that may not be read has nothing of ours
         for entry in os.scandir(folder):
             if entry.name.startswith(PREFIX) and is_stale(entry.name):

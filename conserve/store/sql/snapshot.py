@@ -1,4 +1,4 @@
-"""What queries read of the store: jobs, shard names, journal and live rows, all of one moment."""
+"""Snapshots of the store for queries: jobs, shard names, journal rows and live rows of one moment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ LIVE = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The store at one moment; shards are immutable, so their names are enough.
+    """The store at one moment. Shards are immutable, so their names are enough.
 
-    `damages` are files of requests, results and copied inputs that cannot be read.
+    `damages` are the files of requests, results and copied inputs that cannot be read.
     """
 
     home: Path
@@ -40,7 +40,7 @@ class Snapshot:
 
 
 def snapshot(store: Store, *, now: float, only: Sequence[str] | None = None) -> Snapshot:
-    """Read everything in one transaction, so that no row is missed or seen twice."""
+    """Read the store in one transaction, so that no row is missed or seen twice."""
     with store.read() as tx:
         jobs = [readings.to_reading(tuple(row)) for row in tx.execute(text(readings.JOBS), {"now": now})]
         entries = catalog.everything(tx)
@@ -68,7 +68,7 @@ def journal_table(rows: Sequence[Any]) -> pa.Table:
 
 
 def live_table(tx: Connection, job_ids: Sequence[str]) -> pa.Table:
-    """Rows of these jobs that are leased, or came back and wait."""
+    """Rows of these jobs that are leased, or that came back and wait."""
     columns = request.c.job_id, request.c.position, request.c.epoch, request.c.attempts
     rows = tx.execute(select(*columns).where(request.c.job_id.in_(job_ids))).all()
     values = [

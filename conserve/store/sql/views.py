@@ -24,14 +24,14 @@ from conserve.store.sql.readable import CHECK, REPAIR, LeftOut, first_line
 from conserve.store.sql.snapshot import Snapshot
 from conserve.store.upkeep.damage import Damage, StorePart
 
-Fault = Callable[[Path], str | None]  # why a file cannot be read, if it cannot
+Fault = Callable[[Path], str | None]  # reason why a file cannot be read; None if it can
 DOCUMENTS = ("json", "choices", "logprobs")  # columns of `results` that hold JSON
 FIRST_COLUMNS = ("job_id", "position", *(name for name in COLUMNS if name != "engine"))
 """The columns that shards of every version have."""
 
 
 def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
-    """The view `jobs`: one row a job, with its counters."""
+    """Create the view `jobs`: one row a job, with its counters."""
     rows = [asdict(job) | {"state": job.state.value, "tags": list(job.tags.items())} for job in taken.jobs]
     kinds: dict[str, pa.DataType] = dict.fromkeys(("id", "state", "error", "row_order", "model"), pa.string())
     kinds["tags"] = pa.map_(pa.string(), pa.string())
@@ -48,9 +48,9 @@ def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
 def add_results(
     duck: duckdb.DuckDBPyConnection, taken: Snapshot, fault: Fault
 ) -> tuple[list[Path], list[LeftOut]]:
-    """The view `results`: one row a finished input row, from shards and journal together.
+    """Create the view `results`: one row a finished input row, from shards and journal together.
 
-    Returns the shards it reads, and the jobs that have others.
+    Returns the shards that it reads, and the jobs with results that it cannot read.
     """
     duck.register("journal_arrow", taken.journal_rows)
     duck.execute("create schema store; create table store.journal as select * from journal_arrow")
@@ -60,7 +60,7 @@ def add_results(
     readable = [path for path, shard in files.items() if shard not in faults]
     try:
         create_results(duck, readable)
-    except duckdb.Error:  # some file is none of ours: find out which
+    except duckdb.Error:  # a file is not a shard: find out which
         readable, others = with_columns(duck, readable, FIRST_COLUMNS)
         faults |= {files[path]: reason for path, reason in others.items()}
         create_results(duck, readable)
@@ -71,7 +71,7 @@ def add_results(
 
 
 def damages(taken: Snapshot, view: str, parts: Collection[StorePart]) -> list[LeftOut]:
-    """Gaps of a view by damage that the snapshot has found; one sentence a job, which names the first."""
+    """Rows that a view leaves out for the snapshot's damages; one entry a job, naming its first damaged file."""
     by_job: dict[str, list[Damage]] = defaultdict(list)
     for damage in taken.damages:
         if damage.part in parts and damage.job_id is not None:
@@ -90,7 +90,7 @@ def and_more(others: Sequence[object]) -> str:
 
 
 def create_results(duck: duckdb.DuckDBPyConnection, shards: Sequence[Path]) -> None:
-    """Create the view over the journal and these shards."""
+    """Create the view `results` over the journal and these shards."""
     parts = ["select * from store.journal"]
     if shards:
         parts.append(f"select * from {parquet(shards, 'union_by_name = true')}")
@@ -103,7 +103,7 @@ def create_results(duck: duckdb.DuckDBPyConnection, shards: Sequence[Path]) -> N
 
 
 def damaged_shards(faults: dict[ShardFile, str]) -> list[LeftOut]:
-    """One sentence for all damaged shards of a job; names the first."""
+    """Rows that the view `results` leaves out: one entry a job, which names its first damaged shard."""
     by_job: dict[str, list[str]] = defaultdict(list)
     for shard, reason in faults.items():
         by_job[shard.job_id].append(f"{shard.file} {reason}")
@@ -114,7 +114,7 @@ def damaged_shards(faults: dict[ShardFile, str]) -> list[LeftOut]:
 
 
 def readable_inputs(taken: Snapshot, fault: Fault) -> tuple[dict[str, list[InputPart]], list[LeftOut]]:
-    """The files with each job's input rows; jobs of which one is gone, damaged or changed are left out."""
+    """Files with each job's input rows. A job with a file that is gone, damaged or changed is left out."""
     readable: dict[str, list[InputPart]] = {}
     left_out = damages(taken, "inputs", (StorePart.INPUTS,))
     damaged = {gap.job_id for gap in left_out}
@@ -131,7 +131,7 @@ def readable_inputs(taken: Snapshot, fault: Fault) -> tuple[dict[str, list[Input
 
 
 def input_fault(source: catalog.Source, parts: Sequence[InputPart], fault: Fault) -> str | None:
-    """Why input files cannot be joined with results, if they cannot."""
+    """Reason why input files cannot be joined with results; None if they can."""
     if reason := changed(source, parts):
         return reason
     for part in parts:
@@ -142,7 +142,7 @@ def input_fault(source: catalog.Source, parts: Sequence[InputPart], fault: Fault
 
 
 def add_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, list[InputPart]]) -> list[LeftOut]:
-    """The view `inputs`: job_id, row_index, and the columns of the input files of all jobs by name.
+    """Create the view `inputs`: job_id, row_index, and by name the columns of the input files of all jobs.
 
     A job with a file that DuckDB cannot read is left out.
     """
