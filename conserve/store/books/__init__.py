@@ -1,1 +1,1 @@
-"""Exactly-once bookkeeping: jobs, leases, the journal, shards, and what can be read of them."""
+"""Exactly-once bookkeeping: jobs, leases, the journal, shards, and readings of them."""

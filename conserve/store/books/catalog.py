@@ -1,4 +1,4 @@
-"""Jobs: add one, find one, and change what it is doing."""
+"""Jobs of the store: add one, find one, change its state."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -25,12 +25,12 @@ COUNTERS = (
     "cached_tokens",
     "resumed_tokens",
 )
-"""Sums over the results of a job; of tokens, those of rows that `retry` has put back are none."""
+"""Sums over the results of a job. Failed rows, which `retry` puts back, count no tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """A file of an input, and what it was like at submit."""
+    """A file of an input, with its fingerprint at submit."""
 
     path: str  # absolute
     size: int = 0  # bytes
@@ -38,26 +38,26 @@ class InputFile:
     digest: str = ""  # BLAKE2b of the contents
     first_row: int = 0  # row index of its first row
     partition: Mapping[str, int | str | None] = field(default_factory=dict)  # columns read off its path
-    kept: str | None = None  # a link to it in HOME/jobs/<id>
+    kept: str | None = None  # link to it, relative to HOME/jobs/<id>
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The input of a job, and what it was like at submit."""
+    """The input of a job, with its fingerprint at submit."""
 
-    path: str | None  # absolute, of several files a folder; None for standard input and for a query
+    path: str | None  # absolute; of several files their folder; None for standard input and queries
     format: str  # "parquet", "jsonl", "openai", "csv", "tsv", "sql"
     size: int = 0  # bytes, of all files
     mtime_ns: int = 0  # of the file changed last
     digest: str = ""  # BLAKE2b of the contents; of several files, of their digests
     copied: bool = False  # HOME/jobs/<id>/inputs.parquet holds the rows
-    linked: bool = False  # it is a hard link, so that it changes with the file
-    parts: tuple[InputFile, ...] = ()  # the files, where there are several, or a link
+    linked: bool = False  # inputs.parquet is a hard link, so it changes with the user's file
+    parts: tuple[InputFile, ...] = ()  # the files, if there are several or one is linked
     sql: str | None = None  # the query that gave the rows
 
     @property
     def files(self) -> tuple[InputFile, ...]:
-        """The files that the rows came from; none of standard input or a query."""
+        """Files that the rows came from; empty for standard input and for a query."""
         if self.parts or self.path is None:
             return self.parts
         return (InputFile(path=self.path, size=self.size, mtime_ns=self.mtime_ns, digest=self.digest),)
@@ -65,7 +65,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job as it stands; counters are of rows and tokens."""
+    """A row of the table `job`; its counters are of rows and tokens."""
 
     seq: int
     id: str
@@ -87,7 +87,7 @@ class Job:
     cached_tokens: int
     resumed_tokens: int
     files: Mapping[str, Seal] = field(default_factory=dict)
-    model: str | None = None  # that answers its rows; None until some run has taken the first of them
+    model: str | None = None  # that answers its rows; None until a run has leased the first of them
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -104,7 +104,7 @@ def add(
     model: str | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> None:
-    """Queue a job whose folder is in place, with the seals of these files in it."""
+    """Queue a job whose folder is in place; `files` are the seals of the files in it, by name."""
     tx.execute(
         insert(job).values(
             id=job_id,
@@ -122,38 +122,38 @@ def add(
 
 
 def taken(tx: Connection, job_id: str) -> bool:
-    """Whether some job has this id already."""
+    """True if a job has this id already."""
     return tx.scalar(select(func.count()).where(job.c.id == job_id)) != 0
 
 
 def lock_ids(tx: Connection) -> None:
-    """Wait until no other transaction adds a job or takes away the folder of one; SQLite's has the whole store."""
+    """Wait until no other transaction adds a job or removes a job's folder; on SQLite a writer is alone anyway."""
     tx.execute(select(meta.c.key).where(meta.c.key == STORE_ID).with_for_update())
 
 
 def lock_job(tx: Connection, job_id: str) -> None:
-    """Wait until no other transaction changes the job or looks which files are its own."""
+    """Wait until no other transaction changes the job or reads which files belong to it."""
     tx.execute(select(job.c.seq).where(job.c.id == job_id).with_for_update(key_share=True))
 
 
 def named(tx: Connection, name: str) -> list[str]:
-    """The ids of the jobs of this name, oldest first: the name, and four characters behind a dash."""
+    """Ids of the jobs of this name, oldest first. An id is the name, a dash and four characters."""
     alike = select(job.c.id).where(job.c.id.like(f"{name}-____")).order_by(job.c.seq)
     return list(tx.scalars(alike))
 
 
 def get(tx: Connection, job_id: str) -> Job:
-    """The job with this id, or with the only id that begins so; `JobNotFound` names the nearest."""
+    """The job with this id, or the only one whose id begins so. Raises `JobNotFound`, which names the nearest."""
     return to_job(tx.execute(select(job).where(job.c.id == resolve(ids(tx), job_id))).one())
 
 
 def get_id(tx: Connection, job_id: str) -> str:
-    """The id that a user's word stands for, whatever the state of the job's record."""
+    """Full id for what the user typed, even if the job's record is damaged."""
     return resolve(ids(tx), job_id)
 
 
 def record(tx: Connection, job_id: str) -> dict[str, Any]:
-    """The row of a job as it is."""
+    """Columns of a job's row, unchecked."""
     return dict(tx.execute(select(job).where(job.c.id == job_id)).one()._mapping)
 
 
@@ -172,7 +172,7 @@ def ids(tx: Connection) -> list[str]:
 
 
 def to_job(row: Any) -> Job:
-    """A database row as a `Job`; raises `StoreDamaged` for one that is none."""
+    """Convert a database row to a `Job`; raises `StoreDamaged` if its values do not fit."""
     try:
         return convert(row._mapping)
     except (msgspec.MsgspecError, TypeError, UnicodeDecodeError) as error:
@@ -191,7 +191,7 @@ def convert(row: Mapping[Any, Any]) -> Job:
 
 
 def is_readable(row: Mapping[Any, Any]) -> bool:
-    """Whether the columns of a row make a `Job`."""
+    """True if the columns of a row make a `Job`."""
     try:
         convert(row)
     except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
@@ -199,7 +199,7 @@ def is_readable(row: Mapping[Any, Any]) -> bool:
     return True
 
 
-# What a job may be told, and the states in which it makes sense.
+# Verb -> the state it leads to, and the states it is allowed in.
 _MOVES = {
     "pause": (JobState.PAUSED, {JobState.QUEUED}),
     "resume": (JobState.QUEUED, {JobState.PAUSED, JobState.FAILED}),
@@ -208,7 +208,7 @@ _MOVES = {
 
 
 def move(tx: Connection, job_id: str, verb: str, *, now: float) -> Job:
-    """Pause, resume or cancel a job; asking for what already holds changes nothing."""
+    """Pause, resume or cancel a job; a job that is so already stays as it is. Raises `JobRefused`."""
     target, allowed = _MOVES[verb]
     current = get(tx, job_id)
     if current.state is target:
@@ -227,7 +227,7 @@ def move(tx: Connection, job_id: str, verb: str, *, now: float) -> Job:
 
 
 def refuse(tx: Connection, job_id: str, reason: str, *, now: float) -> None:
-    """Mark a job as one that cannot run as things stand."""
+    """Let a queued job fail because it cannot run as things stand; `conserve resume` tries again."""
     tx.execute(
         update(job)
         .where(job.c.id == job_id, job.c.state == JobState.QUEUED.value)
@@ -236,7 +236,7 @@ def refuse(tx: Connection, job_id: str, reason: str, *, now: float) -> None:
 
 
 def of_other_models(tx: Connection, model: str, only: Collection[str] | None) -> dict[str, str]:
-    """The queued jobs that are bound to another model than this, and to which."""
+    """Queued jobs that are bound to another model than this: job id -> that model."""
     bound = select(job.c.id, job.c.model).where(job.c.state == JobState.QUEUED.value, job.c.model != model)
     if only is not None:
         bound = bound.where(job.c.id.in_(only))
@@ -244,7 +244,7 @@ def of_other_models(tx: Connection, model: str, only: Collection[str] | None) ->
 
 
 def rebind(tx: Connection, job_ids: Collection[str], model: str) -> None:
-    """Bind jobs to another model than before."""
+    """Bind jobs to this model, whatever they were bound to."""
     tx.execute(update(job).where(job.c.id.in_(job_ids)).values(model=model))
 
 
@@ -252,15 +252,15 @@ def states(tx: Connection, job_ids: Sequence[str]) -> dict[str, JobState]:
     """The stored states of some jobs."""
     rows = tx.execute(select(job.c.id, job.c.state).where(job.c.id.in_(job_ids)))
     known = {state.value: state for state in JobState}
-    return {row.id: known.get(row.state, JobState.FAILED) for row in rows}  # one that is none was damaged
+    return {row.id: known.get(row.state, JobState.FAILED) for row in rows}  # an unknown state is damage
 
 
 DAMAGED = ("the requests ", "the record ")
-"""How the reason begins for which a job was refused that is damaged."""
+"""Beginnings of the reasons for which a damaged job is refused."""
 
 
 def fail(tx: Connection, job_id: str, reason: str, *, now: float) -> bool:
-    """Let a job fail that has rows left and cannot run any more; says whether it has."""
+    """Let a job fail that cannot run any more; returns True if it had unfinished rows and was not cancelled."""
     left = job.c.succeeded + job.c.failed < job.c.num_rows
     open_states = [JobState.QUEUED.value, JobState.PAUSED.value, JobState.FAILED.value]
     failed = tx.execute(
@@ -272,7 +272,7 @@ def fail(tx: Connection, job_id: str, reason: str, *, now: float) -> bool:
 
 
 def forgive(tx: Connection, job_id: str) -> bool:
-    """Queue a job again that was refused because it was damaged; says whether it was."""
+    """Queue a job again that was refused for damage; returns True if it was."""
     queued = tx.execute(
         update(job)
         .where(
@@ -286,7 +286,7 @@ def forgive(tx: Connection, job_id: str) -> bool:
 
 
 def keep_seal(tx: Connection, job_id: str, name: str, seal: Seal) -> None:
-    """Keep the seal of a file of a job that was made again."""
+    """Store the seal of a job's file that was made anew."""
     lock_job(tx, job_id)
     files = {**get(tx, job_id).files, name: seal}
     tx.execute(update(job).where(job.c.id == job_id).values(files=msgspec.json.encode(files).decode()))

@@ -1,7 +1,7 @@
-"""Leases of rows that a waiting window has chosen, out of the order in which they lie in their jobs.
+"""Leases of rows that a waiting window chose, out of their jobs' execution order.
 
-A row in front of a chosen one is **passed over**: it waits in `request`, and was never leased. So each position
-is in one place still, and windows of several harvesters need not know of each other.
+A row in front of a chosen one is **passed over**: it waits in `request` and was never leased. So each position
+still is in exactly one place, and the windows of several harvesters need not know of each other.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ PLACE = "window"  # its key in `meta`
 
 
 class Terms(NamedTuple):
-    """Whose a lease is, from when for how long, and which model answers."""
+    """Terms of a lease: owner, start, length in seconds, and the model that answers."""
 
     owner: str
     now: float
@@ -39,7 +39,7 @@ class Terms(NamedTuple):
 
 
 def contenders(tx: Connection, runnable: Sequence[Any]) -> list[Any]:
-    """Those of the runnable jobs whose rows may be the next to be leased for the first time; of one priority."""
+    """Runnable jobs with rows that were never leased, all of the highest priority that has any."""
     for _, level in groupby(runnable, key=lambda candidate: candidate.priority):
         found = [c for c in level if c.next_position < c.num_rows or passed_over(tx, c.id, limit=1)]
         if found:
@@ -48,7 +48,7 @@ def contenders(tx: Connection, runnable: Sequence[Any]) -> list[Any]:
 
 
 def passed_over(tx: Connection, job_id: str, *, start: int = 0, limit: int | None = None) -> Sequence[int]:
-    """The positions of this job that were passed over, in order, from `start`."""
+    """Positions of a job that were passed over, ascending from `start`."""
     rows = select(request.c.position).where(
         request.c.job_id == job_id, PASSED_OVER, request.c.position >= start
     )
@@ -56,7 +56,7 @@ def passed_over(tx: Connection, job_id: str, *, start: int = 0, limit: int | Non
 
 
 def never_leased(tx: Connection, job_id: str, *, start: int, limit: int) -> list[int]:
-    """The positions of this job that were never leased, in order, from `start`: at most so many."""
+    """Positions of a job that were never leased, ascending from `start`, at most `limit`."""
     columns = select(job.c.next_position, job.c.num_rows).where(job.c.id == job_id)
     cursor, num_rows = tx.execute(columns).one()
     found = list(passed_over(tx, job_id, start=start, limit=limit))
@@ -80,7 +80,7 @@ def reclaim(
 
 
 def choose(tx: Connection, chosen: Sequence[tuple[str, int]], terms: Terms) -> list[Lease]:
-    """Lease these rows (job, position), as far as they were never leased: a lease a job that has any."""
+    """Lease the chosen rows (job id, position) that were never leased; returns one lease a job that has any."""
     wanted: dict[str, list[int]] = defaultdict(list)
     for job_id, position in chosen:
         wanted[job_id].append(position)
@@ -91,7 +91,7 @@ def choose(tx: Connection, chosen: Sequence[tuple[str, int]], terms: Terms) -> l
 
 
 def choose_of(tx: Connection, candidate: Any, wanted: Sequence[int], terms: Terms) -> Lease | None:
-    """The same of one job; its rows in front of a chosen one become waiting ones."""
+    """Lease the chosen rows of one job; rows in front of them are passed over."""
     cursor = candidate.next_position
     known = set(still_waiting(tx, candidate.id, [position for position in wanted if position < cursor]))
     rows = [LeasedRow(p, 1, 0, terms.now) for p in wanted if p >= cursor or p in known]
@@ -106,14 +106,14 @@ def choose_of(tx: Connection, candidate: Any, wanted: Sequence[int], terms: Term
 
 
 def begin(tx: Connection, job_id: str, terms: Terms, rows: Sequence[LeasedRow]) -> Lease:
-    """A new lease, for these rows."""
+    """Open a lease for these rows."""
     expires_at = terms.now + terms.lease_s
     epoch = open_lease(tx, job_id, terms.owner, terms.now, expires_at, terms.model)
     return Lease(epoch, job_id, expires_at, tuple(rows))
 
 
 def still_waiting(tx: Connection, job_id: str, positions: Sequence[int]) -> Iterator[int]:
-    """Those of these positions that were passed over and wait for their first lease."""
+    """Yield the positions among these that were passed over and still wait for their first lease."""
     for chunk in chunks(positions):
         found = select(request.c.position).where(
             request.c.job_id == job_id, request.c.position.in_(chunk), PASSED_OVER
@@ -122,7 +122,7 @@ def still_waiting(tx: Connection, job_id: str, positions: Sequence[int]) -> Iter
 
 
 def pass_over(tx: Connection, candidate: Any, taken: Collection[int]) -> None:
-    """Move the job's cursor past these positions; those between them wait in rows of their own."""
+    """Move the job's cursor past these positions; each position between them gets a waiting `request` row."""
     if not taken:
         return
     stop = max(taken) + 1
@@ -137,12 +137,12 @@ def pass_over(tx: Connection, candidate: Any, taken: Collection[int]) -> None:
 
 
 def remember(tx: Connection, place: str) -> None:
-    """Keep the place of a window, so that the next one can go on there."""
+    """Store the place of a window, so that the next window goes on there."""
     known = tx.execute(update(meta).where(meta.c.key == PLACE).values(value=place)).rowcount
     if not known:
         tx.execute(insert(meta).values(key=PLACE, value=place))
 
 
 def remembered(tx: Connection) -> str | None:
-    """The place of the last window that claimed rows."""
+    """Place of the last window that claimed rows; None if there was none."""
     return tx.scalar(select(meta.c.value).where(meta.c.key == PLACE))

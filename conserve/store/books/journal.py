@@ -27,7 +27,7 @@ class Finished:
 
 
 class Committed(NamedTuple):
-    """What `commit` did: results written, results refused because their lease was gone, jobs now complete."""
+    """Outcome of `commit`: results written, results refused as their lease was gone, ids of jobs now complete."""
 
     written: list[Finished]
     late: list[Finished]
@@ -38,7 +38,7 @@ def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Commi
     """Move rows from `request` to `journal`, count them, and complete jobs that have all their results.
 
     A result whose lease is gone is left out and reported as late: another owner has that row. A result that
-    does not fit the columns is written as the error of its row; it takes no other with it.
+    does not fit the columns is written as an error of its row; the other results are not affected.
     """
     if not finished:
         return Committed([], [], [])
@@ -59,7 +59,7 @@ def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Commi
 
 
 def entry(finished: Finished) -> tuple[Finished, bytes]:
-    """A row's result as it is written, and its payload."""
+    """The row's result as it is written, and its payload."""
     result, payload = checked(finished.result)
     return finished if result is finished.result else replace(finished, result=result), payload
 
@@ -102,7 +102,7 @@ def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[in
 
 
 def count(tx: Connection, written: Sequence[Finished]) -> list[str]:
-    """Add the rows to their jobs' counters; returns those jobs."""
+    """Add the rows to their jobs' counters; returns the jobs' ids."""
     by_job: dict[str, list[Result]] = defaultdict(list)
     for f in written:
         by_job[f.job_id].append(f.result)
@@ -124,7 +124,7 @@ def count(tx: Connection, written: Sequence[Finished]) -> list[str]:
 
 
 def complete(tx: Connection, job_id: str, now: float) -> bool:
-    """Mark the job completed if every row has its result, even if it was to wait or must not run any more."""
+    """Complete the job, even a paused or failed one, if every row has its result; returns True if it does so."""
     done = tx.execute(
         update(job)
         .where(
@@ -142,7 +142,7 @@ class Misfit(NamedTuple):
 
     position: int
     payload: bytes
-    error: Result  # of its row
+    error: Result  # to be written in its place
 
 
 def answers(tx: Connection, job_id: str) -> Sequence[Any]:
@@ -152,13 +152,13 @@ def answers(tx: Connection, job_id: str) -> Sequence[Any]:
 
 
 def misfits(rows: Sequence[Any]) -> list[Misfit]:
-    """Those of these rows of answers that are none; earlier versions journalled answers unchecked."""
+    """Journalled answers that do not fit the columns of results; earlier versions did not check them."""
     read = ((row.position, row.payload, decode(row.payload)) for row in rows)
     return [Misfit(*row) for row in read if row[2].failed]
 
 
 def fail_misfits(tx: Connection, job_id: str, found: Sequence[Misfit]) -> int:
-    """Turn answers that are none into failed rows, which `retry` finds; returns how many there still were."""
+    """Turn misfits into failed rows, which `retry` finds; returns how many were still there to be turned."""
     failed = 0
     taken_off = dict.fromkeys(COUNTERS, 0)
     for misfit in found:

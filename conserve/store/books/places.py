@@ -1,7 +1,7 @@
-"""The four places of a job's positions, as they are: never leased, `request`, `journal`, shards.
+"""The four places of a job's positions: never leased, `request`, `journal`, shards.
 
-Each position is in exactly one of them (docs/design.md). So the rows of a shard that cannot be read are those that
-were leased once and are nowhere else.
+Each position is in exactly one of them (docs/design.md). So the positions of an unreadable shard are known: they
+were leased once and are in no other place.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ class Content(NamedTuple):
 
 
 def content(path: Path, seal: Seal | None) -> Content:
-    """The positions of a shard, if it is what was written."""
+    """Read the positions of a shard, unless the file differs from its seal."""
     if fault := digests.fault(path, seal):
         return Content(NONE, fault)
     try:
@@ -43,9 +43,9 @@ def content(path: Path, seal: Seal | None) -> Content:
 
 
 def times_found(tx: Connection, job: catalog.Job, shards: Iterable[Positions]) -> Positions:
-    """How often each position is in `request`, the journal and these shards; once is right, up to the cursor.
+    """Count how often each position is in `request`, the journal and these shards; up to the cursor, 1 is right.
 
-    Longer than the job's cursor where a position beyond it is somewhere, which none should be.
+    The result is longer than the job's cursor if a position beyond it is in a place, which is damage.
     """
     found = list(shards)
     for table in (request, journal):
@@ -56,5 +56,5 @@ def times_found(tx: Connection, job: catalog.Job, shards: Iterable[Positions]) -
 
 
 def lost(tx: Connection, job: catalog.Job, readable: Iterable[Positions]) -> list[int]:
-    """The positions that are in no place if of the job's shards only these can be read."""
+    """Positions that are in no place, if only these of the job's shards can be read."""
     return [int(position) for position in np.flatnonzero(times_found(tx, job, readable) == 0)]

@@ -1,7 +1,7 @@
-"""Leases: who works on which rows, until when, and how rows come back.
+"""Leases: which owner holds which rows until when, and how rows return to the queue.
 
-A claim leases some rows of one job to an owner under a new epoch. Whoever comes back after its lease is gone
-finds its epoch gone too and can commit nothing (fencing, as Chubby's sequencers and ZooKeeper's zxids do).
+A claim leases some rows of one job to an owner under a new epoch. An owner whose lease is gone finds its epoch gone
+too and can commit nothing (fencing, as with Chubby's sequencers and ZooKeeper's zxids).
 """
 
 import array
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 job, lease, request = schema.job, schema.lease, schema.request
 
-LONGEST_WAIT_S = 300.0  # no row is told to wait for longer
+LONGEST_WAIT_S = 300.0  # upper bound of any row's backoff
 
-# Of a row in `request`: others of its job were leased before it, and it never was. `retry` says since when
-# its rows may run.
+# Condition on a row of `request`: it was never leased, although rows behind it were. (A row that `retry` put back
+# was never leased either, but has `available_at` set.)
 PASSED_OVER = and_(request.c.epoch.is_(None), request.c.attempts == 0, request.c.available_at == 0)
 
 
@@ -66,11 +66,11 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What is left for a drainer that found nothing to claim."""
+    """Unfinished rows of a queue in which nothing can be claimed."""
 
     leased: int  # rows that other owners hold
     waiting: int  # rows in backoff, or suspects that want to run alone
-    next_at: float | None  # when the first of those in backoff may run
+    next_at: float | None  # when the first row in backoff may run
 
 
 def claim(
@@ -85,12 +85,11 @@ def claim(
     jobs: Sequence[Any] | None = None,
     model: str | None = None,
 ) -> Lease | None:
-    """Lease up to `limit` rows of the first of the runnable jobs (`jobs`) that has any, by priority, then age.
+    """Lease up to `limit` rows of the first runnable job that has any: by priority, then by age.
 
-    Rows that came back go before rows never leased, and of these the passed over
-    before the rest. A suspect (in flight when an engine died) is leased only
-    where `suspect` is set, and then alone, so that it takes no innocent row with it.
-    The first lease of a job binds it to `model`.
+    Rows that came back or were passed over go before the rows at the job's cursor. A suspect (in flight when an
+    engine died) is leased only with `suspect`, and then alone, so that it takes no innocent row with it. The first
+    lease of a job binds it to `model`. `jobs` are the runnable jobs, if the transaction has read them already.
     """
     for candidate in runnable_jobs(tx, only, model) if jobs is None else jobs:
         back = returned(tx, candidate.id, now, 1 if suspect else limit, suspect)
@@ -107,9 +106,9 @@ def claim(
 def runnable_jobs(
     tx: Connection, only: Collection[str] | None, model: str | None = None, *, locked: bool = True
 ) -> Sequence[Any]:
-    """Queued jobs in the order in which they are served; with a model, those that it may answer.
+    """Queued jobs by priority, then by age; with a model, only jobs that it may answer.
 
-    `locked` for a transaction that leases rows of them.
+    `locked` is for a transaction that leases rows of these jobs.
     """
     jobs = (
         select(job.c.id, job.c.seq, job.c.priority, job.c.next_position, job.c.num_rows)
@@ -126,14 +125,14 @@ def runnable_jobs(
 
 
 def may_answer(model: str) -> ColumnElement[bool]:
-    """The condition that a job is bound to this model, or to none yet."""
+    """Condition that a job is bound to this model, or to none yet."""
     return or_(job.c.model.is_(None), job.c.model == model)
 
 
 def returned(
     tx: Connection, job_id: str, now: float, limit: int, suspect: bool, *, passed_over_too: bool = True
 ) -> list[LeasedRow]:
-    """Waiting rows, as the next attempt would see them; those that were passed over only if wanted."""
+    """Waiting rows as their next attempt sees them; rows that were passed over only with `passed_over_too`."""
     waiting = select(request).where(
         request.c.epoch.is_(None),
         request.c.job_id == job_id,
@@ -150,7 +149,7 @@ def returned(
 
 
 def whole_tokens(row: Any) -> tuple[bytes | None, str | None]:
-    """The tokens that were saved of a row, and what generated them; none if they are not what was written."""
+    """Saved tokens of a row and the endpoint that generated them; None for both if their checksum is wrong."""
     if row.checksum not in (None, tokens_checksum(row.tokens, row.tokens_by)):
         return None, None
     return row.tokens, row.tokens_by
@@ -162,12 +161,12 @@ def tokens_checksum(tokens: bytes | None, tokens_by: str | None) -> int:
 
 
 def is_due(now: float) -> ColumnElement[bool]:
-    """Whether a row in backoff may run: its time has come, or the clock was set back since."""
+    """Condition that a row's backoff is over: its time has come, or the clock was set back since."""
     return or_(request.c.available_at <= now, request.c.available_at > now + LONGEST_WAIT_S)
 
 
 def fresh(tx: Connection, candidate: Any, now: float, limit: int) -> list[LeasedRow]:
-    """The next rows that were never leased; the job's cursor moves past them."""
+    """Take the next rows that were never leased; the job's cursor moves past them."""
     start, stop = candidate.next_position, min(candidate.next_position + limit, candidate.num_rows)
     if start == stop:
         return []
@@ -178,7 +177,7 @@ def fresh(tx: Connection, candidate: Any, now: float, limit: int) -> list[Leased
 def open_lease(
     tx: Connection, job_id: str, owner: str, now: float, expires_at: float, model: str | None = None
 ) -> int:
-    """A new lease row; returns its epoch. The first one of a job binds it to the model, if one is given."""
+    """Add a lease; returns its epoch. The first lease of a job binds it to the model, if one is given."""
     tx.execute(update(job).where(job.c.id == job_id, job.c.started_at.is_(None)).values(started_at=now))
     if model is not None:
         tx.execute(update(job).where(job.c.id == job_id, job.c.model.is_(None)).values(model=model))
@@ -192,7 +191,7 @@ def open_lease(
 
 
 def take_again(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow], now: float) -> None:
-    """Put rows that came back under the lease."""
+    """Put waiting rows under the lease."""
     for chunk in chunks([row.position for row in rows]):
         tx.execute(
             update(request)
@@ -222,18 +221,18 @@ def take_first(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow
 
 
 def renew(tx: Connection, epochs: Collection[int], *, now: float, lease_s: float) -> set[int]:
-    """Extend leases; returns the epochs that are still alive. The rest belong to others now."""
+    """Extend leases to `now + lease_s`; returns the epochs that still exist. Rows of the others were taken back."""
     tx.execute(update(lease).where(lease.c.epoch.in_(epochs)).values(expires_at=now + lease_s))
     return set(tx.scalars(select(lease.c.epoch).where(lease.c.epoch.in_(epochs))))
 
 
 def held(tx: Connection, epochs: Collection[int]) -> set[int]:
-    """Which of these leases still exist; they cannot go before this transaction ends."""
+    """Epochs among these whose leases still exist; the leases cannot end before this transaction does."""
     return set(tx.scalars(select(lease.c.epoch).where(lease.c.epoch.in_(epochs)).with_for_update()))
 
 
 class Sign(NamedTuple):
-    """What a lease shows of its owner's life: it changes with each renewal."""
+    """Sign of life of a lease's owner: it changes with each renewal."""
 
     epoch: int
     expires_at: float
@@ -241,15 +240,15 @@ class Sign(NamedTuple):
 
 
 def signs(tx: Connection, *, but: str) -> list[Sign]:
-    """Those of all leases but this owner's."""
+    """Signs of all leases but this owner's."""
     found = select(lease.c.epoch, lease.c.expires_at, lease.c.lease_s).where(lease.c.owner != but)
     return [Sign(*row) for row in tx.execute(found)]
 
 
 def end_silent(tx: Connection, over: Sequence[Sign]) -> int:
-    """End those of these leases that were not renewed since their signs were read; returns how many.
+    """End the leases that were not renewed since these signs were read; returns how many.
 
-    Locks no others: harvesters that renew their own would wait for each other.
+    No other lease is locked, since harvesters that renew their own would wait for each other.
     """
     silent: list[int] = []
     for sign in over:
@@ -259,17 +258,17 @@ def end_silent(tx: Connection, over: Sequence[Sign]) -> int:
 
 
 def owners(tx: Connection) -> set[str]:
-    """Everybody who holds a lease."""
+    """Owners of all leases."""
     return set(tx.scalars(select(lease.c.owner).distinct()))
 
 
 def abandon(tx: Connection, dead: Collection[str]) -> int:
-    """Take back the rows of owners known to be dead, without waiting for the expiry."""
+    """End the leases of these owners without waiting for their expiry; returns how many."""
     return end(tx, tx.scalars(select(lease.c.epoch).where(lease.c.owner.in_(dead)).with_for_update()).all())
 
 
 def end(tx: Connection, epochs: Collection[int]) -> int:
-    """Put the rows of these leases back, with the tokens they have, and end the leases."""
+    """Put the rows of these leases back with their saved tokens, and end the leases; returns how many."""
     for chunk in chunks(list(epochs)):
         tx.execute(update(request).where(request.c.epoch.in_(chunk)).values(epoch=None))
         tx.execute(delete(lease).where(lease.c.epoch.in_(chunk)))
@@ -277,7 +276,7 @@ def end(tx: Connection, epochs: Collection[int]) -> int:
 
 
 def end_if_empty(tx: Connection, epochs: Collection[int]) -> None:
-    """End those of these leases that hold no row any more."""
+    """End the leases among these that hold no row any more."""
     rows = exists().where(request.c.epoch == lease.c.epoch)
     for chunk in chunks(list(epochs)):
         tx.execute(delete(lease).where(lease.c.epoch.in_(chunk), ~rows))
@@ -295,7 +294,7 @@ class SavedTokens:
 
 
 def save_tokens(tx: Connection, saved: Sequence[SavedTokens]) -> None:
-    """Keep the tokens of rows in flight; of rows that are no longer under that lease, nothing."""
+    """Save the tokens of rows in flight; a row that is no longer under that lease is skipped."""
     tx.execute(
         update(request)
         .where(
@@ -332,7 +331,7 @@ def put_back(
     failed: bool = False,
     suspect: bool = False,
 ) -> None:
-    """Return one row to the queue: for another attempt after an error (`failed`), or because we stop."""
+    """Return one row to the queue, after an error that counts against it (`failed`) or because a run stops."""
     tx.execute(
         update(request)
         .where(request.c.job_id == job_id, request.c.position == position, request.c.epoch == epoch)
@@ -348,7 +347,7 @@ def put_back(
 
 
 def backlog(tx: Connection, *, only: Collection[str] | None = None, model: str | None = None) -> Backlog:
-    """What is not finished although nothing can be claimed; with a model, of the jobs that it may answer."""
+    """Count the live rows of queued jobs; with a model, only of jobs that it may answer."""
     waiting = request.c.epoch.is_(None)
     live = (
         select(
@@ -384,5 +383,5 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 def chunks(values: Sequence[T], size: int = 500) -> Iterable[Sequence[T]]:
-    """Slices short enough for an IN list in every database."""
+    """Cut values into slices short enough for an IN list in every database."""
     return (values[start : start + size] for start in range(0, len(values), size))

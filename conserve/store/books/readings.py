@@ -1,7 +1,7 @@
-"""What `conserve status` and `conserve jobs` read: counters, never rows.
+"""Readings for `conserve status` and `conserve jobs`: counters, never rows.
 
-Plain SQL, because these commands and shell completion must answer in an instant: importing SQLAlchemy takes
-longer than all the rest, so an SQLite store is read through the standard library, other databases through it.
+The SQL is plain, because these commands and shell completion must answer at once, and importing SQLAlchemy takes
+longer than all the rest. So an SQLite store is read through the standard library, any other through SQLAlchemy.
 """
 
 import json
@@ -31,15 +31,15 @@ JOBS = """
 """Every job with its counters. `leased` counts rows in flight, of which there are never more than a window."""
 
 WITHOUT_MODELS = JOBS.replace("model, tags", "null as model, null as tags")
-"""The same of a store that no command has written to since jobs have a model and tags."""
+"""The same query for a store of a version in which jobs had no model and tags yet."""
 
 UNTAKEN = """
     select next_position from job where id = :job_id
     union all
     select position from request where job_id = :job_id and epoch is null
 """
-"""The position from which on no row of a job was ever leased, and those of rows that came back. The first is
-the largest: a row that came back was leased before."""
+"""The job's cursor, from which on no row was ever leased, and the positions of its waiting rows. The cursor is the
+largest, since waiting rows lie in front of it."""
 
 VERSION = "select value from meta where key = 'version'"
 """The number of the last migration applied."""
@@ -47,7 +47,7 @@ VERSION = "select value from meta where key = 'version'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReading:
-    """One job at one moment; `running` says whether a live lease holds some of its rows."""
+    """One job at one moment; `running` counts its rows under a lease."""
 
     id: str
     state: JobState
@@ -67,12 +67,12 @@ class JobReading:
     cached_tokens: int
     resumed_tokens: int
     row_order: str  # in which order its rows run: "prefix", "input", "random:SEED"
-    model: str | None = None  # that it is bound to; None until some run has taken its first row
+    model: str | None = None  # that it is bound to; None until a run has leased its first row
     tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of prompt tokens found in the engine's prefix cache."""
+        """Share of prompt tokens found in the engine's prefix cache; None without any prompt tokens."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     @property
@@ -94,7 +94,7 @@ def jobs_query(query: Query) -> str:
 
 
 def to_reading(row: tuple[Any, ...]) -> JobReading:
-    """One row of `JOBS`; one whose values make no sense stands for a job that failed for that."""
+    """Reading of a row of `JOBS`; a row of impossible values is read as a job that failed for damage."""
     try:
         return reading_of(row)
     except (ValueError, TypeError):
@@ -106,7 +106,7 @@ def to_reading(row: tuple[Any, ...]) -> JobReading:
 
 
 def reading_of(row: tuple[Any, ...]) -> JobReading:
-    """The reading of a row that makes sense."""
+    """Reading of an undamaged row; raises `ValueError` or `TypeError` for another."""
     (job_id, stored, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded,
      failed, retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens, leased, leases,
      task, model, tags) = row  # fmt: skip
@@ -149,7 +149,7 @@ def require(kind: type | tuple[type, ...], *values: object) -> None:
 
 
 def row_order(task: str) -> str:
-    """The order in the JSON of a task; jobs of older stores name none."""
+    """Execution order in the JSON of a task; "input" for jobs of older stores, which name none."""
     fields = dict(json.loads(task))
     order, seed = fields.get("order", "input"), fields.get("order_seed", 0)
     return f"{order}:{seed}" if order == "random" else str(order)
@@ -163,7 +163,7 @@ def read_task(settings: Settings, job_id: str) -> str:
 
 
 def untaken(settings: Settings, job_id: str) -> list[int]:
-    """The positions of rows that came back and wait, and the one from which on no row was ever leased."""
+    """Positions of a job's waiting rows, and last its cursor, from which on no row was ever leased."""
     with opened(settings) as query:
         rows = query(UNTAKEN, {"job_id": job_id}) if query else []
     return sorted(row[0] for row in rows)
@@ -171,7 +171,7 @@ def untaken(settings: Settings, job_id: str) -> list[int]:
 
 @contextmanager
 def opened(settings: Settings) -> Iterator[Query | None]:
-    """A way to query the store inside one read transaction; None where there is no store yet."""
+    """Yield a function that queries the store within one read transaction; None where there is no store yet."""
     url = settings.store_url
     if url.startswith("sqlite:///"):
         with opened_sqlite(Path(url.removeprefix("sqlite:///"))) as query:
@@ -223,7 +223,7 @@ def check_version(rows: list[tuple[Any, ...]]) -> None:
 
 
 def resolve(known: Sequence[str], wanted: str) -> str:
-    """The full id for what the user typed: an id, an unambiguous beginning, or "last"."""
+    """Full id for what the user typed: an id, an unambiguous beginning, or "last". Raises `JobNotFound`."""
     if wanted in known:
         return wanted
     if wanted == "last" and known:

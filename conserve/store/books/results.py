@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 INVALID = "invalid_answer"  # error type of a row whose answer does not fit the columns
-UNKNOWN = -1  # row index in a payload that is no result at all
+UNKNOWN = -1  # row index of a payload that is no result at all
 UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -23,7 +23,7 @@ Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]  # the year 9999
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of one input row: an answer, or an error with `error_type` and `error` set.
+    """Result of one input row: an answer, or an error with `error_type` and `error` set.
 
     Times are seconds since the epoch; `json`, `choices` and `logprobs` are JSON text.
     """
@@ -50,7 +50,7 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """Whether the row ended in an error."""
+        """True if the row ended in an error."""
         return self.error_type is not None
 
 
@@ -71,7 +71,7 @@ _decode = msgspec.json.Decoder(Result).decode
 
 
 def checked(result: Result) -> tuple[Result, bytes]:
-    """A result and its payload. One that could not be read again becomes the error of its row first."""
+    """Encode a result; one that could not be decoded again is replaced by an error of its row first."""
     try:
         payload = encode(result)
         _decode(payload)
@@ -82,9 +82,9 @@ def checked(result: Result) -> tuple[Result, bytes]:
 
 
 def decode(payload: bytes) -> Result:
-    """The result in a payload. One that does not fit the columns is read as the error of its row.
+    """Decode a payload; an answer that does not fit the columns is read as an error of its row.
 
-    Stores of earlier versions hold such payloads: answers were not checked before they were journalled.
+    Stores of earlier versions hold such answers, since they were journalled unchecked.
     """
     try:
         return _decode(payload)
@@ -94,7 +94,7 @@ def decode(payload: bytes) -> Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultHeader:
-    """The parts of a result that no endpoint has a say in."""
+    """Fields of a result that do not come from an endpoint."""
 
     row_index: RowIndex = UNKNOWN
     custom_id: str | None = None
@@ -105,7 +105,7 @@ class ResultHeader:
 
     @classmethod
     def of(cls, result: Result) -> Self:
-        """The frame of a result that cannot be written as it is."""
+        """Header of a result that cannot be encoded."""
         values = {name: getattr(result, name) for name in cls.__slots__}
         if isinstance(named := values["custom_id"], str):
             values["custom_id"] = named.encode(errors="backslashreplace").decode()
@@ -113,7 +113,7 @@ class ResultHeader:
 
     @classmethod
     def read(cls, payload: bytes) -> Self:
-        """The frame in a payload, or an empty one if there is none."""
+        """Header in a payload; an empty one if it cannot be read."""
         try:
             return msgspec.json.decode(payload, type=cls)
         except UNREADABLE:
@@ -121,7 +121,7 @@ class ResultHeader:
 
 
 def misfit(header: ResultHeader, why: Exception) -> Result:
-    """The error of a row whose answer does not fit the columns."""
+    """Failed result of a row whose answer does not fit the columns."""
     return Result(
         **{name: getattr(header, name) for name in ResultHeader.__slots__},
         error_type=INVALID,
@@ -139,7 +139,7 @@ def is_object(payload: bytes) -> bool:
 
 
 def counts(payload: bytes) -> dict[str, int]:
-    """The token counts in a payload of any form, as the job's counters took them."""
+    """Token counts in a payload of any form, as they were added to the job's counters."""
     try:
         found = msgspec.json.decode(payload, type=dict[str, Any])
     except UNREADABLE:

@@ -1,4 +1,4 @@
-"""Shards: immutable Parquet files that finished rows move to, and how failed rows are taken out again."""
+"""Shards: immutable Parquet files that finished rows move to, and from which failed rows are put back."""
 
 import logging
 import uuid
@@ -32,7 +32,7 @@ SHARD_BYTES = 64 << 20  # of journal payloads, whichever comes first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFile:
-    """A shard that is registered."""
+    """A row of the table `shard`."""
 
     id: int
     job_id: str
@@ -64,10 +64,10 @@ def compact(store: Store, job_id: str, *, now: float, at_least: int = 1) -> int:
     """Move the job's journalled results into shards; returns how many rows moved.
 
     The file is written under a temporary name, flushed and renamed; then one transaction registers it and
-    deletes the journal rows it holds. A crash before that transaction leaves a file that nobody reads, a crash
-    after it leaves nothing to do, so that each result exists exactly once at every instant. Where two
-    processes compact the same rows, the second one finds them gone and throws its file away. Rows that are not
-    what was written stay in the journal, for `conserve check`.
+    deletes the journal rows that it holds. A crash before that transaction leaves a file that no command reads; a
+    crash after it leaves nothing to do. So each result exists exactly once at every instant. Of two processes that
+    compact the same rows, the second finds them gone and deletes its file. Damaged rows stay in the journal, for
+    `conserve check`.
     """
     moved = 0
     for failed in (False, True):
@@ -83,7 +83,7 @@ def compact(store: Store, job_id: str, *, now: float, at_least: int = 1) -> int:
 
 
 def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequence[Any]:
-    """The next journal rows for a shard, or none if they are fewer than `at_least` and no shard full."""
+    """The next journal rows for a shard; none if they are fewer than `at_least` and do not fill a shard."""
     rows: list[Any] = []
     size = 0
     with store.read() as tx:
@@ -108,13 +108,13 @@ def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequenc
 
 
 def write_shard(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool, now: float) -> bool:
-    """Make one shard of these journal rows; False if somebody else has moved some of them meanwhile.
+    """Move these journal rows to one shard; False if another process moved some of them meanwhile.
 
-    The job's mark is held from before the file is there until it is registered, so that no sweep takes it.
+    The job's mark is held from before the file exists until it is registered, so that no sweep takes it.
     """
     folder = home.job_folder(store.home, job_id)
     with ExitStack() as held, home.explained(store.home):
-        folder.mkdir(exist_ok=True)  # without its parents: where the home is away, none is made in its place
+        folder.mkdir(exist_ok=True)  # not its parents: a home that is away must not be made anew
         home.make_folder(folder / home.RESULTS)
         held.enter_context(marks.held(folder, Mark(store_id=store.id, registered=True), alone=False))
         path, seal = write_file(folder / home.RESULTS, job_id, rows)
@@ -125,7 +125,7 @@ def write_shard(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool,
 
 
 def write_file(folder: Path, job_id: str, rows: Sequence[Any]) -> tuple[Path, Seal]:
-    """The file of a shard, whole and flushed; no database names it yet."""
+    """Write the file of a shard, flushed; the database does not name it yet."""
     positions = [row.position for row in rows]
     path = folder / f"{positions[0]:012}-{uuid.uuid4().hex[:8]}.parquet"
     scratch = path.with_suffix(".tmp")
@@ -140,26 +140,26 @@ def write_file(folder: Path, job_id: str, rows: Sequence[Any]) -> tuple[Path, Se
     return path, seal
 
 
-class _SomeoneElseMovedThem(Exception):
+class _RowsMoved(Exception):
     """Rolls the registering transaction back."""
 
 
 def register(
     store: Store, job_id: str, path: Path, seal: Seal, rows: Sequence[Any], *, failed: bool, now: float
 ) -> bool:
-    """Swap journal rows for the shard that holds them, or change nothing and say False.
+    """Swap journal rows for the shard that holds them; returns False, with nothing changed, if it is too late.
 
-    That is said where rows have been moved meanwhile, where `retry` has had failed ones done again, and where
-    this process slept for so long that another one has swept the file up.
+    Too late means that another process moved the rows, that `retry` had failed rows done again, or that this
+    process slept for so long that a sweep took the file.
     """
     try:
         with store.write() as tx:
             catalog.lock_job(
                 tx, job_id
-            )  # a sweep looks under this lock too: before, or after what is done here
+            )  # a sweep looks under this lock too, so before or after this transaction
             gone = sum(tx.execute(delete(journal).where(*chunk)).rowcount for chunk in as_read(job_id, rows))
             if gone != len(rows) or not path.exists():
-                raise _SomeoneElseMovedThem
+                raise _RowsMoved
             tx.execute(
                 insert(shard).values(
                     job_id=job_id,
@@ -171,13 +171,13 @@ def register(
                     bytes=seal.bytes,
                 )
             )
-    except _SomeoneElseMovedThem:
+    except _RowsMoved:
         return False
     return True
 
 
 def as_read(job_id: str, rows: Sequence[Any]) -> Iterator[list[ColumnElement[bool]]]:
-    """Conditions for these journal rows as they were read: `retry` and `check --repair` have rows done again."""
+    """Conditions for these journal rows as they were read: `retry` and `check --repair` may have replaced some."""
     for chunk in queue.chunks(rows):
         of_job = journal.c.job_id == job_id
         new = [row for row in chunk if row.checksum is not None]
@@ -243,7 +243,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
 def in_failed_shards(
     tx: Connection, where: Path, current: catalog.Job, warn: Callable[[str], None]
 ) -> list[int]:
-    """The positions in a job's failed shards; those of one that cannot be read are the rows that are nowhere."""
+    """Positions in a job's failed shards; for an unreadable shard, the positions that are in no place."""
     found = files(tx, [current.id])
     contents = {file: places.content(where / file.file, file.seal) for file in found if file.failed}
     damaged = [file for file, content in contents.items() if content.fault]
@@ -263,5 +263,5 @@ def in_failed_shards(
 
 
 def new_request(job_id: str, position: int, now: float) -> dict[str, Any]:
-    """A request row that waits for its first lease, from now on."""
+    """A `request` row that waits for its first lease from `now` on."""
     return {"job_id": job_id, "position": position, "epoch": None, "attempts": 0, "available_at": now}

@@ -1,4 +1,4 @@
-"""Where one row of a job is: not yet leased, live, in the journal, or in a shard."""
+"""Standing of one row of a job: not yet leased, live, in the journal, or in a shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def standing(store: Store, job: Job, position: int) -> Standing:
 
 
 def live(tx: Connection, job: Job, position: int) -> Standing | None:
-    """The row if it is in the queue."""
+    """Standing of a row that is in `request`; None if it is not."""
     found = tx.execute(
         select(request, lease.c.owner)
         .outerjoin(lease, lease.c.epoch == request.c.epoch)
@@ -72,21 +72,21 @@ def live(tx: Connection, job: Job, position: int) -> Standing | None:
 
 
 def waiting(job: Job, where: str, attempts: int) -> Standing:
-    """A row that no process holds; in a job that was cancelled it waits for nothing."""
+    """Standing of a row that no owner holds; "cancelled" in a job that was cancelled."""
     state = "cancelled" if job.state is JobState.CANCELLED else "waiting"
     return Standing(state=state, where=where, attempts=attempts)
 
 
 def finished(result: Result, where: str) -> Standing:
-    """A row that has its result."""
+    """Standing of a row that has its result."""
     state = "failed" if result.failed else "succeeded"
     return Standing(state=state, where=where, attempts=result.attempts, result=result)
 
 
 def in_shards(where: Path, files: Sequence[ShardFile], position: int) -> Standing:
-    """The row, which must be in one of these shards; those that are damaged may hold it.
+    """Standing of a row that must be in one of these shards; unreadable if only damaged ones may hold it.
 
-    A shard is compared with its digest once it is found to have the row.
+    A shard is compared with its digest only if it turns out to have the row.
     """
     damaged = []
     for file in files:
@@ -104,7 +104,7 @@ def in_shards(where: Path, files: Sequence[ShardFile], position: int) -> Standin
 
 
 def lost(place: str) -> Standing:
-    """A row whose result is not what was written."""
+    """Standing of a row whose result cannot be read."""
     where = f"in a file that cannot be read ({place}); run: conserve check --repair"
     return Standing(state="unreadable", where=where, attempts=0)
 

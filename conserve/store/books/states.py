@@ -4,14 +4,14 @@ from enum import StrEnum
 
 
 class JobState(StrEnum):
-    """What a job is doing, as `conserve status` shows it."""
+    """State of a job, as `conserve status` shows it."""
 
     QUEUED = "queued"
     """Has rows to run; `conserve run` takes them."""
     RUNNING = "running"
-    """Queued, and some `conserve run` holds a live lease on its rows. Derived, never stored."""
+    """Queued, and a `conserve run` holds a live lease on some of its rows. Derived, never stored."""
     PAUSED = "paused"
-    """Told to wait; `conserve resume` continues it. Rows in flight were put back with their tokens."""
+    """Paused by the user until `conserve resume`. Rows in flight were put back with their tokens."""
     COMPLETED = "completed"
     """Every row has a result, be it an answer or an error."""
     FAILED = "failed"
@@ -21,5 +21,5 @@ class JobState(StrEnum):
 
     @property
     def final(self) -> bool:
-        """Nothing will change any more unless the user asks for it."""
+        """True if the job stays as it is unless the user asks for a change."""
         return self in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)

@@ -1,4 +1,4 @@
-"""Taking back a job that was just queued."""
+"""Withdrawal of a job that was just queued."""
 
 from contextlib import suppress
 
@@ -13,14 +13,14 @@ job, request = schema.job, schema.request
 
 
 def withdraw(store: Store, job_id: str) -> bool:
-    """Remove a job of which no row was ever taken; False, and nothing done, if one was."""
+    """Remove a job of which no row was ever leased; returns False and does nothing if one was."""
     folder = home.job_folder(store.home, job_id)
     live = exists().where(request.c.job_id == job_id)
     with store.write() as tx:
         untouched = job.c.id == job_id, job.c.next_position == 0, job.c.succeeded + job.c.failed == 0, ~live
         if tx.execute(delete(job).where(*untouched)).rowcount == 0:
             return False
-        # After a crash the sweep takes the folder then, and `check` does not bring the job back.
+        # So that after a crash the sweep takes the folder, and `check` does not bring the job back.
         with suppress(OSError):
             marks.change(folder, Mark(store_id=store.id, registered=False))
     home.discard_job(store.home, job_id)
