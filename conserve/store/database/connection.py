@@ -42,7 +42,7 @@ def connect(url: str) -> Engine:
 
 @contextmanager
 def usable_url() -> Iterator[None]:
-    """Turn what SQLAlchemy says of a URL into the user's mistake."""
+    """Turn SQLAlchemy's errors about a URL into `SettingsError`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -56,9 +56,9 @@ def usable_url() -> Iterator[None]:
 
 
 def connect_to_read(url: str) -> Engine | None:
-    """Open the database at `url` as it is, without writing anything; None where there is an older one, or none.
+    """Open the database at `url` without writing to it; None if there is none, or one of an older version.
 
-    Such a one is to be opened by `connect`, which brings it up to date.
+    `connect` makes the database or brings it up to date.
     """
     with usable_url():
         parsed = make_url(url)
@@ -86,21 +86,21 @@ def connect_to_read(url: str) -> Engine | None:
 
 
 def prepare_sqlite(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
-    """Write-ahead log, an fsync at every commit, and transactions that only `begin_sqlite` opens."""
+    """Set a write-ahead log, an fsync at every commit, and transactions that only `begin_sqlite` opens."""
     connection.isolation_level = None
     for pragma in ("journal_mode = wal", "synchronous = full", "foreign_keys = on", "cache_size = -65536"):
         connection.execute(f"pragma {pragma}")
 
 
 def begin_sqlite(connection: Connection) -> None:
-    """Take the write lock at once where we mean to write: a lock upgraded half-way could deadlock."""
+    """Take the write lock at the start of a transaction that may write: a lock upgraded later could deadlock."""
     immediate = not connection.get_execution_options().get("read_only", False)
     connection.exec_driver_sql("begin immediate" if immediate else "begin")
 
 
 @contextmanager
 def transaction(engine: Engine, *, read_only: bool = False) -> Iterator[Connection]:
-    """One transaction; commits at the end, rolls back on any error, and names database errors in our words."""
+    """Run one transaction: commits at the end, rolls back on any error, turns database errors into `StoreError`."""
     try:
         with engine.connect() as connection:
             if read_only:
@@ -114,10 +114,10 @@ def transaction(engine: Engine, *, read_only: bool = False) -> Iterator[Connecti
 
 
 def one_moment(dialect: str) -> dict[str, Any]:
-    """What makes a transaction see one moment throughout, on this kind of database, and change nothing.
+    """Execution options of a transaction that sees one moment throughout and changes nothing.
 
-    SQLite's do by themselves. Elsewhere each statement would see what was committed before it began, and rows that
-    a compaction moves between two statements would be in neither of their answers.
+    SQLite's transactions need no more. On other databases each statement would see what was committed before it
+    began, and rows that a compaction moves between two statements would be in the answer of neither.
     """
     options: dict[str, Any] = {"read_only": True}
     if dialect != "sqlite":
@@ -128,7 +128,7 @@ def one_moment(dialect: str) -> dict[str, Any]:
 
 
 def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:
-    """The store error that a database error amounts to."""
+    """Store error for a database error."""
     cause = str(error.orig) if isinstance(error, DBAPIError) else str(error)
     where = engine.url.render_as_string(hide_password=True)
     lowered = cause.lower()

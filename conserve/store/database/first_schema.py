@@ -1,4 +1,4 @@
-"""The tables as the first migration makes them, frozen: `schema` has gone on since."""
+"""The tables as the first migration makes them, frozen: `schema` has changed since."""
 
 from sqlalchemy import (
     BigInteger,

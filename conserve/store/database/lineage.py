@@ -1,7 +1,7 @@
 """Lineage: the ids that the databases at one place had, in HOME/stores.json.
 
 A database that was emptied, replaced or restored from an older copy does not name all jobs whose folders are there.
-Those of another database over the same home are none of its business: that one lies at another place.
+The ids at its place tell its jobs from the jobs of another database over the same home, at another place.
 """
 
 import json
@@ -17,7 +17,7 @@ STALE_AFTER_S = 3600.0
 
 
 def place(home: Path, engine: Engine) -> str:
-    """Where a database is: its path in the home, or its address."""
+    """Place of a database: its path in the home, or its address."""
     path = engine.url.database
     if engine.dialect.name == "sqlite" and path and Path(path).is_relative_to(home):
         return str(Path(path).relative_to(home))
@@ -25,13 +25,13 @@ def place(home: Path, engine: Engine) -> str:
 
 
 def ids(home: Path, at: str) -> list[str]:
-    """The ids that databases at a place had, the latest last."""
+    """Ids that databases at a place had, the latest last."""
     found = read(home).get(at)
     return [str(each) for each in found] if isinstance(found, list) else []
 
 
 def note(home: Path, at: str, store_id: str) -> None:
-    """Remember that a database with this id is there; where that cannot be written, the next command does it."""
+    """Add the id of the database at a place; if that cannot be written, the next command does it."""
     drop_scratch(home, now=time.time())
     known = ids(home, at)
     if store_id in known:
@@ -46,7 +46,7 @@ def note(home: Path, at: str, store_id: str) -> None:
 
 
 def drop_scratch(home: Path, *, now: float) -> None:
-    """Remove what a process left that was killed while it wrote."""
+    """Remove scratch files of processes that were killed while they wrote."""
     with suppress(OSError):
         for path in home.glob(f".{FILE}.*"):
             if path.stat().st_mtime < now - STALE_AFTER_S:
@@ -54,7 +54,7 @@ def drop_scratch(home: Path, *, now: float) -> None:
 
 
 def read(home: Path) -> dict[str, object]:
-    """Everything that is remembered; nothing where the file is missing or damaged."""
+    """Ids by place; none if the file is missing or damaged."""
     try:
         found = json.loads((home / FILE).read_bytes())
     except (OSError, ValueError):

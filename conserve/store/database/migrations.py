@@ -1,8 +1,8 @@
-"""Numbered migrations; a store remembers the last one it has seen.
+"""Numbered migrations; a store records the last one that was applied.
 
 A released migration is never edited: add the next one, and when it changes a table that an earlier one makes
-from `schema`, freeze that table's old definition first, as `first_schema` does. A test compares what all of them
-make with `schema`.
+from `schema`, freeze that table's old definition first, as `first_schema` does. A test compares the tables that all
+of them make with `schema`.
 """
 
 import uuid

@@ -1,7 +1,7 @@
-"""Connections to an SQLite store that only read, also where no byte is free.
+"""Connections to an SQLite store that only read, even on a full disk.
 
-A reader of a write-ahead log needs an index of it in a file beside it, and makes that file where no other process
-has. On a full disk it cannot: then it takes the whole database for itself, and keeps the index in memory.
+A reader of a write-ahead log needs its index in a file beside it, and makes that file unless another process has.
+On a full disk it cannot: then it locks the whole database and keeps the index in memory.
 """
 
 import sqlite3
@@ -33,7 +33,7 @@ def alone(path: Path, timeout_s: float) -> sqlite3.Connection:
 
 
 def opened(path: Path, mode: str, timeout_s: float) -> sqlite3.Connection:
-    """Open a database that is there."""
+    """Open a database that exists."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False)
 

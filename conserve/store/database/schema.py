@@ -43,9 +43,8 @@ job = Table(
     Column("started_at", Float),
     Column("finished_at", Float),
     Column("task", Text, nullable=False),  # JSON of jobs.task.Task
-    Column(
-        "source", Text, nullable=False
-    ),  # JSON of store.catalog.Source: the input file and its fingerprint
+    # JSON of store.books.catalog.Source: the input and its fingerprint
+    Column("source", Text, nullable=False),
     Column("num_rows", BigInteger, nullable=False),
     Column("next_position", BigInteger, nullable=False, default=0),
     Column("succeeded", BigInteger, nullable=False, default=0),
@@ -55,8 +54,9 @@ job = Table(
     Column("completion_tokens", BigInteger, nullable=False, default=0),
     Column("cached_tokens", BigInteger, nullable=False, default=0),
     Column("resumed_tokens", BigInteger, nullable=False, default=0),  # continued from, not generated again
-    Column("files", Text),  # JSON of {file name: store.digests.Seal}; null for one of an earlier version
-    Column("model", Text),  # that answers its rows; null until some run has taken the first of them
+    # JSON of {file name: store.files.digests.Seal}; null for a job of an earlier version
+    Column("files", Text),
+    Column("model", Text),  # that answers its rows; null until a run has leased the first of them
     Column("tags", Text),  # JSON object of texts
 )
 
@@ -97,7 +97,7 @@ journal = Table(
     Column("job_id", Text, ForeignKey("job.id"), primary_key=True),
     Column("position", BigInteger, primary_key=True, autoincrement=False),
     Column("failed", Boolean, nullable=False),
-    Column("payload", LargeBinary, nullable=False),  # JSON of store.results.Result
+    Column("payload", LargeBinary, nullable=False),  # JSON of store.books.results.Result
     Column("checksum", BigInteger),  # CRC-32 of the row; null for one of an earlier version
     sqlite_with_rowid=False,
 )
@@ -111,7 +111,7 @@ shard = Table(
     Column("failed", Boolean, nullable=False),  # all rows failed, or none; `retry` drops the former
     Column("num_rows", BigInteger, nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("digest", Text),  # of the file, as store.digests takes it; null for one of an earlier version
+    Column("digest", Text),  # of the file (store.files.digests); null for one of an earlier version
     Column("bytes", BigInteger),  # its length
     Index("shard_by_job", "job_id"),
 )

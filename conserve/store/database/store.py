@@ -15,12 +15,12 @@ from conserve.store.files.home import explained, make_with_parents
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Pass `tx` from `write()` or `read()` to the functions of this package."""
+    """An open store; pass `tx` from `write()` or `read()` to the functions of this package."""
 
     home: Path
     engine: Engine
     id: str
-    """Made with the database; each job's folder says whose it is by it."""
+    """Made with the database; the mark of each job's folder carries it."""
 
     @classmethod
     def open(cls, settings: Settings) -> "Store":
@@ -39,23 +39,23 @@ class Store:
 
     @classmethod
     def over(cls, home: Path, engine: Engine) -> "Store":
-        """The store whose database this is."""
+        """Store in `home` over an open database."""
         with transaction(engine, read_only=True) as tx:
             return cls(home, engine, store_id(tx))
 
     @property
     def place(self) -> str:
-        """Where its database is."""
+        """Place of the database, as `lineage` names it."""
         return lineage.place(self.home, self.engine)
 
     def write(self) -> AbstractContextManager[Connection]:
-        """A transaction that may change things; on SQLite it is alone."""
+        """Begin a transaction that may write; on SQLite it is the only one."""
         return transaction(self.engine)
 
     def read(self) -> AbstractContextManager[Connection]:
-        """A transaction that sees one moment and changes nothing."""
+        """Begin a transaction that sees one moment and changes nothing."""
         return transaction(self.engine, read_only=True)
 
     def close(self) -> None:
-        """Give the database connections back."""
+        """Close the database connections."""
         self.engine.dispose()

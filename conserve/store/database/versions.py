@@ -3,11 +3,11 @@
 from conserve.errors import StoreDamaged
 
 LATEST = 3
-WITH_MODELS = 3  # from which on a job has a model and tags
+WITH_MODELS = 3  # first version in which a job has a model and tags
 
 
 def too_new(current: int) -> str:
-    """The sentence for a store from the future."""
+    """Sentence for a store of a later version than this ConServe knows."""
     return (
         f"this store has version {current} and this ConServe knows only up to {LATEST}; "
         "upgrade ConServe, or point CONSERVE_HOME at another folder"
@@ -15,7 +15,7 @@ def too_new(current: int) -> str:
 
 
 def number(value: object) -> int:
-    """A version as the store has it; raises `StoreDamaged` for one that is none."""
+    """Parse a stored version; raises `StoreDamaged` if it is not a number."""
     try:
         return int(str(value))
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Digests of the store's files: taken when a file is made, compared before it is read.
 
-Parquet's own page checksums are there too, but DuckDB passes over them, and they leave out a file's footer. A file
-that was found whole is remembered in HOME/verified.json for a day, by what changes with every write to it, so that
-a query reads a store of many gigabytes twice once a day and not every time.
+Parquet's own page checksums are not enough: DuckDB ignores them, and they do not cover a file's footer. A file that
+was found whole is remembered in HOME/verified.json for a day, by attributes that change with every write to it. So
+a query over many gigabytes reads them twice once a day, and not every time.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ BLOCK_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """What a file was when it was made."""
+    """Length and digest of a file when it was made."""
 
     bytes: int
     digest: str  # BLAKE2b of the contents
@@ -38,12 +38,12 @@ def digest_of(path: Path) -> str:
 
 
 def seal(path: Path) -> Seal:
-    """The seal of a file that was just made."""
+    """Take the seal of a file that was just made."""
     return Seal(bytes=path.stat().st_size, digest=digest_of(path))
 
 
 class Look(NamedTuple):
-    """What tells that a file was not written to since."""
+    """Attributes of a file that change with every write to it."""
 
     bytes: int
     mtime_ns: int
@@ -52,7 +52,7 @@ class Look(NamedTuple):
 
     @classmethod
     def at(cls, path: Path) -> "Look":
-        """How a file looks now."""
+        """Read the attributes of a file."""
         stat = path.stat()
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
@@ -66,14 +66,14 @@ class Memory:
         self._changed = False
 
     def _read(self) -> Iterator[tuple[str, list[object]]]:
-        """What is remembered and not too old; nothing where the file is damaged."""
+        """Yield the entries of the last day; none if the memory's own file is damaged."""
         with suppress(OSError, ValueError, TypeError, AttributeError):
             for name, (*look, digest, at) in json.loads(self._path.read_bytes()).items():
                 if abs(self._now - at) < REMEMBER_S:
                     yield name, [*look, digest, at]
 
     def knows(self, path: Path, seal: Seal, look: Look) -> bool:
-        """Whether this very file was found whole."""
+        """True if this file was found whole and not written to since."""
         return self._known.get(str(path), [])[:-1] == [*look, seal.digest]
 
     def remember(self, path: Path, seal: Seal, look: Look) -> None:
@@ -83,10 +83,11 @@ class Memory:
             self._changed = True
 
     def save(self) -> None:
-        """Keep it for the next command; where that is not possible, the next one looks again."""
+        """Write the memory for the next command, which compares files again if that fails."""
         if not self._changed:
             return
-        scratch = self._path.with_name(f".{self._path.name}")  # one for all: a kill leaves no heap of them
+        # One name for all processes, so that kills leave one file at most.
+        scratch = self._path.with_name(f".{self._path.name}")
         with suppress(OSError):
             try:
                 scratch.write_text(json.dumps(self._known))
@@ -97,16 +98,16 @@ class Memory:
 
 @contextmanager
 def memory(home: Path, *, now: float) -> Iterator[Memory]:
-    """The memory of a home, saved at the end."""
+    """Yield the memory of a home; saved at the end."""
     found = Memory(home / MEMORY, now=now)
     yield found
     found.save()
 
 
 def fault(path: Path, seal: Seal | None, known: Memory | None = None) -> str | None:
-    """What is wrong with a Parquet file, to be read behind its name; None if it is what was written.
+    """Compare a Parquet file with its seal; returns its fault, to follow its name, or None if it is whole.
 
-    Of a file without a seal, which an earlier version made, only its end is read.
+    Of a file without a seal, which an earlier version made, only the footer is read.
     """
     try:
         look = Look.at(path)
@@ -128,7 +129,7 @@ def fault(path: Path, seal: Seal | None, known: Memory | None = None) -> str | N
 
 
 def footer_fault(path: Path) -> str | None:
-    """What is wrong with a Parquet file as far as its end tells."""
+    """Read the footer of a Parquet file; returns its fault, or None."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -140,5 +141,5 @@ def footer_fault(path: Path) -> str | None:
 
 
 def seals(paths: Iterable[Path]) -> dict[str, Seal]:
-    """The seals of those of these files that are there, by name."""
+    """Seals of the files that exist, by file name."""
     return {path.name: seal(path) for path in paths if path.is_file()}

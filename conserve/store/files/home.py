@@ -30,7 +30,7 @@ RESULTS = "results"
 
 
 def jobs_folder(home: Path) -> Path:
-    """Where the job folders are."""
+    """Folder of all job folders."""
     return home / "jobs"
 
 
@@ -51,7 +51,7 @@ def inputs_file(home: Path, job_id: str) -> Path:
 
 @contextmanager
 def new_job_folder(home: Path, store_id: str) -> Iterator[Path]:
-    """A folder to build a job in, held by this process; it vanishes unless `adopt` has renamed it by the end."""
+    """Yield a folder to build a job in, held by this process; it is deleted unless `adopt` renamed it."""
     folder = jobs_folder(home) / f".new-{uuid.uuid4().hex}"
     with ExitStack() as held:
         held.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -63,7 +63,7 @@ def new_job_folder(home: Path, store_id: str) -> Iterator[Path]:
 
 
 def adopt(folder: Path, home: Path, job_id: str) -> None:
-    """Make the finished folder the job's own, durably."""
+    """Rename a finished folder to the job's own, durably."""
     with explained(home):
         for path in (*folder.rglob("*"), folder):
             sync(path)
@@ -72,19 +72,19 @@ def adopt(folder: Path, home: Path, job_id: str) -> None:
 
 
 def discard_job(home: Path, job_id: str) -> None:
-    """Remove the folder of a job that did not come to be."""
+    """Remove the folder of a job that the database does not name."""
     shutil.rmtree(job_folder(home, job_id), ignore_errors=True)
 
 
 def make_with_parents(folder: Path) -> None:
-    """Make a folder and those above it that are missing, each durably."""
+    """Make a folder and its missing parents, each durably."""
     if folder.parent != folder and is_new(folder.parent):
         make_with_parents(folder.parent)
     make_folder(folder)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, if it is not there, so that no power cut takes it away with what is written into it."""
+    """Make a folder durably, if it is missing: a power cut must not take it with the files in it."""
     folder.mkdir(exist_ok=True)
     if is_new(folder):
         with suppress(PermissionError):  # to flush a folder it must be readable
@@ -119,7 +119,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def explained(where: Path) -> Iterator[None]:
-    """Turn what the operating system says of writing at `where` into store errors."""
+    """Turn `OSError` into a store error that names `where` and the next step."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,9 @@
-"""The mark of a job's folder: which store the folder belongs to, and whether a living process works in it.
+"""The mark of a job's folder: it names the store that owns the folder, and is locked by processes at work there.
 
-Two databases may share one home, and a database may be moved aside: a folder that this database does not name may
-be another's. The mark is a file in the folder. An flock on it is held by the process that submits the job, and by
-those that write shards. The operating system ends the lock with the process, and not before: a process that was
-suspended for hours still holds it. The mark also carries the job's record, for a database that is damaged.
+Two databases may share one home, and a database may be moved aside. So a folder that this database does not name
+may be another's. The mark is a file in the folder. A process that submits the job or writes shards holds an flock
+on it. The operating system ends the lock with the process and not before: a process that was suspended for hours
+still holds it. The mark also carries the job's record, in case the database is damaged.
 """
 
 import fcntl
@@ -21,18 +21,18 @@ MARK = "job.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What a folder says of itself."""
+    """Contents of a mark."""
 
     store_id: str
     registered: bool = False
-    """A database has named the folder. One that does not know it any more may be an older copy."""
+    """True once a database has named the folder. A database that does not name it any more may be an older copy."""
     record: Mapping[str, Any] | None = None
     """The row of the table `job` as it was at submit."""
 
 
 @contextmanager
 def held(folder: Path, mark: Mark, *, alone: bool) -> Iterator[None]:
-    """Work in a folder, which gets this mark if it has none; others may beside unless `alone`."""
+    """Hold a folder while working in it, beside other processes unless `alone`; writes the mark if it has none."""
     file = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         with suppress(OSError):  # a file system without locks: then nothing here is ever swept up
@@ -46,7 +46,7 @@ def held(folder: Path, mark: Mark, *, alone: bool) -> Iterator[None]:
 
 @contextmanager
 def seized(folder: Path, store_id: str) -> Iterator[Mark | None]:
-    """The mark of a folder that is this store's, while no process works in it; else None."""
+    """Hold a folder of this store in which no process works, and yield its mark; None for any other folder."""
     try:
         file = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -69,13 +69,13 @@ def locked(file: int) -> bool:
 
 
 def register(folder: Path, store_id: str, record: Mapping[str, Any]) -> None:
-    """Note that the store's database names the folder, which is so already: a full disk changes nothing in that."""
+    """Mark a folder as named by the store's database; a full disk, which prevents that, is no error."""
     with suppress(OSError):
         change(folder, Mark(store_id=store_id, registered=True, record=record))
 
 
 def change(folder: Path, mark: Mark) -> None:
-    """Write the mark of a folder anew, in the file that is there: locks go by it."""
+    """Rewrite the mark of a folder within the same file, since processes hold locks on that."""
     file = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         write(file, mark)
@@ -85,7 +85,7 @@ def change(folder: Path, mark: Mark) -> None:
 
 
 def of(folder: Path) -> Mark | None:
-    """The mark of a folder, if it has one."""
+    """Mark of a folder; None if it has none or a damaged one."""
     try:
         file = os.open(folder / MARK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -97,7 +97,7 @@ def of(folder: Path) -> Mark | None:
 
 
 def read(file: int) -> Mark | None:
-    """The mark in an open file; None where it is not what was written."""
+    """Mark in an open file; None if its checksum is wrong."""
     try:
         outer = json.loads(os.pread(file, os.fstat(file).st_size, 0))
         body = outer["mark"]
@@ -107,7 +107,7 @@ def read(file: int) -> Mark | None:
 
 
 def write(file: int, mark: Mark) -> None:
-    """Replace the contents of an open file."""
+    """Replace the contents of an open file by a mark."""
     body = json.dumps(asdict(mark))
     content = json.dumps({"mark": body, "checksum": zlib.crc32(body.encode())}).encode()
     os.pwrite(file, content, 0)

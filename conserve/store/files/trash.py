@@ -1,4 +1,4 @@
-"""The trash: where files of a home go before they are gone.
+"""The trash: files of a home are moved there and deleted a week later.
 
 HOME/trash/<seconds since the epoch>-<random>/<the file's path in the home>
 """
@@ -14,12 +14,12 @@ KEEP_S = 7 * 86_400.0
 
 
 def folder(home: Path) -> Path:
-    """Where the trash of a home is."""
+    """Folder of a home's trash."""
     return home / TRASH
 
 
 def throw_away(home: Path, path: Path, *, now: float) -> Path:
-    """Move a file or a folder of the home into the trash; returns where it is now."""
+    """Move a file or a folder of the home into the trash; returns its path there."""
     there = folder(home) / f"{max(0, int(now))}-{uuid.uuid4().hex[:8]}" / path.relative_to(home)
     there.parent.mkdir(parents=True)
     shutil.move(path, there)  # not by renaming alone: the jobs may be on a disk of their own
@@ -27,7 +27,7 @@ def throw_away(home: Path, path: Path, *, now: float) -> Path:
 
 
 def empty(home: Path, *, now: float, older_than_s: float = KEEP_S) -> int:
-    """Delete what has been in the trash for so long; returns the bytes that this freed."""
+    """Delete entries that came into the trash `older_than_s` seconds ago or earlier; returns the bytes freed."""
     freed = 0
     for thrown in contents(home):
         if thrown_at(thrown) <= now - older_than_s:
@@ -37,7 +37,7 @@ def empty(home: Path, *, now: float, older_than_s: float = KEEP_S) -> int:
 
 
 def contents(home: Path) -> list[Path]:
-    """What was thrown away, the oldest first."""
+    """Entries of the trash, oldest first."""
     try:
         return sorted(path for path in folder(home).iterdir() if path.name.partition("-")[0].isdigit())
     except OSError:
@@ -45,7 +45,7 @@ def contents(home: Path) -> list[Path]:
 
 
 def thrown_at(thrown: Path) -> float:
-    """When something came into the trash, in seconds since the epoch."""
+    """Time at which an entry came into the trash, in seconds since the epoch."""
     return float(thrown.name.partition("-")[0])
 
 
@@ -63,7 +63,7 @@ def length(path: Path) -> int:
 
 
 def found(home: Path, name: str) -> Iterator[Path]:
-    """Files in the trash that lay at this path in the home, the newest first."""
+    """Yield files in the trash that lay at this path in the home, newest first."""
     for thrown in reversed(contents(home)):
         path = thrown / name
         if os.path.lexists(path):

@@ -1,7 +1,7 @@
-"""Checking: whether everything that the database names is there, is what was written, and adds up.
+"""Checking: everything that the database names must exist, be as it was written, and add up.
 
-Files are read from end to end, also those that were found whole today. Results are counted again: each position of
-a job is in exactly one of four places (`places`), and the job's counters are the sums over them.
+Files are read from end to end, even if they were found whole today. Results are counted again: each position of a
+job is in exactly one of four places (`places`), and the job's counters are the sums over its results.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,7 +35,7 @@ MOST_NAMED = 5  # rows named in one sentence
 
 @dataclass(slots=True, kw_only=True)
 class Checked:
-    """What was looked at, and what was found."""
+    """How much was checked, and the damages found."""
 
     jobs: int = 0
     files: int = 0
@@ -54,7 +54,7 @@ class JobCounters(NamedTuple):
     resumed_tokens: int = 0
 
     def plus(self, other: "JobCounters") -> "JobCounters":
-        """The sums over both."""
+        """Add two sums."""
         return JobCounters(*(one + two for one, two in zip(self, other, strict=True)))
 
 
@@ -67,18 +67,18 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAudit:
-    """A job, its rows and its shards in one picture."""
+    """A job, its shards, and the places of its positions, all read in one transaction."""
 
     job: catalog.Job
     shards: Sequence[ShardFile]
     reads: Sequence[Read]  # of the shards, in their order
-    damaged_rows: Sequence[int]  # positions in the journal that are not what was written
-    times: places.Positions  # how often each position that was leased once is somewhere
-    counts: JobCounters  # of everything that can be read
+    damaged_rows: Sequence[int]  # positions of damaged journal rows
+    times: places.Positions  # in how many places each position is
+    counts: JobCounters  # over all results that can be read
 
     @property
     def lost(self) -> list[int]:
-        """Positions that are nowhere."""
+        """Positions that are in no place."""
         return [int(position) for position in np.flatnonzero(self.times == 0)]
 
     @property
@@ -88,13 +88,13 @@ class JobAudit:
 
     @property
     def beyond(self) -> list[int]:
-        """Positions that are somewhere although none from the cursor on was ever leased."""
+        """Positions from the cursor on, never leased by the job's record, that are in a place all the same."""
         start = self.job.next_position
         return [start + int(position) for position in np.flatnonzero(self.times[start:])]
 
     @property
     def unreadable_shards(self) -> list[ShardFile]:
-        """Shards whose content is not what was written."""
+        """Shards that cannot be read or differ from their seals."""
         pairs = zip(self.shards, self.reads, strict=True)
         return [shard for shard, read in pairs if read.content.fault]
 
@@ -103,7 +103,7 @@ Judge = Callable[[catalog.Job], str | None]
 
 
 def check(store: Store, *, only: Collection[str] | None = None, judge: Judge = lambda job: None) -> Checked:
-    """Look at the database and at these jobs, or at all; `judge` says what is wrong with a job's task."""
+    """Check the database and these jobs, or all; `judge` returns what is wrong with a job's task, or None."""
     checked = Checked(damages=database_damage(store))
     try:
         with store.read() as tx:
@@ -117,7 +117,7 @@ def check(store: Store, *, only: Collection[str] | None = None, judge: Judge = l
 
 
 def database_damage(store: Store) -> list[Damage]:
-    """What SQLite finds in its own file; other databases look after theirs."""
+    """Damages that SQLite finds in its own file; other databases look after theirs."""
     if store.engine.dialect.name != "sqlite":
         return []
     try:
@@ -130,7 +130,7 @@ def database_damage(store: Store) -> list[Damage]:
 
 
 def foreign_keys(tx: Connection) -> Sequence[Any]:
-    """Rows that name a job which is not there."""
+    """Rows that name a job that does not exist."""
     return tx.execute(text("pragma foreign_key_check")).all()
 
 
@@ -146,16 +146,16 @@ def database_is(place: str, said: str) -> Damage:
 
 
 def check_job(store: Store, job_id: str, checked: Checked, judge: Judge = lambda job: None) -> list[Damage]:
-    """Everything that is wrong with one job; counts what was read.
+    """Find all damages of one job; counts the files read in `checked`.
 
-    Looks once more before it says so: `retry` may have taken a shard away that was there when its name was read.
+    A damage is looked at twice before it counts: `retry` may have removed a shard after its name was read.
     """
     found = look_at(store, job_id, checked, judge)
     return look_at(store, job_id, Checked(), judge) if found else []
 
 
 def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[Damage]:
-    """Everything that is wrong with one job at this moment."""
+    """Find all damages of one job at this moment."""
     try:
         mark = marks.of(home.job_folder(store.home, job_id))
         with store.read() as tx:
@@ -175,7 +175,7 @@ def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[D
         or (wrong and f"not what was submitted: {', '.join(wrong)}")
     ):
         found.append(record_damage(job_id, said))
-    elif audited.job.files and (mark is None or mark.store_id != store.id):  # no earlier version made one
+    elif audited.job.files and (mark is None or mark.store_id != store.id):  # earlier versions made no marks
         found.append(mark_damage(store.home, job_id, mark))
     found += shard_damages(audited)
     found += row_damages(audited)
@@ -187,7 +187,7 @@ def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[D
 
 
 def audit(tx: Connection, where: Path, job_id: str, known: dict[int, Read] | None = None) -> JobAudit:
-    """How a job stands; reads its shards, but for those that are known by their number already."""
+    """Audit a job. Shards whose ids are in `known` are not read again; the others are added to it."""
     job = catalog.get(tx, job_id)
     found = shards.files(tx, [job_id])
     known = {} if known is None else known
@@ -227,7 +227,7 @@ def read_shard(where: Path, shard: ShardFile) -> Read:
 
 
 def read_journal(tx: Connection, job_id: str) -> tuple[list[int], JobCounters]:
-    """The positions of journal rows that are not what was written, and the sums over the others."""
+    """Positions of damaged journal rows, and the sums over the others."""
     broken, succeeded, failed, tokens = [], 0, 0, [0] * len(TOKENS)
     rows = text("select job_id, position, failed, payload, checksum from journal where job_id = :job_id")
     for row in tx.execute(rows, {"job_id": job_id}):  # past the types of the schema, which damaged rows break
@@ -242,7 +242,7 @@ def read_journal(tx: Connection, job_id: str) -> tuple[list[int], JobCounters]:
 
 
 def outside(audited: JobAudit) -> str | None:
-    """What is wrong with a record that names fewer rows than have results."""
+    """Describe a record that names fewer rows than have results; None if it does not."""
     last = max((int(read.content.positions.max(initial=-1)) for read in audited.reads), default=-1)
     if last < audited.job.num_rows:
         return None
@@ -255,7 +255,7 @@ def record_damage(job_id: str, said: str) -> Damage:
 
 
 def mark_damage(where: Path, job_id: str, mark: Mark | None) -> Damage:
-    """Damage of the file that says whose a folder is."""
+    """Damage of the mark in a job's folder."""
     path = home.job_folder(where, job_id) / marks.MARK
     what = "is not what was written" if path.is_file() else "is missing"
     what = what if mark is None else f"is of another store ({mark.store_id})"
@@ -263,7 +263,7 @@ def mark_damage(where: Path, job_id: str, mark: Mark | None) -> Damage:
 
 
 def file_damage(where: Path, file: RecordedFile, job: catalog.Job) -> Damage | None:
-    """The damage of a job's requests or inputs, which are read to their end."""
+    """Damage of a job's requests or inputs, which are read to their end; None if there is none."""
     what = file_fault(file.path, file.seal)
     if what:
         return damaged(job.id, file.part, str(file.path.relative_to(where)), what)
@@ -274,7 +274,7 @@ def file_damage(where: Path, file: RecordedFile, job: catalog.Job) -> Damage | N
 
 
 def file_fault(path: Path, seal: Seal | None) -> str | None:
-    """What is wrong with a Parquet file; one of which there is no seal is read to its end."""
+    """Describe the damage of a Parquet file; None if there is none. A file without a seal is read to its end."""
     if what := digests.fault(path, seal):
         return what
     try:
@@ -287,14 +287,14 @@ def file_fault(path: Path, seal: Seal | None) -> str | None:
 
 
 def shard_damages(audited: JobAudit) -> Iterator[Damage]:
-    """Shards that cannot be read."""
+    """Yield the damage of each shard that cannot be read."""
     for shard, read in zip(audited.shards, audited.reads, strict=True):
         if read.content.fault:
             yield damaged(shard.job_id, StorePart.SHARD, shard.file, read.content.fault)
 
 
 def row_damages(audited: JobAudit) -> Iterator[Damage]:
-    """Rows and counters that do not add up; what a damaged file explains is not named twice."""
+    """Yield rows and counters that do not add up, unless a damaged file explains it."""
     job = audited.job
     for position in audited.damaged_rows:
         yield damaged(job.id, StorePart.JOURNAL, f"row {position} of the journal", "is not what was written")
@@ -313,7 +313,7 @@ def row_damages(audited: JobAudit) -> Iterator[Damage]:
 
 
 def wrong_counters(audited: JobAudit) -> str | None:
-    """The counters that are not the sums over the results, in words."""
+    """Name the counters that are not the sums over the results; None if all are."""
     job, counts = audited.job, audited.counts
     wrong = [
         f"{name} {getattr(job, name):,} instead of {value:,}"
@@ -326,23 +326,23 @@ def wrong_counters(audited: JobAudit) -> str | None:
 
 
 def is_done(audited: JobAudit) -> bool:
-    """Whether every row has a result."""
+    """True if every row has a result."""
     return audited.counts.succeeded + audited.counts.failed == audited.job.num_rows
 
 
 def completable(job: catalog.Job) -> bool:
-    """Whether the job's state follows from its rows: nothing completes a cancelled one."""
+    """True if the job's state follows from its rows; a cancelled job is never completed."""
     return job.state is not JobState.CANCELLED
 
 
 def named(positions: Sequence[int]) -> str:
-    """Some positions in words."""
+    """The first positions in words, and the number of the others."""
     shown = ", ".join(f"{position:,}" for position in positions[:MOST_NAMED])
     return shown if len(positions) <= MOST_NAMED else f"{shown} and {len(positions) - MOST_NAMED:,} others"
 
 
 def fix_of(found: Damage, audited: JobAudit) -> str:
-    """The command, and what it will come to."""
+    """The next command, and what it will do."""
     rows = {shard.file: shard.num_rows for shard in audited.shards}
     comes_to = {
         StorePart.SHARD: f"its {rows.get(found.file, 0):,} rows are computed again",

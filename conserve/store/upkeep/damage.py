@@ -1,8 +1,7 @@
-"""Damage: which files of which jobs cannot be relied on, and the next command.
+"""Damage: files of jobs that cannot be relied on, and the next command.
 
-`unreadable` compares files with what the store knows of them: whether they are there, how long they are, and their
-digests. It reads each file once a day (`digests`). Queries leave out what it names; `conserve check` looks further
-(`checking`).
+`unreadable` compares files with the store's record of them: existence, length and digest. It reads each file once a
+day (`digests`). Queries leave out the files that it names; `conserve check` looks further (`checking`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from conserve.store.files.digests import Memory, Seal
 
 
 class StorePart(StrEnum):
-    """What of a job, or of the store, is damaged."""
+    """Part of a job or of the store that may be damaged."""
 
     SHARD = "shard"
     """Results; `file` is the one that the table `shard` names."""
@@ -33,7 +32,7 @@ class StorePart(StrEnum):
     RECORD = "record"
     """The row of the table `job`."""
     MARK = "mark"
-    """The file in the job's folder that says whose it is (`marks`)."""
+    """The mark in the job's folder (`marks`)."""
     DATABASE = "database"
     SPILL = "spill"
 
@@ -43,12 +42,12 @@ FILES = (StorePart.SHARD, StorePart.REQUESTS, StorePart.INPUTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing that is not what it was; `fix` is a command where one helps, else what is left to do."""
+    """Damage of one part; `fix` is the next command or, where none helps, what is left to do."""
 
-    job_id: str | None  # None where it is no job's alone
+    job_id: str | None  # None if the part is not one job's
     part: StorePart
     file: str  # relative to the home
-    what: str  # to be read behind the file's name
+    what: str  # to follow the file's name
     fix: str
 
     @property
@@ -66,11 +65,11 @@ def unreadable(
     now: float,
     parts: Collection[StorePart] = FILES,
 ) -> list[Damage]:
-    """The files of these jobs and these shards that must not be read, in the home `where`.
+    """Damages of the files of these jobs and of these shards, in the home `where`.
 
-    `shards` are those of `shards.files(tx, job_ids)`, read in the transaction whose picture is to be shown. `parts`
-    restricts what is looked at: a query that reads results alone need not have the requests read. Input files that
-    lie elsewhere are the user's, and not looked at.
+    `shards` are from `shards.files(tx, job_ids)`, read in the transaction that the caller shows. `parts` restricts
+    the comparison: a query of results alone need not have the requests read. Input files outside the home are the
+    user's and not compared.
     """
     with digests.memory(where, now=now) as known:
         wanted = (file for file in recorded_files(where, jobs, shards) if file.part in parts)
@@ -79,7 +78,7 @@ def unreadable(
 
 @dataclass(frozen=True, slots=True)
 class RecordedFile:
-    """A file that the database says is there."""
+    """A file that the database records, with its seal, or None for a file of an earlier version."""
 
     job_id: str
     part: StorePart
@@ -90,7 +89,7 @@ class RecordedFile:
 def recorded_files(
     where: Path, jobs: Sequence[catalog.Job], shards: Iterable[ShardFile]
 ) -> Iterator[RecordedFile]:
-    """Every file of these jobs, the requests first."""
+    """Yield the requests and copied inputs of these jobs, then these shards."""
     for job in jobs:
         path = home.requests_file(where, job.id)
         yield RecordedFile(job.id, StorePart.REQUESTS, path, job.files.get(home.REQUESTS))
@@ -102,18 +101,18 @@ def recorded_files(
 
 
 def look_at(where: Path, file: RecordedFile, known: Memory | None = None) -> Damage | None:
-    """The damage of one file, if it has any."""
+    """Damage of one file; None if it has none."""
     what = digests.fault(file.path, file.seal, known)
     return damaged(file.job_id, file.part, str(file.path.relative_to(where)), what) if what else None
 
 
 def damaged(job_id: str, part: StorePart, file: str, what: str) -> Damage:
-    """Damage that `conserve check` can look at further."""
+    """Damage of a job's part, with `conserve check` as the next command."""
     return Damage(job_id=job_id, part=part, file=file, what=what, fix=f"run: conserve check {job_id}")
 
 
 def damaged_rows(rows: Iterable[Any]) -> list[Damage]:
-    """Those of these rows of the table `journal` that are not what was written."""
+    """Damages of these rows of the table `journal`, by their checksums."""
     return [
         damaged(row.job_id, StorePart.JOURNAL, f"the journal's row {row.position}", "is not what was written")
         for row in rows

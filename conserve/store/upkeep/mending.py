@@ -1,7 +1,8 @@
-"""Mending: what the rest of a job allows to recover of its results and its counters.
+"""Mending: recover a job's results and counters from what can still be read.
 
-A shard that cannot be read is taken out, and its rows, which are nowhere else, go back into the queue. Where a row
-is in two places, the result that is furthest on its way stays. Then everything is counted again.
+An unreadable shard is taken out, and its rows, which are in no other place, go back into the queue. Of a row in
+several places the one furthest on its way stays: shard, then journal, then `request`. Then the counters are
+counted again.
 """
 
 import shutil
@@ -31,7 +32,7 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Mended(NamedTuple):
-    """What one transaction changed."""
+    """Changes of one transaction."""
 
     dropped: Sequence[ShardFile]
     damaged_rows: int
@@ -40,7 +41,7 @@ class Mended(NamedTuple):
 
     @property
     def said(self) -> list[str]:
-        """The same in words."""
+        """The changes in words."""
         return [
             *(f"{file.file} was taken out of the store" for file in self.dropped),
             *(
@@ -53,7 +54,7 @@ class Mended(NamedTuple):
 
 
 def mend_rows(store: Store, job_id: str, *, now: float) -> list[str]:
-    """Recover the results and the counters of a job; says what was done."""
+    """Recover the results and the counters of a job; returns the changes in words."""
     said = restore_from_trash(store, job_id)
     known: dict[int, Read] = {}
     with store.read() as tx:
@@ -67,14 +68,14 @@ def mend_rows(store: Store, job_id: str, *, now: float) -> list[str]:
 
 
 def throw_away(store: Store, path: Path, now: float) -> None:
-    """Move a file that nothing names any more to the trash, if it is there."""
+    """Move a file that the database no longer names to the trash, if it exists."""
     with home.explained(store.home):
         if path.is_file():
             trash.throw_away(store.home, path, now=now)
 
 
 def restore_from_trash(store: Store, job_id: str) -> list[str]:
-    """Copy those of a job's files that are missing or damaged from the trash, if they are whole there."""
+    """Copy a job's missing or damaged files from the trash, if they are whole there."""
     with store.read() as tx:
         found = catalog.get(tx, job_id)
         wanted = {file.file: file.seal for file in shards.files(tx, [job_id])}
@@ -92,7 +93,7 @@ def restore_from_trash(store: Store, job_id: str) -> list[str]:
 
 
 def copy(path: Path, to: Path, where: Path) -> None:
-    """Copy a file durably; its folder may be gone too."""
+    """Copy a file durably; its folder is made if that is gone too."""
     scratch = to.with_suffix(".tmp")
     with home.explained(where):
         home.make_with_parents(to.parent)
@@ -121,9 +122,9 @@ def mend(tx: Connection, audited: JobAudit, now: float) -> Mended:
 
 
 def kept_shards(audited: JobAudit) -> tuple[Flags, list[ShardFile], JobCounters]:
-    """The positions in shards that stay, the shards that do not, and the sums over those that stay.
+    """Positions in the shards that stay, the shards that are dropped, and the sums over the shards that stay.
 
-    One that cannot be read goes, and one with rows that an earlier one has too.
+    A shard is dropped if it cannot be read, or if an earlier shard has some of its rows.
     """
     there: Flags = np.zeros(audited.job.num_rows, np.bool_)
     dropped, counts = [], JobCounters()
@@ -138,7 +139,7 @@ def kept_shards(audited: JobAudit) -> tuple[Flags, list[ShardFile], JobCounters]
 
 
 def kept(tx: Connection, table: Table, current: catalog.Job, *, taken: Flags) -> Flags:
-    """The job's positions in a table, once those that are taken, or that no row of the job has, are out of it."""
+    """Delete a job's rows of a table at taken or impossible positions; returns the positions that stay."""
     found = list(tx.scalars(select(table.c.position).where(table.c.job_id == current.id)))
     outside = [position for position in found if not 0 <= position < current.num_rows or taken[position]]
     take_out(tx, table, current.id, outside)
@@ -154,13 +155,13 @@ def take_out(tx: Connection, table: Table, job_id: str, positions: Sequence[int]
 
 
 def last(placed: Flags) -> int:
-    """The last position that is somewhere; -1 if none is."""
+    """Last position that is in a place; -1 if none is."""
     found = np.flatnonzero(placed)
     return int(found[-1]) if len(found) else -1
 
 
 def recount(tx: Connection, current: catalog.Job, counts: JobCounters, cursor: int, now: float) -> bool:
-    """Write the counters that are right, and the state that follows from them; says whether any was not."""
+    """Write the right counters and the state that follows from them; returns True if any was wrong."""
     right = {**counts._asdict(), "next_position": cursor, "state": current.state}
     done = counts.succeeded + counts.failed == current.num_rows
     if done and current.state is not JobState.CANCELLED:
@@ -176,7 +177,7 @@ def recount(tx: Connection, current: catalog.Job, counts: JobCounters, cursor: i
 
 
 def answered(tx: Connection, where: Path, job_id: str) -> tuple[Positions, Positions]:
-    """The positions of all results that can be read, and the input rows that they answer."""
+    """Positions of all results that can be read, and the row indexes that they answer."""
     positions, rows = [places.NONE], [places.NONE]
     for file in shards.files(tx, [job_id]):
         content = places.content(where / file.file, file.seal)
@@ -192,7 +193,7 @@ def answered(tx: Connection, where: Path, job_id: str) -> tuple[Positions, Posit
 
 
 def mend_database(store: Store) -> list[str]:
-    """Make the indexes of an SQLite database anew, and drop rows that name no job."""
+    """Rebuild the indexes of an SQLite database and drop rows that name no job; returns the changes in words."""
     with store.write() as tx:
         tx.execute(text("reindex"))
         orphans = 0

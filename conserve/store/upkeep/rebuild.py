@@ -1,7 +1,7 @@
-"""Rebuilding: a new database of what can still be read of a damaged one, and of what the jobs' folders hold.
+"""Rebuilding: a new database from the readable rows of a damaged one and from the jobs' folders.
 
-Each folder has its job's record, its requests and its results. With a database goes what it alone had: results
-that were in no shard yet, and whether a job was paused or cancelled.
+Each folder has its job's record, its requests and its results. Two things are in the database alone, and lost where
+it cannot be read: results that were in no shard yet, and that a job was paused or cancelled.
 """
 
 import sqlite3
@@ -38,14 +38,14 @@ LOG_FILES = ("", "-wal", "-shm")
 
 
 class Stranger(NamedTuple):
-    """A job's folder that the database does not name, although one of this place did."""
+    """A job's folder that the database does not name, although an earlier database at its place did."""
 
     job_id: str
     mark: Mark
 
 
 def strangers(store: Store) -> list[Stranger]:
-    """Folders of jobs that the database at this place once had: it was replaced, emptied or is an older copy."""
+    """Folders of jobs that only earlier databases at this place had; this one is new, emptied or an older copy."""
     with store.read() as tx:
         known = set(catalog.ids(tx))
     ours = {store.id, *lineage.ids(store.home, store.place)}
@@ -58,7 +58,7 @@ def strangers(store: Store) -> list[Stranger]:
 
 
 def rebuild(settings: Settings, *, now: float) -> list[str]:
-    """Make a new database beside the damaged one; says what was done."""
+    """Make a new database beside the damaged one, of SQLite alone; returns the changes in words."""
     path = sqlite_file(settings)
     if path is None:
         raise StoreError("only an SQLite store can be rebuilt; restore the database from its backup")
@@ -77,13 +77,13 @@ def rebuild(settings: Settings, *, now: float) -> list[str]:
 
 
 def sqlite_file(settings: Settings) -> Path | None:
-    """The file of the settings' database, if it is SQLite's."""
+    """File of the settings' database; None if that is not SQLite."""
     url = settings.store_url
     return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:///") else None
 
 
 def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *, now: float) -> list[str]:
-    """Put into an empty database what was salvaged and what the folders have, and mend each job."""
+    """Fill an empty database from the salvaged rows and the jobs' folders, and mend each job."""
     with store.write() as tx:
         take_id(tx, store, salvaged["meta"])
         never_use_again(tx, now)
@@ -109,7 +109,7 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
 
 
 class SalvagedRow:
-    """The columns of a row as attributes."""
+    """Columns of a salvaged row as attributes; None for a column that it lacks."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -119,14 +119,14 @@ class SalvagedRow:
 
 
 def put(tx: Connection, table: Table, row: Mapping[str, Any]) -> None:
-    """Insert a row as far as the table takes it."""
+    """Insert a row's columns that the table has; a row that the database refuses is left out."""
     values = {name: value for name, value in row.items() if name in table.c}
     with suppress(SQLAlchemyError, TypeError, ValueError), tx.begin_nested():
         tx.execute(insert(table).values(values))
 
 
 def take_id(tx: Connection, store: Store, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Give the new database the id of the old one: the folders of its jobs carry it."""
+    """Give the new database the id of the old one, which the folders of its jobs carry."""
     read = [row["value"] for row in rows if row.get("key") == STORE_ID and isinstance(row.get("value"), str)]
     earlier = [each for each in lineage.ids(store.home, store.place) if each != store.id]
     wanted = (earlier or read or [store.id])[-1]
@@ -134,12 +134,12 @@ def take_id(tx: Connection, store: Store, rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def never_use_again(tx: Connection, now: float) -> None:
-    """Let epochs begin beyond all that the old database gave out: a late writer must find its own gone."""
+    """Start epochs beyond all that the old database gave out, so that a late writer finds its lease gone."""
     tx.execute(text("insert into sqlite_sequence (name, seq) values ('lease', :seq)"), {"seq": int(now)})
 
 
 def adopt(store: Store, found: Sequence[Stranger], *, now: float) -> list[str]:
-    """Take jobs in from their folders, with the results that lie there."""
+    """Add jobs from their folders, with the results that lie there; returns the changes in words."""
     said = []
     for stranger in found:
         with store.write() as tx:
@@ -156,7 +156,7 @@ def adopt(store: Store, found: Sequence[Stranger], *, now: float) -> list[str]:
 
 
 def results_in(where: Path, job_id: str) -> Iterator[dict[str, Any]]:
-    """The shards that lie in a job's folder and can be read, answers before errors."""
+    """Yield the readable shards in a job's folder as columns of the table `shard`, answers before errors."""
     found = []
     for path in sorted((home.job_folder(where, job_id) / home.RESULTS).glob("*.parquet")):
         with suppress(OSError, pa.ArrowException):
@@ -178,7 +178,7 @@ TABLES = ("meta", "job", "journal", "request", "shard")
 
 
 def salvage(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows of a damaged database that can be read, from both ends of each table."""
+    """Read the rows of a damaged database that can be read, from both ends of each table."""
     found: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
     with suppress(sqlite3.Error, OSError):
         connection = sqlite3.connect(path)
@@ -187,14 +187,16 @@ def salvage(path: Path) -> dict[str, list[dict[str, Any]]]:
         try:
             for table in TABLES:
                 keys = [column.name for column in schema.metadata.tables[table].primary_key]
-                found[table] = [*from_one_end(connection, table, keys)]
+                found[table] = [*from_both_ends(connection, table, keys)]
         finally:
             connection.close()
     return found
 
 
-def from_one_end(connection: sqlite3.Connection, table: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows up to the first that cannot be read, then from the last one backward."""
+def from_both_ends(
+    connection: sqlite3.Connection, table: str, keys: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield rows up to the first unreadable one, then from the last one backward."""
     seen = set()
     for order in ("asc", "desc"):
         columns = ", ".join(f"{key} {order}" for key in keys)

@@ -1,4 +1,4 @@
-"""Records of jobs that are damaged in the database: what a job was at submit stands in its folder too (`marks`)."""
+"""Damaged records of jobs, mended from the record at submit that each job's folder keeps (`marks`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,9 +43,9 @@ MOVING = frozenset(
 
 
 def mend(store: Store, job_id: str, *, now: float) -> str:
-    """Write what is damaged of a job's record anew, from its folder as far as that has it.
+    """Mend a job's record from the one in its folder; returns the change in words.
 
-    Without it the job's results stay, and nothing of it runs any more.
+    A record that cannot be mended is replaced: the job keeps its results and is cancelled.
     """
     with store.write() as tx:
         catalog.lock_job(tx, job_id)
@@ -65,10 +65,10 @@ def mend(store: Store, job_id: str, *, now: float) -> str:
 
 
 def at_submit(store: Store, job_id: str) -> dict[str, Any]:
-    """What stands in the job's folder of what never changes; nothing if there is no mark."""
+    """Columns of the record in the job's folder that still hold; none if the folder has no mark."""
     mark = marks.of(home.job_folder(store.home, job_id))
     record = mark.record if mark is not None else None
-    kept = {"files", "priority"}  # as they were is better than nothing
+    kept = {"files", "priority"}  # they may have changed, but an old value is better than none
     return {
         name: value
         for name, value in (record or {}).items()
@@ -77,14 +77,14 @@ def at_submit(store: Store, job_id: str) -> dict[str, Any]:
 
 
 def differences(tx: Connection, job_id: str, mark: Mark) -> list[str]:
-    """Columns of a job's record that are not what was submitted, by what stands in its folder."""
+    """Columns of a job's record that differ from the record at submit in its folder."""
     now = catalog.record(tx, job_id)
     then = mark.record or {}
     return [name for name in now if name in then and name not in MOVING and now[name] != then[name]]
 
 
 def mend_mark(store: Store, job_id: str) -> str:
-    """Write a job's mark anew, from its record."""
+    """Write a job's mark anew from its record; returns the change in words."""
     folder = home.job_folder(store.home, job_id)
     with store.read() as tx:
         record = catalog.record(tx, job_id)
@@ -95,7 +95,7 @@ def mend_mark(store: Store, job_id: str) -> str:
 
 
 def numbers(tx: Connection, where: Path, job_id: str, values: Mapping[str, Any]) -> dict[str, int]:
-    """The number of rows as the requests have it, and zero for counters that are none: these are counted again."""
+    """Number of rows as the requests have it, and 0 for each counter that is no number, to be counted again."""
     found = dict.fromkeys(("next_position", "retries", *catalog.COUNTERS), 0)
     right = {name: zero for name, zero in found.items() if not isinstance(values[name], int)}
     contents = [places.content(where / file.file, file.seal) for file in shards.files(tx, [job_id])]
@@ -109,5 +109,5 @@ def numbers(tx: Connection, where: Path, job_id: str, values: Mapping[str, Any])
 
 
 def to_json(source: Source) -> str:
-    """A source as the table `job` has it."""
+    """Encode a source as the table `job` has it."""
     return msgspec.json.encode(source).decode()

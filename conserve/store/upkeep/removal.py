@@ -1,7 +1,7 @@
-"""Removal: jobs that are not wanted any more, and the room that the store takes.
+"""Removal of jobs, and the disk space that the store takes.
 
-First one transaction forgets a job, then its files go: a crash between the two leaves files that nothing names,
-which the sweep takes, and never a record without its files.
+First one transaction forgets a job, then its files are deleted. A crash between the two leaves files that no record
+names, which the sweep takes, and never a record without its files.
 """
 
 import shutil
@@ -22,7 +22,7 @@ from conserve.store.files.marks import Mark
 job, request, journal, shard, lease = schema.job, schema.request, schema.journal, schema.shard, schema.lease
 
 FINISHED = (JobState.COMPLETED, JobState.CANCELLED)
-"""A failed job is none of these: `conserve resume` lets it go on."""
+"""A failed job is not finished, since `conserve resume` lets it go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +40,13 @@ class DiskUsage:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing of it is left to run."""
+        """True if no row of the job is left to run."""
         return self.state in FINISHED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What a home holds, in bytes."""
+    """Bytes that a home takes on disk."""
 
     jobs: list[DiskUsage]
     database_bytes: int
@@ -57,7 +57,7 @@ class Room:
 
 
 def room(store: Store) -> Room:
-    """What everything in the home takes."""
+    """Measure the files of a home."""
     usages = usage(store)
     known = {each.job_id for each in usages}
     folders = home.jobs_folder(store.home).glob("*")
@@ -71,7 +71,7 @@ def room(store: Store) -> Room:
 
 
 def database_files(store: Store) -> list[Path]:
-    """The files of an SQLite database; none of another one."""
+    """Files of an SQLite database; none for other databases."""
     path = store.engine.url.database
     if store.engine.dialect.name != "sqlite" or not path:
         return []
@@ -79,12 +79,12 @@ def database_files(store: Store) -> list[Path]:
 
 
 def trash_bytes(where: Path) -> int:
-    """What the trash takes."""
+    """Bytes in the trash."""
     return sum(trash.size(path) for path in trash.contents(where))
 
 
 def usage(store: Store) -> list[DiskUsage]:
-    """Every job with the bytes of its files, oldest first; counts files, and reads none."""
+    """Disk usage of every job, oldest first, from file sizes alone."""
     columns = job.c.id, job.c.state, job.c.num_rows, job.c.finished_at
     with store.read() as tx:
         rows = tx.execute(select(*columns).order_by(job.c.seq)).all()
@@ -104,10 +104,7 @@ def usage(store: Store) -> list[DiskUsage]:
 
 
 def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int:
-    """Forget a job and delete its files; returns the bytes that this freed.
-
-    One that is not finished is removed with `force` only.
-    """
+    """Forget a job and delete its files; returns the bytes freed. Raises `JobRefused` unless finished or forced."""
     folder = home.job_folder(store.home, job_id)
     with store.write() as tx:
         catalog.lock_ids(tx)
@@ -126,12 +123,12 @@ def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int
 
 
 def refusal(job_id: str, state: str) -> str:
-    """Why a job is not removed."""
+    """Sentence for a job that is not removed."""
     return f"job {job_id} is {state} and not finished; nothing was removed, add --force to remove it all the same"
 
 
 def delete_files(where: Path, folder: Path, *, now: float) -> int:
-    """Delete a job's folder, as a whole: by way of the trash, if the disk has room for that."""
+    """Delete a job's folder, through the trash if possible, so that it goes as a whole; returns the bytes freed."""
     freed = trash.size(folder)
     try:
         thrown = trash.throw_away(where, folder, now=now)
@@ -146,5 +143,5 @@ def delete_files(where: Path, folder: Path, *, now: float) -> int:
 
 
 def finished_before(usages: list[DiskUsage], moment: float) -> list[DiskUsage]:
-    """The finished jobs among these that ended before then."""
+    """Finished jobs among these that ended by `moment`."""
     return [each for each in usages if each.finished and (each.finished_at or 0.0) <= moment]

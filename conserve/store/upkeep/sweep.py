@@ -1,8 +1,8 @@
-"""The sweep: what crashes left behind goes to the trash.
+"""The sweep moves files that crashes left behind to the trash.
 
-Provable orphans of this store only: the folder carries the store's id, no living process of this machine holds its
-mark, nothing was written into it for an hour, and the database does not name the file, seen under a lock that the
-process which registers it needs too. A folder that was registered once and is not known any more stays: the
+It takes provable orphans of this store only: the folder carries the store's id, no living process of this machine
+holds its mark, nothing was written into it for an hour, and the database does not name it. The last is seen under
+a lock that registering takes too. A folder that was registered once and is no longer known stays, since the
 database may be an older copy.
 """
 
@@ -23,9 +23,9 @@ STALE_AFTER_S = 3600.0
 
 
 def sweep(store: Store, *, now: float) -> int:
-    """Move this store's orphans to the trash, and delete what has been there for a week; returns how many went.
+    """Move this store's orphans to the trash, and delete its entries older than a week; returns how many orphans.
 
-    Where the disk refuses that, they wait for the next sweep.
+    Orphans that the disk refuses to move wait for the next sweep.
     """
     swept = 0
     with suppress(OSError):
@@ -36,7 +36,7 @@ def sweep(store: Store, *, now: float) -> int:
 
 
 def sweep_folders(store: Store, *, now: float) -> int:
-    """Move the folders of submits that did not come to their end."""
+    """Move the folders of submits that never came to their end; returns how many."""
     with store.read() as tx:
         known = set(catalog.ids(tx))
     unknown = [path for path in home.jobs_folder(store.home).glob("*") if path.name not in known]
@@ -44,7 +44,7 @@ def sweep_folders(store: Store, *, now: float) -> int:
 
 
 def is_swept(store: Store, folder: Path, now: float) -> bool:
-    """Move a job's folder if it is an orphan of this store; says whether it was."""
+    """Move a job's folder if it is an orphan of this store; returns True if it was."""
     with marks.seized(folder, store.id) as mark:
         if mark is None or mark.registered:
             return False
@@ -57,7 +57,7 @@ def is_swept(store: Store, folder: Path, now: float) -> bool:
 
 
 def sweep_shards(store: Store, *, now: float) -> int:
-    """Move files of results that no transaction registered."""
+    """Move files of results that no transaction registered; returns how many."""
     with store.read() as tx:
         registered = set(tx.scalars(select(shard.c.file)))
         known = catalog.ids(tx)
@@ -70,13 +70,13 @@ def sweep_shards(store: Store, *, now: float) -> int:
 
 
 def unregistered(where: Path, job_id: str, registered: Collection[str]) -> list[Path]:
-    """Files among a job's results that are not among these."""
+    """Files among a job's results that are not registered."""
     results = home.job_folder(where, job_id) / home.RESULTS
     return [path for path in results.glob("*") if str(path.relative_to(where)) not in registered]
 
 
 def sweep_results(store: Store, job_id: str, stale: Collection[Path], now: float) -> int:
-    """Move those of a job's files that are still not registered; returns how many went."""
+    """Move the stale files of a job that are still not registered; returns how many."""
     with marks.seized(home.job_folder(store.home, job_id), store.id) as mark, store.write() as tx:
         if mark is None:
             return 0
@@ -89,14 +89,14 @@ def sweep_results(store: Store, job_id: str, stale: Collection[Path], now: float
 
 
 def is_stale(path: Path, now: float) -> bool:
-    """Whether nothing was written here for an hour."""
+    """True if nothing was written to the file or folder for an hour."""
     return modified_at(path) < now - STALE_AFTER_S
 
 
 def modified_at(path: Path) -> float:
-    """When the file changed last, or any in the folder: a submit that is long at it writes to what is there.
+    """Last change of a file, or of any file in a folder, in seconds since the epoch; infinity if it is gone.
 
-    Now or later if it is gone already.
+    A folder's own time is not enough, since a long submit writes to files that are there already.
     """
     try:
         return max(each.stat().st_mtime for each in (path, *path.rglob("*")))
