@@ -1,1 +1,1 @@
-"""From leases to journalled answers."""
+"""The harvester: from leases to journalled answers."""

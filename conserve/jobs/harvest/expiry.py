@@ -1,7 +1,7 @@
-"""Which leases are over, and whether the clock was set: by this process's monotonic clock.
+"""Expiry of other owners' leases, judged by this process's monotonic clock.
 
-A lease names the wall time at which it ends, for people. It is not judged by that: the clock may be set, and clocks
-of two machines differ. It is over when it was not renewed for as long as it lasts, while this process looked on.
+The wall time at which a lease says it ends is for people: clocks may be set, and clocks of two machines differ. A
+lease is over when this process has watched it for its whole length without a renewal.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from conserve.store.books.queue import Sign
 
-JUMP_S = 5.0  # more than a clock that is slowed down or sped up gains between two looks
+JUMP_S = 5.0  # a clock that is slowed down or sped up gains less between two looks
 
 
 @dataclass(slots=True)
 class Silence:
-    """How long one lease went without being renewed."""
+    """Time for which one lease was not renewed."""
 
     sign: Sign
     looked_at: float
@@ -22,10 +22,10 @@ class Silence:
 
 
 class Expiry:
-    """Watches leases; of a look that comes late only half a lease's length counts.
+    """Watches leases; the time between two looks counts for half a lease's length at most.
 
-    So a lease is never over after one look: where this process was suspended together with the lease's owner, the
-    owner has renewed it by the next one.
+    So one late look never ends a lease: if this process was suspended together with the lease's owner, the owner
+    has renewed the lease by the next look.
     """
 
     def __init__(self, lease_s: float, monotonic: Callable[[], float]) -> None:
@@ -33,7 +33,7 @@ class Expiry:
         self._watched: dict[int, Silence] = {}
 
     def over(self, signs: Iterable[Sign]) -> list[Sign]:
-        """Those of all leases that are over now."""
+        """Look at the signs of all leases; returns the signs of leases that are over."""
         now = self._monotonic()
         self._watched = {sign.epoch: self._watch(sign, now) for sign in signs}
         watched = self._watched.values()
@@ -47,7 +47,7 @@ class Expiry:
         return Silence(sign, now, before.seconds + counts)
 
     def _length_s(self, sign: Sign) -> float:
-        """How long a lease lasts; one that an earlier version gave out does not say."""
+        """Length of a lease; this process's own for a lease of an earlier version, which has none."""
         return self._lease_s if sign.lease_s is None else sign.lease_s
 
 
@@ -62,7 +62,7 @@ class WallClock:
         return self._clock() - self._monotonic()
 
     def set_by(self) -> float | None:
-        """Seconds by which it was set since this was asked last, negative for back; None if it was not."""
+        """Seconds by which the clock was set since the last call, negative for back; None if it was not."""
         before, self._ahead_s = self._ahead_s, self._now_ahead_s()
         by = self._ahead_s - before
         return by if abs(by) > JUMP_S else None

@@ -1,4 +1,4 @@
-"""The forecast: how long the rest of a queue takes, from the tokens computed so far. Pure."""
+"""Forecast of the time that the rest of a queue takes, from the tokens computed so far. Pure."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class QueueProgress:
     rows_waiting: int
     tokens_done: int  # of rows that were answered
     tokens_in_flight: int  # computed so far, of rows in flight
-    most_in_flight: int | None = None  # tokens those come to if no answer ends early; None if unknown
+    most_in_flight: int | None = None  # tokens of the same rows if no answer ends early; None if unknown
 
     @property
     def tokens(self) -> int:
@@ -25,40 +25,44 @@ class QueueProgress:
 
 
 class Left(NamedTuple):
-    """Seconds left; `at_most` while no row has been answered and answers count in full length."""
+    """Seconds left; an upper bound (`at_most`) until a row is answered, since answers then count in full length."""
 
     seconds: float
     at_most: bool
 
 
-def left(seen: QueueProgress, tokens_per_s: float) -> Left | None:
-    """Seconds until no row is left; None while neither rows nor tokens allow a forecast."""
-    tokens = tokens_left(seen)
+def left(progress: QueueProgress, tokens_per_s: float) -> Left | None:
+    """Forecast the seconds until no row is left; None while neither rows nor tokens allow a forecast."""
+    tokens = tokens_left(progress)
     if tokens is None or tokens_per_s <= 0:
         return None
-    return Left(tokens / tokens_per_s, at_most=not seen.rows_done)
+    return Left(tokens / tokens_per_s, at_most=not progress.rows_done)
 
 
-def tokens_left(seen: QueueProgress) -> float | None:
-    """Tokens still to compute.
+def tokens_left(progress: QueueProgress) -> float | None:
+    """Forecast the tokens still to compute; None while that is unknown.
 
-    Short answers end first, so the mean of the answered rows is too small while others are in flight. All tokens
-    by the number of answered rows is the mean that allows for that (answers that end at a constant rate); no row
-    is expected to exceed its limit.
+    Short answers end first, so the mean over the answered rows is too small while others are in flight. All tokens
+    divided by the number of answered rows allow for that, as if answers ended at a constant rate. No row is
+    expected to exceed its limit.
     """
-    rest = None if seen.most_in_flight is None else seen.most_in_flight - seen.tokens_in_flight
-    limit = seen.most_in_flight / seen.rows_in_flight if seen.most_in_flight and seen.rows_in_flight else None
-    if not seen.rows_done:
-        return None if rest is None or limit is None else rest + seen.rows_waiting * limit
-    mean = seen.tokens / seen.rows_done
-    in_flight = seen.rows_in_flight * mean
-    return (in_flight if rest is None else min(in_flight, rest)) + seen.rows_waiting * (
+    rest = None if progress.most_in_flight is None else progress.most_in_flight - progress.tokens_in_flight
+    limit = (
+        progress.most_in_flight / progress.rows_in_flight
+        if progress.most_in_flight and progress.rows_in_flight
+        else None
+    )
+    if not progress.rows_done:
+        return None if rest is None or limit is None else rest + progress.rows_waiting * limit
+    mean = progress.tokens / progress.rows_done
+    in_flight = progress.rows_in_flight * mean
+    return (in_flight if rest is None else min(in_flight, rest)) + progress.rows_waiting * (
         mean if limit is None else min(mean, limit)
     )
 
 
 class Rate:
-    """Tokens per second over the last minute, or since the first look if that is less long ago."""
+    """Tokens per second over the last minute, or since the first look if that is more recent."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, int]] = deque()  # (seconds, tokens by then)

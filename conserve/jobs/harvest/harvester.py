@@ -2,9 +2,9 @@
 
     feed ──> work (one task a row) ──> outbox ──> record (a transaction a batch) ──> shards
                       ^
-             watch: renew leases, notice pause and cancel, take back what the dead left behind
+             watch: renew leases, notice pause and cancel, take back rows of dead owners
 
-Everything that touches the store runs in one thread of its own, so that an fsync never holds up the tokens.
+All work on the store runs in one thread of its own, so that an fsync never holds up the tokens.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ from conserve.store.files import home
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SAVE_EVERY_TOKENS = 64  # of one row
+SAVE_EVERY_TOKENS = 64  # of one row, between two saves
 FLUSH_ROWS = 512  # results that make a transaction without waiting for more
-FLUSH_S = 0.25  # how long a result may wait for company; a crash costs at most that much work
+FLUSH_S = 0.25  # longest wait of a result for others; a crash costs at most that much work
 WATCH_S = 0.5  # how soon pause and cancel are noticed
 IDLE_S = 0.2  # how soon new rows are noticed
 
@@ -60,8 +60,8 @@ class Flight:
     work: Work
     tokens: Sequence[int]  # generated so far
     saved: int  # how many of them the store has, or is about to have
-    alone: bool = True  # nothing else was in the endpoint's hands meanwhile
-    lost: bool = False  # its lease has gone: drop it without a word
+    alone: bool = True  # no other row was in flight meanwhile
+    lost: bool = False  # its lease is gone, so its outcome is dropped
     ended: bool = False  # its outcome is in the outbox
     task: "asyncio.Task[None] | None" = None
 
@@ -107,10 +107,10 @@ class Harvester:
         self._outage = Outage(say)
         self._flights: set[Flight] = set()
         self._outbox = Outbox()
-        self._held: Counter[int] = Counter()  # epoch -> rows whose outcome the store has not seen
-        self._landed = asyncio.Event()  # some row left the endpoint
+        self._held: Counter[int] = Counter()  # epoch -> rows whose outcome is not written yet
+        self._landed = asyncio.Event()  # set when a row has left the endpoint
         self._outbox_full = asyncio.Event()
-        self._claim_at = 0.0  # no sooner while rows are in flight, since the last claim found nothing
+        self._claim_at = 0.0  # next claim while rows are in flight; the last one found nothing
         self._hold = Hold(self.monotonic, say)
         self._say = say
         self._started = False
@@ -119,7 +119,7 @@ class Harvester:
 
     @property
     def owner(self) -> str:
-        """Who holds its leases."""
+        """Owner of its leases."""
         return self._ledger.owner
 
     @property
@@ -140,9 +140,10 @@ class Harvester:
         )
 
     async def run(self, stop: asyncio.Event) -> Tally:
-        """Work until the queue is empty or `stop` is set; then what is in flight goes back with its tokens.
+        """Work until the queue is empty or `stop` is set; rows in flight then go back with their tokens.
 
-        One that follows ends by `stop` alone: where the store or the endpoint is out of reach, it waits.
+        With `follow`, only `stop` ends the work: while the store or the endpoint is out of reach, the harvester
+        waits.
         """
         try:
             await (self._follow(stop) if self.follow else self._session(stop))
@@ -153,7 +154,7 @@ class Harvester:
         return self.tally
 
     async def _follow(self, stop: asyncio.Event) -> None:
-        """Sessions, with ever longer waits between them, until told to stop."""
+        """Run sessions until told to stop, with longer waits after each failure."""
         while not stop.is_set():
             try:
                 await self._session(stop)
@@ -165,7 +166,7 @@ class Harvester:
             await elapsed_or_set(stop, wait_s)
 
     async def _session(self, stop: asyncio.Event) -> None:
-        """Make ready and work; however it ends, nothing stays in flight."""
+        """Start the endpoint, recover the store and work; however the session ends, no row stays in flight."""
         failed: BaseException | None = None
         try:
             if not self._started:
@@ -174,7 +175,7 @@ class Harvester:
             self.ready_at = self.ready_at or time.monotonic()
             self._ledger.kv_cache = getattr(self.endpoint, "kv_cache", None) or KvCache()
             await self._in_store(self._ledger.reopen)
-            await self._flush()  # what an outage has kept us from writing
+            await self._flush()  # outcomes that an outage kept from the store
             await self._in_store(self._ledger.recover)
             self._held.clear()
             self._outage.end()
@@ -187,7 +188,7 @@ class Harvester:
             await self._put_down(failed)
 
     async def _until_drained(self, stop: asyncio.Event) -> None:
-        """Run the loops until there is nothing left to feed; a loop that breaks ends them all."""
+        """Run the loops until nothing is left to feed or `stop` is set; a loop that fails ends them all."""
         loops: list[asyncio.Task[object]] = [
             asyncio.create_task(self._feed()),
             asyncio.create_task(self._record()),
@@ -202,10 +203,10 @@ class Harvester:
             await cancelled(loops)
 
     async def _put_down(self, failed: BaseException | None) -> None:
-        """Withdraw what is in flight, save its tokens and give its rows back.
+        """Withdraw the rows in flight, save their tokens and give them back.
 
-        In an outage of the store the outbox waits for the next session. What was in a write that failed is
-        gone: it may have been written or not, and rows that were not are done again.
+        In an outage of the store the outbox waits for the next session. The outcomes in a write that failed are
+        dropped, since they may have been written; rows whose outcome was not are done again.
         """
         await cancelled([flight.task for flight in self._flights if flight.task is not None])
         self.ended_at = time.monotonic()
@@ -237,9 +238,9 @@ class Harvester:
             await self._wait_for_landing()
 
     async def _next_works(self) -> list[Work]:
-        """Lease as many rows as are worth a claim; a suspect once nothing else is left, and then alone."""
+        """Claim rows if enough of the endpoint is free; a suspect only once no other row is left, and alone."""
         works: list[Work] = []
-        self._ledger.model = model_of(self.endpoint)  # a server may come back with another one
+        self._ledger.model = model_of(self.endpoint)  # a server may come back with another model
         free = self.endpoint.capacity - len(self._flights)
         due = not self._flights or self.monotonic() >= self._claim_at
         if due and free >= max(1, self.endpoint.capacity // 4) and not self._suspect_in_flight():
@@ -254,7 +255,7 @@ class Harvester:
         return any(flight.work.row.suspect for flight in self._flights)
 
     async def _held_off(self) -> None:
-        """Wait while the endpoint has asked for quiet; raise if it has broken for good."""
+        """Wait for the end of a hold on the endpoint; raise if the endpoint is unusable."""
         while (left_s := self._hold.left_s) > 0 and self._broken is None:
             await asyncio.sleep(min(left_s, IDLE_S))
         if self._broken is not None:
@@ -293,10 +294,10 @@ class Harvester:
         self.tally.in_flight = len(self._flights)
 
     def _land(self, flight: Flight, task: "asyncio.Task[None]") -> None:
-        """Take a row off the endpoint's hands; it ends here if its task did not end it.
+        """Count a row as out of flight after its task; a row without an outcome gets one here.
 
-        One that was withdrawn goes back with its tokens, also where its task had not begun. One whose task
-        broke fails, whatever broke it: nothing else would ever end it, since its lease is renewed.
+        A row that was withdrawn goes back with its tokens, even if its task had not begun. A row whose task raised
+        an error fails, whatever the error: nothing else would ever end it, since its lease is renewed.
         """
         self._flights.discard(flight)
         self.tally.in_flight = len(self._flights)
@@ -314,7 +315,7 @@ class Harvester:
             self._save_tokens(flight)
 
     async def _work(self, flight: Flight) -> None:
-        """Send one row and pass on what becomes of it."""
+        """Send one row and put its outcome into the outbox."""
         work = flight.work
         assert work.call is not None
         on_tokens = self._token_saver(flight) if work.can_resume else None
@@ -336,7 +337,7 @@ class Harvester:
             self._end(flight, result)
 
     def _say_that_it_broke(self, work: Work, error: BaseException) -> None:
-        """Say which row broke its task; of each kind of error the first, since all of them are in the results."""
+        """Warn of a row whose task raised an error, once a kind of error: the results hold all of them."""
         kind = type(error).__name__
         log.debug("row %d of %s", work.row.position, work.job_id, exc_info=error)
         if kind not in self._broke:
@@ -345,7 +346,7 @@ class Harvester:
             log.warning("%s has no usable answer (%s); others like it are only counted", row, said)
 
     def _token_saver(self, flight: Flight) -> Callable[[Sequence[int]], None]:
-        """Takes the tokens as they come and has every sixty-fourth saved."""
+        """Callback for a row's tokens, which saves them every `SAVE_EVERY_TOKENS`."""
 
         def on_tokens(token_ids: Sequence[int]) -> None:
             flight.tokens = token_ids
@@ -384,7 +385,7 @@ class Harvester:
         self.tally.waiting_for = self._hold.begin(error, decision.hold_s) or self.tally.waiting_for
 
     def _end(self, flight: Flight, outcome: Result | RetryDecision) -> None:
-        """Put the outcome of a row in flight into the outbox; a row has one."""
+        """Put the outcome of a row in flight into the outbox; a row ends once."""
         assert not flight.ended, f"row {flight.work.row.position} of {flight.work.job_id} ended twice"
         flight.ended = True
         if isinstance(outcome, Result):
@@ -404,17 +405,17 @@ class Harvester:
     # Record: make outcomes durable.
 
     async def _record(self) -> None:
-        """Write the outbox whenever it is full, or every tenth of a second."""
+        """Write the outbox whenever it is full, or after `FLUSH_S`."""
         while True:
             await elapsed_or_set(self._outbox_full, FLUSH_S)
             self._outbox_full.clear()
             await self._flush()
 
     async def _flush(self) -> None:
-        """Write the outbox; rows that were in it are out of our hands afterwards.
+        """Write the outbox; its rows then no longer count as held.
 
-        A stop waits for a write: one that the store's thread has yet to begin would never begin otherwise,
-        and its rows be done again.
+        A stop waits for the write. A write that the store's thread has yet to begin would otherwise never begin,
+        and its rows would be done again.
         """
         outbox, self._outbox = self._outbox, Outbox()
         if not outbox:
@@ -427,12 +428,12 @@ class Harvester:
             raise
         self._outage.forget()
         self._held.subtract(outbox.epochs)
-        self._held += Counter()  # drops those that have come to zero
+        self._held += Counter()  # drops leases that have come to zero
 
     # Watch: leases, and what other processes did to our jobs.
 
     async def _watch(self) -> None:
-        """Renew leases in time; withdraw rows whose lease has gone or whose job is not to run."""
+        """Renew leases in time; withdraw rows whose lease is gone or whose job was paused, cancelled or removed."""
         wall = WallClock(self.clock, self.monotonic)
         renew_at = self.monotonic() + self.lease_s / 3
         while True:
@@ -440,7 +441,7 @@ class Harvester:
             now = self.monotonic()
             if (by := wall.set_by()) is not None:
                 self._say(f"the clock was set {'forward' if by > 0 else 'back'} by {abs(by):,.0f} s")
-                renew_at = now  # what a lease says of its end is right again
+                renew_at = now  # so that leases name their end by the new clock
             if now >= renew_at and self._held:
                 epochs = set(self._held)
                 alive = await self._in_store(self._ledger.renew, epochs)
@@ -463,7 +464,7 @@ class Harvester:
     # The store's thread.
 
     async def _in_store(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run a function in the store's thread; what the operating system denies it is a `StoreError`."""
+        """Run a function in the store's thread; its `OSError` becomes a `StoreError`."""
 
         def call() -> T:
             with home.explained(self.store.home):

@@ -1,4 +1,4 @@
-"""The hold: how long nothing is sent to an endpoint that is busy or out of reach."""
+"""The hold: a time in which no row is sent to an endpoint that is busy or out of reach."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S
 
 
 class Hold:
-    """Doubles from one failure to the next, ends with an answer; that nothing answers is said once."""
+    """A hold doubles from failure to failure and ends with an answer; an unreachable endpoint is named once."""
 
     def __init__(self, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._clock, self._say = clock, say
@@ -17,11 +17,11 @@ class Hold:
 
     @property
     def left_s(self) -> float:
-        """Seconds until something may be sent again; none left if not above 0."""
+        """Seconds until rows may be sent again; 0 or below if they may be now."""
         return self._until - self._clock()
 
     def begin(self, error: EndpointError, wish_s: float) -> str | None:
-        """Hold off for `wish_s` or longer; returns what is waited for, None if this was held for already."""
+        """Hold for `wish_s` or longer; returns the reason in words, None if no new hold begins."""
         if isinstance(error, EndpointUnavailable) and not self._said:
             self._said = True
             self._say(f"{error}; harvesting waits")
@@ -32,7 +32,7 @@ class Hold:
         return f"{error}; trying again in {self._length_s:.0f} s"
 
     def end(self) -> None:
-        """The endpoint has answered."""
+        """End the hold: the endpoint has answered."""
         self._length_s = 0.0
         if self._said:
             self._said = False

@@ -1,4 +1,4 @@
-"""The ledger: everything a harvester does to the store. It all runs in one thread, the store's."""
+"""The ledger: all work of a harvester on the store, which runs in the store's one thread."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -22,18 +22,18 @@ from conserve.store.upkeep.sweep import sweep
 
 
 def bound_elsewhere(job_id: str, bound_to: str, model: str | None) -> str:
-    """The sentence for a job that another model than this run's is to answer."""
+    """Sentence for a job that is bound to another model than this run's."""
     return (
         f"job {job_id} is answered by {bound_to} and this run has {model}; give --model {bound_to}, "
         "or --rebind to answer the rest of it with this one"
     )
 
 
-RECOVER_S = 1.0  # how soon rows of the dead are taken back while there is nothing else to do
+RECOVER_S = 1.0  # between two looks for dead owners while nothing can be claimed
 
 
 class Ledger:
-    """Claims rows, records outcomes, renews leases, and sees what others did to our jobs."""
+    """Claims rows, records outcomes, renews leases, and notices jobs that were paused, cancelled or removed."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Ledger:
         self._store, self._tally, self._lease_s, self._only, self._clock = store, tally, lease_s, only, clock
         self.kv_cache = KvCache()  # of the endpoint
         self.model: str | None = None  # that answers
-        self._rebind = rebind  # jobs that are bound to another model, once
-        self._others: set[str] = set()  # jobs that other models are to answer
+        self._rebind = rebind  # bind jobs of other models to this one, at the first claim
+        self._others: set[str] = set()  # jobs that are bound to other models
         self._utility = utility
         self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
-        self._alone: str | None = None  # job that nothing was passed over of when it came to be alone
+        self._alone: str | None = None  # the one job with rows, if none of them was passed over
         self._workload = Workload(store)
         self._recorder = Recorder(store, clock)
         self._file: StoreFile | None = None
@@ -65,7 +65,7 @@ class Ledger:
         self._ended: set[str] = set()  # jobs that had ended when last looked at
 
     def reopen(self) -> None:
-        """See that the store is there and can be written, through new connections."""
+        """Open new connections, and check that the store exists and can be written."""
         self._close_lookahead()
         self._alone = None
         self._file = StoreFile.of(self._store)
@@ -74,7 +74,7 @@ class Ledger:
             reserve_space(tx)
 
     def recover(self) -> None:
-        """Take back what dead processes and our own last session held, and finish what was half done."""
+        """Take back rows of dead owners and of this owner's last session; compact ended jobs; sweep."""
         now = self._clock()
         with self._store.write() as tx:
             queue.abandon(tx, owners.dead(queue.owners(tx)) | {self.owner})
@@ -83,13 +83,13 @@ class Ledger:
         sweep(self._store, now=now)
 
     def give_back(self) -> None:
-        """End our leases; rows that are still under them wait for the next run."""
+        """End this owner's leases; rows that are still under them wait for the next run."""
         with self._store.write() as tx:
             queue.abandon(tx, [self.owner])
         self.stopped_jobs()
 
     def claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
-        """Lease rows and load their requests; a job whose requests cannot be read is refused, and no other."""
+        """Lease up to `limit` rows and load their requests; refuses a job whose requests cannot be read."""
         if self._rebind:
             self._bind_all()
         if self._fruitless and not self.claimable():
@@ -140,7 +140,7 @@ class Ledger:
                 return works
 
     def _is_to_choose(self, tx: Any, jobs: Sequence[Any]) -> bool:
-        """Whether rows go through the window: those of several jobs, or what they left of one in its order."""
+        """True if the window chooses: several jobs have rows, or the only one has rows that were passed over."""
         if len(jobs) != 1:
             self._alone = None
             return bool(jobs)
@@ -150,7 +150,7 @@ class Ledger:
         return False
 
     def _claim_chosen(self, jobs: Sequence[Any], limit: int, identity: str) -> list[Work] | None:
-        """Lease the rows that the window gives out, in its order; None where others have them all by now."""
+        """Lease the rows that the window gives out, in its order; None if all of them were leased by others."""
         lookahead = self._lookahead or Lookahead(self._store, utility=self._utility, cache=self.kv_cache)
         self._lookahead = None
         leases: list[Lease] = []
@@ -164,7 +164,7 @@ class Ledger:
         finally:
             if leases:
                 self._lookahead = lookahead
-            else:  # interrupted, it may have given rows out that nobody leased
+            else:  # interrupted, the window may have given out rows that were never leased
                 lookahead.close()
         works: dict[tuple[str, int], Work] = {}
         for lease in leases:
@@ -172,7 +172,7 @@ class Ledger:
         return [works[row] for row in chosen if row in works] if leases else None
 
     def _load(self, lease: Lease, identity: str) -> list[Work]:
-        """The rows of a lease with their requests; none of a job that must not run."""
+        """Load the rows of a lease with their requests; none of a job that must not run."""
         if self._refused(lease.job_id, lease.epoch):
             return []
         self._tally.begin(lease.job_id)
@@ -183,14 +183,14 @@ class Ledger:
             return []
 
     def _refused(self, job_id: str, epoch: int | None = None) -> bool:
-        """Whether this job must not run; it is told so, and the lease on its rows ends."""
+        """True if this job must not run; it then fails with the reason, and the lease on its rows ends."""
         reason = self._workload.refusal(job_id, now=self._clock())
         if reason is not None:
             self._refuse(job_id, reason, epoch)
         return reason is not None
 
     def _refuse(self, job_id: str, reason: str, epoch: int | None = None) -> None:
-        """Tell a job why it must not run, and end the lease on its rows."""
+        """Let a job fail with a reason, and end the lease on its rows."""
         with self._store.write() as tx:
             if epoch is not None:
                 queue.end(tx, [epoch])
@@ -200,7 +200,7 @@ class Ledger:
         self._tally.refused[job_id] = reason
 
     def claimable(self) -> bool:
-        """Whether a claim may find rows; it only reads, so that idling holds up nobody."""
+        """True if a claim may find rows; it only reads, so that an idle harvester holds up no writer."""
         with self._store.read() as tx:
             runnable = queue.runnable_jobs(tx, self._only, self.model, locked=False)
             if any(job.next_position < job.num_rows for job in runnable):
@@ -209,7 +209,7 @@ class Ledger:
         return left.next_at is not None and not 0 < left.next_at - self._clock() <= queue.LONGEST_WAIT_S
 
     def nothing_left(self) -> bool:
-        """Whether the queue is drained; says what it waits for if not."""
+        """True if the queue is drained; notes in the tally what it waits for if not."""
         now = self._clock()
         with self._store.read() as tx:
             left, holders = self._backlog(tx), queue.owners(tx)
@@ -233,7 +233,7 @@ class Ledger:
         return queue.backlog(tx, only=self._only, model=self.model)
 
     def _note_others(self, others: Mapping[str, str]) -> None:
-        """Count the jobs as refused that other models are to answer, as long as they have not."""
+        """Count jobs that are bound to other models as refused, for as long as they are queued."""
         for job_id in self._others - others.keys():
             self._tally.refused.pop(job_id, None)
         for job_id, bound_to in others.items():
@@ -241,18 +241,18 @@ class Ledger:
         self._others = set(others)
 
     def _bind_all(self) -> None:
-        """Bind the jobs that this run is for to its model, whatever they were bound to."""
+        """Bind all jobs of this run to its model, whatever they were bound to."""
         assert self.model is not None
         with self._store.write() as tx:
             catalog.rebind(tx, list(catalog.of_other_models(tx, self.model, self._only)), self.model)
         self._rebind = False
 
     def write(self, outbox: Outbox) -> None:
-        """Make the outbox durable and count it, even if nobody waits any more."""
+        """Make the outbox durable and count it, even if the flush that asked for it was cancelled."""
         self._tally.count(self._recorder.write(outbox))
 
     def renew(self, epochs: set[int]) -> set[int]:
-        """Renew our leases and end those of others that have run out."""
+        """Renew these leases, then end other owners' leases that are over; returns the epochs that still exist."""
         now = self._clock()
         with self._store.write() as tx:
             alive = queue.renew(tx, epochs, now=now, lease_s=self._lease_s)
@@ -260,11 +260,11 @@ class Ledger:
         return alive
 
     def _end_silent(self, tx: Any) -> None:
-        """Take back the rows of others that have fallen silent, once ours were renewed."""
+        """End the leases of owners that have fallen silent."""
         queue.end_silent(tx, self._expiry.over(queue.signs(tx, but=self.owner)))
 
     def stopped_jobs(self) -> set[str]:
-        """Jobs of ours that were paused, cancelled or removed."""
+        """Open jobs that were paused, cancelled or removed; closes the files of jobs that have ended."""
         if self._file is not None:
             self._file.check()
         with self._store.read() as tx:
@@ -280,7 +280,7 @@ class Ledger:
         return stopped | removed
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the window and the request files."""
         self._close_lookahead()
         self._workload.close()
 

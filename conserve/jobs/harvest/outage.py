@@ -1,4 +1,4 @@
-"""Outages: what a harvester that follows the queue does while the store or the endpoint is out of reach."""
+"""Outages of the store or the endpoint, which a harvester that follows the queue waits out."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from conserve.store.database.store import Store
 
 
 class Outage:
-    """Says once that something is out of reach, how long to wait each time, and once that it is back."""
+    """Reports the beginning and the end of an outage once each; the wait doubles with each failure."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -23,7 +23,7 @@ class Outage:
     def begin(self, error: StoreError | EndpointUnusable, *, until_answer: bool = False) -> float:
         """Note one more failure; returns the seconds to wait, which double up to a minute.
 
-        With `until_answer` an endpoint is back once it has answered a row: it starts, and refuses rows.
+        With `until_answer` the outage lasts until the endpoint has answered a row: it starts, but refuses rows.
         """
         what = "store" if isinstance(error, StoreError) else "endpoint"
         if what != self._what:
@@ -33,7 +33,7 @@ class Outage:
         return backoff_s(self._failures - 1)
 
     def end(self) -> None:
-        """It is back, so far; the next failure still waits longer than the last."""
+        """Report the end of the outage; until `forget`, the next failure still waits longer than the last."""
         if self._until_answer:
             return
         if self._what is not None:
@@ -41,20 +41,20 @@ class Outage:
         self._what = None
 
     def answered(self) -> None:
-        """The endpoint has answered a row."""
+        """Note that the endpoint has answered a row, which ends an outage that waits for it."""
         if self._until_answer:
             self._until_answer = False
             self.end()
             self.forget()
 
     def forget(self) -> None:
-        """It has proved that it works: the next failure is a first one."""
+        """Count the next failure as a first one, after a proof that store or endpoint works."""
         if not self._until_answer:
             self._failures = 0
 
 
 async def elapsed_or_set(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for so long, or less if the event is set; returns whether it is."""
+    """Wait for `seconds` or until the event is set; returns True if it is set."""
     try:
         await asyncio.wait_for(event.wait(), seconds)
     except TimeoutError:
@@ -64,10 +64,9 @@ async def elapsed_or_set(event: asyncio.Event, seconds: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFile:
-    """The SQLite file behind the store's connections; other databases tell when they are gone.
+    """The SQLite file behind the store's connections. (Other databases report that they are gone.)
 
-    A connection to a file that was deleted or replaced goes on working, and nobody would ever see what it
-    writes.
+    A connection to a file that was deleted or replaced goes on working, but what it writes is lost.
     """
 
     path: Path
@@ -75,7 +74,7 @@ class StoreFile:
 
     @classmethod
     def of(cls, store: Store) -> Self | None:
-        """The file as it is now; raises `StoreError` if it is gone, lest SQLite make an empty one."""
+        """The store's file as it is now, None if not SQLite; raises `StoreError` if it is gone."""
         url = store.engine.url
         if url.get_backend_name() != "sqlite" or not url.database:
             return None
@@ -89,7 +88,7 @@ class StoreFile:
 
 
 def inode(path: Path) -> int:
-    """What tells a file from another one of its name."""
+    """Inode of a file, which tells it from another one of its name; raises `StoreError` if it is gone."""
     try:
         return path.stat().st_ino
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What an attempt amounts to as a result row."""
+"""Outcomes of attempts as results."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ MOST_SAID = 10_000  # characters of an error
 
 
 def success(work: Work, completion: Completion, *, now: float) -> Result:
-    """The result row of a row that was answered."""
+    """Result of a row that was answered."""
     first = completion.choices[0]
     several = len(completion.choices) > 1
     return Result(
@@ -37,7 +37,7 @@ def success(work: Work, completion: Completion, *, now: float) -> Result:
 
 
 def failure(work: Work, error_type: str, error: str, *, now: float) -> Result:
-    """The result row of a row that has failed for good. The text of the error is one that every file takes."""
+    """Result of a row that has failed for good; the text of the error is cut and made valid UTF-8."""
     return Result(
         row_index=work.request.row_index,
         custom_id=work.request.custom_id,
@@ -57,7 +57,7 @@ def choice_document(choice: Choice) -> dict[str, Any]:
 
 
 def valid_json(text: str) -> str | None:
-    """The text if it is JSON; an answer cut off by its token limit is not."""
+    """The text if it is JSON; None otherwise, as for an answer that its token limit cut off."""
     try:
         msgspec.json.decode(text)
     except (msgspec.DecodeError, ValueError, RecursionError):  # nested too deep for any reader

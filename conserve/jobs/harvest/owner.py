@@ -1,4 +1,4 @@
-"""Who holds a lease: a process, named so that others on its machine can see whether it still lives."""
+"""Owners of leases: processes, named so that others on the same machine can tell if they still live."""
 
 import os
 import secrets
@@ -9,15 +9,16 @@ from pathlib import Path
 import psutil
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-SET_S = 2.0  # that a start time by the clock may be off: it moves with the clock
-TICK_S = 0.015  # that one since the boot may be off: it is rounded
+SET_S = 2.0  # tolerance for a start time by the wall clock, which may be set
+TICK_S = 0.015  # tolerance for a start time since the boot, which is rounded
 
 
 def this_process() -> str:
-    """host:pid:start time:boot.nonce; the start time tells a recycled process id from the original.
+    """Name of this process: host:pid:start time:boot.nonce.
 
-    It counts from the boot that is named, so that a clock which is set takes no process for another one. Without
-    a boot it is by the clock: on other systems than Linux, and in the names that earlier versions gave.
+    The start time tells a recycled process id from the original. It counts from the named boot, so that it holds
+    when the clock is set. Names without a boot have a start time by the wall clock: on other systems than Linux,
+    and names that earlier versions gave.
     """
     pid, nonce = os.getpid(), secrets.token_hex(3)
     if boot := this_boot():
@@ -26,7 +27,7 @@ def this_process() -> str:
 
 
 def this_boot() -> str:
-    """What this boot of the machine is called; empty where the system does not say."""
+    """Id of this boot of the machine; empty where the system has none."""
     try:
         return BOOT_ID.read_text()[:8]
     except OSError:
@@ -34,7 +35,7 @@ def this_boot() -> str:
 
 
 def since_boot(pid: int) -> float:
-    """Seconds from the boot to the start of a process; 0 if there is none by now, or only a zombie."""
+    """Seconds from the boot to the start of a process; 0 if it is gone or a zombie."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -43,7 +44,7 @@ def since_boot(pid: int) -> float:
 
 
 def start_time(pid: int) -> float:
-    """When a process started, in seconds since the epoch; 0 if there is none by now, or only a zombie."""
+    """Start of a process in seconds since the epoch; 0 if it is gone or a zombie."""
     try:
         process = psutil.Process(pid)
         return 0.0 if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
@@ -52,12 +53,12 @@ def start_time(pid: int) -> float:
 
 
 def dead(owners: Iterable[str]) -> set[str]:
-    """Those of these owners that ran on this machine and run no more; of other machines nothing is known."""
+    """Owners among these that ran on this machine and have ended; of other machines nothing is known."""
     return {owner for owner in owners if is_dead(owner)}
 
 
 def is_dead(owner: str) -> bool:
-    """Whether this owner is a process of this machine that has ended."""
+    """True if this owner is a process of this machine that has ended."""
     host, pid, started, nonce = owner.rsplit(":", 3)
     if host != socket.gethostname():
         return False

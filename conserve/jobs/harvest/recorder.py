@@ -1,4 +1,4 @@
-"""The outbox: what rows became, gathered and made durable in one transaction at a time."""
+"""The outbox: outcomes of rows, gathered and made durable in one transaction at a time."""
 
 import time
 from collections import Counter
@@ -15,7 +15,7 @@ from conserve.store.database.store import Store
 
 @dataclass(slots=True)
 class Outbox:
-    """What waits for the next transaction."""
+    """Outcomes and saved tokens that wait for the next transaction."""
 
     finished: list[Finished] = field(default_factory=list)
     returned: list[tuple[Work, RetryDecision]] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Outbox:
 
     @property
     def epochs(self) -> Counter[int]:
-        """How many rows of each lease leave the endpoint's hands with this outbox."""
+        """Number of rows that end with this outbox, by lease."""
         rows = Counter(f.epoch for f in self.finished)
         rows.update(work.epoch for work, _ in self.returned)
         return rows
@@ -40,7 +40,7 @@ class Recorder:
         self._uncompacted: Counter[str] = Counter()
 
     def write(self, outbox: Outbox) -> Committed:
-        """One transaction for everything in the outbox, then shards where enough results have gathered."""
+        """Write the outbox in one transaction, then shards where enough results have gathered."""
         now = self._clock()
         with self._store.write() as tx:
             if outbox.saved:
@@ -62,7 +62,7 @@ class Recorder:
         return committed
 
     def _compact(self, completed: list[str]) -> None:
-        """Empty the journal of completed jobs, and of those that have filled a shard."""
+        """Move the journal of completed jobs to shards, and that of jobs that can fill one."""
         for job_id, rows in list(self._uncompacted.items()):
             if job_id in completed:
                 shards.compact(self._store, job_id, now=self._clock())

@@ -1,4 +1,4 @@
-"""What to do with a row whose attempt ended in an error: a decision, as data."""
+"""The retry policy: decides, as data, about a row whose attempt ended in an error."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from conserve.errors import (
 
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 60.0
-SUSPECT_FAILURES = 2  # engines that may die with a row alone in flight before the row is to blame
+SUSPECT_FAILURES = 2  # engines that die with a row alone in flight until the row is to blame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class RetryDecision:
     error_type: str | None = None
     after_s: float = 0.0
     counts: bool = False  # as a failure of the row
-    suspect: bool = False  # next time it runs alone
-    hold_s: float = 0.0  # how long nothing should be sent to the endpoint at all
+    suspect: bool = False  # the row runs alone next time
+    hold_s: float = 0.0  # time in which no row should be sent to the endpoint
 
 
 def decide(
@@ -64,5 +64,5 @@ def decide_suspect(error: EngineDied, *, failures: int, alone: bool, max_deaths:
 
 
 def backoff_s(failures: int) -> float:
-    """Doubles with every failure: 1, 2, 4, ... seconds, at most a minute."""
+    """Wait before the next attempt: 1, 2, 4, ... s with each failure, at most 60 s."""
     return min(FIRST_BACKOFF_S * 2.0**failures, LONGEST_BACKOFF_S)

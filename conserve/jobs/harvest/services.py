@@ -1,4 +1,4 @@
-"""Which servers run over this store, so that `conserve status` can ask them."""
+"""The servers that run over a store, registered so that `conserve status` can ask them."""
 
 import os
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ FOLDER = "serving"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningServer:
-    """A `conserve serve`."""
+    """A running `conserve serve`."""
 
     url: str
-    owner: str  # its process, as leases name theirs
+    owner: str  # its process, named as the owners of leases are
 
 
 @contextmanager
 def announce(settings: Settings, url: str) -> Iterator[None]:
-    """Be found by `running` while this lasts."""
+    """Register this process's server for `running` until the context ends."""
     import msgspec
 
     from conserve.jobs.harvest.owner import this_process
@@ -36,7 +36,7 @@ def announce(settings: Settings, url: str) -> Iterator[None]:
 
 
 def running(settings: Settings) -> list[RunningServer]:
-    """The servers whose processes live; what others left behind is swept up."""
+    """Servers whose processes live; records of dead ones are deleted."""
     paths = sorted((settings.home / FOLDER).glob("[0-9]*.json"))
     if not paths:  # the usual case: status imports nothing for it
         return []
@@ -53,7 +53,7 @@ def running(settings: Settings) -> list[RunningServer]:
 
 
 def read(path: Path) -> RunningServer | None:
-    """The record in a file, if it is one."""
+    """Record in a file; None if it holds none."""
     import msgspec
 
     try:

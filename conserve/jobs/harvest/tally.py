@@ -1,4 +1,4 @@
-"""The tally: what a harvester has done so far, for whoever watches it."""
+"""The tally: counts of a harvester's work, for its progress display and its summary."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from conserve.store.books.journal import Committed
 
 @dataclass(slots=True)
 class Tally:
-    """What this harvester has done so far."""
+    """Counts since the start of a harvester."""
 
     succeeded: int = 0
     failed: int = 0
@@ -19,10 +19,10 @@ class Tally:
     resumed_tokens: int = 0
     in_flight: int = 0
     answered: int = 0  # rows, whether durable by now or not
-    answered_tokens: int = 0  # theirs, prompts and answers
+    answered_tokens: int = 0  # of answered rows: prompts and answers
     waiting_for: str | None = None  # why nothing runs just now
-    jobs: list[str] = field(default_factory=list)  # those it took rows of
-    completed: list[str] = field(default_factory=list)  # those it wrote the last result of
+    jobs: list[str] = field(default_factory=list)  # jobs that it leased rows of
+    completed: list[str] = field(default_factory=list)  # jobs that it wrote the last result of
     cancelled: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)  # job id -> reason
 
@@ -32,7 +32,7 @@ class Tally:
         return self.succeeded + self.failed
 
     def begin(self, job_id: str) -> None:
-        """Rows of this job were taken; a job that was completed has come back (`conserve retry`)."""
+        """Note that rows of this job were leased; a completed job has then come back (`conserve retry`)."""
         if job_id not in self.jobs:
             self.jobs.append(job_id)
         if job_id in self.completed:
@@ -44,7 +44,7 @@ class Tally:
         self.answered_tokens += completion.prompt_tokens + completion.completion_tokens
 
     def count(self, committed: Committed) -> None:
-        """Add what a transaction has made durable."""
+        """Count the rows of a committed transaction."""
         self.late += len(committed.late)
         self.completed += committed.completed
         for result in (finished.result for finished in committed.written):

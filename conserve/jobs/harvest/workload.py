@@ -1,4 +1,4 @@
-"""From leased positions to calls an endpoint understands."""
+"""The workload: turns leased positions into calls to the endpoint."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ class Work:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What names the row in the store."""
+        """Job id and position, which name the row in the store."""
         return self.job_id, self.row.position
 
 
 @dataclass(frozen=True, slots=True)
 class OpenJob:
-    """A job whose requests are at hand."""
+    """A job with its task and its open request file."""
 
     job: catalog.Job
     task: Task
@@ -53,11 +53,11 @@ class Workload:
         self._open: dict[str, OpenJob] = {}
 
     def seen(self) -> list[str]:
-        """The jobs that are open: rows were leased of them, and they have not ended."""
+        """Ids of the open jobs: rows of theirs were leased, and they have not ended."""
         return list(self._open)
 
     def refusal(self, job_id: str, *, now: float) -> str | None:
-        """Why this job must not run: its results would not be answers to its input file any more."""
+        """Open a job; returns why it must not run, if so: a changed input, or a damaged record or requests."""
         if job_id in self._open:
             return None
         with self._store.read() as tx:
@@ -72,7 +72,7 @@ class Workload:
             requests = self._requests(job, now)
         except StoreDamaged as error:
             if not home.jobs_folder(self._store.home).is_dir():
-                raise  # it is not this job: the whole store is out of reach
+                raise  # not this job alone: the whole store is out of reach
             return str(error)
         self._open[job_id] = OpenJob(job, task, requests)
         return None
@@ -102,7 +102,7 @@ class Workload:
 
 
 def task_of(job: catalog.Job) -> Task:
-    """What to ask of the job's rows; raises `StoreDamaged` if its record does not say."""
+    """Task of a job; raises `StoreDamaged` if its record holds none."""
     try:
         return Task.from_json(job.task)
     except msgspec.MsgspecError as error:
@@ -112,7 +112,7 @@ def task_of(job: catalog.Job) -> Task:
 
 
 def to_work(opened: OpenJob, epoch: int, row: LeasedRow, request: StoredRequest, identity: str) -> Work:
-    """One row as the call it stands for."""
+    """Make the call for one leased row; saved tokens count only if `identity` generated them."""
     call = None
     can_resume = wants_json = False
     if request.payload is not None:
@@ -140,6 +140,6 @@ def to_work(opened: OpenJob, epoch: int, row: LeasedRow, request: StoredRequest,
 
 
 def wants_json_answer(body: dict[str, object]) -> bool:
-    """Whether the answer will be JSON because the request asks for it."""
+    """True if the request asks for an answer in JSON."""
     form = body.get("response_format")
     return isinstance(form, dict) and form.get("type") in ("json_schema", "json_object")

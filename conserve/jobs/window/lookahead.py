@@ -23,19 +23,19 @@ READ_ROWS = 256  # of one job at a time
 
 
 class Place(NamedTuple):
-    """Where a window was: rows given out so far, and the last one that was taken for its prefix."""
+    """Place of a window: the number of rows given out, and the last row that was taken for its prefix."""
 
     turn: int = 0
     job_id: str = ""
     position: int = 0
 
     def to_text(self) -> str:
-        """For the store."""
+        """Encode the place for the store."""
         return f"{self.turn} {self.job_id} {self.position}" if self.job_id else f"{self.turn}"
 
     @classmethod
     def from_text(cls, text: str | None) -> "Place":
-        """The inverse of `to_text`; of a text that is none, where every window begins."""
+        """Inverse of `to_text`; a text that is no place gives the place where every window begins."""
         with suppress(ValueError):
             match (text or "0").split():
                 case [turn, job_id, position]:
@@ -46,14 +46,14 @@ class Place(NamedTuple):
 
 
 class Feed:
-    """The rows of one job that were never leased, in order, with their keys; `whole`, or those passed over."""
+    """Rows of one job that were never leased, in order, with their keys; unless `whole`, only rows passed over."""
 
     def __init__(self, store: Store, job: catalog.Job, cache: KvCache, *, whole: bool) -> None:
         self.whole = whole
         self._store, self._job_id, self._cache = store, job.id, cache
         self._task = Task.from_json(job.task)
         self._requests = RequestFile(home.requests_file(store.home, job.id))
-        self._start = 0  # what comes next is here or behind
+        self._start = 0  # the next row's position is this or larger
         self._ended = False
         self._read: deque[tuple[int, Key]] = deque()
 
@@ -70,19 +70,19 @@ class Feed:
         return self._read.popleft() if self._read else None
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the request file."""
         self._requests.close()
 
 
 def key_of(request: StoredRequest, task: Task, cache: KvCache) -> Key:
-    """The key of a row's prompt; a row without one shares nothing."""
+    """Key of a row's prompt; empty for a row without a prompt, which shares nothing."""
     if request.payload is None:
         return ()
     return prompt_key(Url(request.url or task.url), task.body(request.payload), cache)
 
 
 class Lookahead:
-    """Chooses among the rows of several jobs. What it holds follows from the store and from its place alone."""
+    """Chooses among the rows of several jobs. Its window follows from the store and its place alone."""
 
     def __init__(
         self, store: Store, *, utility: float, cache: KvCache, rows: int | None = None, seed: int = 0
@@ -98,13 +98,13 @@ class Lookahead:
 
     @property
     def place(self) -> str:
-        """Where it is, for the store."""
+        """Place of the window, encoded for the store."""
         return self._cursor._replace(turn=self._window.turn).to_text()
 
     def follow(self, jobs: Sequence[Any], refused: Callable[[str], bool]) -> None:
-        """Look at these jobs and no others; `refused` says of a new one whether it must not run.
+        """Choose among these jobs from now on; `refused` returns True for a new job that must not run.
 
-        A job that is left alone goes on in its own order once what was passed over is through.
+        Of a job that is left alone only the rows passed over are chosen; after them it goes on in its own order.
         """
         jobs = jobs[:MOST_JOBS]
         wanted, whole = {job.seq for job in jobs}, len(jobs) > 1
@@ -119,7 +119,7 @@ class Lookahead:
                 self._fill(seq)
 
     def take(self, limit: int) -> list[tuple[str, int]]:
-        """Job and position of the next rows, at most so many; each one's place is filled before the next."""
+        """Give out the next rows (job id, position), at most `limit`; the window is refilled after each."""
         taken: list[tuple[str, int]] = []
         with home.explained(self._store.home):
             while len(taken) < limit and len(self._window):
@@ -133,12 +133,12 @@ class Lookahead:
         return taken
 
     def forget(self, job_id: str) -> None:
-        """Hold no rows of this job any more: others than ours were leased."""
+        """Drop the rows of a job of which rows outside the window were leased."""
         for seq in [seq for seq, known in self._ids.items() if known == job_id]:
             self._drop(seq)
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all request files."""
         for seq in list(self._feeds):
             self._drop(seq)
 
@@ -149,7 +149,7 @@ class Lookahead:
         self._ids[job.seq] = job_id
 
     def _fill(self, seq: int) -> None:
-        """Take rows of this job in until it has its share."""
+        """Add rows of a job until it has its share of the window."""
         window, blocks = self._window, BLOCKS // len(self._feeds)
         while window.waiting(seq) < self._share and window.blocks(seq) < blocks:
             read = self._feeds[seq].next()
@@ -164,7 +164,7 @@ class Lookahead:
         del self._ids[seq]
 
     def _key_at(self, place: Place) -> Key:
-        """The key of the row at this place; none where it is gone."""
+        """Key of the row at this place; empty if the row is gone."""
         if not place.job_id:
             return ()
         with suppress(StoreError, JobNotFound), home.explained(self._store.home):

@@ -1,6 +1,6 @@
-"""A prefix tree over waiting requests: which one shares most with what went before it.
+"""A prefix tree over waiting requests, to find the one that shares most with the request before it.
 
-A key is a sequence of numbers, one a block of the prompt, each standing for its block and all blocks before it.
+A key is a sequence of numbers, one for each block of the prompt, which stands for that block and all before it.
 Two requests share as many blocks as their keys have in common from the start.
 """
 
@@ -9,14 +9,14 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 Key = Sequence[int]
 
-SPARE = 16  # dead entries that a heap may have beside as many as live ones
+SPARE = 16  # a heap is rebuilt once its outdated entries outnumber the others by this
 
 
 class Node:
-    """What a branch has below it: another branch, or a request.
+    """A node below a branch: another branch, or a request.
 
-    `age` is the age of the oldest request in it, and `shared` the blocks that need not be computed again when
-    all of it is taken depth first, counted from the branch above.
+    `age` is the age of its oldest request. `shared` counts the blocks, from the branch above on, that need not be
+    computed again when all its requests are taken depth first.
     """
 
     __slots__ = ("age", "key", "listed", "parent", "shared")
@@ -28,11 +28,11 @@ class Node:
         self.listed = False  # among its parent's news
 
     def __lt__(self, other: object) -> bool:
-        return False  # where heaps find all else equal, one is as good as the other
+        return False  # heaps compare nodes only where all else is equal, so any order will do
 
 
 class Leaf(Node):
-    """One waiting request; of smaller `age` if it waits for longer."""
+    """One waiting request; the smaller its `age`, the longer it has waited."""
 
     __slots__ = ()
 
@@ -40,23 +40,23 @@ class Leaf(Node):
 class Branch(Node):
     """Two or more children whose keys agree in the first `end` blocks, and in no further one.
 
-    Which child is best and which is oldest is kept in heaps whose entries may have become too good: one is
-    compared with the truth when it comes to the top. So a request that goes costs nothing here.
+    Heaps keep the best and the oldest child. Their entries may have become too good, and are compared with the
+    children when they come to the top. So the removal of a request costs nothing here.
     """
 
     __slots__ = ("ages", "best", "children", "count", "edge", "end", "news")
 
     def __init__(self, key: Key, age: int, *, end: int, edge: int) -> None:
         super().__init__(key, age)
-        self.end, self.edge = end, edge  # the edge is what it has of `end` beyond its parent
+        self.end, self.edge = end, edge  # `edge`: blocks between the parent's end and this
         self.count = 0  # requests below
         self.children: dict[Hashable, Node] = {}
         self.best: list[tuple[int, int, Node]] = []
         self.ages: list[tuple[int, Node]] = []
-        self.news: list[Node] = []  # came or became better since `choose`
+        self.news: list[Node] = []  # children that came or became better since `choose`
 
     def put(self, child: Node) -> None:
-        """Take a child in, in the place of one whose key goes on with the same block."""
+        """Add a child, in place of one whose key continues with the same block."""
         self.children[head(child, self.end)] = child
         child.parent, child.listed = self, False
         self.see(child)
@@ -78,7 +78,7 @@ class Branch(Node):
             heapify(self.ages)
 
     def choose(self) -> Node:
-        """The child with most to share, of several the oldest."""
+        """The child with most blocks to share, the oldest of several."""
         for child in self.news:
             if child.parent is self:
                 child.listed = False
@@ -109,7 +109,7 @@ class Branch(Node):
 
 
 class PrefixTree:
-    """All waiting requests. Taking one in or out costs time with the length of its key, whatever else waits."""
+    """All waiting requests. Adding or removing one takes time by the length of its key, not by their number."""
 
     def __init__(self) -> None:
         self._root = Branch((), 0, end=0, edge=0)
@@ -119,11 +119,11 @@ class PrefixTree:
 
     @property
     def shared(self) -> int:
-        """How many blocks need not be computed again when all requests are taken depth first."""
+        """Blocks that need not be computed again when all requests are taken depth first."""
         return self._root.shared
 
     def insert(self, key: Key, age: int) -> Leaf:
-        """Take a request in; no two may be of one age."""
+        """Add a request; no two may have one age."""
         leaf = Leaf(key, age)
         branch = self._root
         while (child := branch.children.get(head(leaf, branch.end))) is not None:
@@ -136,7 +136,7 @@ class PrefixTree:
         return leaf
 
     def _grow(self, branch: Branch, age: int) -> None:
-        """Let the branches above a new request know of it."""
+        """Update the branches above a new request."""
         gained = 0
         while (parent := branch.parent) is not None:
             gained += branch.edge
@@ -151,7 +151,7 @@ class PrefixTree:
         branch.count += 1
 
     def remove(self, leaf: Leaf) -> None:
-        """Take a request out that is in."""
+        """Remove a request."""
         branch = leaf.parent
         assert branch is not None, "it is out already"
         del branch.children[head(leaf, branch.end)]
@@ -161,7 +161,7 @@ class PrefixTree:
             dissolve(branch)
 
     def _shrink(self, branch: Branch, age: int) -> None:
-        """Let the branches above a request know that it has gone."""
+        """Update the branches above a request that was removed."""
         lost = 0
         above: Branch | None = branch
         while above is not None:
@@ -173,9 +173,9 @@ class PrefixTree:
             above = above.parent
 
     def next(self, cursor: Key) -> Leaf:
-        """The request that goes on depth first from the one with this key.
+        """The request that comes depth first after the one with the key `cursor`.
 
-        It is one of those that share most with it; among these, subtrees with more to share come first.
+        No other request shares more blocks with that one; among equals, subtrees with more to share come first.
         """
         found: Node = self._root
         on_the_way = True
@@ -200,17 +200,17 @@ class PrefixTree:
 
 
 def head(child: Node, depth: int) -> Hashable:
-    """What tells a child from its siblings: its block at this depth, or itself if it ends there."""
+    """Key of a child among its siblings: its block at this depth, or its age if it ends there."""
     return child.key[depth] if depth < len(child.key) else (child.age,)
 
 
 def leads_along(branch: Branch, key: Key) -> bool:
-    """Whether this key agrees with the branch's to its end; its first block is known to."""
+    """True if a key whose next block is the branch's agrees with the branch's key up to its end."""
     return branch.end <= len(key) and key[branch.end - 1] == branch.key[branch.end - 1]
 
 
 def split(parent: Branch, child: Node, key: Key) -> Branch:
-    """A new branch between the two, where the child's key and this one part."""
+    """Put a new branch between parent and child, where the child's key and `key` part."""
     limit = min(child.end if isinstance(child, Branch) else len(child.key), len(key))
     end = common(child.key, key, parent.end + 1, limit)
     between = Branch(child.key, child.age, end=end, edge=end - parent.end)
@@ -226,7 +226,7 @@ def split(parent: Branch, child: Node, key: Key) -> Branch:
 
 
 def common(one: Key, other: Key, low: int, high: int) -> int:
-    """How many blocks two keys have in common: at least `low`, at most `high`."""
+    """Number of blocks that two keys have in common, known to be from `low` to `high`."""
     while low < high:
         middle = (low + high + 1) // 2
         if one[middle - 1] == other[middle - 1]:
@@ -237,7 +237,7 @@ def common(one: Key, other: Key, low: int, high: int) -> int:
 
 
 def dissolve(branch: Branch) -> None:
-    """Put the only child that a branch has left in its place."""
+    """Replace a branch by the only child that it has left."""
     (child,) = branch.children.values()
     parent = branch.parent
     assert parent is not None

@@ -1,4 +1,4 @@
-"""Keys of prompts: what the engine sees of a request from its start, as one number a block."""
+"""Keys of prompts: the beginning of a request as the engine sees it, one number a block."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,14 +9,13 @@ import msgspec
 from conserve.endpoints.protocol import KvCache
 from conserve.jobs.window.prefix_tree import Key
 
-BYTES_PER_TOKEN = (
-    4  # of English text; where blocks are cut decides how much is taken for shared, nothing else
-)
+# Of English text. A wrong figure changes only how much two prompts are believed to share.
+BYTES_PER_TOKEN = 4
 IN_FRONT = ("tools", "documents", "chat_template", "chat_template_kwargs", "cache_salt", "add_special_tokens")
 
 
 def prompt_key(url: str, body: Mapping[str, Any], cache: KvCache) -> Key:
-    """The prompt's whole blocks, each hashed with all that comes before it; none beyond what the cache holds.
+    """Key of a prompt: for each whole block a hash of it and of all before it, no more blocks than the cache holds.
 
     Text is cut by its bytes, since no tokenizer is at hand; prompts of token ids are cut as the engine does.
     The numbers mean nothing in another process.
@@ -54,7 +53,7 @@ def written(content: object) -> str:
 
 
 def cut(sequence: Any, size: int) -> Sequence[Any]:
-    """Its whole blocks; what is left over at the end can be shared with nobody."""
+    """Cut a sequence into whole blocks; the rest at its end is dropped, since it cannot be shared."""
     return [sequence[start : start + size] for start in range(0, len(sequence) - size + 1, size)]
 
 

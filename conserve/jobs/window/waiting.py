@@ -1,4 +1,4 @@
-"""The waiting window: rows that nobody has leased, and which of them goes next."""
+"""The waiting window: rows that were never leased, and the choice of the next one."""
 
 from typing import NamedTuple
 
@@ -8,16 +8,16 @@ POSITION_BITS = 40  # a trillion rows a job
 
 
 class WaitingRow(NamedTuple):
-    """A waiting row: its job, numbered as jobs were submitted, and its position in it."""
+    """A waiting row: the number of its job, in order of submission, and its position in the job."""
 
     job: int
     position: int
 
 
 class WaitingWindow:
-    """Takes rows in and gives them out: mostly the one that shares most with the last, now and then the stalest.
+    """Gives rows out: with probability `utility` the one that shares most with the last, else the stalest.
 
-    HyGen's Algorithm 4 (appendix A.3). Which of the two it is depends on `seed` and on `turn`, the number of
+    This is HyGen's Algorithm 4 (appendix A.3). The random choice depends on `seed` and on `turn`, the number of
     rows given out before, and on nothing else.
     """
 
@@ -34,26 +34,26 @@ class WaitingWindow:
 
     @property
     def shared(self) -> int:
-        """How many blocks need not be computed again when all rows are taken depth first."""
+        """Blocks that need not be computed again when all rows are taken depth first."""
         return self._tree.shared
 
     def waiting(self, job: int) -> int:
-        """How many rows of a job wait."""
+        """Number of waiting rows of a job."""
         return len(self._leaves.get(job, ()))
 
     def blocks(self, job: int) -> int:
-        """How many blocks the prompts of these have."""
+        """Number of blocks in the prompts of a job's waiting rows."""
         return self._blocks.get(job, 0)
 
     def insert(self, row: WaitingRow, key: Key) -> None:
-        """Take a row in."""
+        """Add a row."""
         rows = self._leaves.setdefault(row.job, {})
         assert row.position not in rows, f"{row} waits already"
         rows[row.position] = self._tree.insert(key, age(row))
         self._blocks[row.job] = self.blocks(row.job) + len(key)
 
     def pop(self) -> WaitingRow:
-        """Give the next row out; a stale one does not move the cursor, so that its group goes on afterwards."""
+        """Give out the next row; a stale one does not move the cursor, so that the group it interrupts goes on."""
         if uniform(self.seed, self.turn) < self.utility:
             leaf = self._tree.next(self.cursor)
             self.cursor = leaf.key
@@ -65,7 +65,7 @@ class WaitingWindow:
         return row
 
     def discard(self, row: WaitingRow) -> None:
-        """Take a row out that will not be asked for any more."""
+        """Remove a row."""
         rows = self._leaves[row.job]
         leaf = rows.pop(row.position)
         self._tree.remove(leaf)
@@ -74,14 +74,14 @@ class WaitingWindow:
             del self._leaves[row.job], self._blocks[row.job]
 
     def discard_job(self, job: int) -> None:
-        """Take all rows of a job out."""
+        """Remove all rows of a job."""
         self._blocks.pop(job, None)
         for leaf in self._leaves.pop(job, {}).values():
             self._tree.remove(leaf)
 
 
 def age(row: WaitingRow) -> int:
-    """Smaller for who waits longer: rows of the job that was submitted first, in their order."""
+    """Age of a row, smaller the longer it waits: by its job's order of submission, then by its position."""
     return row.job << POSITION_BITS | row.position
 
 
@@ -91,7 +91,7 @@ def row_of(row_age: int) -> WaitingRow:
 
 
 def uniform(seed: int, turn: int) -> float:
-    """The random number of a turn, at least 0 and below 1: SplitMix64, which needs no turn before it."""
+    """Random number of a turn, at least 0 and below 1: SplitMix64, which needs no turn before it."""
     mask = (1 << 64) - 1
     mixed = (seed * 0xD1342543DE82EF95 + (turn + 1) * 0x9E3779B97F4A7C15) & mask
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
