@@ -1,7 +1,7 @@
-"""Repair: recover of a damaged job what the rest of it allows, and let the job fail alone where nothing does.
+"""Repair: recover a damaged job from what is left of it; a job that cannot be recovered fails alone.
 
-Requests are rendered again from the input, inputs are copied again, if the input is as it was at submit. Results
-that are lost are computed again (`store.mending`).
+Requests are rendered again and inputs copied again, if the input is as it was at submit. Lost results are computed
+again (`store.upkeep.mending`).
 """
 
 from collections.abc import Collection, Iterator
@@ -30,7 +30,7 @@ from conserve.store.upkeep.damage import Damage, StorePart
 
 
 def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float) -> list[str]:
-    """Mend one job as far as the rest of it allows; says what was done."""
+    """Mend one job as far as possible; returns the changes in words."""
     parts = {damage.part for damage in damages}
     said = [records.mend(store, job_id, now=now)] if StorePart.RECORD in parts else []
     said += mending.mend_rows(store, job_id, now=now)
@@ -51,7 +51,7 @@ def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float
 
 
 def task_fault(job: catalog.Job) -> str | None:
-    """What is wrong with a job's task, if anything."""
+    """Fault of a job's task; None without one."""
     try:
         Task.from_json(job.task)
     except msgspec.MsgspecError as error:
@@ -63,7 +63,7 @@ def mend_inputs(store: Store, job: catalog.Job, now: float) -> list[str]:
     """Copy the input rows again."""
     path = home.inputs_file(store.home, job.id)
     if is_whole(path, job):
-        return []  # it was in the trash
+        return []  # restored from the trash by now
     with home.new_job_folder(store.home, store.id) as folder:
         opened = open_again(job, folder, Keep.COPY)
         if opened is None:
@@ -74,7 +74,7 @@ def mend_inputs(store: Store, job: catalog.Job, now: float) -> list[str]:
 
 
 def mend_requests(store: Store, job: catalog.Job, now: float) -> list[str]:
-    """Render the requests again; a job with rows left to run fails where that is not possible."""
+    """Render the requests again; if that is not possible, a job with rows left to run fails."""
     path = home.requests_file(store.home, job.id)
     source = render_again(store, job, path, now)
     if source is None:
@@ -84,7 +84,7 @@ def mend_requests(store: Store, job: catalog.Job, now: float) -> list[str]:
 
 
 def fail(store: Store, job: catalog.Job, reason: str, now: float) -> list[str]:
-    """Let a job fail that cannot run any more, if rows of it are left to run."""
+    """Let a job that cannot run any more fail, if it has rows left to run; returns the reason if so."""
     reason += f", the {job.succeeded + job.failed:,} results it has stay"
     with store.write() as tx:
         failed = catalog.fail(tx, job.id, reason, now=now)
@@ -99,8 +99,8 @@ class RenderSource(NamedTuple):
     original: bool  # their fingerprint is that of the job's input
 
 
-def candidates(store: Store, job: catalog.Job, folder: Path) -> Iterator[RenderSource]:
-    """The input where it was, if it is as it was; then the copy of its rows in the store."""
+def render_sources(store: Store, job: catalog.Job, folder: Path) -> Iterator[RenderSource]:
+    """Yield the sources to render from: the input, if it is as it was, then the copy of its rows in the store."""
     if (opened := open_again(job, folder, Keep.REFERENCE)) is not None:
         yield RenderSource(str(job.source.path), opened.rows, True)
     path = home.inputs_file(store.home, job.id)
@@ -111,7 +111,7 @@ def candidates(store: Store, job: catalog.Job, folder: Path) -> Iterator[RenderS
 
 
 def open_again(job: catalog.Job, folder: Path, keep: Keep) -> Opened | None:
-    """The job's input, kept in a scratch folder, if it is where it was and what it was."""
+    """Open the job's input, kept in a scratch folder; None unless it is in its place and unchanged."""
     files = [] if job.source.path is None else job.source.files
     if not files or any(not Path(part.path).exists() or is_other(part, Path(part.path)) for part in files):
         return None
@@ -123,27 +123,27 @@ def open_again(job: catalog.Job, folder: Path, keep: Keep) -> Opened | None:
 
 
 def render_again(store: Store, job: catalog.Job, path: Path, now: float) -> str | None:
-    """Render a job's requests from what is left of its input; returns what that was, None if nothing does.
+    """Render a job's requests from what is left of its input; returns the name of the source, None if none serves.
 
-    The file is taken if it is the same, byte for byte. Rendered from the very input by another version it may
-    differ, and need only fit the results that there are.
+    A file that is the same byte for byte is accepted. From the original input, another version may have rendered
+    the requests differently; then the new file need only fit the results that there are.
     """
     task = Task.from_json(job.task)
     with home.new_job_folder(store.home, store.id) as folder:
-        for candidate in candidates(store, job, folder):
+        for source in render_sources(store, job, folder):
             with suppress(UsageError), scratch_file(store, path) as scratch:
-                check_input(candidate.rows, task, constant_prompt=True)
-                write_requests(scratch, candidate.rows, task)
+                check_input(source.rows, task, constant_prompt=True)
+                write_requests(scratch, source.rows, task)
                 seal = job.files.get(home.REQUESTS)
                 same = seal is not None and digests.seal(scratch) == seal
-                if same or (candidate.original and fits(store, job, scratch)):
+                if same or (source.original and fits(store, job, scratch)):
                     replace(store, job, path, scratch, now)
-                    return candidate.name
+                    return source.name
     return None
 
 
 def fits(store: Store, job: catalog.Job, requests: Path) -> bool:
-    """Whether the results that there are answer the requests at their positions."""
+    """True if the results that there are answer the requests at their positions."""
     indexes = pq.read_table(requests, columns=["row_index"])["row_index"].to_numpy()
     if len(indexes) != job.num_rows:
         return False
@@ -153,13 +153,13 @@ def fits(store: Store, job: catalog.Job, requests: Path) -> bool:
 
 
 def is_whole(path: Path, job: catalog.Job) -> bool:
-    """Whether a file of a job is what was written."""
+    """True if a file of a job is undamaged."""
     return checking.file_fault(path, job.files.get(path.name)) is None
 
 
 @contextmanager
 def scratch_file(store: Store, path: Path) -> Iterator[Path]:
-    """A file to write beside `path`, in a folder that is there."""
+    """Yield a scratch file beside `path`, whose folder is made if it is missing."""
     scratch = path.with_name(f".{path.name}.tmp")
     with home.explained(store.home):
         home.make_with_parents(path.parent)
@@ -170,7 +170,7 @@ def scratch_file(store: Store, path: Path) -> Iterator[Path]:
 
 
 def replace(store: Store, job: catalog.Job, path: Path, scratch: Path, now: float) -> None:
-    """Put a file that was made again in its place, and keep its seal."""
+    """Put a file that was made anew in its place, and store its seal."""
     mending.throw_away(store, path, now)
     seal = digests.seal(scratch)
     home.write_durably(path, scratch)

@@ -1,4 +1,4 @@
-"""What to ask of each row: the job's template or columns, and the parameters of the request body."""
+"""The task of a job: its template or columns, and the parameters of every request body."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from conserve.endpoints.protocol import Url
 
 
 class Kind(StrEnum):
-    """Where a row's request comes from."""
+    """Source of a row's request."""
 
     PROMPT = "prompt"
     """A Jinja template over the row's columns."""
@@ -22,12 +22,12 @@ class Kind(StrEnum):
 
 
 class Order(StrEnum):
-    """In which order a job's rows are run; results come in the order of the input whatever it is."""
+    """Execution order of a job's rows; results come in the order of the input whatever it is."""
 
     PREFIX = "prefix"
     """Rows whose prompts begin alike run together, so that the engine computes what they share once."""
     INPUT = "input"
-    """As the rows come."""
+    """The order of the input."""
     RANDOM = "random"
     """Shuffled by a seed."""
 
@@ -47,7 +47,7 @@ class Task:
     order_seed: int = 0  # Order.RANDOM
 
     def body(self, payload: str) -> dict[str, Any]:
-        """The request body for a row whose rendered payload this is; what the row says itself wins."""
+        """Request body for a row's rendered payload; a field of an OpenAI line wins over the task's parameter."""
         if self.kind is Kind.OPENAI:
             return {**self.params, **msgspec.json.decode(payload)}
         if self.url is Url.COMPLETIONS:
@@ -61,7 +61,7 @@ class Task:
         return {**self.params, "messages": messages}
 
     def to_json(self) -> str:
-        """For the store."""
+        """Encode the task for the store."""
         return msgspec.json.encode(self).decode()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Arrow's values as Python's, which templates work with; a value that Python cannot hold spoils its row alone."""
+"""Arrow's values as Python's, for templates; a value that Python cannot hold fails its row alone."""
 
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ def python_values(column: pa.Array) -> list[Any]:
 
 
 def python_value(scalar: pa.Scalar) -> Any:
-    """One value, or why Python cannot hold it."""
+    """Convert one value; `Unreadable` if Python cannot hold it."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
@@ -46,7 +46,7 @@ def python_value(scalar: pa.Scalar) -> Any:
 
 
 def in_microseconds(kind: pa.DataType) -> pa.DataType:
-    """The type with times in microseconds where they are finer, at any depth: Python knows no nanoseconds."""
+    """Type with microseconds in place of nanoseconds, which Python lacks, at any depth."""
     types = pa.types
     if types.is_nested(kind):
         return nested_in_microseconds(kind)
@@ -63,7 +63,7 @@ def in_microseconds(kind: pa.DataType) -> pa.DataType:
 
 
 def nested_in_microseconds(kind: pa.DataType) -> pa.DataType:
-    """The same for lists, structs and maps."""
+    """`in_microseconds` for lists, structs and maps."""
     types = pa.types
     if types.is_list(kind):
         return pa.list_(field_in_microseconds(kind.value_field))
@@ -79,5 +79,5 @@ def nested_in_microseconds(kind: pa.DataType) -> pa.DataType:
 
 
 def field_in_microseconds(field: pa.Field) -> pa.Field:
-    """The same for a part of a nested type."""
+    """`in_microseconds` for a part of a nested type."""
     return field.with_type(in_microseconds(field.type))

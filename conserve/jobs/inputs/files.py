@@ -1,4 +1,4 @@
-"""The files that an input names: patterns and folders spelled out, partitions read off paths, forms told apart."""
+"""Files of an input: expands patterns and folders, reads partitions off paths, recognises formats."""
 
 import glob
 import io
@@ -18,7 +18,7 @@ Partition = Mapping[str, int | str | None]
 
 
 class Form(StrEnum):
-    """How rows are written down."""
+    """Format of a file of rows."""
 
     PARQUET = "parquet"
     JSONL = "jsonl"
@@ -50,7 +50,7 @@ class Named(NamedTuple):
 
 
 def spelled_out(names: Sequence[str]) -> Named:
-    """The files that these names, patterns and folders stand for, in order; raises if there is none."""
+    """Expand names, patterns and folders into files, in order; raises `InputError` if one stands for none."""
     found: list[Path] = []
     several = len(names) > 1
     for name in names:
@@ -68,7 +68,7 @@ def spelled_out(names: Sequence[str]) -> Named:
 
 
 def files_of(name: str) -> list[Path]:
-    """The files that one name stands for."""
+    """Expand one name into files."""
     path = Path(name)
     try:
         name.encode()
@@ -108,12 +108,12 @@ def files_like(pattern: str) -> list[Path]:
 
 
 def is_data(path: Path, folder: Path) -> bool:
-    """True for a file that no part of whose path below the folder is hidden or a table's own bookkeeping."""
+    """True for a file whose path below the folder has no part that begins with _ or ."""
     return path.is_file() and not any(part.startswith(("_", ".")) for part in path.relative_to(folder).parts)
 
 
 def form_of_name(path: Path) -> Form | None:
-    """The form that a file's name tells, packed or not."""
+    """Format by a file's suffix, packed or not; None if it tells none."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in PACKED:
         suffixes.pop()
@@ -121,7 +121,7 @@ def form_of_name(path: Path) -> Form | None:
 
 
 def form_of(path: Path, name: str, wanted: Form | None, *, from_stdin: bool) -> Form:
-    """The form of a file, asked for or told by its first bytes and its name; lines of JSON if nothing tells."""
+    """Format of a file: `wanted`, else by its first bytes, else by its name, else JSON lines."""
     named = None if from_stdin else form_of_name(path)
     with opened(path, name) as file:
         is_parquet = file.read(4) == PARQUET_MAGIC
@@ -136,7 +136,7 @@ def form_of(path: Path, name: str, wanted: Form | None, *, from_stdin: bool) -> 
 
 
 def packing(path: Path) -> str | None:
-    """How a file is compressed, by its first bytes."""
+    """Compression of a file by its first bytes; None if it is not compressed."""
     with path.open("rb") as file:
         head = file.read(4)
     return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
@@ -144,7 +144,7 @@ def packing(path: Path) -> str | None:
 
 @contextmanager
 def opened(path: Path, name: str) -> Iterator[BinaryIO]:
-    """The bytes of a file, unpacked as they are read; raises `InputError` for one that cannot be read."""
+    """Open a file to read its bytes, unpacked; raises `InputError` if it cannot be read."""
     try:
         kind = packing(path)
         if kind is None:
@@ -161,7 +161,7 @@ def opened(path: Path, name: str) -> Iterator[BinaryIO]:
 
 
 def partitions(paths: Sequence[Path]) -> list[Partition]:
-    """The partition of each file, from folders called key=value, where all files have the same keys."""
+    """Partition of each file, from folders called key=value; empty unless all files have the same keys."""
     found = [dict(pairs_of(path)) for path in paths]
     if len({tuple(one) for one in found}) != 1:
         return [{} for _ in paths]
@@ -171,7 +171,7 @@ def partitions(paths: Sequence[Path]) -> list[Partition]:
 
 
 def pairs_of(path: Path) -> Iterator[tuple[str, str]]:
-    """The pairs key=value among the folders of a path."""
+    """Yield the pairs key=value among the folders of a path."""
     for part in path.parent.parts:
         key, equals, value = part.partition("=")
         if equals and key:
@@ -179,7 +179,7 @@ def pairs_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def partition_value(text: str, whole: bool) -> int | str | None:
-    """A value of a partition, as Hive writes it."""
+    """Parse a partition's value, as Hive writes it."""
     if text == HIVE_NULL:
         return None
     return int(text) if whole else text

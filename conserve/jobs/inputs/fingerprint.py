@@ -1,4 +1,4 @@
-"""What an input was like at submit, and whether it still is."""
+"""Fingerprints of input files, taken at submit and compared later."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ BLOCK_BYTES = 1 << 22
 
 
 def fingerprint(path: Path) -> InputFile:
-    """Size, time and digest of a file's contents."""
+    """Take the fingerprint of a file: its size, time of change and digest."""
     digest = hashlib.blake2b(digest_size=20)
     with path.open("rb") as file:
         stat = path.stat()
@@ -26,7 +26,7 @@ def fingerprint(path: Path) -> InputFile:
 
 
 def together(parts: Sequence[InputFile]) -> tuple[int, int, str]:
-    """Size, time and digest of several files as one; the digest is of theirs, in order."""
+    """Combine fingerprints: the total size, the latest time, and a digest of the files' digests in order."""
     digest = hashlib.blake2b(digest_size=20)
     for part in parts:
         digest.update(f"{part.digest}\0".encode())
@@ -35,7 +35,7 @@ def together(parts: Sequence[InputFile]) -> tuple[int, int, str]:
 
 
 def is_other(part: InputFile, path: Path) -> bool:
-    """True if the file at this path is no longer what it was. A file that is gone counts as unchanged."""
+    """True if the file at this path differs from its fingerprint. A missing file counts as unchanged."""
     try:
         stat = path.stat()
         if (stat.st_size, stat.st_mtime_ns) == (part.size, part.mtime_ns):
@@ -46,9 +46,9 @@ def is_other(part: InputFile, path: Path) -> bool:
 
 
 def changed(store_home: Path, job: Job) -> str | None:
-    """The first input file of a job that is no longer what it was at submit; None if all are.
+    """First input file of a job that differs from its fingerprint at submit; None if all are the same.
 
-    Rows that were copied into the store cannot change. A hard link does, where the file was written into.
+    Rows that were copied into the store cannot change. A hard link changes when the file is written into.
     """
     source = job.source
     if source.copied and not source.linked:
@@ -61,7 +61,7 @@ def changed(store_home: Path, job: Job) -> str | None:
 
 
 def written_meanwhile(source: Source) -> str | None:
-    """The first file of an input that was written to since its fingerprint was taken; None if none was."""
+    """First file of an input that was written to since its fingerprint was taken; None if none was."""
     for part in source.files:
         try:
             stat = Path(part.path).stat()

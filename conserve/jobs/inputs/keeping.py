@@ -13,10 +13,10 @@ UNLINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EN
 
 
 class Keep(StrEnum):
-    """Where the rows of an input are, once the job is queued."""
+    """Place of an input's rows, once the job is queued."""
 
     COPY = "copy"
-    """In the store; what becomes of the file does not matter."""
+    """In the store; later changes of the file do not matter."""
     LINK = "link"
     """In the store as a second name of the same file: safe from deletion and replacement, not from overwriting."""
     REFERENCE = "reference"
@@ -24,7 +24,7 @@ class Keep(StrEnum):
 
 
 def choice(paths: Sequence[Path], limit_bytes: float) -> Keep:
-    """What is done with files unless the user says: a copy of small ones, a link to larger ones."""
+    """Default for files that the user gives no choice for: a copy up to `limit_bytes` in all, a link beyond."""
     size = sum(path.stat().st_size for path in paths)
     return Keep.COPY if size <= limit_bytes else Keep.LINK
 

@@ -1,4 +1,4 @@
-"""How deep JSON may nest: readers and encoders on the way to an answer give up at a few hundred levels."""
+"""Limit on nested JSON: readers and encoders on the way to an answer give up at a few hundred levels."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ MAX_DEPTH = 100
 
 
 def is_deeper(document: Any, levels: int) -> bool:
-    """True if objects and lists nest deeper than so many levels."""
+    """True if objects and lists nest deeper than `levels`."""
     layer = [document]
     for _ in range(levels):
         inner = [part for outer in layer for part in (outer.values() if isinstance(outer, dict) else outer)]

@@ -41,12 +41,12 @@ class ParquetRows:
         check_chats(self.schema, self.name, task)
 
     def batch_rows(self) -> int:
-        """How many rows to read at once: fewer where they are long."""
+        """Number of rows to read at once, fewer if they are long."""
         fitting = int(GROUP_BYTES * self.num_rows / max(1, self._bytes))
         return max(1, min(ROWS_PER_GROUP, fitting))
 
     def arrow(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The rows in file order, with these columns."""
+        """Yield the rows in file order, with these columns."""
         try:
             with pq.ParquetFile(self.path) as file:
                 yield from file.iter_batches(self.batch_rows(), columns=list(names))
@@ -96,7 +96,7 @@ class ParquetParts:
 
     @property
     def first_rows(self) -> list[int]:
-        """For each file the row index of its first row."""
+        """Row index of each file's first row."""
         starts = [0]
         for part in self.parts[:-1]:
             starts.append(starts[-1] + part.num_rows)
@@ -106,7 +106,7 @@ class ParquetParts:
         check_chats(self.schema, self.name, task)
 
     def arrow(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The rows in order, with these columns in the types that fit all files."""
+        """Yield the rows in order, with these columns in the types that fit all files."""
         wanted = pa.schema([self.schema.field(name) for name in names])
         for part, partition in zip(self.parts, self.partitions, strict=True):
             for batch in part.arrow([name for name in names if name in part.schema.names]):
@@ -146,7 +146,7 @@ def conformed(batch: pa.RecordBatch, schema: pa.Schema, partition: Partition) ->
 
 
 def check_chats(schema: pa.Schema, name: str, task: Task) -> None:
-    """Raise if the task's column of chats is of another type."""
+    """Raise if the type of the task's messages column is not that of chats."""
     if task.kind is not Kind.MESSAGES:
         return
     assert task.column is not None

@@ -1,7 +1,7 @@
-"""Inputs: recognise what was given, keep it, and stream its rows in batches.
+"""Inputs: recognise the format, keep the files, and stream their rows in batches.
 
-Parquet stays Parquet: a copy, a link or the file itself. Text comes without types or random access, and a query
-is asked once: their rows are copied into the job's folder as Parquet, where SQL can join them with the results.
+Parquet stays Parquet: a copy, a link or the file itself. Text has no types and no random access, and a query runs
+only once. So their rows are copied into the job's folder as Parquet, where SQL can join them with the results.
 """
 
 import glob
@@ -32,7 +32,7 @@ TEXTS: dict[Form, type[TextRows]] = {Form.JSONL: JsonLines, Form.CSV: CsvRows, F
 
 
 class InputRows(Protocol):
-    """An input that has been recognised."""
+    """Rows of an input, whatever its format."""
 
     @property
     def columns(self) -> Sequence[str]:
@@ -42,22 +42,22 @@ class InputRows(Protocol):
         """Raise `InputError` if a column has not the type that the task needs."""
 
     def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
-        """The rows in order, with only these columns, at most `ROWS_PER_GROUP` at a time."""
+        """Yield the rows in order, with only these columns, at most `ROWS_PER_GROUP` at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """What submit is given to read: files, patterns and folders, or a query; and how they are to be kept."""
+    """Input as the user names it: files, patterns and folders, or a query; and how to keep it."""
 
     names: Sequence[str] = ()
     sql: str | None = None
     form: Form | None = None
-    keep: Keep | None = None  # None: a copy up to so many GiB, a link beyond
+    keep: Keep | None = None  # None: a copy up to `copy_gib`, a link beyond
     copy_gib: float = COPY_GIB
 
     @property
     def label(self) -> str:
-        """What its job is named after: the file, or the folder around a pattern's files."""
+        """Name that the job's id begins with: of the file, or of the folder around a pattern's files."""
         if self.sql is not None or not self.names:
             return "sql"
         if list(self.names) == [STDIN]:
@@ -68,7 +68,7 @@ class Input:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name of the input in messages."""
         if self.sql is not None:
             return "the answer to --sql"
         return "standard input" if list(self.names) == [STDIN] else " ".join(self.names)
@@ -76,14 +76,14 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A recognised input: its rows, what the catalogue keeps of it, and where the rows lie from now on."""
+    """A recognised input: its rows, its source for the catalog, and where the rows lie from now on."""
 
     rows: InputRows
     source: Source
     kept: Keep = Keep.COPY
 
     def copy_text(self, folder: Path) -> None:
-        """Copy rows of text into the job's folder, in which SQL finds their types."""
+        """Copy the rows of text files into the job's folder as Parquet, in which SQL finds their types."""
         if not isinstance(self.rows, TextRows):
             return
         self.rows.copy_to(folder / home.INPUTS)
@@ -119,7 +119,7 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
 
 
 def form_of_all(named: Named, given: Input, *, from_stdin: bool) -> Form:
-    """The one form that all files have."""
+    """Format of all files; raises `InputError` if they differ in it."""
     title = given.title if not named.several else None
     forms = {
         path: form_of(path, title or str(path), given.form, from_stdin=from_stdin) for path in named.paths
@@ -134,7 +134,7 @@ def form_of_all(named: Named, given: Input, *, from_stdin: bool) -> Form:
 
 
 def open_query(given: Input, sql: str, folder: Path) -> Opened:
-    """Ask the query once and keep its rows."""
+    """Run the query once and keep its rows."""
     path, scratch = folder / home.INPUTS, folder / "scratch"
     try:
         with (
@@ -216,7 +216,7 @@ def check_unwritten(source: Source) -> None:
 
 
 def marks_of(paths: Sequence[Path]) -> list[InputFile]:
-    """The fingerprints of files; raises for one that cannot be read."""
+    """Take the fingerprints of files; raises `InputError` for one that cannot be read."""
     try:
         return [fingerprint(path) for path in paths]
     except OSError as error:
@@ -224,7 +224,7 @@ def marks_of(paths: Sequence[Path]) -> list[InputFile]:
 
 
 def source_of(named: Named, marks: Sequence[InputFile], kind: str) -> Source:
-    """What the catalogue keeps of files; `marks` are their fingerprints, none for standard input."""
+    """Source of these files for the catalog; `marks` are their fingerprints, none for standard input."""
     if not marks:
         return Source(path=None, format=kind)
     size, mtime_ns, digest = together(marks)
@@ -241,7 +241,7 @@ def source_of(named: Named, marks: Sequence[InputFile], kind: str) -> Source:
 
 
 def spool(stream: BinaryIO, folder: Path) -> Path:
-    """Standard input as a file, since it is read twice."""
+    """Write standard input to a file, since it is read twice."""
     path = folder / SPOOLED
     with path.open("wb") as file:
         shutil.copyfileobj(stream, file, 1 << 20)

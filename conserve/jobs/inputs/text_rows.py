@@ -31,7 +31,7 @@ KINDS = {
 
 
 class TextRows:
-    """Rows that are read front to back, as often as need be; `name` is how messages call the input."""
+    """Rows of text files, read front to back any number of times; `name` is the input's name in messages."""
 
     def __init__(
         self, paths: Sequence[Path], name: str, partitions: Sequence[Partition] | None = None
@@ -58,14 +58,14 @@ class TextRows:
                 )
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Every row of every file; one that cannot be read is an error that names its line."""
+        """Yield every row of every file; raises `InputError`, which names the line, for one that cannot be read."""
         for path, partition in zip(self.paths, self.partitions, strict=True):
             name = self.name if len(self.paths) == 1 else str(path)
             for row in self.rows_of(path, name):
                 yield {**partition, **row} if partition else row
 
     def rows_of(self, path: Path, name: str) -> Iterator[dict[str, Any]]:
-        """The rows of one file."""
+        """Yield the rows of one file."""
         raise NotImplementedError
 
     def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
@@ -116,7 +116,7 @@ class JsonLines(TextRows):
                 yield row
 
     def check_line(self, row: dict[str, Any], where: str) -> None:
-        """What else must hold of a line."""
+        """Raise `InputError` for an object that is not a row of this kind of file."""
 
 
 class OpenAILines(JsonLines):
@@ -136,9 +136,9 @@ class OpenAILines(JsonLines):
 
 
 class CsvRows(TextRows):
-    """Rows of CSV files, every value the text that stands there: 007 stays 007.
+    """Rows of CSV files. Every value stays text, so that 007 stays 007.
 
-    Python's own reader, since it names the line of a mistake and takes rows of any length.
+    Python's own reader is used, since it names the line of a mistake and takes rows of any length.
     """
 
     delimiter = ","
@@ -156,7 +156,7 @@ class CsvRows(TextRows):
                 yield dict(zip(header, values, strict=True))
 
     def _lines(self, file: BinaryIO, name: str) -> Generator[tuple[int, list[str]], None, None]:
-        """The values of each row, and the number of the line on which it ends."""
+        """Yield the number of the line on which each row ends, and the row's values."""
         csv.field_size_limit(sys.maxsize)
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
         reader = csv.reader(text, delimiter=self.delimiter, strict=True)
@@ -176,7 +176,7 @@ class CsvRows(TextRows):
 
 
 class TsvRows(CsvRows):
-    """The same with tabs between values."""
+    """Rows of TSV files: CSV with tabs between values."""
 
     delimiter = "\t"
 
@@ -223,7 +223,7 @@ def arrow_type(kinds: set[str]) -> pa.DataType:
 
 
 def column_array(batch: list[dict[str, Any]], field: pa.Field) -> pa.Array:
-    """One column of a batch; what is no string becomes JSON text where the column is text."""
+    """One column of a batch; in a text column, values that are not strings become JSON text."""
     values = [row[field.name] for row in batch]
     if pa.types.is_string(field.type):
         values = [v if v is None or isinstance(v, str) else msgspec.json.encode(v).decode() for v in values]

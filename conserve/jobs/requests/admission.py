@@ -1,4 +1,4 @@
-"""Which tasks and inputs are let in: checked before anything is rendered, each mistake named in one sentence."""
+"""Admission of tasks and inputs: checked before anything is rendered, each mistake named in one sentence."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def check_task(task: Task) -> None:
 
 
 def check_words(task: Task) -> None:
-    """Raise if the task holds what the store cannot keep as JSON."""
+    """Raise if the task holds text or values that the store cannot keep as JSON."""
     try:
         task.to_json()
     except UnicodeEncodeError as error:
@@ -58,7 +58,7 @@ def check_tags(tags: Mapping[str, str]) -> None:
 
 
 def check_input(rows: InputRows, task: Task, *, constant_prompt: bool) -> None:
-    """Raise if the task names columns that are not there or are of the wrong type, or asks every row the same."""
+    """Raise if the task names columns that are missing or of the wrong type, or asks every row the same."""
     if task.kind is Kind.PROMPT:
         check_template(rows, template_names(task.template or ""), constant_prompt=constant_prompt)
     if task.column is not None:
@@ -69,7 +69,7 @@ def check_input(rows: InputRows, task: Task, *, constant_prompt: bool) -> None:
 
 
 def check_template(rows: InputRows, names: set[str], *, constant_prompt: bool) -> None:
-    """Raise for a template that names what is not there, or nothing."""
+    """Raise for a template that names a missing column, or no column."""
     check_columns(rows, sorted(names), what="the template")
     if not names and not constant_prompt:
         raise TemplateError(

@@ -1,4 +1,4 @@
-"""One row's request: where it stands in its job's order, and what was asked."""
+"""Look-up of one row's request, by its row index or its custom id."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from conserve.store.files import home
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRequest:
-    """A row's request, where it stands in its job's order, and what was asked; nulls where rendering failed."""
+    """A row's request, its position, its body and its prompt; the last two are None where rendering failed."""
 
     position: int
     request: StoredRequest
@@ -28,7 +28,7 @@ class FoundRequest:
 def asked(
     store: Store, job: Job, *, row_index: int | None = None, custom_id: str | None = None
 ) -> FoundRequest:
-    """The request of a row, named by its place in the input or by its own id."""
+    """Find the request of a row by its row index or its custom id; raises `UsageError` if there is none."""
     path = home.requests_file(store.home, job.id)
     requests = RequestFile(path)
     try:
@@ -47,14 +47,14 @@ def asked(
 
 
 def missing(job: Job, row_index: int | None, custom_id: str | None) -> str:
-    """The sentence for a row that is not there."""
+    """Sentence for a row that does not exist."""
     if custom_id is not None:
         return f"no row of job {job.id} has the id {custom_id!r}; rows are also named by number, from 0"
     return f"job {job.id} has no row {row_index}; its rows go from 0 to {job.num_rows - 1}"
 
 
 def position_of(path: Path, column: str, value: object) -> int | None:
-    """Where the one row with this value stands in a request file; reads that column alone."""
+    """Position of the one row with this value in a request file, None if absent; reads that column alone."""
     start = 0
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):

@@ -1,7 +1,7 @@
 """Sort more rows than fit into memory: sorted runs on disk, then one merge.
 
-Bounded by bytes rather than rows: DuckDB's sort keeps 2,048 rows at a time whatever their size, and fails on long
-ones (docs/log.md).
+Memory is bounded by bytes rather than rows: DuckDB's sort keeps 2,048 rows at a time whatever their size, and fails
+on long ones (docs/log.md).
 """
 
 import tempfile
@@ -21,7 +21,7 @@ FAN_IN = 64  # runs that one merge reads
 
 
 class ExternalSort:
-    """Takes tables of one schema; gives their rows back by one column, nulls last and equal keys as they came."""
+    """Sorts the rows of tables of one schema by one column: nulls last, rows of equal keys in their own order."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self._scratch = tempfile.TemporaryDirectory(dir=folder, prefix="sort-")
@@ -32,14 +32,14 @@ class ExternalSort:
         self._pending_bytes = 0
 
     def write(self, table: pa.Table) -> None:
-        """Take some rows."""
+        """Add rows."""
         self._pending.append(table)
         self._pending_bytes += table.nbytes
         if self._pending_bytes >= RUN_BYTES:
             self._runs.append(self._spill([self._sorted_pending()]))
 
     def rows(self) -> Iterator[pa.Table]:
-        """All rows in order, some at a time."""
+        """Yield all rows in order, some at a time."""
         if not self._runs:
             if self._pending:
                 yield self._sorted_pending()
@@ -74,9 +74,9 @@ class ExternalSort:
         return path
 
     def _merged(self, paths: Sequence[Path]) -> Iterator[pa.Table]:
-        """The rows of sorted runs, in order; the runs' files go as they end.
+        """Yield the rows of sorted runs in order, then delete the runs.
 
-        What is surely next are the rows before the end of the batch that ends first: all others are behind it.
+        Rows up to the end of the batch that ends first are surely next: all others come after it.
         """
         runs = [Run(path, self._key) for path in paths]
         try:
@@ -118,17 +118,17 @@ class Run:
 
     @property
     def rows(self) -> int:
-        """Rows at hand; none once all were taken."""
+        """Rows in memory; 0 once all were taken."""
         return int(self._batch.num_rows)
 
     @property
     def end(self) -> tuple[bool, Any]:
-        """The last key at hand, comparable: whether it is null, and what it is otherwise."""
+        """Last key in memory, to be compared: whether it is null, then the key, or 0 for a null."""
         last = self._keys[-1].as_py()
         return last is None, last if last is not None else 0
 
     def take(self, is_null: bool, bound: Any, *, equals: bool) -> pa.Table:
-        """The rows before the bound, and those at it if `equals`; reads on where that was all."""
+        """Take the rows before the bound, with `equals` also rows at it; then loads the next batch if need be."""
         known = self.rows - self._keys.null_count
         if is_null:
             count = self.rows if equals else known
@@ -149,13 +149,13 @@ class Run:
 
 
 def in_order(tables: Sequence[pa.Table], key: str) -> pa.Table:
-    """The rows of these tables by key."""
+    """Join tables and sort their rows by key."""
     table = pa.concat_tables(tables).combine_chunks()
     return table.take(pc.sort_indices(table, sort_keys=[(key, "ascending")]))
 
 
 def small(table: pa.Table) -> Iterator[pa.Table]:
-    """The table in parts of about `BATCH_BYTES`; a row that is longer is one of its own."""
+    """Cut a table into parts of about `BATCH_BYTES`; a row that is longer is a part of its own."""
     ends = np.cumsum(row_bytes(table))
     start = 0
     while start < table.num_rows:

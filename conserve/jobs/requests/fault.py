@@ -1,6 +1,6 @@
 """Faults for which every engine would reject a request: parameters out of range, answers of an impossible form.
 
-The ranges are those of vLLM 0.32 (`SamplingParams`, `ChatCompletionRequest`), which are OpenAI's or wider.
+The ranges are vLLM 0.32's (`SamplingParams`, `ChatCompletionRequest`), which are OpenAI's or wider.
 """
 
 import os
@@ -19,15 +19,15 @@ INT64: tuple[float, float] = (-(2**63), 2**63 - 1)
 
 
 class Range(NamedTuple):
-    """The numbers that a parameter may be."""
+    """Range of a number among the parameters."""
 
     low: float
     high: float = inf
     whole: bool = False
-    above: bool = False  # `low` itself is none of them
+    above: bool = False  # `low` itself is excluded
 
     def holds(self, value: float) -> bool:
-        """True if the parameter may be this number."""
+        """True if the number is in the range."""
         if isinstance(value, float) and (not isfinite(value) or (self.whole and not value.is_integer())):
             return False
         return (self.low < value if self.above else self.low <= value) and value <= self.high
@@ -64,18 +64,18 @@ DECIDED = {
 
 
 def parameter_fault(url: str, body: Mapping[str, Any]) -> str | None:
-    """What is wrong with the parameters of a request, if anything; a null counts as not given."""
+    """First fault of a request's parameters, None without one; a null counts as not given."""
     given = {name: value for name, value in body.items() if value is not None}
     return next((fault for check in CHECKS if (fault := check(url, given)) is not None), None)
 
 
 def request_fault(url: str, body: Mapping[str, Any]) -> str | None:
-    """The same of a whole request: its messages or prompt too."""
+    """First fault of a whole request: of its messages or prompt, then of its parameters."""
     return prompt_fault(url, body) or parameter_fault(url, body)
 
 
 def prompt_fault(url: str, body: Mapping[str, Any]) -> str | None:
-    """What is wrong with the messages of a chat, the prompt of a completion, or the input of another route."""
+    """Fault of a chat's messages, a completion's prompt, or the input of another route; None without one."""
     if url in WITH_INPUT:
         given = body.get("input")
         known = isinstance(given, str | list) and bool(given)
@@ -94,7 +94,7 @@ def prompt_fault(url: str, body: Mapping[str, Any]) -> str | None:
 
 
 def number_fault(url: str, body: Mapping[str, Any]) -> str | None:
-    """A number out of its range."""
+    """Fault of a number out of its range."""
     limits = {**NUMBERS, "n": Range(1, int(os.environ.get("VLLM_MAX_N_SEQUENCES", "16384")), whole=True)}
     for name in limits.keys() & body.keys():
         if (value := number(body[name])) is None or not limits[name].holds(value):
@@ -103,7 +103,7 @@ def number_fault(url: str, body: Mapping[str, Any]) -> str | None:
 
 
 def number(value: object) -> float | None:
-    """The number that a parameter stands for; servers take one in quotes too."""
+    """Number that a parameter stands for, None if it is none; servers take numbers in quotes too."""
     if isinstance(value, int):
         return value  # not as a float, which rounds beyond 2**53
     try:
@@ -113,7 +113,7 @@ def number(value: object) -> float | None:
 
 
 def together_fault(url: str, body: Mapping[str, Any]) -> str | None:
-    """Parameters that do not go together."""
+    """Fault of parameters that do not go together."""
     least, most = body.get("min_tokens"), body.get("max_completion_tokens", body.get("max_tokens"))
     if isinstance(least, int) and isinstance(most, int) and least > most:
         return f"min_tokens is {least} and max_tokens is only {most}"
@@ -125,7 +125,7 @@ def together_fault(url: str, body: Mapping[str, Any]) -> str | None:
 
 
 def logprobs_fault(url: str, body: Mapping[str, Any]) -> str | None:
-    """Log probabilities that are asked for in the other route's way."""
+    """Fault of log probabilities that are asked for in another route's way."""
     asked = body.get("logprobs")
     if url not in (Url.CHAT, Url.COMPLETIONS):
         return None
@@ -143,7 +143,7 @@ def logprobs_fault(url: str, body: Mapping[str, Any]) -> str | None:
 
 
 def stop_fault(url: str, body: Mapping[str, Any]) -> str | None:
-    """Stop strings that are none, or too many."""
+    """Fault of stop strings: empty ones, too many, or no strings at all."""
     stop = body.get("stop", [])
     strings = [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, list) or not all(isinstance(one, str) and one for one in strings):
@@ -158,7 +158,7 @@ def stop_fault(url: str, body: Mapping[str, Any]) -> str | None:
 
 
 def format_fault(url: str, body: Mapping[str, Any]) -> str | None:
-    """A form of the answer that no server knows, or a schema that is none."""
+    """Fault of `response_format`: a type that no server knows, or an invalid schema."""
     wanted = body.get("response_format")
     if wanted is None:
         return None
@@ -174,7 +174,7 @@ def format_fault(url: str, body: Mapping[str, Any]) -> str | None:
 
 
 def structured_fault(url: str, body: Mapping[str, Any]) -> str | None:
-    """The same of vLLM's own field for it."""
+    """Fault of the schema in vLLM's own field `structured_outputs`."""
     wanted = body.get("structured_outputs")
     schema = wanted.get("json") if isinstance(wanted, dict) else None
     if isinstance(schema, str):
@@ -196,7 +196,7 @@ CHECKS: tuple[Callable[[str, Mapping[str, Any]], str | None], ...] = (
 
 
 def schema_fault(schema: object) -> str | None:
-    """What is wrong with a JSON schema, if anything."""
+    """Fault of a JSON schema; None without one."""
     if not isinstance(schema, dict):
         return f"a JSON schema is an object, not {shown(schema)}"
     if is_deeper(schema, MAX_SCHEMA_DEPTH):
@@ -206,7 +206,7 @@ def schema_fault(schema: object) -> str | None:
 
 @lru_cache(maxsize=256)
 def meta_schema_fault(schema: bytes) -> str | None:
-    """The same by the meta-schema of the schema's draft. Cached, since a file's lines mostly share one."""
+    """Fault of a JSON schema by its draft's meta-schema. Cached, since a file's lines mostly share one schema."""
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import Draft202012Validator, validator_for
 
@@ -222,7 +222,7 @@ def meta_schema_fault(schema: bytes) -> str | None:
 
 
 def shown(value: object) -> str:
-    """A value as it stands in JSON, its beginning if it is long."""
+    """A value as JSON, cut to 60 characters."""
     try:
         text = msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError):

@@ -65,7 +65,7 @@ def to_table(
 
 
 def in_utf8(rendered: RenderedRow) -> RenderedRow:
-    """The same row; one whose payload holds half a surrogate pair, which UTF-8 cannot write, has failed."""
+    """The row if UTF-8 can write its payload; a payload with half a surrogate pair becomes an error of the row."""
     try:
         (rendered.payload or "").encode()
     except UnicodeEncodeError:
@@ -94,7 +94,7 @@ class RequestWriter:
             self._note_errors(table.filter(pc.is_null(table["payload"])))
         table = pa.concat_tables([self._rest, table])
         sizes = pc.fill_null(pc.binary_length(table["payload"]), 0).to_numpy()
-        ends = np.cumsum(sizes, dtype=np.int64)  # bytes up to and with each row
+        ends = np.cumsum(sizes, dtype=np.int64)  # bytes up to the end of each row
         start = 0
         while True:
             before = ends[start - 1] if start else 0
@@ -135,7 +135,7 @@ class RowGroup(NamedTuple):
 class RequestFile:
     """Reads requests by position; keeps the row group read last, since claims walk forward.
 
-    Raises `StoreDamaged` for a file that is not there or whose pages are not what was written.
+    Raises `StoreDamaged` for a file that is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +150,7 @@ class RequestFile:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Turn what pyarrow says of the file into damage of the job, whose folder it is in."""
+        """Turn pyarrow's errors about the file into `StoreDamaged` of the job, whose folder it is in."""
         try:
             yield
         except (OSError, pa.ArrowException, IndexError) as error:
@@ -176,7 +176,7 @@ class RequestFile:
         return [at[position] for position in positions]
 
     def earliest(self, returned: Sequence[int], start: int) -> int | None:
-        """The smallest row index at these sorted positions and all from `start` on; None if there are none.
+        """Smallest row index at these sorted positions and at all from `start` on; None if there are none.
 
         Of row groups that lie behind `start` only the statistics are read.
         """
@@ -208,7 +208,7 @@ class RequestFile:
 
 
 def first_waiting(settings: Settings, job_id: str) -> int | None:
-    """The smallest row index of a job's rows that wait; None if none does, or the file cannot be read."""
+    """Smallest row index of a job's waiting rows; None if no row waits, or the file cannot be read."""
     *returned, start = readings.untaken(settings, job_id)
     try:
         requests = RequestFile(home.requests_file(settings.home, job_id))

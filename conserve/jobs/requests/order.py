@@ -1,7 +1,7 @@
 """Execution orders: of the prefix tree, of the input, or random.
 
 Sorting prompts as text walks the tree of their prefixes depth first, so that requests that share the most stand
-together (HyGen, section 4.3). What is sorted is what the engine sees first, not the JSON it comes in.
+together (HyGen, section 4.3). The sort key is what the engine sees first, not the JSON that it comes in.
 """
 
 import random
@@ -20,17 +20,15 @@ FRONT_FIELDS = ("cache_salt", "chat_template", "chat_template_kwargs", "document
 
 
 class SortKey(NamedTuple):
-    """What requests are sorted by: a column that they have, or one that is computed for it."""
+    """Column that requests are sorted by: one of their own, or one that `of` computes."""
 
     column: str
     kind: pa.DataType
-    of: Callable[[RenderedRow], str | int | None] | None = (
-        None  # None where rendering failed: such rows come last
-    )
+    of: Callable[[RenderedRow], str | int | None] | None = None  # rows that failed have no key and come last
 
 
 def sort_key(task: Task) -> SortKey | None:
-    """How this task's requests are ordered; None where they stay as they come."""
+    """Sort key of a task's requests; None if they keep the order of the input."""
     if task.order is Order.INPUT:
         return None
     if task.order is Order.RANDOM:
@@ -41,7 +39,7 @@ def sort_key(task: Task) -> SortKey | None:
 
 
 def dice(seed: int) -> Callable[[RenderedRow], int | None]:
-    """A random number for each row; the same ones for the same seed."""
+    """Function that gives each row a random number, the same ones for the same seed."""
     numbers = random.Random(seed)
 
     def throw(rendered: RenderedRow) -> int | None:
@@ -52,7 +50,7 @@ def dice(seed: int) -> Callable[[RenderedRow], int | None]:
 
 
 def prompt_key(task: Task, rendered: RenderedRow) -> str | None:
-    """Text that begins like another row's as far as their prompts do; what the task adds to all is left out."""
+    """Sort key of a row: its prompt text without the parts that the task adds to every row."""
     if rendered.payload is None or task.kind is Kind.PROMPT:
         return rendered.payload
     document = msgspec.json.decode(rendered.payload)
@@ -69,7 +67,7 @@ def prompt_key(task: Task, rendered: RenderedRow) -> str | None:
 
 
 def chat(messages: object) -> object:
-    """A chat in one spelling: of each message role, content, and then the rest."""
+    """Chat in one spelling, whatever the order of its JSON: of each message role, content, then the rest."""
     if not isinstance(messages, list):
         return messages
     return [message(each) if isinstance(each, dict) else each for each in messages]
@@ -90,7 +88,7 @@ def completion_prompt(prompt: object) -> object:
 
 
 def is_tokens(prompt: object) -> TypeGuard[list[int]]:
-    """Whether a prompt is given as token ids."""
+    """True if a prompt is given as token ids."""
     return isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
 
 

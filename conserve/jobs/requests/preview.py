@@ -1,4 +1,4 @@
-"""The first requests of a job that is not queued, as they would be sent."""
+"""Preview of a job that is not queued: its first requests, as they would be sent."""
 
 import tempfile
 from dataclasses import replace
@@ -26,7 +26,7 @@ class Preview(NamedTuple):
 
 
 def previews(given: Input, task: Task, rows: int, *, constant_prompt: bool = False) -> list[Preview]:
-    """The requests of the first rows of the input; raises for what submit would refuse before it renders."""
+    """Render the first rows of the input; raises the errors that `submit` raises before it renders."""
     check_task(task)
     with tempfile.TemporaryDirectory(prefix="conserve-preview-") as scratch:
         in_place = replace(given, keep=Keep.REFERENCE)
@@ -39,7 +39,7 @@ def previews(given: Input, task: Task, rows: int, *, constant_prompt: bool = Fal
 
 
 def preview(row_index: int, row: dict[str, Any], task: Task, render: Renderer) -> Preview:
-    """One row's request."""
+    """Render one row."""
     column = id_column_of(task)
     named = custom_id(row[column], row_index) if column else None
     rendered = render(row)

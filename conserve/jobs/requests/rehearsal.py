@@ -1,4 +1,4 @@
-"""A rehearsal of a run: every request is made and its prompt counted, and nothing is sent or changed."""
+"""Rehearsal of a run: makes every request and counts its prompt's tokens; sends and changes nothing."""
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from conserve.store.books import readings
 from conserve.store.books.readings import JobReading
 from conserve.store.files import home
 
-AT_ONCE = 32  # prompts that a server counts meanwhile
+AT_ONCE = 32  # prompts that a server counts at a time
 CHUNK = 512  # requests in memory
 
 
@@ -32,7 +32,7 @@ class Tokens(Protocol):
 
 
 class Length(NamedTuple):
-    """The prompt of a row, and the most tokens that its answer may have."""
+    """Tokens of a row's prompt, and the most tokens that its answer may have."""
 
     row_index: int
     tokens: int
@@ -41,11 +41,11 @@ class Length(NamedTuple):
 
 @dataclass(slots=True)
 class Rehearsal:
-    """What a run of one job would meet."""
+    """Findings of the rehearsal of one job."""
 
     job_id: str
-    rows: int = 0  # that wait
-    unrendered: int = 0  # of them, rows that fail without being sent
+    rows: int = 0  # waiting rows
+    unrendered: int = 0  # waiting rows that fail without being sent
     first_error: str | None = None
     counted: int = 0  # rows whose prompt was counted
     prompt_tokens: int = 0
@@ -55,7 +55,7 @@ class Rehearsal:
     cut_short: int = 0  # rows whose answer may end for want of room
 
     def add_length(self, length: Length, context: int | None) -> None:
-        """Take one counted prompt into account."""
+        """Add one counted prompt."""
         self.counted += 1
         self.prompt_tokens += length.tokens
         if self.longest is None or length.tokens > self.longest.tokens:
@@ -70,7 +70,7 @@ class Rehearsal:
 
 
 async def rehearse(settings: Settings, job: JobReading, task: Task, tokens: Tokens | None) -> Rehearsal:
-    """Make the request of each row that waits and count its prompt, as far as there is a tokenizer."""
+    """Make the request of each waiting row and count its prompt's tokens, if there is a tokenizer."""
     found = Rehearsal(job.id)
     requests = RequestFile(home.requests_file(settings.home, job.id))
     try:
@@ -84,14 +84,14 @@ async def rehearse(settings: Settings, job: JobReading, task: Task, tokens: Toke
 
 
 def waiting(settings: Settings, job: JobReading) -> Iterable[int]:
-    """The positions of the job's rows that nobody has taken."""
+    """Yield the positions of the job's waiting rows."""
     *returned, start = readings.untaken(settings, job.id)
     yield from returned
     yield from range(start, job.rows)
 
 
 def chunks(positions: Iterable[int]) -> Iterable[list[int]]:
-    """So many positions at a time."""
+    """Cut positions into lists of `CHUNK`."""
     chunk: list[int] = []
     for position in positions:
         chunk.append(position)
@@ -103,7 +103,7 @@ def chunks(positions: Iterable[int]) -> Iterable[list[int]]:
 
 
 async def count(stored: Sequence[StoredRequest], task: Task, tokens: Tokens | None, found: Rehearsal) -> None:
-    """Add these requests to what was found."""
+    """Add these requests to the findings."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def length_of(request: StoredRequest) -> Length | None:
@@ -122,7 +122,7 @@ async def count(stored: Sequence[StoredRequest], task: Task, tokens: Tokens | No
 
 
 async def measured(request: StoredRequest, task: Task, tokens: Tokens) -> Length | None:
-    """The length of one request's prompt, of the longest if it has several."""
+    """Length of a request's prompt, of the longest if it has several; None where it cannot be counted."""
     assert request.payload is not None
     body = task.body(request.payload)
     answer = body.get("max_completion_tokens", body.get("max_tokens"))

@@ -1,4 +1,4 @@
-"""From an input row to the payload of its request: a template, a messages column, or a line as it is."""
+"""Rendering: an input row becomes its request's payload, by a template, a messages column, or as it is."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(
 
 @contextmanager
 def mistakes_named() -> Iterator[None]:
-    """Turn what Jinja and Python say of a template that cannot be compiled into `TemplateError`."""
+    """Turn errors of Jinja and Python in compiling a template into `TemplateError`."""
     try:
         yield
     except TemplateSyntaxError as error:
@@ -62,7 +62,7 @@ def mistakes_named() -> Iterator[None]:
 
 
 def template_names(template: str) -> set[str]:
-    """The names a template expects from outside."""
+    """Names that a template expects from outside."""
     with mistakes_named():
         return meta.find_undeclared_variables(ENVIRONMENT.parse(template)) - ENVIRONMENT.globals.keys()
 
@@ -74,7 +74,7 @@ def compiled(template: str) -> Template:
 
 
 def renderer(task: Task) -> Renderer:
-    """How this task renders a row."""
+    """Function that renders the rows of a task."""
     if task.kind is Kind.PROMPT:
         assert task.template is not None
         return template_renderer(task.template)
@@ -85,7 +85,7 @@ def renderer(task: Task) -> Renderer:
 
 
 def template_renderer(template: str) -> Renderer:
-    """Render rows through a Jinja template in the sandbox; a row that cannot be rendered is poison."""
+    """Render rows through a Jinja template in the sandbox; a row that cannot be rendered fails alone."""
     ready = compiled(template)
     names = sorted(template_names(template))
 
@@ -108,7 +108,7 @@ def template_renderer(template: str) -> Renderer:
 
 
 def unreadable(values: Row) -> str:
-    """Which of these columns holds a value that Python cannot."""
+    """Sentence for the first column that holds an `Unreadable` value."""
     return next(
         f"column {name!r} holds {value.reason}"
         for name, value in values.items()
@@ -138,7 +138,7 @@ def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def messages_fault(messages: object) -> str | None:
-    """What is wrong with a row's messages, if anything."""
+    """Fault of a row's messages; None without one."""
     if isinstance(messages, Unreadable):
         return messages.reason
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -168,7 +168,7 @@ def openai_renderer(task: Task) -> Renderer:
 
 
 def render_openai_line(row: Row) -> RenderedRow:
-    """An OpenAI Batch line: its body as it is, without what a batch decides itself."""
+    """Render an OpenAI Batch line: its body as it is, but without `stream` and `stream_options`."""
     url = row["url"]
     if url not in tuple(Url):
         return RenderedRow(error_type="unsupported_url", error=f"{url} is not one of {', '.join(Url)}")

@@ -32,7 +32,7 @@ from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
 from conserve.store.sql.query import first_duplicate
 
-ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # nothing that looks like something else
+ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # no characters that look alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Submitted:
     job_id: str
     rows: int
     unrendered: int
-    first_row: int | None  # of the unrendered ones, in the input
+    first_row: int | None  # of the unrendered rows, in the input
     first_error: str | None  # its error
     kept: Keep  # where the input's rows lie
     namesakes: Sequence[str]  # earlier jobs whose ids begin with the same name
@@ -63,7 +63,7 @@ def submit(
 ) -> Submitted:
     """Render every row of the input and queue the job; on any error nothing is left behind.
 
-    `before_queueing` is called when all that is left is to queue what has been made.
+    `on_rows` is called with the number of rows rendered so far, `before_queueing` once only the queueing is left.
     """
     given = Input(names=[given]) if isinstance(given, str) else given
     check_task(task)
@@ -94,7 +94,7 @@ def submit(
 def write_requests(
     path: Path, rows: InputRows, task: Task, on_rows: Callable[[int], None] | None = None
 ) -> RequestWriter:
-    """Render all rows into the job's request file, in the order in which they are to run."""
+    """Render all rows into the job's request file, in execution order."""
     with RequestWriter(path) as writer:
         for table in in_order(rows, task, path.parent, on_rows or (lambda rows: None)):
             writer.write(table)
@@ -106,7 +106,7 @@ def write_requests(
 
 
 def nothing_to_send(writer: RequestWriter, task: Task) -> UsageError:
-    """The error for an input of which no row can be answered."""
+    """Error for an input of which no row can be answered."""
     first = f"row {writer.first_row:,}: {writer.first_error}"
     if task.kind is Kind.PROMPT:
         return TemplateError(f"the template fails on every row ({first}); correct it and submit again")
@@ -114,7 +114,7 @@ def nothing_to_send(writer: RequestWriter, task: Task) -> UsageError:
 
 
 def in_order(rows: InputRows, task: Task, folder: Path, on_rows: Callable[[int], None]) -> Iterator[pa.Table]:
-    """The rendered requests in execution order, some at a time; `folder` takes what memory does not hold."""
+    """Yield the rendered requests in execution order, some at a time; data beyond memory goes to `folder`."""
     key = sort_key(task)
     if key is None:
         yield from rendered_tables(rows, task, key, on_rows)
@@ -129,7 +129,7 @@ def in_order(rows: InputRows, task: Task, folder: Path, on_rows: Callable[[int],
 def rendered_tables(
     rows: InputRows, task: Task, key: SortKey | None, on_rows: Callable[[int], None]
 ) -> Iterator[pa.Table]:
-    """Every row's request, as they come, with what it is to be sorted by."""
+    """Yield the requests of all rows in input order, with their sort keys."""
     render = renderer(task)
     id_column = id_column_of(task)
     index = 0
@@ -147,12 +147,12 @@ def rendered_tables(
 
 
 def id_column_of(task: Task) -> str | None:
-    """The column with the rows' own names, if there is one."""
+    """Column of the rows' custom ids; None if there is none."""
     return "custom_id" if task.kind is Kind.OPENAI else task.id_column
 
 
 def custom_id(value: object, row_index: int) -> str | None:
-    """A row's own name as text; raises for one that cannot be read."""
+    """Custom id of a row as text; raises `InputError` if it cannot be read."""
     if isinstance(value, Unreadable):
         raise InputError(f"the id of row {row_index:,} is {value.reason}; correct it and submit again")
     return None if value is None else str(value)
@@ -183,7 +183,7 @@ def enqueue(
 ) -> Submitted:
     """Give the job its id and put folder and database row in place, in this order.
 
-    A crash between the two leaves a folder that no job names; `sweep` moves it to the trash.
+    A crash between the two leaves a folder that no record names; the sweep moves it to the trash.
     """
     with store.read() as tx:
         namesakes = catalog.named(tx, name)
@@ -224,7 +224,7 @@ def enqueue(
 
 
 def discard_unregistered(store: Store, job_id: str) -> None:
-    """Remove the folder of a job that did not come to be; where that is not certain, a sweep will look."""
+    """Remove the folder of a job that was not added; if that is not certain, it is left to the sweep."""
     with suppress(StoreError), store.write() as tx:
         catalog.lock_ids(tx)
         if not catalog.taken(tx, job_id):
@@ -232,11 +232,11 @@ def discard_unregistered(store: Store, job_id: str) -> None:
 
 
 def slug(label: str) -> str:
-    """A short name for a job."""
+    """Short name for a job: lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:24].strip("-") or "job"
 
 
 def new_ids(name: str) -> Iterator[str]:
-    """Ids to try: the name and four random characters."""
+    """Yield ids to try: the name and four random characters."""
     while True:
         yield f"{name}-{''.join(secrets.choice(ALPHABET) for _ in range(4))}"

@@ -1,4 +1,4 @@
-"""What requests say: the bodies that are sent, and the texts of their prompts."""
+"""Wording of requests: their bodies as sent, and their prompts as text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from conserve.store.books.catalog import Job
 
 
 class Tasks:
-    """Bodies and prompts of the requests of some jobs, for the view `requests`; None where a job makes no sense."""
+    """Bodies and prompts of some jobs' requests, for the view `requests`; None where a task cannot be read."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._texts = {job.id: job.task for job in jobs}
@@ -33,7 +33,7 @@ class Tasks:
             if job_id not in self._tasks:
                 self._tasks[job_id] = Task.from_json(self._texts[job_id])
             return self._tasks[job_id].body(payload)
-        except (ValueError, TypeError, RecursionError):  # of msgspec: of a later version, or no JSON
+        except (ValueError, TypeError, RecursionError):  # a task of a later version, or no JSON
             return None
 
 
@@ -50,7 +50,7 @@ def prompt_text(body: Mapping[str, Any]) -> str | None:
 
 
 def content_text(content: object) -> str:
-    """A message's content as text; of its parts that are no text, only the kind."""
+    """Content of a message as text; a part that is not text is named by its kind."""
     if isinstance(content, list):
         return "\n".join(part_text(part) for part in content)
     return content if isinstance(content, str) else msgspec.json.encode(content).decode()
