@@ -34,7 +34,7 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """How rows become requests; stored with the job as JSON."""
+    """Task of a job, by which its rows become requests; stored with the job as JSON."""
 
     kind: Kind
     url: Url = Url.CHAT

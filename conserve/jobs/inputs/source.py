@@ -249,7 +249,7 @@ def spool(stream: BinaryIO, folder: Path) -> Path:
 
 
 def check_columns(rows: InputRows, wanted: Sequence[str], *, what: str) -> None:
-    """Raise if a column is missing; lists those that do exist."""
+    """Raise if a column is missing; the error lists the columns that exist."""
     missing = [name for name in wanted if name not in rows.columns]
     if missing:
         names = " and ".join(repr(name) for name in missing)

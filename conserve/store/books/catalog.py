@@ -208,7 +208,7 @@ _MOVES = {
 
 
 def move(tx: Connection, job_id: str, verb: str, *, now: float) -> Job:
-    """Pause, resume or cancel a job; a job that is so already stays as it is. Raises `JobRefused`."""
+    """Pause, resume or cancel a job, unless it is in that state already; raises `JobRefused` from other states."""
     target, allowed = _MOVES[verb]
     current = get(tx, job_id)
     if current.state is target:

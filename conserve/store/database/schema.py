@@ -1,4 +1,4 @@
-"""The tables. Times are seconds since the epoch (UTC), as floats, because every database agrees on those.
+"""The tables. Times are seconds since the epoch (UTC), as floats, which every database has.
 
     job      one row a job, with its counters; a position at or past `next_position` was never leased
     lease    one row a claim; `epoch` numbers claims for ever and fences late writers

@@ -35,7 +35,7 @@ MOST_NAMED = 5  # rows named in one sentence
 
 @dataclass(slots=True, kw_only=True)
 class Checked:
-    """How much was checked, and the damages found."""
+    """Numbers of jobs, files and bytes that were checked, and the damages found."""
 
     jobs: int = 0
     files: int = 0

@@ -52,7 +52,7 @@ class Room:
     database_bytes: int
     trash_bytes: int
     unknown_bytes: int
-    """Of job folders that this database does not name: another's, or a submit under way."""
+    """Bytes of job folders that this database does not name: another database's, or of a submit under way."""
     total_bytes: int
 
 
