@@ -61,7 +61,7 @@ def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path) -> None:
         Shot(at=f"{HOME}:write_durably", after=True),  # it has its name, and nobody knows of it
         Shot(at=f"{SHARDS}:register", after=True),  # registered
     ):
-        harness.kill(shot, conserve__store__shards__SHARD_ROWS=600)
+        harness.kill(shot, conserve__store__books__shards__SHARD_ROWS=600)
     harness.kill(Shot(at=f"{SHARDS}:compact"))  # the job has just been completed
     harness.check()
     other = Harness(tmp_path / "home", ["one more"], script="tokens=4", seed=1)
@@ -218,7 +218,7 @@ def killed_in_every_phase(folder: Path, forks: Forks) -> Record:
         [f"question {n}" for n in range(96)],
         script="token_ms=2&tokens=200&capacity=32",
         forks=forks,
-        constants={"conserve__store__shards__SHARD_ROWS": 32},
+        constants={"conserve__store__books__shards__SHARD_ROWS": 32},
     )
     harness.submit()
     for phase, shot in PHASES:
@@ -280,7 +280,7 @@ def stormed(parent: Path, number: int, kills: int) -> Record:
                 script="token_ms=4&tokens=200&capacity=16" if long else "request_ms=20&tokens=4&capacity=64",
                 seed=number * KILLS + total.jobs,
                 forks=forks,
-                constants={"conserve__store__shards__SHARD_ROWS": 100 if long else 1_000},
+                constants={"conserve__store__books__shards__SHARD_ROWS": 100 if long else 1_000},
                 hangs_s=1_800,
             )
             harness.submit()

@@ -31,7 +31,7 @@ REJECTED = "invalid_request"
 FAKE = "fake:?token_ms=1&capacity=32"
 SHORT, LONG = (160, 4), (6, 400)  # rows of a job, and tokens of each
 ENOUGH = {SHORT: 60, LONG: 2}  # rows left, so that a run is worth a kill
-CONSTANTS = {"conserve__store__shards__SHARD_ROWS": 50}
+CONSTANTS = {"conserve__store__books__shards__SHARD_ROWS": 50}
 ENDINGS = ("jsonl", "parquet")
 
 HOME, SHARDS, CATALOG = (

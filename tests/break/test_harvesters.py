@@ -24,9 +24,9 @@ from .mix import Job
 from .table import report
 
 CONSTANTS = {
-    "conserve__jobs__harvest__WATCH_S": 0.05,
-    "conserve__jobs__ledger__RECOVER_S": 0.1,
-    "conserve__store__shards__SHARD_ROWS": 100,
+    "conserve__jobs__harvest__harvester__WATCH_S": 0.05,
+    "conserve__jobs__harvest__ledger__RECOVER_S": 0.1,
+    "conserve__store__books__shards__SHARD_ROWS": 100,
 }
 IN_FLIGHT = 16  # rows of a harvester
 FAKE = f"fake:?token_ms=5&capacity={IN_FLIGHT}"

@@ -25,7 +25,7 @@ from .mix import FAKE, Job, exported
 from .power import NOTES, State, cut, on_disk, record
 from .table import report
 
-CONSTANTS = {"conserve__store__shards__SHARD_ROWS": 40}
+CONSTANTS = {"conserve__store__books__shards__SHARD_ROWS": 40}
 JOB = Job(prompts=[f"q{n}" + (" REJECT" if n % 40 == 7 else "") for n in range(100)], tokens=4, served=False)
 SYNCED, RENAMED = "os:fsync", "os:rename"
 CUTS = 12  # at random points, a round; each command is also followed by one
