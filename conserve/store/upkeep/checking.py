@@ -67,7 +67,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAudit:
-    """A job, its shards, and the places of its positions, all read in one transaction."""
+    """A job, its shards and the places of its positions, as one transaction sees them."""
 
     job: catalog.Job
     shards: Sequence[ShardFile]
@@ -88,7 +88,7 @@ class JobAudit:
 
     @property
     def beyond(self) -> list[int]:
-        """Positions from the cursor on, never leased by the job's record, that are in a place all the same."""
+        """Positions at or past the cursor, so never leased by the record, that are in a place all the same."""
         start = self.job.next_position
         return [start + int(position) for position in np.flatnonzero(self.times[start:])]
 
@@ -187,7 +187,7 @@ def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[D
 
 
 def audit(tx: Connection, where: Path, job_id: str, known: dict[int, Read] | None = None) -> JobAudit:
-    """Audit a job. Shards whose ids are in `known` are not read again; the others are added to it."""
+    """Audit a job. Shards whose ids are in `known` are not read again; the others are read and added to it."""
     job = catalog.get(tx, job_id)
     found = shards.files(tx, [job_id])
     known = {} if known is None else known
@@ -313,7 +313,7 @@ def row_damages(audited: JobAudit) -> Iterator[Damage]:
 
 
 def wrong_counters(audited: JobAudit) -> str | None:
-    """Name the counters that are not the sums over the results; None if all are."""
+    """Name the counters, or the state, that do not follow from the results; None if all do."""
     job, counts = audited.job, audited.counts
     wrong = [
         f"{name} {getattr(job, name):,} instead of {value:,}"

@@ -58,7 +58,7 @@ def strangers(store: Store) -> list[Stranger]:
 
 
 def rebuild(settings: Settings, *, now: float) -> list[str]:
-    """Make a new database beside the damaged one, of SQLite alone; returns the changes in words."""
+    """Make a new SQLite database beside the damaged one; returns the changes in words."""
     path = sqlite_file(settings)
     if path is None:
         raise StoreError("only an SQLite store can be rebuilt; restore the database from its backup")

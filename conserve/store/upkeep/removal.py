@@ -40,7 +40,7 @@ class DiskUsage:
 
     @property
     def finished(self) -> bool:
-        """True if no row of the job is left to run."""
+        """True if the job is completed or cancelled."""
         return self.state in FINISHED
 
 

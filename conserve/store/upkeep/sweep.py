@@ -23,7 +23,7 @@ STALE_AFTER_S = 3600.0
 
 
 def sweep(store: Store, *, now: float) -> int:
-    """Move this store's orphans to the trash, and delete its entries older than a week; returns how many orphans.
+    """Move this store's orphans to the trash, which loses entries older than a week; returns the number moved.
 
     Orphans that the disk refuses to move wait for the next sweep.
     """
