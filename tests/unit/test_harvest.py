@@ -148,11 +148,11 @@ def test_a_stop_writes_what_waits_for_the_stores_thread(store: Store, queue_up: 
         stop, idle = asyncio.Event(), threading.Event()
         harvesting = harvester(store, FakeEndpoint())
         running = asyncio.create_task(harvesting.run(stop))
-        while len(harvesting._outbox.finished) < 3:
+        while len(harvesting._recording.outbox.finished) < 3:
             await asyncio.sleep(0)
         harvesting._thread.submit(idle.wait)  # it is busy with something else
-        harvesting._outbox_full.set()
-        while harvesting._outbox:
+        harvesting._recording.full.set()
+        while harvesting._recording.outbox:
             await asyncio.sleep(0)
         stop.set()
         for _ in range(100):  # turns of the loop, of which the stop takes a few
@@ -453,13 +453,13 @@ def test_rows_withdrawn_before_they_were_sent_go_back(store: Store, queue_up: Ca
     async def run() -> None:
         harvester = Harvester(store, endpoint)
         for work in await harvester._next_works():
-            harvester._launch(work)
+            harvester._flights.launch(work)
         assert harvester.tally.in_flight == 2
-        harvester._withdraw(jobs=[job_id], lost=False)
+        harvester._flights.withdraw(jobs=[job_id], lost=False)
         while harvester.tally.in_flight:
             await asyncio.sleep(0)
-        await harvester._flush()
-        assert not harvester._held
+        await harvester._recording.flush()
+        assert not harvester._recording.held
 
     asyncio.run(asyncio.wait_for(run(), 20))
     assert endpoint.calls == 0

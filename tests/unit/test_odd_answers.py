@@ -12,7 +12,7 @@ from sqlalchemy import text
 from conserve.endpoints.fake import FakeEndpoint, Script, request_text
 from conserve.endpoints.protocol import Call, Choice, Completion, OnTokens
 from conserve.errors import EndpointBusy, EndpointFault, EndpointUnusable
-from conserve.jobs.harvest import harvester as harvesting
+from conserve.jobs.harvest import flights
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
@@ -182,7 +182,7 @@ def test_whatever_breaks_the_task_of_a_row_ends_the_row(
 ) -> None:
     """Also where the harvester itself is at fault: the row fails, it is said, and the run ends."""
     job_id = queue_up("a", "ODD", "b")
-    original = getattr(harvesting, broken)
+    original = getattr(flights, broken)
     calls: list[object] = []
 
     def breaks_for_odd(*arguments: Any, **named: Any) -> Any:
@@ -193,9 +193,9 @@ def test_whatever_breaks_the_task_of_a_row_ends_the_row(
                 raise ZeroDivisionError(broken)
         return original(*arguments, **named)
 
-    monkeypatch.setattr(harvesting, broken, breaks_for_odd)
-    monkeypatch.setattr(harvesting.log, "disabled", False)  # as logging set up by others may leave it
-    caplog.set_level(logging.WARNING, harvesting.log.name)
+    monkeypatch.setattr(flights, broken, breaks_for_odd)
+    monkeypatch.setattr(flights.log, "disabled", False)  # as logging set up by others may leave it
+    caplog.set_level(logging.WARNING, flights.log.name)
     outcome = GOOD if broken == "success" else EndpointFault("no")
     tally = drain(store, Odd(outcome), max_attempts=1)
     check(store, job_id, "endpoint_fault")

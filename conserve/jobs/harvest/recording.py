@@ -1,0 +1,72 @@
+"""Recording: outcomes are gathered in the event loop and written in one transaction a batch."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from conserve.jobs.harvest.outage import Outage, elapsed_or_set
+from conserve.jobs.harvest.recorder import Outbox
+from conserve.jobs.harvest.retry import RetryDecision
+from conserve.jobs.harvest.workload import Work
+from conserve.store.books import queue
+from conserve.store.books.journal import Finished
+from conserve.store.books.queue import SavedTokens
+from conserve.store.books.results import Result
+
+FLUSH_ROWS = 512  # results that make a transaction without waiting for more
+FLUSH_S = 0.25  # longest wait of a result for others; a crash costs at most that much work
+
+
+class Recording:
+    """Fills an outbox and has it written; `write` makes an outbox durable."""
+
+    def __init__(self, write: Callable[[Outbox], Coroutine[Any, Any, None]], outage: Outage) -> None:
+        self._write, self._outage = write, outage
+        self.outbox = Outbox()
+        self.full = asyncio.Event()
+        self.held: Counter[int] = Counter()  # epoch -> rows whose outcome is not written yet
+
+    def finish(self, work: Work, result: Result) -> None:
+        """Add the result of a row."""
+        self.outbox.saved.pop(work.key, None)
+        self.outbox.finished.append(Finished(work.epoch, *work.key, result))
+        if len(self.outbox.finished) >= FLUSH_ROWS:
+            self.full.set()
+
+    def put_back(self, work: Work, decision: RetryDecision) -> None:
+        """Add a row that returns to the queue."""
+        self.outbox.returned.append((work, decision))
+
+    def save(self, work: Work, tokens: Sequence[int]) -> None:
+        """Add the tokens generated so far for a row, which replace earlier ones."""
+        assert work.call is not None
+        self.outbox.saved[work.key] = SavedTokens(
+            work.epoch, *work.key, queue.pack_tokens(tokens), work.call.identity or ""
+        )
+
+    async def run(self) -> None:
+        """Write the outbox whenever it is full, or after `FLUSH_S`."""
+        while True:
+            await elapsed_or_set(self.full, FLUSH_S)
+            self.full.clear()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write the outbox; its rows then no longer count as held.
+
+        A stop waits for the write. A write that the store's thread has yet to begin would otherwise never begin,
+        and its rows would be done again.
+        """
+        outbox, self.outbox = self.outbox, Outbox()
+        if not outbox:
+            return
+        writing = asyncio.ensure_future(self._write(outbox))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.gather(writing, return_exceptions=True)
+            raise
+        self._outage.forget()
+        self.held.subtract(outbox.epochs)
+        self.held += Counter()  # drops leases that have come to zero
