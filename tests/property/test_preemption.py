@@ -12,7 +12,7 @@ from conserve.engine.policy.preemption import (
     Arrivals,
     JustEnough,
     Preemption,
-    Prompt,
+    Promptly,
     UnderWay,
     prompts_ms,
     remaining_ms,
@@ -102,7 +102,7 @@ def test_just_enough_is_the_least_that_is_enough(running: UnderWay, come: Arriva
 def test_comfort_never_keeps_a_row_that_a_promise_needs_to_leave(running: UnderWay, come: Arrivals) -> None:
     needed = AllOffline().leaving(running, come, MODEL)
     if reached("rows are to leave", needed):
-        assert Prompt().leaving(running, come, MODEL) >= needed
+        assert Promptly().leaving(running, come, MODEL) >= needed
 
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 40), st.integers(0, 1 << 24)), max_size=30))

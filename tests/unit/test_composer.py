@@ -73,17 +73,17 @@ class TestRoom:
     def test_victims_that_have_exactly_the_missing_blocks_are_enough(self) -> None:
         composer = Composer(view_of(free_blocks=3))
         assert composer.make_room([*ROWS[:1]], 7)
-        assert (composer.preempted, composer.free_blocks) == (["row0"], 7)
+        assert (composer.evicted, composer.free_blocks) == (["row0"], 7)
 
     def test_a_victim_for_each_missing_slot_is_enough(self) -> None:
         composer = Composer(view_of(free_slots=-1))
         assert composer.make_room([*ROWS[:2]], 0, slots=1)
-        assert (composer.preempted, composer.free_slots) == (["row1", "row0"], 1)
+        assert (composer.evicted, composer.free_slots) == (["row1", "row0"], 1)
 
     def test_a_running_request_needs_no_further_slot(self) -> None:
         composer = Composer(view_of(free_slots=0))
         assert composer.make_room([*ROWS], 7)
-        assert not composer.preempted
+        assert not composer.evicted
 
     @pytest.mark.parametrize(("victim", "reserved"), [("saved", 10), ("own", 6)])
     def test_the_blocks_of_a_saved_row_count_as_free_until_the_row_is_preempted(
@@ -93,7 +93,7 @@ class TestRoom:
         rows = {"saved": ROWS[0]._replace(saved=True), "own": ROWS[1]}
         composer = Composer(view_of(reserved_blocks=10, offline=[*rows.values()]))
         assert composer.reserved_blocks == 6
-        composer.preempt(rows[victim])
+        composer.evict(rows[victim])
         assert composer.reserved_blocks == reserved
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from conserve.engine.policy.conserve import Conserve, arrival_limit_ms, bearable_ms
-from conserve.engine.policy.offline import MOST_HELD
+from conserve.engine.policy.offline import MOST_DEFERRED
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.policies import CONSERVE, POLICIES, SERVING
 from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Slo
@@ -160,14 +160,14 @@ class TestDeferred:
     """Rows deferred for a prefix that the iteration computes are admitted last."""
 
     def test_rows_behind_the_most_that_are_deferred_follow_them(self) -> None:
-        rows = alike(1 + MOST_HELD)
+        rows = alike(1 + MOST_DEFERRED)
         plan = plan_of(waiting_offline=[*rows, ROW, SMALL], max_tokens=10_000)
         assert plan.admitted == [*(row.name for row in rows), "small"]
         assert plan.restored == ["row"]
 
     def test_no_row_behind_them_overtakes_one_that_cannot_be_restored(self) -> None:
         """33 rows leave 19 blocks, of which 16 stay free: `ROW` needs 7 and `SMALL` needs 1."""
-        rows = alike(1 + MOST_HELD)
+        rows = alike(1 + MOST_DEFERRED)
         plan = plan_of(waiting_offline=[*rows, ROW, SMALL], max_tokens=10_000, free_blocks=33 * 7 + 19)
         assert (plan.admitted, plan.restored) == ([row.name for row in rows], [])
         plan = plan_of(waiting_offline=[*rows, SMALL], max_tokens=10_000, free_blocks=33 * 7 + 19)

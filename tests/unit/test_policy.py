@@ -9,7 +9,7 @@ import pytest
 
 from conserve.engine.policy.composer import Composer, revocable_blocks
 from conserve.engine.policy.conserve import Conserve, arrival_limit_ms, bearable_ms, cheapest_ms
-from conserve.engine.policy.offline import MOST_HELD
+from conserve.engine.policy.offline import MOST_DEFERRED
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.view import Candidate, Slo, View
@@ -440,7 +440,7 @@ def test_no_more_rows_are_looked_at_than_can_be_held_out() -> None:
             yield Candidate(f"r{n}", 100, 0, prefix=["p"] * 6)
 
     Conserve().plan(spacious(waiting_offline=endless()))
-    assert len(read) <= MOST_HELD + 6
+    assert len(read) <= MOST_DEFERRED + 6
 
 
 def test_waiting_requests_are_read_only_as_far_as_they_fit() -> None:
@@ -666,7 +666,7 @@ def test_blocks_kept_for_arrivals_are_those_of_rows_that_lose_nothing_first() ->
         composer = Composer(view)
         assert composer.reserved_blocks == view.reserved_blocks - blocks
         if view.offline and view.offline[0].saved:
-            composer.preempt(view.offline[0])
+            composer.evict(view.offline[0])
             assert composer.reserved_blocks == max(0, view.reserved_blocks - max(0, blocks - 4))
 
 

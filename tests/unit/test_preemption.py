@@ -19,7 +19,7 @@ from conserve.engine.policy.preemption import (
     Arrivals,
     JustEnough,
     Never,
-    Prompt,
+    Promptly,
     UnderWay,
     remaining_ms,
     spare_tokens,
@@ -129,7 +129,7 @@ class TestJustEnough:
 
 
 class TestPrompt:
-    policy = Prompt()
+    policy = Promptly()
 
     def leaving(self, running: UnderWay, come: Arrivals) -> int:
         return self.policy.leaving(running, come, MODEL)

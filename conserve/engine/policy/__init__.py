@@ -1,1 +1,1 @@
-"""Pure decisions: a view of the engine in, a plan out. No clock, no vLLM, no tensors."""
+"""Pure decisions: a policy takes a view of the engine and returns a plan. No clock, no vLLM, no tensors."""

@@ -1,21 +1,22 @@
-"""Which KV blocks are copied to host memory before the next iteration.
+"""Checkpoint policies: which KV blocks are copied to host memory before the next iteration.
 
-The interface is conserve-2024's (section 4.4): rows that computed are marked, and just before the next batch
-the policy says which of their blocks go. A block is a full one, computed and not copied yet.
+The interface is that of conserve-2024 (section 4.4): after an iteration the policy is told the rows with blocks to
+copy (marked), and before the next one it says how many blocks of each row to copy. Only blocks that are full,
+computed and not copied yet are counted.
 """
 
 from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import NamedTuple, Protocol
 
-FREE = 0.5  # share of the device's blocks below which `Adaptive` begins (conserve-2024)
-LITTLE = 0.125  # below which online rows are copied too: vLLM may soon preempt one of them
-FEW = 4  # blocks that `Adaptive` copies at least
-SMOOTHING = 0.2  # of how fast memory is consumed
+FREE = 0.5  # share of the device's blocks that are free, below which `Adaptive` begins (conserve-2024 section 4.4)
+LITTLE = 0.125  # share of free blocks below which online rows are copied too: vLLM may soon evict one of them
+FEW = 4  # fewest blocks that `Adaptive` copies at once
+SMOOTHING = 0.2  # weight of the newest value in the average of consumed blocks
 
 
 class Marked(NamedTuple):
-    """A row whose KV may be lost."""
+    """A row whose KV blocks may be evicted."""
 
     name: str
     blocks: int  # full, computed, and not copied yet
@@ -23,54 +24,57 @@ class Marked(NamedTuple):
 
 
 class Pressure(NamedTuple):
-    """How the memories stand, in blocks."""
+    """State of device memory and host memory, in blocks."""
 
     total: int  # of the device
     free: int  # of the device
-    host_room: int  # blocks that host memory takes
+    host_room: int  # blocks that host memory can still take
     budget: int  # blocks that may be copied beside the next iteration
-    reserved: int = 0  # of the free ones, kept for live requests to come
+    reserved: int = 0  # free blocks kept for online requests to come
 
     @property
     def share_free(self) -> float:
-        """Of the device."""
+        """Share of the device's blocks that are free, from 0 to 1."""
         return self.free / self.total if self.total else 1.0
 
     @property
     def share_left(self) -> float:
-        """Of the device, for offline rows: free, and not reserved."""
+        """Share of the device's blocks that offline rows may take (free and not reserved), from 0 to 1."""
         return max(0, self.free - self.reserved) / self.total if self.total else 1.0
 
 
 class CheckpointPolicy(Protocol):
-    """Decides what is copied. A class of your own is named by its path: `--kv-checkpoint package.module.Class`."""
+    """Decides which KV blocks are copied to host memory (conserve-2024 section 4.4).
+
+    A user's own class is named by its path: `--kv-checkpoint package.module.Class`.
+    """
 
     def wants_marks(self, pressure: Pressure) -> bool:
-        """Whether there is anything to decide; asked before the rows are looked at, since it is every iteration."""
+        """True if the policy has anything to decide. Called in every iteration, before rows are collected."""
 
     def checkpoint(self, rows: Sequence[Marked]) -> None:
-        """After an iteration: these rows, those that would be preempted first in front, have blocks to copy."""
+        """Take the rows that have blocks to copy, in eviction order. Called after an iteration."""
 
     def blocks_to_checkpoint(self, pressure: Pressure) -> Mapping[str, int]:
-        """Before the next: how many blocks of which rows, in the order in which they are copied."""
+        """Number of blocks to copy of each row, in copying order. Called before the next iteration."""
 
 
 class Eager:
-    """All blocks of offline rows; those of online rows where memory is short."""
+    """Copies all blocks of offline rows, and of online rows while device memory is short."""
 
     def __init__(self) -> None:
         self._rows: Sequence[Marked] = ()
 
     def wants_marks(self, pressure: Pressure) -> bool:
-        """Always."""
+        """True whenever blocks may be copied at all."""
         return pressure.budget > 0
 
     def checkpoint(self, rows: Sequence[Marked]) -> None:
-        """Take note of them."""
+        """Remember the marked rows."""
         self._rows = rows
 
     def blocks_to_checkpoint(self, pressure: Pressure) -> Mapping[str, int]:
-        """As many as may be copied."""
+        """As many blocks as the copy budget and host memory allow."""
         rows = [row for row in self._rows if not row.online]
         if pressure.share_free < LITTLE:
             rows += [row for row in self._rows if row.online]
@@ -78,40 +82,40 @@ class Eager:
 
 
 class Adaptive:
-    """None while memory is plentiful; then as fast as it is consumed, for ever more rows (conserve-2024).
+    """Copies nothing while memory is plentiful, then as fast as memory is consumed (conserve-2024 section 4.4).
 
-    Rows are taken in the order in which they would be preempted, so that what is preempted next is what was
-    copied first.
+    Rows are copied in eviction order, so that the next row to be evicted was copied first. The less memory is
+    free, the more rows are copied.
     """
 
     def __init__(self) -> None:
         self._rows: Sequence[Marked] = ()
-        self._free: int | None = None  # before the last iteration
-        self._consumed = 0.0  # blocks an iteration, of late
+        self._free: int | None = None  # free blocks before the last iteration
+        self._consumed = 0.0  # blocks consumed per iteration, averaged
 
     def wants_marks(self, pressure: Pressure) -> bool:
-        """Once less than half of the device is free, or would be with the live requests to come."""
+        """True once less than `FREE` of the device is left for offline rows."""
         short = pressure.share_left < FREE
         if not short:
             self._free, self._consumed = None, 0.0
         return short and pressure.budget > 0
 
     def checkpoint(self, rows: Sequence[Marked]) -> None:
-        """Take note of them."""
+        """Remember the marked rows."""
         self._rows = rows
 
     def blocks_to_checkpoint(self, pressure: Pressure) -> Mapping[str, int]:
-        """Blocks of the first rows: more of them the less is free."""
+        """Blocks of the first rows in eviction order; more rows the less memory is free."""
         if self._free is not None:
             consumed = max(0, self._free - pressure.free)
             self._consumed += SMOOTHING * (consumed - self._consumed)
         self._free = pressure.free
-        urgency = max(0.0, 1.0 - pressure.share_left / FREE)  # 0 where it begins, 1 where nothing is left
+        urgency = max(0.0, 1.0 - pressure.share_left / FREE)  # 0 at the threshold, 1 with nothing left
         offline = [row for row in self._rows if not row.online]
         rows = offline[: ceil(urgency * len(offline))]
         if pressure.share_free < LITTLE:
             rows += [row for row in self._rows if row.online]
-        # What is left to copy is to be copied by the time what is free is consumed.
+        # The rest has to be copied by the time the free blocks are consumed.
         left = sum(row.blocks for row in rows)
         in_time = self._consumed * left / max(1, pressure.free)
         most = max(FEW, ceil(max(in_time, self._consumed)), ceil(urgency**2 * left))
@@ -119,7 +123,7 @@ class Adaptive:
 
 
 def first_blocks(rows: Sequence[Marked], most: int) -> Mapping[str, int]:
-    """At most so many blocks, row after row."""
+    """The first `most` blocks, row after row."""
     chosen: dict[str, int] = {}
     for row in rows:
         if most <= 0:
@@ -132,11 +136,14 @@ def first_blocks(rows: Sequence[Marked], most: int) -> Mapping[str, int]:
 
 CHECKPOINTS: Mapping[str, type[CheckpointPolicy]] = {"adaptive": Adaptive, "eager": Eager}
 ADAPTIVE, OFF = "adaptive", "off"
-HOST_BYTES = 4 << 30  # of host memory, where nothing else is asked for
+HOST_BYTES = 4 << 30  # bytes of host memory without `--kv-host-memory`
 
 
 def policy_named(name: str) -> CheckpointPolicy:
-    """A policy by its name, or one of the user's by its class path; raises ValueError with what is wrong."""
+    """Make a policy from its name, or from the class path of a user's own.
+
+    Raises ValueError with the reason if there is none of that name, or if it cannot be made.
+    """
     from importlib import import_module
 
     if name in CHECKPOINTS:

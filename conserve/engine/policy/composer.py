@@ -1,6 +1,6 @@
-"""A batch in the making: what fits into it by time, tokens, slots and KV blocks.
+"""The batch of the next iteration while it is planned: which requests fit by time, tokens, slots and KV blocks.
 
-Exact and incremental, since this runs before every iteration: adding a request is O(1), and decode steps,
+The composer runs before every iteration, so its work is incremental: adding a request is O(1), and decode steps,
 which all take about the same time, are added many at a time.
 """
 
@@ -17,20 +17,22 @@ from conserve.profiles.model import LatencyModel
 
 
 class Composer:
-    """Adds requests to the next batch, and takes back what others hold."""
+    """Adds requests to the next batch, and evicts others to make room for them."""
 
     def __init__(self, view: View) -> None:
         self._model = view.model
         self._block_tokens = view.block_tokens
         self.batch = Batch()
         self.tokens: dict[str, int] = {}
-        self._computing: set[Hashable] = set()  # KV blocks that prompts of the batch compute, also in part
+        self._computing: set[Hashable] = (
+            set()
+        )  # KV blocks that prompts of the batch compute, wholly or in part
         self.admitted: list[str] = []
         self.restored: list[str] = []
-        self.preempted: list[str] = []
+        self.evicted: list[str] = []
         self.surcharge_ms = 0.0
-        self.limit_ms: float | None = None  # on the iteration, from `begin_offline` on
-        self._online_requests: int | None = None  # in the batch when the first offline one could join
+        self.limit_ms: float | None = None  # longest iteration allowed; set by `begin_offline`
+        self._online_requests: int | None = None  # requests in the batch before the first offline one
         self.tokens_left = view.max_tokens
         self.free_slots = view.free_slots
         self.reserved_slots = view.reserved_slots
@@ -49,38 +51,38 @@ class Composer:
             batch=self.batch,
             admitted=self.admitted,
             restored=self.restored,
-            preempted=self.preempted,
+            preempted=self.evicted,
             predicted_ms=self.predicted_ms if self.tokens else 0.0,
             limit_ms=None if self._online_requests == self.batch.requests else self.limit_ms,
         )
 
     @property
     def reserved_blocks(self) -> int:
-        """Of the free blocks, those kept for online requests to come: what can be taken back for nothing counts."""
+        """Free blocks kept for online requests to come, less those that can be evicted at no cost."""
         return max(0, self._reserved_blocks - max(0, self._revocable_blocks))
 
     @property
     def predicted_ms(self) -> float:
-        """How long the batch takes."""
+        """Predicted time of the batch."""
         return self._model.predict(self.batch) + self.surcharge_ms
 
     def begin_offline(self, limit_ms: float) -> None:
-        """From here on requests are added only if the whole iteration stays within the time."""
+        """Hold the whole iteration within `limit_ms` for every request added from here on."""
         self.limit_ms, self._online_requests = limit_ms, self.batch.requests
 
     def alone_ms(self, candidate: Candidate) -> float:
-        """How long an iteration takes that computes all of the request and nothing else."""
+        """Predicted time of an iteration that computes all tokens of the request and nothing else."""
         whole = Batch.of([Slice(candidate.tokens, candidate.context, candidate.decode)])
         return self._model.predict(whole) + candidate.tokens * candidate.surcharge_ms
 
     def longer_ms(self, candidate: Candidate, tokens: int) -> float:
-        """How much longer the batch takes with so many of the request's tokens."""
+        """Predicted time that this many tokens of the request add to the batch."""
         batch = replace(self.batch)
         batch.add(tokens, candidate.context, candidate.decode)
         return self._model.predict(batch) - self._model.predict(self.batch) + tokens * candidate.surcharge_ms
 
     def fitting(self, candidate: Candidate, limit_ms: float) -> int:
-        """How many of the request's tokens fit into the time and the iteration."""
+        """Number of the request's tokens that fit into `limit_ms` and into the iteration."""
         most = min(candidate.tokens, self.tokens_left)
         if most < 1:
             return 0
@@ -101,19 +103,19 @@ class Composer:
         return _most(most, exceeds)
 
     def blocks_for(self, candidate: Candidate, tokens: int) -> int:
-        """KV blocks that the request needs beyond those it has."""
+        """KV blocks that the request needs beyond the ones it has."""
         wanted = -(-(candidate.context + tokens) // self._block_tokens)
         return max(0, wanted - candidate.blocks)
 
     def computes_next_of(self, candidate: Candidate) -> bool:
-        """Whether the batch computes the KV block that the request would begin with."""
+        """True if the batch already computes the KV block that the request would begin with."""
         size = self._block_tokens
         block = candidate.context // size
         usable = (block + 1) * size < candidate.context + candidate.tokens  # one token is always computed
         return usable and block < len(candidate.prefix) and candidate.prefix[block] in self._computing
 
     def add(self, candidate: Candidate, tokens: int) -> None:
-        """Let the request compute this many tokens."""
+        """Add this many tokens of the request to the batch."""
         first, end = candidate.context // self._block_tokens, candidate.context + tokens
         self._computing.update(candidate.prefix[first : -(-end // self._block_tokens)])
         self.batch.add(tokens, candidate.context, candidate.decode)
@@ -123,16 +125,16 @@ class Composer:
         self.surcharge_ms += tokens * candidate.surcharge_ms
 
     def admit(self, candidate: Candidate, tokens: int) -> None:
-        """Add a request that was waiting; it is given room for its whole prompt."""
+        """Add a waiting request, and take KV blocks for its whole prompt."""
         self.free_blocks -= self.blocks_for(candidate, candidate.tokens) - self.blocks_for(candidate, tokens)
         self.add(candidate, tokens)
         self.free_slots -= 1
         self.admitted.append(candidate.name)
 
     def restore(self, candidate: Candidate) -> None:
-        """Give a request blocks for its KV to come back into while others compute.
+        """Give a waiting request the blocks into which its KV is copied back while others compute.
 
-        vLLM looks at nobody any more once an iteration is full, so one token of it stays free.
+        One token of the iteration stays free: vLLM looks at no further request once an iteration is full.
         """
         if not self.restored:
             self.tokens_left -= 1
@@ -144,21 +146,21 @@ class Composer:
         self.restored.append(candidate.name)
 
     def comes_for_others(self, candidate: Candidate) -> bool:
-        """Whether the block that the request would begin with is on its way back for another."""
+        """True if the block that the request would begin with is being copied back for another request."""
         block = candidate.context // self._block_tokens
         return block < len(candidate.prefix) and candidate.prefix[block] in self._coming
 
     def has_its_own(self, candidate: Candidate) -> bool:
-        """Whether the request, which waits, has got its KV back."""
+        """True if this waiting request has its KV back on the device."""
         return any(held.name == candidate.name for held in self._held)
 
     def take_back(self, blocks: int) -> None:
-        """Take KV from requests that got it back and still wait, until so many blocks are free or all is taken."""
+        """Evict waiting requests that have their KV back, until `blocks` are free or none of them is left."""
         while self._held and self.free_blocks < blocks:
-            self._lose(self._held.pop())
+            self._free_blocks_of(self._held.pop())
 
     def make_room(self, victims: list[Candidate], blocks: int, slots: int = 0) -> bool:
-        """Preempt victims, the last first, until so many blocks and slots are free; none if it cannot."""
+        """Evict victims, the last first, until `blocks` and `slots` are free; none if all would not suffice."""
         missing = blocks - self.free_blocks
         if missing > 0 and sum(victim.blocks for victim in (*self._held, *victims)) < missing:
             return False
@@ -166,47 +168,47 @@ class Composer:
             return False
         self.take_back(blocks)
         while self.free_blocks < blocks or self.free_slots < slots:
-            self.preempt(victims.pop())
+            self.evict(victims.pop())
         return True
 
-    def preempt(self, victim: Candidate) -> None:
-        """Take back what a running request has; it starts again from its tokens later."""
-        self._lose(victim)
+    def evict(self, victim: Candidate) -> None:
+        """Free a running request's slot and KV blocks; it is scheduled again from its tokens later."""
+        self._free_blocks_of(victim)
         self.free_slots += 1
 
-    def _lose(self, victim: Candidate) -> None:
-        self.preempted.append(victim.name)
+    def _free_blocks_of(self, victim: Candidate) -> None:
+        self.evicted.append(victim.name)
         self.free_blocks += victim.blocks
         self._revocable_blocks -= victim.blocks if victim.saved else 0
 
     def add_decodes(self, candidates: Sequence[Candidate], limit_ms: float) -> int:
-        """Add as many decode steps, in order, as there are time, tokens and blocks for; returns how many."""
+        """Add decode steps in order while time, tokens and blocks last; returns how many were added."""
         most = self.fitting_decodes(candidates[: self._with_blocks(candidates)], limit_ms)
         self.add_all(candidates[:most])
         return most
 
     def add_all(self, decodes: Sequence[Candidate]) -> None:
-        """Add all of these decode steps: `add` for many at once."""
+        """Add all of these decode steps, without checks."""
         _extend(self.batch, decodes)
         self.tokens.update((candidate.name, candidate.tokens) for candidate in decodes)
         self.tokens_left -= sum(candidate.tokens for candidate in decodes)
         self.free_blocks -= self.growth(decodes)
 
     def fitting_decodes(self, candidates: Sequence[Candidate], limit_ms: float) -> int:
-        """How many of the decode steps, in order, there are time and tokens for."""
+        """Number of decode steps, in order, that time and tokens suffice for."""
         most = _within(self.tokens_left, (candidate.tokens for candidate in candidates))
         if most and not self._fit(candidates[:most], limit_ms):
             most = _most(most, lambda count: not self._fit(candidates[:count], limit_ms))
         return most
 
     def _with_blocks(self, candidates: Sequence[Candidate]) -> int:
-        """How many of the decode steps, in order, there are blocks for."""
+        """Number of decode steps, in order, that free KV blocks suffice for."""
         if self.growth(candidates) <= self.free_blocks:
             return len(candidates)
         return _within(self.free_blocks, (self.blocks_for(request, request.tokens) for request in candidates))
 
     def growth(self, candidates: Sequence[Candidate]) -> int:
-        """New blocks that decode steps take together; most of them take none."""
+        """New KV blocks that the decode steps take together; most steps take none."""
         size = self._block_tokens
         return sum(
             self.blocks_for(candidate, candidate.tokens)
@@ -215,7 +217,7 @@ class Composer:
         )
 
     def _fit(self, candidates: Sequence[Candidate], limit_ms: float) -> bool:
-        """Whether the batch with all of these decode steps stays within the time."""
+        """True if the batch with all of these decode steps stays within `limit_ms`."""
         if limit_ms == inf:
             return True
         batch = replace(self.batch)
@@ -226,10 +228,10 @@ class Composer:
 
 
 def revocable_blocks(view: View) -> int:
-    """KV blocks that can be taken from offline rows for nothing, since host memory has what is in them.
+    """KV blocks that can be evicted at no cost: offline rows hold them, and host memory has their contents.
 
-    Rows that begin alike share blocks, and one that others have too is not freed: no more than the blocks in use
-    beside those of everybody else.
+    Rows with equal beginnings share blocks, and evicting one row does not free a block that another holds. So the
+    number is at most the used blocks minus the blocks of all other rows.
     """
     if not view.reserved_blocks:
         return 0
@@ -239,20 +241,20 @@ def revocable_blocks(view: View) -> int:
 
 
 def smallest_ms(model: LatencyModel) -> float:
-    """How long the smallest iteration takes: mostly the constant part that all of them have.
+    """Predicted time of the smallest iteration, which is mostly the constant part that every iteration has.
 
-    A fit may have no constant at all, or a large one for iterations with prompts in them.
+    The larger of one prefill token and one decode step, since a fitted model may have no constant for one of them.
     """
     return max(model.predict(Batch.of([Slice(1, 0, decode)])) for decode in (True, False))
 
 
 def _most(largest: int, exceeds: Callable[[int], bool]) -> int:
-    """Largest number up to `largest` that fits; the predicate must be monotone, so it is bisected."""
+    """Largest number from 0 to `largest` that does not exceed; `exceeds` must be monotone."""
     return bisect_left(range(1, largest + 1), True, key=exceeds)
 
 
 def _within(room: int, wanted: Iterable[int]) -> int:
-    """How many of the wishes there is room for, one after the other."""
+    """Number of values, in order, whose sum stays within `room`."""
     count = 0
     for count, total in enumerate(accumulate(wanted), 1):
         if total > room:

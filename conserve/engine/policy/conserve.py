@@ -1,4 +1,4 @@
-"""ConServe's policy: online requests first, offline tokens in whatever time that leaves."""
+"""ConServe's policy: online requests first, offline tokens in the time that they leave."""
 
 from itertools import chain, islice
 from math import inf, sqrt
@@ -10,20 +10,20 @@ from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import View
 from conserve.profiles.batch import Batch, Slice
 
-LARGEST_LOSS = 0.1  # of throughput, to iterations being shorter than they could be
-LEAST_LOSS = 0.02  # the same, where only the time of a layer speaks for short ones
-LEAST_ARRIVALS_PER_S = 1 / 60  # where none were seen for a minute
+LARGEST_LOSS = 0.1  # largest share of throughput given up for short iterations
+LEAST_LOSS = 0.02  # the same where rows can leave: then an arrival waits for one layer at most
+LEAST_ARRIVALS_PER_S = 1 / 60  # assumed rate after a minute without arrivals
 
 
 class Conserve:
-    """Every iteration as full as the SLO allows (conserve-2026 section 4.2, conserve-2024 section 4.5)."""
+    """Fills every iteration as far as the SLO allows (conserve-2026 section 4.2, conserve-2024 section 4.5)."""
 
     decides = True
     holds_offline = False
     spares_offline = False
 
     def plan(self, view: View) -> Plan:
-        """Phase 1, then phase 2 within what the online requests, present and to come, leave."""
+        """Plan online requests first (phase 1), then fill the remaining time with offline tokens (phase 2)."""
         composer = Composer(view)
         share = serve_online(composer, view, tbt_ms=view.slo.tbt_ms)
         if share.complete:
@@ -36,21 +36,21 @@ class Conserve:
 
 
 def arrival_limit_ms(view: View) -> float:
-    """How long an iteration with offline tokens may last for the sake of who arrives while it runs."""
+    """Longest iteration with offline tokens that an online request arriving during it can wait for, in ms."""
     if view.slo.ttft_ms == inf:
         return inf
     constant_ms = smallest_ms(view.model)
-    if view.resumable:  # nobody waits for it, and nothing is lost by ending it
+    if view.resumable:  # rows leave at once and lose nothing, so an arrival does not wait
         return constant_ms / LEAST_LOSS
     limit_ms = bearable_ms(view, constant_ms)
     return min(limit_ms, cheapest_ms(view, constant_ms)) if view.preemptible else limit_ms
 
 
 def cheapest_ms(view: View, constant_ms: float) -> float:
-    """For iterations that begin anew once they were preempted: the length that costs the least throughput.
+    """Length of an abandonable iteration that costs the least throughput, in ms.
 
-    A shorter one loses more to the constant part that every iteration has, a longer one loses more when an
-    arrival ends it half-way: Young's optimum sqrt(2 * constant * time between arrivals) ("A first order
+    A shorter iteration loses more to the constant part that each one has; a longer one loses more when an arrival
+    abandons it half-way. The optimum is Young's sqrt(2 * constant * time between arrivals) ("A first order
     approximation to the optimum checkpoint interval", 1974).
     """
     between_ms = 1e3 / max(view.arrivals_per_s, LEAST_ARRIVALS_PER_S)
@@ -58,12 +58,11 @@ def cheapest_ms(view: View, constant_ms: float) -> float:
 
 
 def bearable_ms(view: View, constant_ms: float) -> float:
-    """For iterations that an arrival may have to wait out: what its TTFT can bear.
+    """Longest iteration that an arrival can wait out without missing its TTFT, in ms.
 
-    The wait spends TTFT slack: what the SLO leaves beyond the time of a typical prompt. Arrivals come in bursts,
-    in which the slack is wanted for queueing, so the limit is no longer than throughput asks for: the smallest
-    iteration, which is mostly the constant part of all, is a tenth of it. Where nobody came for a minute, that
-    alone is the limit.
+    The wait uses TTFT slack: the SLO minus the time of a typical prompt. Arrivals come in bursts, which need that
+    slack for queueing, so the limit is at most the length at which the constant part of an iteration costs
+    `LARGEST_LOSS` of throughput. After a minute without online requests that length alone is the limit.
     """
     prompt = Batch.of([Slice(view.prompt_tokens, 0)] if view.prompt_tokens else [])
     slack_ms = view.slo.ttft_ms - view.model.predict(prompt)

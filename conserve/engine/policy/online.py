@@ -1,4 +1,4 @@
-"""Phase 1: online requests, all of them, before anybody else (conserve-2026 Algorithm 1)."""
+"""Phase 1: all online requests, before any offline one (conserve-2026 Algorithm 1)."""
 
 from itertools import chain
 from math import ceil, inf
@@ -11,26 +11,26 @@ from conserve.engine.policy.view import Candidate, Slo, View
 
 
 class OnlineShare(NamedTuple):
-    """What phase 1 leaves to phase 2."""
+    """Result of phase 1 that phase 2 builds on."""
 
-    complete: bool  # every online request got all it could use
-    limit_ms: float  # the most that the iteration may take for the sake of those in it
-    running_offline: list[Candidate]  # those that were not preempted
+    complete: bool  # every online request got all tokens it could use
+    limit_ms: float  # longest iteration that the online requests in it can bear
+    running_offline: list[Candidate]  # running offline requests that were not evicted
 
 
 def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShare:
-    """Add decode steps, then prompts under way, then those that wait, preempting offline requests for them.
+    """Add decode steps, then running prompts, then waiting requests, evicting offline requests for them.
 
-    Decode steps always run. Where there are some, chunks of prompts stay within `tbt_ms`, unless a prompt
-    would miss its TTFT for it: then its chunk is as large as vLLM would have made it (docs/adr/0006).
+    All decode steps run. Beside them a chunk of a prompt stays within `tbt_ms`, unless the prompt would miss its
+    TTFT for it: then the chunk is as large as vLLM would have made it (docs/adr/0006).
     """
-    victims = sorted(view.offline, key=attrgetter("saved"))  # the last goes first
+    victims = sorted(view.offline, key=attrgetter("saved"))  # the last one is evicted first
     limit_ms, first_tokens_ms = inf, inf
     decodes = [request for request in view.online if request.decode]
     if decodes:
         limit_ms = tbt_ms
         _add_steps(composer, victims, decodes)
-    first_tokens = 0  # that this iteration brings
+    first_tokens = 0  # of requests whose prompt ends in this iteration
     prompts = ((request, False) for request in view.online if not request.decode)
     for request, waiting in chain(prompts, ((request, True) for request in view.waiting_online)):
         if request.restorable:
@@ -50,13 +50,13 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
         if not request.answered:
             first_tokens += 1
             first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
-    if view.preemptible and first_tokens_ms < inf:  # who waits for a first token waits for nothing else
+    if view.preemptible and first_tokens_ms < inf:  # offline tokens delay it by `PATIENCE` at most
         first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + PATIENCE * view.slo.ttft_ms)
     return OnlineShare(composer.free_blocks >= 0, min(limit_ms, first_tokens_ms), _left(view, composer))
 
 
 def _add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candidate]) -> None:
-    """Add all decode steps; vLLM preempts among online requests where offline ones have not enough to give."""
+    """Add all decode steps; vLLM evicts online requests where the offline ones have too few blocks."""
     if composer.free_slots >= 0 and composer.growth(decodes) <= composer.free_blocks:
         composer.add_all(decodes)
         return
@@ -66,17 +66,17 @@ def _add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candi
 
 
 def _left(view: View, composer: Composer) -> list[Candidate]:
-    """The offline requests that were not preempted, in the order in which they are served."""
-    gone = set(composer.preempted)
+    """Running offline requests that were not evicted, in serving order."""
+    gone = set(composer.evicted)
     return [request for request in view.offline if request.name not in gone]
 
 
 def _holds_up(composer: Composer, request: Candidate, first_tokens: int, view: View) -> bool:
-    """Whether the request is better served in an iteration of its own: all of them together wait less.
+    """True if an iteration of its own for this request lowers the total waiting time.
 
-    Those who get their first tokens from this one wait for the request's prompt too; apart, the request and those
-    behind it wait for one more iteration's constant part. In a long queue prompts are computed together, in a
-    short one each as soon as it can be.
+    Requests that get their first token from this iteration would also wait for the request's prompt. Apart, the
+    request and those queued behind it wait for the constant part of one more iteration. So prompts share an
+    iteration while the queue is long, and each has its own while it is short.
     """
     if view.slo.ttft_ms == inf:
         return False
@@ -85,13 +85,16 @@ def _holds_up(composer: Composer, request: Candidate, first_tokens: int, view: V
 
 
 def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo) -> int:
-    """Tokens of an online prompt to compute: within the limit if its TTFT allows, else at full speed."""
+    """Number of tokens of an online prompt to compute.
+
+    As many as fit into `limit_ms` if the prompt still keeps its TTFT that way, else as many as the iteration takes.
+    """
     tokens = composer.fitting(request, limit_ms)
     left_ms = slo.ttft_ms - request.age_ms
     if tokens:
         in_time = ceil(request.tokens / tokens) * limit_ms <= left_ms
     else:
-        # It can wait for one more iteration; without a promise it would wait for all the decoding ones.
+        # It can wait for one more iteration. Without a TTFT promise it would wait for all decoding requests.
         in_time = limit_ms + composer.alone_ms(request) <= left_ms < inf
     return tokens if in_time else composer.fitting(request, inf)
 
@@ -99,7 +102,7 @@ def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo) -> 
 def _place(
     composer: Composer, victims: list[Candidate], request: Candidate, tokens: int, *, waiting: bool
 ) -> bool:
-    """Add the request, preempting for it; False if it has to wait for room."""
+    """Add the request, evicting others for it; False if it has to wait for room."""
     if not waiting:
         composer.make_room(victims, composer.blocks_for(request, tokens))
         composer.add(request, tokens)
@@ -111,7 +114,7 @@ def _place(
 
 
 def _make_place(composer: Composer, victims: list[Candidate], request: Candidate) -> bool:
-    """Preempt for a request that waits, until there is room for all of it; False if there cannot be."""
+    """Evict others until a waiting request has room for all its tokens; False if that cannot be."""
     whole = composer.blocks_for(request, request.tokens)
     return any(
         composer.make_room(victims, blocks, slots=1) for blocks in (whole + composer.watermark_blocks, whole)

@@ -1,4 +1,4 @@
-"""The baseline of latency: offline requests are held out, as if they were not there."""
+"""Baseline for latency: every offline request is deferred."""
 
 from math import inf
 
@@ -9,14 +9,14 @@ from conserve.engine.policy.view import View
 
 
 class OnlineOnly:
-    """What an engine without offline work would do; its requests wait, and give up memory when asked."""
+    """Schedules as an engine without offline work would; offline requests give up memory to online ones."""
 
     decides = True
     holds_offline = True
     spares_offline = False
 
     def plan(self, view: View) -> Plan:
-        """Phase 1 alone, without a limit."""
+        """Phase 1 alone, without a TBT limit."""
         composer = Composer(view)
         serve_online(composer, view, tbt_ms=inf)
         return composer.plan()

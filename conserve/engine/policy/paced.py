@@ -1,4 +1,4 @@
-"""Every iteration within a time, whoever is in it: for batch runs that share their machine."""
+"""Every iteration within a time limit, for batch runs that share their machine with other work."""
 
 from itertools import chain, islice
 
@@ -9,14 +9,14 @@ from conserve.engine.policy.view import View
 
 
 class Paced:
-    """All requests are equal; the TBT of the SLO bounds each iteration."""
+    """Treats all requests alike; the TBT of the SLO is the limit of each iteration."""
 
     decides = True
     holds_offline = False
     spares_offline = False
 
     def plan(self, view: View) -> Plan:
-        """As much as fits, at least one token."""
+        """As many tokens as fit into the limit, at least one."""
         composer = Composer(view)
         running = [*view.online, *view.offline]
         waiting = chain(view.waiting_online, view.waiting_offline)

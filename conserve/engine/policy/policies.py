@@ -1,4 +1,4 @@
-"""The policies by the names that flags and reports use."""
+"""Policies by the names that flags and reports use."""
 
 from collections.abc import Callable
 
@@ -17,4 +17,4 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "priority": Priority,
     "paced": Paced,
 }
-SERVING = (CONSERVE, "online-only", "non-preemptive", "priority")  # those that serve live traffic
+SERVING = (CONSERVE, "online-only", "non-preemptive", "priority")  # policies for live traffic

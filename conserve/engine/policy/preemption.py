@@ -1,4 +1,4 @@
-"""Who leaves the iteration that runs while an online request arrives: pure decisions, as for plans."""
+"""Which rows leave the running iteration when an online request arrives: pure decisions, as plans are."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,57 +7,57 @@ from typing import Protocol
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
-PATIENCE = 0.02  # of the TTFT promise: what an arrival may wait for anything without a reason
-WASTE = 0.015  # of all offline tokens: what may be thrown away where no promise is at stake
+PATIENCE = 0.02  # share of its TTFT promise that an arrival may be made to wait without need
+WASTE = 0.015  # share of all offline tokens that may be thrown away while no TTFT is at stake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnderWay:
-    """The iteration that runs."""
+    """The running iteration."""
 
-    batch: Batch  # everybody in it
-    rows: Sequence[Slice]  # offline rows that may leave it, the first to leave first
-    separable: bool  # rows leave alone and go on later where they left; else all leave, and begin anew
+    batch: Batch  # every request in it
+    rows: Sequence[Slice]  # offline rows that may leave, in leave order
+    separable: bool  # True: single rows leave and join later; False: all leave and begin anew
     elapsed_ms: float
 
     @property
     def pure(self) -> bool:
-        """Whether nobody but these rows is in it."""
+        """True if the iteration holds only these rows."""
         return len(self.rows) == self.batch.requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """Those who have come since it began."""
+    """Online requests that arrived after the iteration started."""
 
-    prompts: Sequence[Slice]  # of online requests, none of them computed yet
-    slack_ms: float  # until the first token of one of them is late
-    ttft_ms: float  # the promise
-    spare_tokens: float  # offline tokens that may be thrown away for comfort's sake
+    prompts: Sequence[Slice]  # none of them computed yet
+    slack_ms: float  # until the first of their first tokens is late
+    ttft_ms: float  # the TTFT promise
+    spare_tokens: float  # offline tokens that may be thrown away while no TTFT is at stake
 
 
 class Preemption(Protocol):
-    """Decides for arrivals."""
+    """Decides how many rows leave the running iteration when online requests arrive."""
 
     def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
-        """How many of `under_way.rows` are to leave, mostly none."""
+        """Number of `under_way.rows` that leave, counted from the first; mostly 0."""
 
 
 class AllOffline:
-    """Conserve-2026 Algorithm 2: all offline rows leave if an arrival would miss its TTFT."""
+    """All offline rows leave if an arrival would miss its TTFT (conserve-2026 Algorithm 2)."""
 
     def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
-        """All or nobody."""
+        """Every row, or none."""
         if remaining_ms(under_way, model) + prompts_ms(arrivals, model) <= arrivals.slack_ms:
             return 0
         return all_if_sooner(under_way, arrivals, model)
 
 
 class JustEnough:
-    """Conserve-2024 Algorithm 2: row after row leaves until the arrival's TTFT can be kept."""
+    """Rows leave one after another until the arrivals can keep their TTFT (conserve-2024 Algorithm 2)."""
 
     def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
-        """As many as it takes; where rows cannot leave on their own, all or nobody."""
+        """The fewest rows that suffice; every row or none where rows cannot leave alone."""
         if not under_way.separable:
             return AllOffline().leaving(under_way, arrivals, model)
         batch = replace(under_way.batch)
@@ -71,17 +71,17 @@ class JustEnough:
         return len(under_way.rows)
 
 
-class Prompt:
-    """An arrival waits for nothing that it can be spared, as long as little is thrown away for it.
+class Promptly:
+    """Rows leave for every arrival, unless that throws much away or the arrival would wait only briefly.
 
-    Where its TTFT is at stake, all offline rows leave, as in `AllOffline`. Otherwise they leave if the arrival
-    would wait for more than `PATIENCE` of the promise, within the budget of tokens that may be thrown away.
+    If a TTFT is at stake, all offline rows leave, as in `AllOffline`. Otherwise they leave if the arrival would
+    wait for more than `PATIENCE` of its promise, within the budget of tokens that may be thrown away.
     """
 
     def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
-        """All or nobody."""
+        """Every row, or none."""
         left_ms = remaining_ms(under_way, model)
-        if under_way.separable and not left_ms:  # overdue, nobody knows for how long
+        if under_way.separable and not left_ms:  # longer than predicted: the time that remains is unknown
             return len(under_way.rows)
         late = left_ms + prompts_ms(arrivals, model) > arrivals.slack_ms
         if not late and (
@@ -92,15 +92,15 @@ class Prompt:
 
 
 class Never:
-    """For comparison: iterations are composed as if they could be preempted, and never are."""
+    """No row ever leaves, for comparison: iterations are planned as if rows could."""
 
     def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
-        """Nobody."""
+        """None."""
         return 0
 
 
 PREEMPTIONS: dict[str, Callable[[], Preemption]] = {
-    "prompt": Prompt,
+    "prompt": Promptly,
     "all-offline": AllOffline,
     "just-enough": JustEnough,
     "never": Never,
@@ -109,30 +109,30 @@ OFF = "off"
 
 
 def remaining_ms(under_way: UnderWay, model: LatencyModel, batch: Batch | None = None) -> float:
-    """What is left of the iteration if only `batch` goes on with it."""
+    """Predicted time until the iteration ends if `batch` (default: all of it) stays in it."""
     return share_left(under_way, model) * model.predict(batch or under_way.batch)
 
 
 def share_left(under_way: UnderWay, model: LatencyModel) -> float:
-    """Predicted share of the iteration that is still to run, from 0 to 1."""
+    """Predicted share of the iteration that has not run yet, from 0 to 1."""
     whole_ms = model.predict(under_way.batch)
     return max(0.0, 1 - under_way.elapsed_ms / whole_ms) if whole_ms else 0.0
 
 
 def prompts_ms(arrivals: Arrivals, model: LatencyModel) -> float:
-    """How long the prompts of those who wait take."""
+    """Predicted prefill time of the online requests that arrived."""
     return model.predict(Batch.of(arrivals.prompts))
 
 
 def thrown_away(under_way: UnderWay, model: LatencyModel) -> float:
-    """Tokens' worth of computing that is lost if all rows leave now."""
+    """Computing that is lost if all rows leave now, in tokens."""
     if under_way.separable:
         return 0.0
     return (1 - share_left(under_way, model)) * sum(row.tokens for row in under_way.rows)
 
 
 def all_if_sooner(under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
-    """All rows, unless online rows would have to leave with them and get their tokens later for it."""
+    """Number of rows: all, unless online rows must leave too and would get their tokens later for it."""
     if not under_way.separable and not under_way.pure:
         again = replace(under_way.batch)
         for row in under_way.rows:
@@ -145,5 +145,5 @@ def all_if_sooner(under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) 
 
 
 def spare_tokens(offline_tokens: float, wasted_tokens: float) -> float:
-    """How many more tokens may be thrown away for comfort's sake."""
+    """Number of tokens that may still be thrown away while no TTFT is at stake."""
     return WASTE * offline_tokens - wasted_tokens
