@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY
-from conserve.engine.runtime.safepoint import EVERYBODY
+from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.iteration import Stamp, outcome_of
 from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
 from tests.bare_scheduler import known_model
@@ -89,7 +89,7 @@ class Dice:
         dice = self._dice
         while dice.random() < self._often:
             some = dice.choice([rows, dice.randint(1, rows)])
-            yield dice.randrange(self._layers), EVERYBODY if dice.random() < self._everybody else some
+            yield dice.randrange(self._layers), ALL_ROWS if dice.random() < self._everybody else some
 
 
 class Ask(NamedTuple):

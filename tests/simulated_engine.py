@@ -21,7 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from conserve.bench.traces import Arrival
-from conserve.engine.runtime.safepoint import EVERYBODY
+from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.iteration import Outcome, Stamp, put, stamp_of
 from conserve.profiles.batch import Batch
 from conserve.profiles.model import LatencyModel
@@ -192,7 +192,7 @@ class SimulatedEngine(BareEngine):
                 layer_s = None
             if stamp is not None and layer % stamp.every == 0 and (rows := self._orders(stamp)) > asked:
                 left_before, asked = left_before if asked else layer, rows
-                everybody = rows == EVERYBODY
+                everybody = rows == ALL_ROWS
                 leaving = slices.keys() if everybody else slices.keys() & set(stamp.rows[:rows])
                 for name in leaving - left - joining.keys() if layer else ():
                     self._suspended[name] = Suspended(layer, slices[name].context, slices[name].tokens)

@@ -30,7 +30,7 @@ from conserve.errors import SettingsError
 from conserve.jobs.harvest.services import announce
 
 if TYPE_CHECKING:
-    from conserve.engine.service import Command, Service
+    from conserve.engine.service import ProcessCommand, Service
 
 EXAMPLE = """
 conserve serve smollm2-demo --ttft-slo 1500ms --tbt-slo 150ms
@@ -259,14 +259,14 @@ def keyed(settings: Settings) -> Settings:
 
 def server_command(
     settings: Settings, section: dict[str, Any], flags: list[str], port: int, front: Front | None = None
-) -> "Command":
+) -> "ProcessCommand":
     """vLLM's server with our plug-in."""
-    from conserve.engine.service import Command, python
+    from conserve.engine.service import ProcessCommand, python
 
     log = os.environ.get("CONSERVE_ENGINE_LOG")
     limits = json.dumps((front or Front()).document())
     words = (settings.model, str(settings.models_folder), json.dumps(section), limits, *flags)
-    return Command(
+    return ProcessCommand(
         name="server",
         words=python("conserve.engine.vllm.server.process", *words),
         # Keys in the environment, since anybody may read a command line.
@@ -279,9 +279,9 @@ def server_command(
     )
 
 
-def harvester_command(settings: Settings, url: str, *more: str) -> "Command":
+def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessCommand":
     """`conserve harvest` on this store."""
-    from conserve.engine.service import Command, python
+    from conserve.engine.service import ProcessCommand, python
 
     # Its model is what the server serves, and its store is ours, whatever its surroundings say.
     environment = {
@@ -291,7 +291,7 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "Command":
     }
     what = ("harvest", "--endpoint", url, "--utility", str(settings.utility))
     words = ("--home", str(settings.home), *what, *more)
-    return Command(name="harvester", words=python("conserve", *words), environment=environment)
+    return ProcessCommand(name="harvester", words=python("conserve", *words), environment=environment)
 
 
 async def supervise(service: "Service", settings: Settings, section: dict[str, Any], url: str) -> int:
@@ -320,7 +320,7 @@ async def supervise(service: "Service", settings: Settings, section: dict[str, A
     return exits.DONE
 
 
-async def spill(settings: Settings, server: "Command", url: str) -> None:
+async def spill(settings: Settings, server: "ProcessCommand", url: str) -> None:
     """Before rows are withdrawn: have the server write their KV to disk, and say what came of it."""
     import httpx
 

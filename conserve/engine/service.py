@@ -1,4 +1,4 @@
-"""The processes of `conserve serve`, vLLM's server and a harvester: watched over and stopped in order."""
+"""Supervisor of the processes of `conserve serve`: vLLM's server and a harvester."""
 
 import asyncio
 import contextlib
@@ -17,35 +17,35 @@ from conserve.engine.runtime.parent import follow_parent
 from conserve.engine.vllm.launching.environment import last_error
 from conserve.errors import ServiceFailed
 
-READY_S = 0.5  # between two looks whether the server answers
+READY_S = 0.5  # between two checks whether the server answers
 LONGEST_BACKOFF_S = 60.0
-STEADY_S = 60.0  # a child that ran so long starts anew without waiting
+STEADY_S = 60.0  # a process that ran this long is started again without a pause
 HARVESTER_S = 20.0  # to save progress
-DRAIN_S = 45.0  # for the server to finish what is under way: more than vLLM's own limit (--shutdown-timeout)
+DRAIN_S = 45.0  # for the server to finish running requests: more than vLLM's own limit (--shutdown-timeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """How a child is started."""
+class ProcessCommand:
+    """How a process is started."""
 
     name: str
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    log: Path | None = None  # where its output goes; ours if None
+    log: Path | None = None  # file for its output; None: our own output
 
 
-class Child:
+class SupervisedProcess:
     """A process that is started again when it ends by itself."""
 
-    def __init__(self, command: Command) -> None:
+    def __init__(self, command: ProcessCommand) -> None:
         self.command = command
         self.process: asyncio.subprocess.Process | None = None
-        self.log_begins = 0  # where this start's output begins in the log
+        self.log_begins = 0  # offset of this start's output in the log
         self._backoff_s = 0.0
         self._started = 0.0
 
     async def start(self) -> None:
-        """Start it now."""
+        """Start the process."""
         self._started = time.monotonic()
         with contextlib.ExitStack() as files:
             output = None
@@ -59,46 +59,46 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
-                preexec_fn=follow_parent,  # if we are killed they stop in order
+                start_new_session=True,  # a terminal's Ctrl-C reaches only us; we pass it on
+                preexec_fn=follow_parent,  # if we are killed, it gets SIGTERM
             )
 
     async def ended(self) -> int:
-        """Its exit code, once it has one."""
+        """Wait for the process to end; returns its exit code."""
         assert self.process is not None
         return await self.process.wait()
 
     def pause_s(self) -> float:
-        """How long to wait before it is started again: 1, 2, 4 ... seconds if it keeps ending."""
+        """Seconds to wait before the next start: 1, 2, 4 ... if the process keeps ending."""
         steady = time.monotonic() - self._started > STEADY_S
         self._backoff_s = 0.0 if steady else min(max(1.0, self._backoff_s * 2), LONGEST_BACKOFF_S)
         return self._backoff_s
 
     async def stop(self, within_s: float) -> None:
-        """Ask it to end, and make it end if it has not after so many seconds."""
+        """Send SIGTERM, and SIGKILL if the process has not ended after this many seconds."""
         if self.process is None or self.process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), within_s)
-        self.kill()  # it, or what its processes left behind
+        self.kill()  # the process, or child processes that it left behind
         await self.process.wait()
 
     def kill(self) -> None:
-        """End it and its own children at once."""
+        """Kill the process and its own children."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Service:
-    """A server and, if wanted, a harvester; `run` returns once both are stopped."""
+    """A server and, if wanted, a harvester; `run` returns once both have stopped."""
 
     def __init__(
         self,
-        server: Command,
-        harvester: Command | None,
+        server: ProcessCommand,
+        harvester: ProcessCommand | None,
         *,
         url: str,
         say: Callable[[str], None],
@@ -107,13 +107,13 @@ class Service:
     ) -> None:
         self._before_stop = before_stop
         self._drain_s = drain_s
-        self._server = Child(server)
-        self._harvester = Child(harvester) if harvester is not None else None
+        self._server = SupervisedProcess(server)
+        self._harvester = SupervisedProcess(harvester) if harvester is not None else None
         self._url = url
         self._say = say
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], Awaitable[None]]) -> None:
-        """Serve until `stop`; raises `ServiceFailed` if the server does not come up the first time.
+        """Serve until `stop` is set; raises `ServiceFailed` if the server does not come up the first time.
 
         Once it has come up, `before_stop` runs before anything is stopped.
         """
@@ -134,23 +134,23 @@ class Service:
             stopping.cancel()
             if served and stop.is_set() and self._before_stop is not None:
                 await self._before_stop()
-            # Offline first: its progress is saved while live requests are still served.
+            # The harvester first: it saves its progress while live requests are still served.
             if self._harvester is not None:
                 await self._harvester.stop(HARVESTER_S)
             await self._server.stop(self._drain_s)
 
     def process_ids(self) -> list[int]:
-        """Of the server and the harvester, as far as they run."""
+        """Process ids of the server and the harvester, if they were started."""
         children = filter(None, (self._server, self._harvester))
         return [child.process.pid for child in children if child.process is not None]
 
     def kill(self) -> None:
-        """End everything at once."""
+        """Kill all processes at once."""
         for child in filter(None, (self._harvester, self._server)):
             child.kill()
 
     async def _until(self, stopping: "asyncio.Task[bool]", work: Awaitable[object]) -> bool:
-        """Do the work unless told to stop meanwhile; whether it was done."""
+        """Do the work unless told to stop meanwhile; True if it was done."""
         working = asyncio.ensure_future(work)
         await asyncio.wait({stopping, working}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -162,7 +162,7 @@ class Service:
         return not stopping.done()
 
     async def _ready(self) -> None:
-        """Wait until the server answers; raises if its process ends first."""
+        """Wait until the server answers; raises `ServiceFailed` if its process ends first."""
         ending = asyncio.create_task(self._server.ended())
         try:
             async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
@@ -178,7 +178,7 @@ class Service:
     async def _keep_server(self) -> None:
         while True:
             code = await self._server.ended()
-            self._server.kill()  # what its processes left behind
+            self._server.kill()  # child processes that it left behind
             pause_s = self._server.pause_s()
             self._say(f"{why_ended(self._server, code)}; starting it again")
             await asyncio.sleep(pause_s)
@@ -189,7 +189,7 @@ class Service:
                 continue
             self._say(f"serving again at {self._url}")
 
-    async def _keep(self, child: Child) -> None:
+    async def _keep(self, child: SupervisedProcess) -> None:
         while True:
             code = await child.ended()
             pause_s = child.pause_s()
@@ -198,8 +198,8 @@ class Service:
             await child.start()
 
 
-def why_ended(child: Child, code: int) -> str:
-    """One sentence on a child that ended, from the end of its log."""
+def why_ended(child: SupervisedProcess, code: int) -> str:
+    """One sentence on why a process ended, from the end of its log."""
     tail, command = "", child.command
     if command.log is not None and command.log.exists():
         with command.log.open("rb") as file:
@@ -218,5 +218,5 @@ def why_ended(child: Child, code: int) -> str:
 
 
 def python(module: str, *words: str) -> list[str]:
-    """The command that runs one of our modules with this interpreter."""
+    """Command line that runs one of our modules with this interpreter."""
     return [sys.executable, "-m", module, *words]

@@ -130,7 +130,7 @@ class Watch:
         engine.llm.abort_request([engine.internal(name)], internal=True)
 
     def _raise(self, wait_s: float, raised: list[float]) -> None:
-        from conserve.engine.runtime.safepoint import EVERYBODY
+        from conserve.engine.runtime.safepoint import ALL_ROWS
 
         preemptions = self._engine.preemptions
         self._begun.wait()
@@ -139,7 +139,7 @@ class Watch:
         if running is None:
             return
         raised.append(time.monotonic())
-        preemptions._flag.raise_for(running.iteration, EVERYBODY)
+        preemptions._flag.raise_for(running.iteration, ALL_ROWS)
 
     def _begins(self, *args: Any, **kw: Any) -> None:
         self._begin(*args, **kw)

@@ -130,13 +130,13 @@ class Ranks:
             thread.join()
 
     def _disturb(self, dice: random.Random, stop: threading.Event) -> None:
-        from conserve.engine.runtime.safepoint import EVERYBODY
+        from conserve.engine.runtime.safepoint import ALL_ROWS
 
         while not stop.wait(dice.uniform(0.0, 0.03)):
             running = self.preemptions._running
             if running is None:
                 continue
-            some = dice.choice([len(running.rows), dice.randint(1, len(running.rows)), EVERYBODY])
+            some = dice.choice([len(running.rows), dice.randint(1, len(running.rows)), ALL_ROWS])
             running.asked, running.raised_at = some, time.monotonic()
             self.preemptions._flag.raise_for(running.iteration, some)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from conserve.engine.runtime.safepoint import EVERYBODY
+from conserve.engine.runtime.safepoint import ALL_ROWS
 from tests.tiny_models import LAYERS
 
 # As in test_embedded_engine.py.
@@ -146,7 +146,7 @@ class Rows:
                 orders = {
                     1: [(first, 1), (second, 2)],
                     2: [(first, 1), (second, ALL)],
-                    4: [(first, 1), (second, EVERYBODY)],
+                    4: [(first, 1), (second, ALL_ROWS)],
                     5: [(first, 1), (min(first + 1, second), 2), (second, 3)],
                 }
                 assert engine.scripted(asked, orders) == wanted
@@ -162,7 +162,7 @@ class Rows:
         asked = mixed(4)
         wanted = engine.undisturbed(asked)
         for layer in range(LAYERS):
-            assert engine.scripted(asked, {n: [(layer, EVERYBODY)] for n in (1, 2, 5)}) == wanted
+            assert engine.scripted(asked, {n: [(layer, ALL_ROWS)] for n in (1, 2, 5)}) == wanted
 
     def test_no_layer_computes_a_token_twice_for_a_row_that_left(self, engine: Any) -> None:
         from tests.preempted_engine import ALL
@@ -172,7 +172,7 @@ class Rows:
         scripts = (
             {1: [(1, 1), (3, ALL)], 2: [(2, 1), (5, 2)], 3: [(4, ALL)], 5: [(1, ALL)]},
             {1: [(3, ALL)], 2: [(1, ALL)], 3: [(5, ALL)], 6: [(2, ALL)], 7: [(1, 1)]},
-            {1: [(1, 1), (2, EVERYBODY)], 2: [(4, 2)], 4: [(3, EVERYBODY)]},
+            {1: [(1, 1), (2, ALL_ROWS)], 2: [(4, 2)], 4: [(3, ALL_ROWS)]},
         )
         for script in scripts:
             before = counts(engine)
@@ -239,7 +239,7 @@ class Rows:
                 if engine.orders.iterations == at and layer == 1:
                     engine.abort(victim)
                 due = engine.orders.iterations in (at - 1, at) and layer >= 2
-                return (EVERYBODY if whole else len(stamp.rows)) if due else 0
+                return (ALL_ROWS if whole else len(stamp.rows)) if due else 0
 
             answers = engine.preempted(asked, decide)
             assert victim not in answers

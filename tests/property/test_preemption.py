@@ -17,7 +17,7 @@ from conserve.engine.policy.preemption import (
     prompts_ms,
     remaining_ms,
 )
-from conserve.engine.runtime.safepoint import EVERYBODY, PreemptionFlag
+from conserve.engine.runtime.safepoint import ALL_ROWS, PreemptionFlag
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from tests.reach import reached
@@ -110,5 +110,5 @@ def test_a_flag_says_what_was_said_last_and_to_one_iteration(raised: list[tuple[
     with PreemptionFlag.create() as flag:
         for iteration, rows in raised:
             flag.raise_for(iteration, rows)
-            assert flag.rows_to_leave(iteration) == min(rows, EVERYBODY)
+            assert flag.rows_to_leave(iteration) == min(rows, ALL_ROWS)
             assert flag.rows_to_leave(iteration + 1) == flag.rows_to_leave(iteration - 1) == 0

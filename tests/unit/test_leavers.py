@@ -62,9 +62,9 @@ def test_who_leaves_before_it_has_joined_keeps_what_it_has() -> None:
 def test_memory_that_is_gone_takes_the_layers_along_once() -> None:
     leavers = Leavers()
     leave(leavers, 60, 15)
-    assert leavers.lost_memory("row", LAYERS).worth == 30
-    assert leavers.lost_memory("row", LAYERS).worth == 0
-    assert leavers.lost_memory("another", LAYERS).worth == 0
+    assert leavers.evicted("row", LAYERS).worth == 30
+    assert leavers.evicted("row", LAYERS).worth == 0
+    assert leavers.evicted("another", LAYERS).worth == 0
 
 
 class Model:
@@ -91,7 +91,7 @@ class Model:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    from conserve.engine.runtime.safepoint import EVERYBODY
+    from conserve.engine.runtime.safepoint import ALL_ROWS
     from conserve.engine.vllm.iteration import Stamp
     from conserve.engine.vllm.preemption import rows as module
     from conserve.engine.vllm.preemption.safepoints import Abandoned, Safepoints
@@ -155,7 +155,7 @@ def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest
     assert rows.left == {"a", "c"}
     assert torch.equal(some[3:5], wanted[3:5])
     with pytest.raises(Abandoned):
-        once({2: EVERYBODY})  # everybody, where c has joined and a has not
+        once({2: ALL_ROWS})  # everybody, where c has joined and a has not
     assert rows.suspended == {"a": 3, "b": 2, "c": 2}
     assert torch.equal(once({}), wanted)  # all go on where they left
     assert rows.suspended == {}

@@ -26,7 +26,7 @@ from conserve.engine.policy.preemption import (
     thrown_away,
 )
 from conserve.engine.runtime import safepoint
-from conserve.engine.runtime.safepoint import EVERYBODY, PreemptionFlag, check_us
+from conserve.engine.runtime.safepoint import ALL_ROWS, PreemptionFlag, check_us
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 
@@ -128,7 +128,7 @@ class TestJustEnough:
         assert self.policy.leaving(running, come, MODEL) == AllOffline().leaving(running, come, MODEL)
 
 
-class TestPrompt:
+class TestPromptly:
     policy = Promptly()
 
     def leaving(self, running: UnderWay, come: Arrivals) -> int:
@@ -192,7 +192,7 @@ class TestFlag:
             flag.raise_for(2, 7)
             assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 7, 0]
             flag.raise_for(3)
-            assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 0, EVERYBODY]
+            assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 0, ALL_ROWS]
 
     def test_what_is_raised_for_an_iteration_that_has_ended_says_nothing_to_the_next(self) -> None:
         with PreemptionFlag.create() as flag:
@@ -204,7 +204,7 @@ class TestFlag:
     def test_numbers_stay_within_their_bits(self) -> None:
         with PreemptionFlag.create() as flag:
             flag.raise_for(1, 10**9)
-            assert flag.rows_to_leave(1) == EVERYBODY
+            assert flag.rows_to_leave(1) == ALL_ROWS
             assert flag.rows_to_leave(2) == 0
             flag.raise_for(1 << 40, 3)
             assert flag.rows_to_leave(1 << 40) == 3
@@ -274,8 +274,8 @@ class TestSafepoints:
         assert safepoints.left_before == 2
 
     def test_and_again_when_there_are_more_of_them(self) -> None:
-        safepoints, said = passed(FakeOrders(at_1=1, at_4=3, at_6=EVERYBODY))
-        assert said == [0, 1, 0, 0, 3, 0, EVERYBODY, 0]
+        safepoints, said = passed(FakeOrders(at_1=1, at_4=3, at_6=ALL_ROWS))
+        assert said == [0, 1, 0, 0, 3, 0, ALL_ROWS, 0]
         assert safepoints.left_before == 1
 
     def test_only_every_nth_layer_looks(self) -> None:

@@ -1,1 +1,1 @@
-"""Parts of the engine that know memory and tensors but not vLLM."""
+"""Parts of the engine that handle memory, tensors and processes without vLLM."""

@@ -12,7 +12,7 @@ REPEATS = 5
 
 
 class CopyTimes(NamedTuple):
-    """Medians for one number of blocks."""
+    """Median times of copying one number of blocks."""
 
     blocks: int
     bytes: int
@@ -21,10 +21,10 @@ class CopyTimes(NamedTuple):
 
 
 def time_copies(caches: Sequence[torch.Tensor], num_blocks: int, counts: Sequence[int]) -> list[CopyTimes]:
-    """Copy scattered blocks of every layer out and back again, for each number of blocks in `counts`.
+    """Time copies of scattered blocks of every layer to the host and back, for each number of blocks in `counts`.
 
-    `caches` holds one tensor per layer, one of whose dimensions is `num_blocks` long. What is copied back is
-    what was copied out. Host memory is page-locked where there is a device to copy from.
+    `caches` holds one tensor per layer, one of whose dimensions is `num_blocks` long. Their contents do not change.
+    Host memory is page-locked if the caches are on a device.
     """
     dice = random.Random(0)
     views = [block_first(cache, num_blocks) for cache in caches]  # (num_blocks, ...) each
@@ -48,13 +48,13 @@ def time_copies(caches: Sequence[torch.Tensor], num_blocks: int, counts: Sequenc
 
 
 def block_first(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """The cache with its blocks in the first dimension, without copying."""
+    """View of the cache with its blocks in the first dimension."""
     dimension = next(n for n, size in enumerate(cache.shape) if size == num_blocks)
     return cache.movedim(dimension, 0)
 
 
 def timed_ms(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], on_device: bool) -> float:
-    """Copy the second of each pair into the first and wait; milliseconds."""
+    """Copy the second of each pair into the first and wait; returns milliseconds."""
     begun = time.perf_counter()
     for target, source in pairs:
         target.copy_(source, non_blocking=True)

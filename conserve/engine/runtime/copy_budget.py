@@ -1,26 +1,29 @@
-"""How many KV blocks may be copied beside an iteration: copies use the memory that it computes with."""
+"""Number of KV blocks that may be copied beside an iteration: copies slow it down, since both use memory."""
 
 from math import inf
 from typing import NamedTuple, Self
 
-SMOOTHING = 0.2  # of what is learned
-USUAL_MS = 50.0  # an iteration whose length nobody knows
+SMOOTHING = 0.2  # weight of the newest measurement
+USUAL_MS = 50.0  # assumed length of an iteration without a prediction
 
 
 class BlockMs(NamedTuple):
-    """What copying one block takes, in ms, each way; None where nothing was copied."""
+    """Time of copying one block in each direction, in ms; None if nothing was copied."""
 
     to_host: float | None = None
     to_device: float | None = None
 
     def slower(self, other: Self) -> "BlockMs":
-        """Of two workers' times, the longer."""
+        """The longer of two workers' times, for each direction."""
         pairs = zip(self, other, strict=True)
         return BlockMs(*(max((ms for ms in pair if ms is not None), default=None) for pair in pairs))
 
 
 class CopyBudget:
-    """A share of each iteration's time, in blocks; the two ways differ, since host memory may be touched first."""
+    """Number of blocks whose copies take a set share of an iteration's time.
+
+    The two directions have their own times, since copying to the host may touch its memory for the first time.
+    """
 
     def __init__(self, usual: BlockMs, share: float) -> None:
         assert usual.to_host
@@ -29,25 +32,25 @@ class CopyBudget:
         self._share = share
 
     def learn(self, measured: BlockMs) -> None:
-        """What copies took of late."""
+        """Average the times of recent copies into the budget."""
         if measured.to_host:
             self.to_host_ms += SMOOTHING * (measured.to_host - self.to_host_ms)
         if measured.to_device:
             self.to_device_ms += SMOOTHING * (measured.to_device - self.to_device_ms)
 
     def beside(self, iteration_ms: float | None) -> float:
-        """Milliseconds that copies may take beside it."""
+        """Milliseconds that copies may take beside an iteration of this length."""
         return self._share * (USUAL_MS if iteration_ms is None else iteration_ms)
 
     def restores(self, left_ms: float, wanted: int) -> int:
-        """Of the blocks wanted on the device, how many may go; always one, or none would ever come back."""
+        """Number of wanted blocks to copy to the device; at least 1, or none would ever come back."""
         return within(left_ms, self.to_device_ms, wanted) or min(wanted, 1)
 
     def saves(self, left_ms: float, most: int) -> int:
-        """How many blocks may go to the host."""
+        """Number of blocks to copy to the host, at most `most`."""
         return within(left_ms, self.to_host_ms, most)
 
 
 def within(left_ms: float, each_ms: float, most: int) -> int:
-    """How often one fits into the other, up to `most`."""
+    """Number of times that `each_ms` fits into `left_ms`, at most `most`."""
     return most if left_ms == inf else min(most, int(max(0.0, left_ms) / each_ms))

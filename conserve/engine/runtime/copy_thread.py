@@ -1,7 +1,8 @@
-"""Copies blocks between two memories of the host, beside whatever computes (CPU engines).
+"""Copies blocks between two memories of the host beside the engine's computing (CPU engines).
 
-All blocks of all layers go in one call, outside the interpreter's lock: a call for each would have to take it back
-from the thread that computes as often. Where the process has a core that does not compute, they are copied there.
+All blocks of all layers are copied in one call without the interpreter's lock: with a call for each block the
+thread would have to take the lock back from the computing thread as often. If the process has a core that does not
+compute, the thread runs there.
 """
 
 import ctypes
@@ -19,8 +20,8 @@ import numpy.typing as npt
 
 log = logging.getLogger("vllm.conserve")
 Pieces = npt.NDArray[np.uint64]  # (pieces, 2): addresses and sizes in bytes, as C's struct iovec
-Move = Callable[[Pieces, Pieces], object]  # to the first from the second, piece by piece
-MOST_PIECES = 1024  # of a call: Linux's IOV_MAX
+Move = Callable[[Pieces, Pieces], object]  # copies pieces to the first from the second
+MOST_PIECES = 1024  # in one call: Linux's IOV_MAX
 _copy_at_once: Any = getattr(ctypes.CDLL(None), "process_vm_readv", None)
 if _copy_at_once is not None:
     _many = (ctypes.c_void_p, ctypes.c_ulong)
@@ -30,48 +31,48 @@ if _copy_at_once is not None:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Equally large blocks in a row: the same one of each memory's regions holds the same layer."""
+    """Blocks of one size, one after another. Regions of the same index hold the same layer in both memories."""
 
     address: int
     block_bytes: int
 
 
 class Done:
-    """Behaves as a CUDA event that was recorded after the copy."""
+    """Stands in for a CUDA event recorded after the copy."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self.failed = False
 
     def query(self) -> bool:
-        """Whether it is over, one way or the other."""
+        """True once the copy has ended, also if it failed."""
         return self._event.is_set()
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until the copy has ended."""
         self._event.wait()
 
     def set(self, *, failed: bool) -> None:
-        """It is over."""
+        """Mark the copy as ended."""
         self.failed = failed
         self._event.set()
 
 
 class Copied(NamedTuple):
-    """What was copied so far, one way; replaced as a whole, since another thread reads it."""
+    """Totals of the copies in one direction; replaced as a whole, since another thread reads them."""
 
     blocks: int = 0
     bytes: int = 0
-    seconds: float = 0.0  # of a core
+    seconds: float = 0.0  # of processor time
 
     def block_ms_since(self, before: "Copied") -> float | None:
-        """What a block has taken since then; None if none was copied."""
+        """Time per block since then, in ms; None if none was copied."""
         blocks = self.blocks - before.blocks
         return 1e3 * (self.seconds - before.seconds) / blocks if blocks else None
 
 
 class CopyThread:
-    """Copies in the order in which it is asked to."""
+    """Copies blocks in the order of the calls."""
 
     def __init__(self, device: Sequence[Region], host: Sequence[Region], move: Move | None = None) -> None:
         self._device, self._host, self._move = table(device), table(host), move or move_pieces
@@ -81,13 +82,13 @@ class CopyThread:
         self._thread.start()
 
     def copy(self, source: list[int], target: list[int], *, is_store: bool) -> Done:
-        """Have blocks copied: from the device to the host if it is a store."""
+        """Queue a copy of blocks: from the device to the host if `is_store`, else back."""
         done = Done()
         self._queue.put((source, target, is_store, done))
         return done
 
     def stop(self) -> None:
-        """Finish what was asked for, and end."""
+        """Finish the queued copies and end the thread."""
         self._queue.put(None)
         self._thread.join(timeout=10.0)
 
@@ -105,7 +106,7 @@ class CopyThread:
                 done.set(failed=failed)
 
     def _copy(self, source: list[int], target: list[int], is_store: bool) -> None:
-        begun = time.thread_time()  # by the clock it would be the wait for the interpreter's lock too
+        begun = time.thread_time()  # wall time would include waiting for the interpreter's lock
         first, to, count = np.array(merged(source, target), np.uint64).reshape(-1, 3).T
         here, there = (self._device, self._host) if is_store else (self._host, self._device)
         sources, targets = pieces(here, first, count), pieces(there, to, count)
@@ -123,18 +124,18 @@ class CopyThread:
 
 
 def table(regions: Sequence[Region]) -> Pieces:
-    """(regions, 2): each one's address and the size of its blocks."""
+    """Array (regions, 2): address of each region and size of its blocks, in bytes."""
     return np.array([(region.address, region.block_bytes) for region in regions], np.uint64).reshape(-1, 2)
 
 
 def pieces(regions: Pieces, first: npt.NDArray[np.uint64], count: npt.NDArray[np.uint64]) -> Pieces:
-    """Runs of blocks in each of the regions."""
+    """Addresses and sizes of runs of blocks in every region."""
     address, size = regions[:, :1], regions[:, 1:]
     return np.column_stack([(address + first * size).ravel(), (count * size).ravel()])
 
 
 def move_pieces(targets: Pieces, sources: Pieces) -> None:
-    """Copy pieces of equal size: all at once, or one by one where the kernel refuses or does not get through."""
+    """Copy pieces of equal size: in one call, or one by one if the kernel refuses it or copies only a part."""
     for start in range(0, len(targets), MOST_PIECES):
         to, source = (np.ascontiguousarray(side[start : start + MOST_PIECES]) for side in (targets, sources))
         vectors = (to.ctypes.data, len(to), source.ctypes.data, len(source))
@@ -157,10 +158,10 @@ def merged(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int,
 
 
 def leave_computing_cores() -> None:
-    """Move this thread to cores that its process, which computes, is not bound to, but whose parent may use."""
+    """Move this thread to cores that its parent may use and its own process, which computes, is not bound to."""
     try:
         free = os.sched_getaffinity(os.getppid()) - os.sched_getaffinity(os.getpid())
         if free:
             os.sched_setaffinity(0, free)  # 0 is the calling thread
-    except OSError:  # a container that does not allow it: then it shares the cores
+    except OSError:  # as in a container that does not allow it: the thread shares the cores that compute
         log.debug("KV copies share the cores that compute")

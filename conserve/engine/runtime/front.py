@@ -1,11 +1,11 @@
-"""What a server lets in: the size of a body, open connections, and who may read its metrics."""
+"""Limits of the API server: size of a body, open connections, and access to its metrics."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 BODY_BYTES = 64 << 20  # images travel in bodies, as base64
 CONNECTIONS = 4096
-HARVEST_KEY = "CONSERVE_HARVEST_KEY"  # the variable that holds the harvester's key
+HARVEST_KEY = "CONSERVE_HARVEST_KEY"  # variable that holds the harvester's key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class Front:
 
     body_bytes: int = BODY_BYTES  # of one request
     connections: int = CONNECTIONS  # open at once
-    open_metrics: bool = False  # `/metrics` is answered without a key
+    open_metrics: bool = False  # True: `/metrics` is answered without a key
 
     def document(self) -> dict[str, Any]:
         """The limits for JSON."""
@@ -22,5 +22,5 @@ class Front:
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Self:
-        """The limits that `document` wrote."""
+        """Read the limits back from JSON."""
         return cls(**document)

@@ -1,7 +1,7 @@
-"""Blocks of host memory that keep KV: who holds them, what is in them, and which goes first when it is full.
+"""Bookkeeping of host memory blocks for KV: their holders, their contents, and the order in which they are reused.
 
-A block is held while a row wants it or a copy writes it. One that nobody holds keeps what it has, for whoever
-has the same tokens, until the memory is wanted: the block released first goes first.
+A block is held while a row needs it or a copy writes it. A released block keeps its contents, for any row with the
+same tokens, until the memory is needed: the block released first is reused first.
 """
 
 from collections.abc import Hashable, Iterable
@@ -17,35 +17,35 @@ class _Block:
 
 @dataclass(slots=True)
 class HostMemory:
-    """The bookkeeping of `capacity` blocks; the bytes are the workers'."""
+    """Bookkeeping of `capacity` blocks. The bytes are in the workers."""
 
     capacity: int
     _blocks: dict[int, _Block] = field(default_factory=dict)
     _by_key: dict[Hashable, int] = field(default_factory=dict)
-    _released: dict[int, None] = field(default_factory=dict)  # in the order in which they may go
+    _released: dict[int, None] = field(default_factory=dict)  # in the order of reuse
     _never_used: int = 0
     _empty: list[int] = field(default_factory=list)
 
     @property
     def room(self) -> int:
-        """Blocks that `allocate` could give out."""
+        """Number of blocks that `allocate` could give out."""
         return len(self._released) + len(self._empty) + self.capacity - self._never_used
 
     @property
     def used(self) -> int:
-        """Blocks with something in them."""
+        """Number of blocks with contents."""
         return len(self._blocks)
 
     def find(self, key: Hashable) -> int | None:
-        """The block with this content, written or about to be."""
+        """The block with these contents, written or about to be written."""
         return self._by_key.get(key)
 
     def is_written(self, block: int) -> bool:
-        """Whether the content has arrived."""
+        """True if the contents have arrived."""
         return self._blocks[block].written
 
     def allocate(self, key: Hashable) -> int | None:
-        """A block to write this content into, held once; None where all are held."""
+        """A block to write these contents into, held once; None if all blocks are held."""
         assert key not in self._by_key
         if self._empty:
             block = self._empty.pop()
@@ -62,16 +62,16 @@ class HostMemory:
         return block
 
     def written(self, block: int) -> None:
-        """Its content has arrived."""
+        """Note that the block's contents have arrived."""
         self._blocks[block].written = True
 
     def hold(self, block: int) -> None:
-        """Keep it for one more."""
+        """Add a holder to the block."""
         self._blocks[block].holders += 1
         self._released.pop(block, None)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give blocks up; of those that nobody holds any more, the last one given goes last."""
+        """Remove one holder of each block; blocks left without one are reused in the order given here."""
         for block in blocks:
             entry = self._blocks[block]
             entry.holders -= 1
@@ -83,7 +83,7 @@ class HostMemory:
                 self._drop(block)
 
     def forget(self, block: int) -> None:
-        """Nobody shall find it again: it was not written, or not rightly."""
+        """Let `find` no longer return this block, whose contents were not written or are wrong."""
         entry = self._blocks[block]
         if self._by_key.get(entry.key) == block:
             del self._by_key[entry.key]
@@ -91,7 +91,7 @@ class HostMemory:
             self._drop(block)
 
     def clear(self) -> None:
-        """Empty every block that nobody holds."""
+        """Empty every block without a holder."""
         for block in list(self._released):
             self._drop(block)
 

@@ -1,38 +1,37 @@
-"""How far a host that launches work on a GPU may be ahead of it."""
+"""Limit on how far the host may launch GPU work ahead of the device."""
 
 from collections.abc import Callable
 from typing import Protocol
 
-AHEAD = 2  # safepoints: one that the device works towards, and one so that it never waits for the host
+AHEAD = 2  # safepoints: one that the device works towards, and one more so that it never waits for the host
 
 
 class Event(Protocol):
-    """What is used of `torch.cuda.Event`: a mark in the stream of launched work."""
+    """The used part of `torch.cuda.Event`: a mark in the stream of launched work."""
 
     def record(self) -> None:
-        """Put the mark behind everything launched so far; one put earlier counts no more."""
+        """Put the mark behind everything launched so far; an earlier mark is replaced."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come to the mark."""
+        """Wait until the device has reached the mark."""
 
 
 class Launches:
-    """Keeps the host's safepoints at most `AHEAD` of the device's.
+    """Keeps the host at most `AHEAD` safepoints ahead of the device.
 
-    Kernels are only launched by the host: in eager mode it may be through with all layers before the device has
-    done the first. A flag that is read then says nothing about what the device has still to do, since nothing
-    that was launched can be taken back. So the host marks the stream at every safepoint, and waits there for the
-    mark before the last; whoever leaves at a safepoint has at most `AHEAD` steps between safepoints to wait for.
-    There are as many events as marks that can be under way, made once and recorded anew.
+    In eager mode the host only launches kernels, and may have launched all layers before the device has finished
+    the first. Launched work cannot be taken back, so a flag read at such a safepoint would stop nothing. Therefore
+    the host marks the stream at every safepoint and waits there for the mark before the last one. A row that
+    leaves waits for at most `AHEAD` steps between safepoints. The `AHEAD` events are made once and recorded anew.
 
-    What is launched on one stream runs in the order of the launches. So for the KV blocks of an abandoned iteration
-    nobody would have to wait: what it still writes there is written before anything that comes next. Nor for
-    its tensors, whose memory the allocator gives out again in the same order, nor for collective operations,
-    which all ranks have launched up to the same safepoint. But the pinned buffers from which vLLM copies inputs and
-    attention metadata to the device are overwritten by the host, at once and in no stream's order. Usually
-    the host knows that these copies are done when it has the sampled tokens; who abandons an iteration, or changes
-    its metadata in the middle, has none. Therefore `finish` waits for all that was launched. That also keeps the
-    rest of an abandoned iteration out of the next one's time, from which the latency model learns.
+    Work on one stream runs in the order of its launches. So the KV blocks of an abandoned iteration need no wait:
+    what it still writes there is written before anything later. The same holds for its tensors, whose memory
+    the allocator gives out in that order, and for collective operations, which all ranks have launched up to
+    the same safepoint. But the host overwrites the pinned buffers, from which vLLM copies inputs and attention
+    metadata to the device, at once and in no stream's order. Usually the sampled tokens tell the host that
+    these copies are done; an iteration that is abandoned, or whose metadata changes half-way, gives no such
+    sign. Therefore `finish` waits for all launched work. That also keeps the rest of an abandoned iteration out of
+    the next one's time, from which the latency model learns.
     """
 
     def __init__(self, event: Callable[[], Event]) -> None:
@@ -40,11 +39,11 @@ class Launches:
         self._passed = 0  # safepoints of this iteration
 
     def begin(self) -> None:
-        """An iteration begins; marks of the last one, be it whole or abandoned, are not waited for."""
+        """Start counting the safepoints of an iteration; marks of the one before are not waited for."""
         self._passed = 0
 
     def keep_up(self) -> None:
-        """The host is at a safepoint: let the device come close."""
+        """Wait at a safepoint until the device is close enough, and mark the stream."""
         event = self._events[self._passed % AHEAD]
         if self._passed >= AHEAD:
             event.synchronize()
@@ -52,7 +51,7 @@ class Launches:
         self._passed += 1
 
     def finish(self) -> None:
-        """Wait until the device has done all that was launched."""
+        """Wait until the device has done all launched work."""
         event = self._events[0]
         event.record()
         event.synchronize()

@@ -1,24 +1,22 @@
-"""Rows that have left an iteration: what they keep, what was lost, and when they have left often enough."""
+"""Rows that have left an iteration: tokens they keep, work that was lost, and when they need not leave again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SHRINK_AFTER = (
-    4  # times in a row without getting any further, after each of which the next chunk is half as long
-)
-SHELTER_AFTER = 8  # such times, after which a row stays whoever arrives
+SHRINK_AFTER = 4  # times that a row left without progress; from then on each next chunk is half as long
+SHELTER_AFTER = 8  # such times, after which the row stays in every iteration
 
 
 class Lost(NamedTuple):
     """Work that was thrown away."""
 
-    tokens: int  # to be computed again
-    share: float  # of their layers that had been
+    tokens: int  # tokens to compute again
+    share: float  # share of the layers that they had run through
 
     @property
     def worth(self) -> float:
-        """The same in whole tokens."""
+        """The same in whole tokens' computing."""
         return self.tokens * self.share
 
 
@@ -27,16 +25,16 @@ NOTHING = Lost(0, 0.0)
 
 @dataclass(slots=True)
 class Leaver:
-    """A row from the time it leaves until it has computed what it left."""
+    """A row from the time it leaves until it has computed the tokens that it left with."""
 
-    layer: int = 0  # at which it goes on; 0 where it begins anew
-    kept: int = 0  # tokens that it goes on with
-    chunk: int = 0  # tokens that it is to be given next, at most
-    times: int = 0  # that it left without having got any further
+    layer: int = 0  # where it joins again; 0: it begins anew
+    kept: int = 0  # tokens that it joins with
+    chunk: int = 0  # most tokens to give it next
+    times: int = 0  # times that it left without progress in between
 
 
 class Leavers:
-    """All rows that have left an iteration and not yet made up for it."""
+    """All rows that have left an iteration and have not caught up yet."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Leaver] = {}
@@ -45,11 +43,11 @@ class Leavers:
         return bool(self._rows)
 
     def left(self, row: str, chunk: int, *, layer: int, layers_run: int, layers: int) -> Lost:
-        """It left a chunk of so many tokens, and goes on at `layer`, or begins anew if that is 0."""
+        """Note that a row left with a chunk of so many tokens; it joins at `layer`, or begins anew if that is 0."""
         leaver = self._rows.setdefault(row, Leaver())
         leaver.times = 1 if layer > leaver.layer else leaver.times + 1
         lost = Lost(chunk, layers_run / layers) if layers_run and not layer else NOTHING
-        if layer != leaver.layer:  # else it left before it had joined, and has what it had
+        if layer != leaver.layer:  # at the same layer: it left before it had joined, and keeps what it had
             if leaver.layer and leaver.kept > chunk:
                 lost = Lost(leaver.kept - chunk, leaver.layer / layers)
             leaver.layer, leaver.kept = layer, chunk if layer else 0
@@ -57,7 +55,7 @@ class Leavers:
         return lost
 
     def computed(self, rows: Mapping[str, int]) -> None:
-        """These computed so many tokens; who was given only the beginning of what it had goes on with the rest."""
+        """Note the tokens that rows computed; a row that computed part of its chunk keeps the remaining tokens."""
         for row in self._rows.keys() & rows.keys():
             leaver = self._rows[row]
             leaver.kept = leaver.chunk = leaver.kept - rows[row]
@@ -66,11 +64,11 @@ class Leavers:
                 del self._rows[row]
 
     def forget(self, row: str) -> None:
-        """It is gone."""
+        """Drop a row that has finished."""
         self._rows.pop(row, None)
 
-    def lost_memory(self, row: str, layers: int) -> Lost:
-        """Its KV blocks are gone, and what it would have gone on from with them."""
+    def evicted(self, row: str, layers: int) -> Lost:
+        """Note that a row's KV blocks are gone, and with them the layers it had computed; returns the lost work."""
         leaver = self._rows.get(row)
         if leaver is None or not leaver.layer:
             return NOTHING
@@ -79,15 +77,15 @@ class Leavers:
         return lost
 
     def chunk(self, row: str) -> int | None:
-        """The most tokens that it should be given next, if it has left."""
+        """Most tokens to give the row next; None if it has not left."""
         leaver = self._rows.get(row)
         return leaver.chunk if leaver is not None else None
 
     def is_sheltered(self, row: str) -> bool:
-        """Whether it has left often enough."""
+        """True if the row has left `SHELTER_AFTER` times without progress."""
         leaver = self._rows.get(row)
         return leaver is not None and leaver.times >= SHELTER_AFTER
 
     def any_sheltered(self) -> bool:
-        """Whether some row has."""
+        """True if any row is sheltered."""
         return any(leaver.times >= SHELTER_AFTER for leaver in self._rows.values())

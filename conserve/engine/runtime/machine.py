@@ -1,4 +1,4 @@
-"""The cores and the memory that this process may use: its affinity, its control group, the machine."""
+"""Cores and memory that this process may use, by its affinity, its control group and the machine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import NamedTuple
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
 CPU_INFO = Path("/proc/cpuinfo")
-UNLIMITED = 1 << 60  # bytes; version 1 of control groups writes a huge number for no limit
+UNLIMITED = 1 << 60  # bytes; for no limit, version 1 of control groups writes a huge number
 
 
 class Cores(NamedTuple):
-    """Cores to compute on, by each of the limits."""
+    """Number of cores to compute on, by each of the limits."""
 
-    online: int  # of the machine
+    online: int  # cores of the machine
     allowed: int  # by this process's affinity
-    quota: float | None  # by its control group: cores' worth of time a second; None without a limit
+    quota: float | None  # by its control group, in cores' worth of time; None without a limit
 
     @property
     def usable(self) -> int:
@@ -35,7 +35,7 @@ class Cores(NamedTuple):
 
 
 def cores() -> Cores:
-    """Read the limits of this process."""
+    """Read the core limits of this process."""
     online = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else online
     return Cores(online=online, allowed=allowed, quota=cpu_quota())
@@ -47,7 +47,7 @@ def compute_threads() -> int:
 
 
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN_GROUP) -> float | None:
-    """Cores' worth of time that the control groups of this process leave it; None without a limit."""
+    """Cores' worth of time that the control groups of this process allow; None without a limit."""
     found = []
     for folder in group_folders(root, own, "cpu"):
         words = _read(folder / "cpu.max").split()  # version 2: "200000 100000" or "max 100000"
@@ -59,12 +59,12 @@ def cpu_quota(root: Path = CGROUPS, own: Path = OWN_GROUP) -> float | None:
 
 
 def memory_limit(root: Path = CGROUPS, own: Path = OWN_GROUP) -> int | None:
-    """Bytes that the control groups of this process let it have; None without a limit."""
+    """Bytes of memory that the control groups of this process allow; None without a limit."""
     return min((limit for _, limit in _memory_limits(root, own)), default=None)
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Memory of this machine or of the tightest control group: all of it, and what is free."""
+    """Bytes of memory, in total and free, of this machine or of its tightest control group."""
     import psutil
 
     memory, limit, headroom = psutil.virtual_memory(), memory_limit(), memory_headroom()
@@ -76,7 +76,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def memory_headroom(root: Path = CGROUPS, own: Path = OWN_GROUP) -> int | None:
-    """Bytes that the control groups still let this process take, file cache included; None without a limit."""
+    """Bytes that the control groups still allow, reclaimable file cache included; None without a limit."""
     found = []
     for folder, limit in _memory_limits(root, own):
         used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
@@ -88,7 +88,7 @@ def memory_headroom(root: Path = CGROUPS, own: Path = OWN_GROUP) -> int | None:
 
 
 def _memory_limits(root: Path, own: Path) -> Iterator[tuple[Path, int]]:
-    """The groups around this process that limit memory, each with its limit in bytes."""
+    """Yield the groups around this process that limit memory, each with its limit in bytes."""
     for folder in group_folders(root, own, "memory"):
         text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
         if text.isdigit() and int(text) < UNLIMITED:
@@ -96,9 +96,10 @@ def _memory_limits(root: Path, own: Path) -> Iterator[tuple[Path, int]]:
 
 
 def group_folders(root: Path, own: Path, controller: str) -> list[Path]:
-    """The folders of this process's control group and of all groups around it, of version 2 or 1.
+    """Folders of this process's control group and of all groups around it, for versions 2 and 1 of control groups.
 
-    In a container the group is often mounted as the root and its own path does not exist below: the root counts.
+    A container often mounts its group as the root, and the group's own path does not exist below it. So the root is
+    always included.
     """
     folders = {root, root / controller}
     for line in _read(own).splitlines():
@@ -112,7 +113,7 @@ def group_folders(root: Path, own: Path, controller: str) -> list[Path]:
 
 
 def cpu_model(info: Path = CPU_INFO) -> str:
-    """The processor's name as Linux has it; ARM kernels give numbers of maker and part instead."""
+    """The processor's name; on ARM, whose kernels give none, the numbers of maker and part."""
     fields: dict[str, str] = {}
     for line in _read(info).splitlines():
         name, _, value = line.partition(":")

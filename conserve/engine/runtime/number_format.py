@@ -1,7 +1,7 @@
-"""Number formats of a CPU engine: measure products in the model's shapes, choose the faster format.
+"""Number format of a CPU engine: time matrix products in the model's shapes and choose the faster format.
 
-Processor flags do not decide. With AVX2 alone bfloat16 is emulated, ten times slower than float32; with AMX it is
-several times faster; with AVX-512 BF16 and no AMX either has been the faster one.
+Processor flags do not tell the faster one. With AVX2 alone bfloat16 is emulated, ten times slower than float32;
+with AMX it is several times faster; with AVX-512 BF16 and no AMX, either format has been faster.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-PREFILL_TOKENS = 128  # of a prefill-sized product, at most
+PREFILL_TOKENS = 128  # most tokens of a prefill-sized product
 DECODE_TOKENS = 16  # rows of a decode-sized product
-PREFILL_FLOP = 1.5e9  # of one prefill-sized pass, at most: 90 ms where bfloat16 is emulated
-LAYER_WEIGHTS = 16 << 20  # of one layer, at most; larger models are measured in smaller shapes
-STREAMED_WEIGHTS = 24 << 20  # read by a decode-sized pass: more than fits into the caches of a core
+PREFILL_FLOP = 1.5e9  # most work of one prefill-sized pass: 90 ms where bfloat16 is emulated
+LAYER_WEIGHTS = 16 << 20  # most weights of one layer; larger models are measured in smaller shapes
+STREAMED_WEIGHTS = 24 << 20  # weights read by a decode-sized pass: more than a core's caches hold
 REPEATS = 3
 PROMPT_TOKENS, ANSWER_TOKENS = 256, 64  # of the row whose time decides
-TIE = 0.05  # share by which float32, which takes twice the memory, must be faster
+TIE = 0.05  # share by which float32, which takes twice the memory, must be faster to be chosen
 
 
 class Products(Protocol):
@@ -37,9 +37,9 @@ class Shapes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """The shapes of a model by its Hugging Face configuration; sizes it does not name are GPT-2's rules.
+        """The shapes of a model from its Hugging Face configuration; missing sizes follow GPT-2's rules.
 
-        Raises `KeyError` where the configuration names no hidden size.
+        Raises `KeyError` if the configuration names no hidden size.
         """
         text = config.get("text_config") or config
 
@@ -66,11 +66,11 @@ class Shapes:
 
     @property
     def weights(self) -> int:
-        """Numbers in one layer's matrices."""
+        """Number of weights in one layer's matrices."""
         return sum(given * wanted for given, wanted in self.products)
 
     def measurable(self) -> Self:
-        """Shrink large shapes in proportion until a measurement takes a moment; sizes stay multiples of 32."""
+        """Shrink large shapes in proportion, so that measuring takes a moment; sizes stay multiples of 32."""
         shrink = math.sqrt(min(1.0, LAYER_WEIGHTS / self.weights))
         if shrink == 1.0:
             return self
@@ -84,27 +84,27 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Products of one format, in GFLOP/s."""
+    """Speed of one format's products, in GFLOP/s."""
 
     prefill: float
     decode: float
 
     @property
     def row_cost(self) -> float:
-        """Time of a typical row, its prompt as prefill and its answer as decode steps, per FLOP of one token."""
+        """Time of a typical row (prompt as prefill, answer as decode steps), per FLOP of one token."""
         return PROMPT_TOKENS / self.prefill + ANSWER_TOKENS / self.decode
 
 
 Build = Callable[[str, Shapes, int], Products]
-"""Makes the products of so many layers in a format; raises `RuntimeError` where the machine has none."""
+"""Makes the products of a number of layers in a format; raises `RuntimeError` if the machine lacks the format."""
 
 
 def measure(
     build: Build, shapes: Shapes, formats: Sequence[str], *, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Speed]:
-    """The speed of each format that this machine can compute in; under a second on any machine seen.
+    """Measure the speed of each format that this machine has; under a second on every machine seen.
 
-    Formats take turns and the fastest of `REPEATS` counts, so that other work on the machine hits all of them.
+    Formats take turns and the fastest of `REPEATS` counts, so that other work on the machine affects all alike.
     """
     shapes = shapes.measurable()
     layers = max(1, STREAMED_WEIGHTS // shapes.weights)
@@ -130,7 +130,7 @@ def measure(
 
 
 def choose(speeds: Mapping[str, Speed], own: str) -> str:
-    """The format that computes a typical row soonest; the model's `own` one where the others gain little."""
+    """The format with the fastest typical row; the model's `own` format if the others gain less than `TIE`."""
     if own not in speeds:
         return min(speeds, key=lambda name: speeds[name].row_cost, default=own)
     least = speeds[own].row_cost * (1 - TIE)

@@ -1,4 +1,4 @@
-"""Processes that do not outlive the one that started them, however it ends."""
+"""Child processes that end with the process that started them, in whichever way it ends."""
 
 import ctypes
 import signal
@@ -7,7 +7,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def follow_parent(number: int = signal.SIGTERM) -> None:
-    """Get this signal when the thread that started this process ends (Linux; elsewhere nothing happens)."""
+    """Have the kernel send this signal when the parent thread ends (Linux only; elsewhere nothing happens)."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""Safepoints: where a worker in the middle of an iteration looks whether somebody is to leave it."""
+"""Safepoints: places in an iteration where a worker checks whether rows are to leave it."""
 
 import contextlib
 import struct
@@ -11,15 +11,15 @@ from types import TracebackType
 from typing import Self
 
 ROWS_BITS = 20
-EVERYBODY = (1 << ROWS_BITS) - 1  # the iteration is abandoned, whoever is in it
+ALL_ROWS = (1 << ROWS_BITS) - 1  # every row leaves, also online ones: the iteration is abandoned
 
 
 class PreemptionFlag:
-    """One word of shared memory: the iteration to preempt, and how many of its offline rows are to leave it.
+    """One word of shared memory: an iteration, and how many of its offline rows are to leave it.
 
-    The number of the iteration cannot go stale: a flag meant for one that has ended says nothing to the next.
-    One word, so that it is read whole or not at all.
-    Source: conserve-2026 section 4.3 (a flag in shared host memory, read at every safepoint).
+    The word names its iteration, so a flag raised for an iteration that has ended means nothing to the next one.
+    It is one word, so that it is read whole or not at all. Source: conserve-2026 section 4.3 (a flag in shared host
+    memory, read at every safepoint).
     """
 
     def __init__(self, memory: SharedMemory, *, owned: bool) -> None:
@@ -30,27 +30,27 @@ class PreemptionFlag:
 
     @classmethod
     def create(cls) -> Self:
-        """A new flag; `close` removes it."""
+        """Create a flag; `close` removes it."""
         flag = cls(SharedMemory(create=True, size=struct.calcsize("Q")), owned=True)
         flag._word[0] = 0
         return flag
 
     @classmethod
     def attach(cls, name: str) -> Self:
-        """The flag that another process has made; raises `OSError`."""
+        """Open the flag that another process created; raises `OSError`."""
         return cls(untracked(name), owned=False)
 
-    def raise_for(self, iteration: int, rows: int = EVERYBODY) -> None:
-        """Ask for the first so many of this iteration's offline rows to leave it. Iterations count from 1."""
-        self._word[0] = iteration << ROWS_BITS | min(rows, EVERYBODY)
+    def raise_for(self, iteration: int, rows: int = ALL_ROWS) -> None:
+        """Ask the first `rows` offline rows of this iteration to leave it. Iterations count from 1."""
+        self._word[0] = iteration << ROWS_BITS | min(rows, ALL_ROWS)
 
     def rows_to_leave(self, iteration: int) -> int:
-        """How many are to leave this iteration, mostly none: one load from memory."""
+        """Number of rows that are to leave this iteration, mostly 0: one load from memory."""
         word = self._word[0]
-        return word & EVERYBODY if word >> ROWS_BITS == iteration else 0
+        return word & ALL_ROWS if word >> ROWS_BITS == iteration else 0
 
     def close(self) -> None:
-        """Let go of the memory; who made it removes it."""
+        """Close the memory; the flag that created it also removes it."""
         self._let_go()
 
     def __enter__(self) -> Self:
@@ -63,7 +63,7 @@ class PreemptionFlag:
 
 
 def untracked(name: str) -> SharedMemory:
-    """Somebody else's memory, which Python's tracker would remove when this process ends."""
+    """Open memory of another process without Python's tracker, which would remove it when this process ends."""
     if sys.version_info >= (3, 13):
         return SharedMemory(name, track=False)
     register = resource_tracker.register
@@ -75,7 +75,7 @@ def untracked(name: str) -> SharedMemory:
 
 
 def let_go(word: memoryview, memory: SharedMemory, *, owned: bool) -> None:
-    """Close the memory; in this order, or it cannot be."""
+    """Close the memory, its view first: memory with an open view cannot be closed."""
     word.release()
     memory.close()
     if owned:
@@ -84,7 +84,7 @@ def let_go(word: memoryview, memory: SharedMemory, *, owned: bool) -> None:
 
 
 def check_us(checks: int = 100_000) -> float:
-    """How long one look at a flag takes that is not raised, in microseconds."""
+    """Time of one check of a flag that is not raised, in microseconds."""
     with PreemptionFlag.create() as flag:
         rows_to_leave = flag.rows_to_leave
         begun = time.perf_counter()

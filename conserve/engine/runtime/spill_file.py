@@ -1,11 +1,11 @@
-"""KV blocks on disk between two lives of an engine: a shard for each worker, and an index that makes them count.
+"""Files that keep KV blocks while an engine restarts: one shard per worker, and an index that makes them valid.
 
-    DIR/index.json         what engine the blocks are of, their keys, their checksums; written last
+    DIR/index.json         the engine that the blocks belong to, their keys, their checksums; written last
     DIR/ID-RANK.kv         the blocks of one worker, one after the other, each with all of its regions
     DIR/lock               held by the server that uses the folder
 
 A file is written under another name, flushed and renamed. So a crash leaves the last index with its shards, or
-none; shards that no index names are swept up with the next spill.
+none; shards that no index names are removed with the next spill.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ class Shard(NamedTuple):
     name: str
     layout: str  # how its engine lays KV out within a block
     block_bytes: int
-    checksums: Sequence[int]  # CRC-32 of each block, begun with that of its key
+    checksums: Sequence[int]  # CRC-32 of each block, seeded with that of its key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spill:
-    """What an index says."""
+    """Contents of an index."""
 
     identity: Identity
-    keys: Sequence[str]  # of the blocks, what is worth most first; hexadecimal
+    keys: Sequence[str]  # of the blocks, most valuable first; hexadecimal
     shards: Sequence[Shard]  # by rank
 
 
 def write_shard(
     folder: Path, name: str, blocks: Iterable[tuple[str, Sequence[Buffer]]], *, layout: str
 ) -> Shard:
-    """Write blocks, each its key and its regions; raises OSError, and leaves nothing then."""
+    """Write blocks, each given as its key and its regions. Raises OSError, and then leaves no file."""
     checksums: list[int] = []
     with _replacing(folder / name) as file:
         for key, regions in blocks:
@@ -68,7 +68,10 @@ def write_shard(
 def read_shard(
     folder: Path, shard: Shard, keys: Sequence[str], targets: Iterable[Sequence[Buffer]], *, layout: str
 ) -> None:
-    """Read the first of its blocks, as many as there are targets; raises `SpillRefused`, some of them filled."""
+    """Read as many of the shard's first blocks as there are targets.
+
+    Raises `SpillRefused`; some targets may be filled by then.
+    """
     if shard.layout != layout:
         raise SpillRefused("its blocks are laid out in another way than this engine's")
     path = folder / shard.name
@@ -88,7 +91,7 @@ def read_shard(
 
 
 def write_index(folder: Path, spill: Spill) -> None:
-    """Make the shards count, and remove those of any spill before; raises OSError, and the last index stays."""
+    """Make the shards valid, and remove all other ones. Raises OSError, and then the last index stays valid."""
     body = json.dumps({**asdict(spill), "shards": [shard._asdict() for shard in spill.shards]})
     with _replacing(folder / INDEX) as file:
         file.write(
@@ -98,7 +101,7 @@ def write_index(folder: Path, spill: Spill) -> None:
 
 
 def read_index(folder: Path) -> Spill | None:
-    """What the last spill says, None if there is none; raises `SpillRefused` where it cannot be relied on."""
+    """The index of the last spill, None if there is none; raises `SpillRefused` if it cannot be relied on."""
     try:
         outer = json.loads((folder / INDEX).read_bytes())
         if outer["format"] != FORMAT:
@@ -120,7 +123,7 @@ def read_index(folder: Path) -> Spill | None:
 
 
 def verify(folder: Path) -> None:
-    """Read a whole spill; raises `SpillRefused` if any of it is not what was written."""
+    """Read a whole spill; raises `SpillRefused` if any part of it is damaged."""
     spill = read_index(folder)
     if spill is None:
         return
@@ -130,7 +133,7 @@ def verify(folder: Path) -> None:
 
 
 def require_same(spilled: Identity, ours: Identity) -> None:
-    """Raise `SpillRefused` with the first thing in which two engines differ."""
+    """Raise `SpillRefused` with the first property in which two engines differ."""
     for name in dict.fromkeys((*ours, *spilled)):
         if spilled.get(name) != ours.get(name):
             there, here = spilled.get(name, "unknown"), ours.get(name, "unknown")
@@ -138,19 +141,19 @@ def require_same(spilled: Identity, ours: Identity) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove the spill: the index first, without which the rest is nothing."""
+    """Remove the spill: the index first, since shards without an index are not valid."""
     (folder / INDEX).unlink(missing_ok=True)
     sweep(folder, keep=())
 
 
 def remove(folder: Path, shards: Iterable[Shard]) -> None:
-    """Remove shards that will not count."""
+    """Remove shards that will not become valid."""
     for shard in shards:
         (folder / shard.name).unlink(missing_ok=True)
 
 
 def sweep(folder: Path, *, keep: Iterable[str]) -> None:
-    """Remove shards that are not kept, and what crashes left half written."""
+    """Remove shards that are not kept, and files that crashes left half written."""
     kept = frozenset(keep)
     for pattern in (SHARDS, PARTIAL):
         for path in folder.glob(pattern):
@@ -159,9 +162,9 @@ def sweep(folder: Path, *, keep: Iterable[str]) -> None:
 
 
 def claim(folder: Path) -> IO[str]:
-    """The lock on a folder for spills, made if need be; raises `SettingsError` where it cannot be used.
+    """Lock a folder for spills and make it if it is missing; raises `SettingsError` if it cannot be used.
 
-    The operating system gives the lock up with the file, and so with the process.
+    The operating system releases the lock when the file is closed, and so when the process ends.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -183,7 +186,7 @@ def claim(folder: Path) -> IO[str]:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is there, whole and flushed, once the block has ended well; and otherwise not at all."""
+    """Open a file that appears, whole and flushed, if the block ends without an error, and not at all otherwise."""
     partial = path.with_name(path.name + ".partial")
     try:
         with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

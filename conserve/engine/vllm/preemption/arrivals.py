@@ -21,7 +21,7 @@ from vllm.v1.request import Request
 from conserve.engine.policy.preemption import OFF, PREEMPTIONS, Arrivals, UnderWay, spare_tokens
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.leavers import Leavers, Lost
-from conserve.engine.runtime.safepoint import EVERYBODY, PreemptionFlag
+from conserve.engine.runtime.safepoint import ALL_ROWS, PreemptionFlag
 from conserve.engine.runtime.traffic import quantiles
 from conserve.engine.vllm.iteration import Outcome, Stamp, put
 from conserve.engine.vllm.settings import CONNECTOR, WORKER
@@ -187,7 +187,7 @@ class Preemptions:
 
     def lost_memory(self, request: str) -> None:
         """The row's KV blocks are gone."""
-        self._count(self._leavers.lost_memory(request, self.layers))
+        self._count(self._leavers.evicted(request, self.layers))
 
     def _count(self, lost: Lost) -> None:
         self.tokens_redone += lost.tokens
@@ -272,7 +272,7 @@ class Preemptions:
             if rows > running.asked:
                 running.asked, running.raised_at = rows, running.raised_at or now
                 alone = rows == running.batch.requests or not self.separable
-                self._flag.raise_for(running.iteration, EVERYBODY if alone else rows)
+                self._flag.raise_for(running.iteration, ALL_ROWS if alone else rows)
 
     def _step(self, iteration_ms: float, slo: Slo) -> int:
         """Layers between two safepoints: the most that pass within the reaction time wanted."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 
-from conserve.engine.runtime.safepoint import EVERYBODY
+from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.preemption.safepoints import Abandoned, Safepoints
 
 log = logging.getLogger("vllm.conserve")
@@ -196,7 +196,7 @@ class Rows:
         stamp = self._safepoints.stamp
         assert stamp is not None
         batch = self._runner.input_batch
-        everybody = rows == EVERYBODY
+        everybody = rows == ALL_ROWS
         leaving = (
             set(batch.req_ids)
             if everybody

@@ -29,7 +29,7 @@ class Orders(Protocol):
     """Tells all ranks alike who is to leave."""
 
     def rows_to_leave(self, stamp: Stamp) -> int:
-        """How many of the stamp's rows, or `EVERYBODY`."""
+        """How many of the stamp's rows, or `ALL_ROWS`."""
 
     @property
     def heard(self) -> bool:
