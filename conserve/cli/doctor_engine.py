@@ -13,7 +13,7 @@ from conserve.config import DEMO_MODEL, Settings
 
 if TYPE_CHECKING:
     from conserve.engine.vllm.compat import EngineDescription
-    from conserve.engine.vllm.launching.loading import Loaded
+    from conserve.engine.vllm.launching.loading import LoadTrial
 
 
 def installed(found: "EngineDescription") -> Iterator[Finding]:
@@ -36,7 +36,7 @@ def engine(settings: Settings, found: "EngineDescription") -> Iterator[Finding]:
         yield shared
 
 
-def library(found: "EngineDescription", loaded: "Loaded") -> Finding:
+def library(found: "EngineDescription", loaded: "LoadTrial") -> Finding:
     """Whether the engine's library loads, and how long that took."""
     from conserve.installation import pip
 

@@ -22,7 +22,7 @@ from conserve.config import Settings
 from conserve.engine.vllm import compat
 from conserve.engine.vllm.compat import EngineDescription
 from conserve.engine.vllm.launching import loading
-from conserve.engine.vllm.launching.loading import Loaded, Loading
+from conserve.engine.vllm.launching.loading import Loading, LoadTrial
 from conserve.errors import StoreError
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
@@ -47,7 +47,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return runs
 
 
-def outcome() -> Loaded:
+def outcome() -> LoadTrial:
     with Loading() as process:
         return process.outcome()
 

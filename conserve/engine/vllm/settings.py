@@ -1,4 +1,4 @@
-"""Which policy, SLO and latency profile an engine runs on, and their way into the engine core's process."""
+"""Policy, SLO and latency profile of an engine, and how they reach the engine core's process."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WARM_UP = "warm-up"
-AUTO = "auto"  # no profile: learn from the warm-up
+AUTO = "auto"  # no profile: learn a latency model from the warm-up
 PROFILE_COMMAND = "conserve profile --served MODEL FLAGS"
-SECTION = "conserve"  # our part of vLLM's additional_config
+SECTION = "conserve"  # our section of vLLM's additional_config
 SCHEDULER = "conserve.engine.vllm.CoServingScheduler"
 CONNECTOR = "CheckpointConnector"
 CONNECTOR_MODULE = "conserve.engine.vllm"
 WORKER = "conserve.engine.vllm.Worker"
 VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
-PREEMPTION = "prompt"  # where nothing else is asked for
+PREEMPTION = "prompt"  # default of `preemption`
 WRITTEN = (
     "policy",
     "ttft_slo_ms",
@@ -40,25 +40,25 @@ WRITTEN = (
     "control",
     "preemption",
     "safepoint_every",
-)  # what a user may put into the section
+)  # keys that a user may write into the section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pacing:
-    """What the user asked for: policy, SLO and profile (a file, `AUTO`, or None for the engine's own)."""
+    """Policy, SLO and profile that the user asked for (a file, `AUTO`, or None for the engine's own profile)."""
 
-    folder: Path  # of profiles
-    command: str  # that makes the missing one
+    folder: Path  # folder of profiles
+    command: str  # command that makes a missing profile
     policy: str = "paced"
     slo: Slo = field(default_factory=Slo)
     profile: str | None = None
-    keep_correction: bool = True  # begin with what was learned before
-    control: bool = False  # whether policy and SLO may be changed over HTTP
+    keep_correction: bool = True  # start with the correction learned earlier
+    control: bool = False  # True: policy and SLO may be changed over HTTP
     preemption: str = OFF
     safepoint_every: int | None = None  # layers; None for as many as the reaction time allows
 
     def install(self, config: VllmConfig) -> None:
-        """Have the engine that starts with this configuration run on it; raises `ProfileError`."""
+        """Write them into the configuration of an engine that starts; raises `ProfileError` and `SettingsError`."""
         scheduler = config.scheduler_config
         if self.slo.tbt_ms < inf and not scheduler.enable_chunked_prefill:
             raise SettingsError("a TBT limit cuts prompts into chunks; leave out --no-enable-chunked-prefill")
@@ -78,7 +78,7 @@ class Pacing:
         config.additional_config = {**config.additional_config, SECTION: section}
 
     def source(self, config: VllmConfig) -> dict[str, Any]:
-        """The latency model, as the section holds it."""
+        """The latency model as entries of the section; raises `ProfileError`."""
         if self.profile == AUTO:
             return {"model": None}
         key, book = key_of(config), Book(self.folder)
@@ -100,12 +100,12 @@ class Pacing:
 
 
 @dataclass(slots=True, kw_only=True)
-class Installed:
-    """What the engine core runs on."""
+class EngineSettings:
+    """Settings that the engine core runs with."""
 
     policy: str
     slo: Slo
-    model: CorrectedModel | None  # None until the warm-up was seen
+    model: CorrectedModel | None  # None until the warm-up is over
     source: str = WARM_UP  # of the model
     correction_file: Path | None = None
     preemption: str = OFF
@@ -113,7 +113,7 @@ class Installed:
 
     @classmethod
     def read(cls, config: VllmConfig) -> Self:
-        """What `Pacing.install` left in the configuration, or what a user of `vllm serve` wrote there."""
+        """Read the settings that `Pacing.install`, or a user of `vllm serve`, wrote into the configuration."""
         section = dict(config.additional_config.get(SECTION, {}))
         if "model" not in section:
             section |= written(section).source(config)
@@ -141,23 +141,23 @@ class Installed:
 
 
 def block_ms(copies: Sequence[KVCopy]) -> tuple[float, float] | None:
-    """What copying one KV block takes to the host and back, by the largest copy; None if not measured."""
+    """Time of copying one KV block to the host and back, in ms, by the largest copy; None if not measured."""
     most = max(copies, key=lambda copy: copy.blocks, default=None)
     return (most.to_host_ms / most.blocks, most.to_device_ms / most.blocks) if most is not None else None
 
 
 def finite(ms: float) -> float | None:
-    """The time, or None for one without end, which JSON does not know."""
+    """The time, or None if it is infinite, which JSON cannot hold."""
     return None if ms == inf else ms
 
 
 def slo_of(promises: Mapping[str, float | None]) -> Slo:
-    """The SLO; a promise that is None or missing is not made."""
+    """The SLO of these promises; one that is None or missing is not made."""
     return Slo(**{name: inf if ms is None else ms for name, ms in promises.items()})
 
 
 def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacing:
-    """The wishes in `--additional-config '{"conserve": {...}}'`."""
+    """Settings that a user wrote into `--additional-config '{"conserve": {...}}'`; raises `SettingsError`."""
     unknown = set(section) - set(WRITTEN)
     if unknown:
         raise SettingsError(

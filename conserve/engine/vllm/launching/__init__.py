@@ -1,1 +1,1 @@
-"""Processes of an engine: environment, flags, number format, threads."""
+"""Start of an engine: environment, flags, number format and processes."""

@@ -1,4 +1,4 @@
-"""vLLM's own command-line flags: the user's, over defaults that suit batch work on this machine."""
+"""Flags of vLLM: the user's, over defaults that suit batch work on this machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from conserve.errors import SettingsError
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-KV_BYTES_MAX = 4 << 30  # a second of zeroing a GiB at the start; more only helps thousands of rows in flight
+KV_BYTES_MAX = (
+    4 << 30
+)  # zeroing takes a second per GiB at the start; more only helps thousands of rows in flight
 KV_BYTES_MIN = 256 << 20
-PROCESS_BYTES = 2 << 30  # of three Python processes with torch, and of activations
+PROCESS_BYTES = 2 << 30  # three Python processes with torch, and activations
 
 
 def parse_flags(model: str, flags: Sequence[str]) -> AsyncEngineArgs:
-    """The engine's arguments; raises `SettingsError` for a flag vLLM does not take. Imports vLLM."""
+    """The engine's arguments; raises `SettingsError` for a flag that vLLM does not take. Imports vLLM."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -39,7 +41,7 @@ def parse_flags(model: str, flags: Sequence[str]) -> AsyncEngineArgs:
 
 
 def synchronous(flags: Sequence[str]) -> list[str]:
-    """A server's default beside these flags: an iteration that is scheduled ahead cannot be preempted."""
+    """Our server default beside these flags: no row can leave an iteration that was scheduled ahead."""
     named = {flag.split("=")[0].replace("_", "-") for flag in flags}
     return [] if named & {"--async-scheduling", "--no-async-scheduling"} else ["--no-async-scheduling"]
 
@@ -54,8 +56,8 @@ def _common_defaults() -> list[str]:
 
 
 def cpu_defaults(model: str, flags: Sequence[str]) -> list[str]:
-    """Engine flags for a CPU; the user's flags come after them and win."""
-    # Compiling takes a minute to win 10-20 %, and changes greedy text on near-ties.
+    """Engine flags for a CPU. The user's flags come after them and win."""
+    # Compiling takes a minute, gains 10-20 %, and changes greedy text on near-ties.
     defaults = ["--enforce-eager"]
     available, weights = _available_bytes(), _weight_bytes(Path(model))
     chosen = None if names_format(flags) else format_of(model)
@@ -67,7 +69,7 @@ def cpu_defaults(model: str, flags: Sequence[str]) -> list[str]:
 
 
 def affordable(chosen: Chosen, *, available: int, weights: int) -> str:
-    """The chosen format, or the half-precision one where weights of twice the bytes would leave no room for KV."""
+    """The chosen format, or the half-precision one if weights of twice the bytes would leave no room for KV."""
     others = [name for name in chosen.speeds if name != FLOAT32]
     if chosen.name != FLOAT32 or not others or available - 2 * weights - PROCESS_BYTES >= KV_BYTES_MIN:
         return chosen.name
@@ -75,9 +77,9 @@ def affordable(chosen: Chosen, *, available: int, weights: int) -> str:
 
 
 def kv_bytes(left: int) -> int:
-    """Half of what the processes leave of these bytes, within bounds.
+    """Half of the bytes that are left beside the engine's processes, within bounds.
 
-    vLLM's own choice is 92 % of the machine's memory, and it refuses to start where anything else runs.
+    vLLM's own choice is 92 % of the machine's memory, and it refuses to start if anything else runs.
     """
     return int(max(KV_BYTES_MIN, min(KV_BYTES_MAX, (left - PROCESS_BYTES) // 2)))
 

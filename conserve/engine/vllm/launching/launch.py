@@ -1,4 +1,4 @@
-"""Starting vLLM's processes so that they keep quiet, ignore Ctrl-C and never outlive us."""
+"""Starts vLLM's processes so that they keep quiet, ignore Ctrl-C and never outlive this process."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ T = TypeVar("T")
 class Watchdog:
     """Kills the engine core when this process dies, even by SIGKILL; the workers follow their core.
 
-    vLLM's engine core waits for its front end for ever. The shell's standard input is a pipe that only we
-    hold: `read` fails when we are gone. (PR_SET_PDEATHSIG would fire when the launching thread ends.)
+    vLLM's engine core waits for its front end for ever. Only this process holds the pipe to the shell's standard
+    input: its `read` fails when this process ends. (PR_SET_PDEATHSIG would fire when the launching thread ends.)
     """
 
     def __init__(self, process_id: int) -> None:
@@ -45,13 +45,13 @@ class Watchdog:
         )
 
     def dismiss(self) -> None:
-        """Let it end without killing anything."""
+        """End the watchdog without killing anything."""
         with contextlib.suppress(BrokenPipeError):
             self._shell.communicate(b"\n")
 
 
 class Launch:
-    """One start of the engine. `run` builds it, `stop` shuts it down and waits for its processes."""
+    """One start of the engine: `run` builds it, `stop` shuts it down and waits for its processes."""
 
     def __init__(
         self, arguments: AsyncEngineArgs, *, log_descriptor: int, pacing: Pacing | None = None
@@ -65,9 +65,9 @@ class Launch:
         self._engine: AsyncLLM | None = None
 
     async def run(self) -> AsyncLLM:
-        """The running engine; raises whatever vLLM raises where it cannot start.
+        """Start the engine; raises whatever vLLM raises if it cannot start.
 
-        Cancelling waits until the half-started processes are gone.
+        If cancelled, waits until the half-started processes have ended.
         """
         starting = asyncio.create_task(self._start())
         try:
@@ -78,7 +78,7 @@ class Launch:
             raise
 
     async def stop(self) -> None:
-        """Shut the engine down; safe to repeat."""
+        """Shut the engine down; may be called again."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await on_thread(engine.shutdown)
@@ -91,7 +91,7 @@ class Launch:
         if self._abandoned:
             raise asyncio.CancelledError
         tell_steps(config)
-        # Modules live to the end. A full collection that visits them takes 0.6 s, in the middle of the work.
+        # Modules live to the end, and a full collection that visits them takes 0.6 s in the middle of the work.
         gc.freeze()
         if self._pacing is not None:
             await on_thread(partial(self._pacing.install, config))
@@ -133,9 +133,9 @@ class Launch:
 
 
 def tell_steps(config: VllmConfig) -> None:
-    """Have vLLM's processes write their steps to the log, where the display finds them (phases.TOLD).
+    """Have vLLM's processes log the steps of their start, which the display reads (phases.TOLD).
 
-    This process keeps its own level: vLLM takes the configuration for one that is applied already.
+    This process keeps its own log level: vLLM believes that the configuration is applied already.
     """
     import vllm.logger
 
@@ -145,13 +145,13 @@ def tell_steps(config: VllmConfig) -> None:
 
 
 def load_chat_template(config: VllmConfig) -> None:
-    """Render a chat while the processes start; the first request would wait 0.7 s for what vLLM then caches."""
+    """Render a chat while the processes start; else the first request would wait 0.7 s for vLLM to cache it."""
     from vllm.renderers import renderer_from_config
     from vllm.renderers.params import ChatParams
 
-    if config.model_config.is_multimodal_model:  # its processor is loaded by the engine's own renderer
+    if config.model_config.is_multimodal_model:  # the engine's own renderer loads its processor
         return
-    with contextlib.suppress(Exception):  # the engine's renderer meets it again, and says so
+    with contextlib.suppress(Exception):  # the engine's renderer will fail in the same way, and report it
         renderer_from_config(config).warmup(ChatParams())
 
 
@@ -162,10 +162,10 @@ def _build(config: VllmConfig, arguments: AsyncEngineArgs) -> AsyncLLM:
 
 
 async def on_thread(work: Callable[[], T]) -> T:
-    """Run blocking work on a thread of its own, in which (and in whose child processes) Ctrl-C is blocked.
+    """Run blocking work on a thread of its own, in which, as in its child processes, Ctrl-C is blocked.
 
-    vLLM's core takes a terminal's Ctrl-C for an order to stop; we want to finish or withdraw first. The
-    thread is a daemon, so that a second Ctrl-C need not wait for it.
+    vLLM's core would stop on a terminal's Ctrl-C; we finish or withdraw rows first. The thread is a daemon, so
+    that a second Ctrl-C need not wait for it.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
@@ -185,7 +185,7 @@ async def on_thread(work: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def output_to(descriptor: int) -> Iterator[None]:
-    """Point descriptors 1 and 2, which child processes inherit, elsewhere; Python's own output stays put."""
+    """Point descriptors 1 and 2, which child processes inherit, to `descriptor`; Python's own output stays."""
     with contextlib.ExitStack() as undo:
         for number, name in ((1, "stdout"), (2, "stderr")):
             stream = getattr(sys, name)

@@ -1,4 +1,4 @@
-"""A trial of the engine's library in a process of its own, which may crash or hang.
+"""Trial of loading the engine's library, in a process of its own, since it may crash or hang.
 
 `python -m conserve.engine.vllm.launching.loading` imports vLLM and its kernels, and prints the device that they
 run on.
@@ -15,24 +15,24 @@ from typing import Self
 
 from conserve.engine.vllm.launching.environment import last_error, prepare_environment
 
-LOAD_S = 180.0  # it takes 7 s of processor time, a minute on a machine with much beside it
-KERNELS = "_C::"  # begins the names of vLLM's own operators
+LOAD_S = 180.0  # it takes 7 s of processor time, and a minute on a busy machine
+KERNELS = "_C::"  # prefix of vLLM's own operators
 DEVICE = "device: "
 WORDS = ("-m", "conserve.engine.vllm.launching.loading")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """The outcome of a trial: the device, or the problem that kept the library from loading."""
+class LoadTrial:
+    """Outcome of a trial: the device, or the problem that kept the library from loading."""
 
     seconds: float
     device: str | None = None
     problem: str | None = None
-    gave_up: bool = False  # for taking too long, which says little of the installation
+    gave_up: bool = False  # it took too long, which says little about the installation
 
 
 class Loading:
-    """The process, while other things are done; leaving the context ends it."""
+    """The process of a trial; leaving the context kills it."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -50,23 +50,23 @@ class Loading:
         self._process.kill()
         self._process.communicate()
 
-    def outcome(self) -> Loaded:
-        """Wait for the process to end, until `LOAD_S` after its start."""
+    def outcome(self) -> LoadTrial:
+        """Wait for the process to end, at most until `LOAD_S` after its start."""
         deadline = self._began + LOAD_S
         try:
             said, complaint = self._process.communicate(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             late = f"vLLM did not load within {LOAD_S:g} s"
-            return Loaded(seconds=LOAD_S, problem=late, gave_up=True)
+            return LoadTrial(seconds=LOAD_S, problem=late, gave_up=True)
         seconds = time.monotonic() - self._began
         if self._process.returncode == 0:
-            return Loaded(seconds=seconds, device=said.decode().rpartition(DEVICE)[2].strip())
+            return LoadTrial(seconds=seconds, device=said.decode().rpartition(DEVICE)[2].strip())
         cause = why(self._process.returncode, complaint.decode(errors="replace"))
-        return Loaded(seconds=seconds, problem=f"vLLM does not load: {cause}")
+        return LoadTrial(seconds=seconds, problem=f"vLLM does not load: {cause}")
 
 
 def why(code: int, complaint: str) -> str:
-    """One phrase on a process that ended badly, from its exit code and its last words."""
+    """One phrase on why a process failed, from its exit code and the end of its error output."""
     if code < 0:
         return f"its process was ended by {signal.Signals(-code).name}"
     return last_error(complaint) or f"its process ended with code {code}"
@@ -78,7 +78,7 @@ def main() -> None:
     import torch
     from vllm.platforms import current_platform
 
-    current_platform.import_kernels()  # only logs what goes wrong
+    current_platform.import_kernels()  # it only logs its errors
     if not any(name.startswith(KERNELS) for name in torch._C._dispatch_get_all_op_names()):
         raise ImportError("its kernels are missing; run: python -c 'import vllm._C'")
     if current_platform.is_cuda():

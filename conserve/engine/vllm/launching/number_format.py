@@ -1,4 +1,4 @@
-"""The number format of a CPU engine: measured once per machine, model shape and library version."""
+"""Number format of a CPU engine, measured once per machine, model shape and library version."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ if TYPE_CHECKING:
 
 FLOAT32 = "float32"
 HALVES = ("bfloat16", "float16")
-VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # which cut the processor down
+VARIABLES = (
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+)  # they limit the instruction set
 
 
 class Chosen(NamedTuple):
-    """A format and what it was chosen by."""
+    """A number format and the measured speeds that it was chosen by."""
 
     name: str
     speeds: dict[str, Speed]
 
 
 def names_format(flags: Sequence[str]) -> bool:
-    """True if these engine flags say in which format to compute, or what is decided by it."""
+    """True if these engine flags name a number format, or decide it otherwise."""
     return any(flag.split("=")[0] in ("--dtype", "--quantization", "-q") for flag in flags)
 
 
 def format_of(model: str) -> Chosen | None:
-    """The faster format for this model on this machine; None where vLLM is to decide. Imports torch and vLLM.
+    """The faster number format of this model on this machine; None if vLLM is to decide. Imports torch and vLLM.
 
-    vLLM decides for quantised models, and where the configuration cannot be read.
+    vLLM decides for quantised models, and if the configuration cannot be read.
     """
     config = read_config(model)
     if config is None or config.get("quantization_config"):
@@ -59,12 +63,12 @@ def format_of(model: str) -> Chosen | None:
 
 
 def recall(config: dict[str, Any]) -> Chosen | None:
-    """Earlier choice for models of this shape on this machine; None if there is none."""
+    """The choice kept for models of this shape on this machine; None if there is none."""
     return _read(formats_file()).get(_key(config))
 
 
 def remember(config: dict[str, Any], chosen: Chosen) -> None:
-    """Keep a choice; where the folder cannot be written, the next start measures again."""
+    """Keep a choice. If the folder cannot be written, the next start measures again."""
     path = formats_file()
     try:
         write_whole(path, msgspec.json.format(msgspec.json.encode({**_read(path), _key(config): chosen})))
@@ -73,14 +77,14 @@ def remember(config: dict[str, Any], chosen: Chosen) -> None:
 
 
 def formats_file() -> Path:
-    """Where choices are kept, for all stores of the user."""
+    """File of the kept choices, shared by all stores of the user."""
     from platformdirs import user_cache_path
 
     return user_cache_path("conserve") / "number-formats.json"
 
 
 def read_config(model: str) -> dict[str, Any] | None:
-    """The model's own configuration; None where there is none to be read."""
+    """The model's own configuration; None if it cannot be read."""
     folder = Path(model)
     if folder.is_dir():
         try:
@@ -94,13 +98,13 @@ def read_config(model: str) -> dict[str, Any] | None:
 
     try:
         fetched: dict[str, Any] = PretrainedConfig.get_config_dict(model)[0]
-    except Exception:  # vLLM asks for it next, and says what is wrong
+    except Exception:  # vLLM will ask for it next, and report the error
         return None
     return fetched
 
 
 def own_format(config: dict[str, Any]) -> str:
-    """The half-precision format that vLLM would choose: the one of the weights, else bfloat16."""
+    """The half-precision format that vLLM would choose: the weights' own, else bfloat16."""
     text = config.get("text_config") or {}
     said = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "")
     said = said.removeprefix("torch.")
@@ -108,7 +112,7 @@ def own_format(config: dict[str, Any]) -> str:
 
 
 def supported(*names: str) -> list[str]:
-    """Those of the formats that vLLM computes in on this processor."""
+    """The formats among `names` that vLLM computes in on this processor."""
     from vllm.platforms import current_platform
 
     known = {str(dtype).removeprefix("torch.") for dtype in current_platform.supported_dtypes}
@@ -116,7 +120,7 @@ def supported(*names: str) -> list[str]:
 
 
 def vllms_products(name: str, shapes: Shapes, layers: int) -> Products:
-    """Products through the kernels that vLLM chooses for a layer of this format and size."""
+    """Products by the kernels that vLLM chooses for layers of this format and size."""
     import torch
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -147,7 +151,7 @@ def vllms_products(name: str, shapes: Shapes, layers: int) -> Products:
 
 
 def _key(config: dict[str, Any]) -> str:
-    """Key of a choice: processor, threads, versions, the model's format and shape."""
+    """Key of a choice: processor, threads, versions, and the model's format and shape."""
     engine = installed_engine()
     shape = "x".join(f"{given}-{wanted}" for given, wanted in Shapes.of(config).products)
     cut = " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)

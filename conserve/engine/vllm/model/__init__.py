@@ -1,1 +1,1 @@
-"""Which model an engine runs: its files, its identity, the key of its profile."""
+"""The model that an engine runs: its files, its identity, the key of its profile."""

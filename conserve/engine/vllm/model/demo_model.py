@@ -1,4 +1,4 @@
-"""The demonstration model: SmolLM2-135M-Instruct from the package registry, converted once for vLLM."""
+"""The demo model: SmolLM2-135M-Instruct from the package registry, converted once for vLLM."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ FOLDER = "smollm2-135m-instruct"
 
 
 def demo_model_installed() -> bool:
-    """Whether the packages that hold and convert the model are there."""
+    """True if the packages that hold and convert the demo model are installed."""
     return all(find_spec(name) is not None for name in (PACKAGE, "gguf", "accelerate", "transformers"))
 
 
 def converted(cache_dir: Path) -> Path | None:
-    """The demo model's folder if it was converted already."""
+    """Folder of the demo model if it is converted already."""
     folder = cache_dir / FOLDER
     return folder if (folder / "config.json").exists() else None
 
 
 def is_to_convert(model: str, cache_dir: Path) -> bool:
-    """True if this is the demo model and it has to be converted first."""
+    """True if `model` is the demo model and is not converted yet."""
     return model == DEMO_MODEL and converted(cache_dir) is None
 
 
 def ensure_demo_model(cache_dir: Path) -> Path:
-    """The model's folder under `cache_dir`, converted first if need be (20 s, 270 MB).
+    """Folder of the demo model under `cache_dir`; converts it first if need be (20 s, 270 MB).
 
-    Raises `EndpointUnusable` where the packages are missing or the folder cannot be written.
+    Raises `EndpointUnusable` if the packages are missing or the folder cannot be written.
     """
     done = converted(cache_dir)
     if done is not None:
@@ -59,7 +59,9 @@ def ensure_demo_model(cache_dir: Path) -> Path:
 
 def _convert(folder: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, by transformers
+    os.environ.setdefault(
+        "TQDM_DISABLE", "1"
+    )  # transformers imports tqdm, which reads this when it is imported
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -71,7 +73,7 @@ def _convert(folder: Path) -> None:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(source.name, dequantize=True),
     )
-    model.hf_quantizer = None  # what is saved is not quantised
+    model.hf_quantizer = None  # the saved model is not quantised
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -93,7 +95,10 @@ def _publish(unfinished: Path, folder: Path) -> None:
 
 
 def resolve_model(model: str, cache_dir: Path) -> str:
-    """What vLLM is to load: a folder or a hub id. Makes the demo model first where it is asked for."""
+    """Folder or hub id for vLLM to load; converts the demo model first if it is named.
+
+    Raises `EndpointUnusable` if there is no such model.
+    """
     if model == DEMO_MODEL:
         return str(ensure_demo_model(cache_dir))
     path = Path(model).expanduser()

@@ -1,4 +1,4 @@
-"""Which model generates: an identity that two different models never share, cheap to compute."""
+"""Identity of a model: equal only for equal models, and cheap to compute."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration, tokeniser, chat template: read whole
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration, tokenizer, chat template: read whole
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 SAMPLES = 64
 SAMPLE_BYTES = 4096
@@ -18,8 +18,8 @@ SAMPLE_BYTES = 4096
 def model_identity(name: str, folder: Path | None, settings: Iterable[object]) -> str:
     """`name`, and a digest of the model's files and of the engine `settings` that change its tokens.
 
-    Weights are sampled: a fine-tune differs everywhere, and reading gigabytes at every start would cost more
-    than the identity is worth. Times of modification are left out, so that copies on two machines are equal.
+    Weights are sampled: a fine-tune differs everywhere, and reading gigabytes at every start would cost too much.
+    Modification times are left out, so that copies on two machines have one identity.
     """
     digest = hashlib.sha256()
     for setting in settings:
@@ -48,7 +48,7 @@ def _content(path: Path) -> Iterator[bytes]:
 
 
 def identity_of(name: str, config: "VllmConfig") -> str:
-    """The identity of the model that an engine with this configuration serves."""
+    """Identity of the model that an engine with this configuration serves."""
     model = config.model_config
     settings = (
         model.dtype,
@@ -63,7 +63,7 @@ def identity_of(name: str, config: "VllmConfig") -> str:
 
 
 def folder_of(model: str, revision: str | None) -> Path | None:
-    """Where the model's files are, if they are on this machine."""
+    """Folder of the model's files; None if they are not on this machine."""
     if Path(model).exists():
         return Path(model)
     from huggingface_hub import snapshot_download

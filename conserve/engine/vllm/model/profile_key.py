@@ -1,4 +1,4 @@
-"""What a latency profile is valid for, read off vLLM's configuration."""
+"""Key of a latency profile, read off vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from conserve.engine.runtime.machine import cores, cpu_model
 from conserve.engine.vllm.compat import installed_engine
 from conserve.engine.vllm.model.fingerprint import folder_of, model_identity
-from conserve.profiles.points import Limits
+from conserve.profiles.points import IterationLimits
 from conserve.profiles.profile import ProfileKey
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def key_of(config: VllmConfig) -> ProfileKey:
-    """The key of an engine with this configuration."""
+    """Profile key of an engine with this configuration."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     engine = installed_engine()
     folder = folder_of(model.model, model.revision)
@@ -48,11 +48,11 @@ def key_of(config: VllmConfig) -> ProfileKey:
     )
 
 
-def limits_of(config: VllmConfig) -> Limits:
-    """What an iteration of the started engine can hold."""
+def limits_of(config: VllmConfig) -> IterationLimits:
+    """Largest iteration that the started engine can hold."""
     cache, scheduler = config.cache_config, config.scheduler_config
     block_tokens = cache.block_size or 1
-    return Limits(
+    return IterationLimits(
         tokens=scheduler.max_num_batched_tokens,
         requests=scheduler.max_num_seqs,
         context=config.model_config.max_model_len,
@@ -62,7 +62,7 @@ def limits_of(config: VllmConfig) -> Limits:
 
 
 def device() -> str:
-    """The device and, for a CPU, how much of it the engine computes on."""
+    """The device and, for a CPU, the part of it that the engine computes on."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

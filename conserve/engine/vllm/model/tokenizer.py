@@ -1,4 +1,4 @@
-"""Token counts by the tokenizer in a model's folder, without an engine: for rehearsals and previews."""
+"""Token counts by the tokenizer in a model's folder, without an engine, for rehearsals and previews."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SUFFIXES = {"k": 1_000, "K": 1_024, "m": 1_000_000, "M": 1_048_576}
 
 
 class FolderTokens:
-    """The tokenizer of a model on this machine; `context` is what the engine would be started with."""
+    """Tokenizer of a model on this machine; `context` is the context length that the engine would have."""
 
     def __init__(self, tokenizer: Any, context: int | None) -> None:
         self._tokenizer, self.context = tokenizer, context
 
     async def of_text(self, text: str, *, special: bool) -> int | None:
-        """Tokens of a prompt."""
+        """Number of tokens in a prompt."""
         return len(self._tokenizer(text, add_special_tokens=special)["input_ids"])
 
     async def of_chat(self, body: Mapping[str, Any]) -> int | None:
-        """Tokens of a chat by the model's chat template; None where the template does not take it."""
+        """Number of tokens in a chat by the model's chat template; None if the template does not take the chat."""
         goes_on = bool(body.get("continue_final_message"))
         try:
             text = self._tokenizer.apply_chat_template(
@@ -40,13 +40,13 @@ class FolderTokens:
                 tokenize=False,
                 **(body.get("chat_template_kwargs") or {}),
             )
-        except Exception:  # a template of the model's raises whatever it likes
+        except Exception:  # a chat template may raise anything
             return None
         return await self.of_text(text, special=bool(body.get("add_special_tokens")))
 
 
 def folder_tokens(model: str, models_folder: Path, flags: Sequence[str] = ()) -> FolderTokens | None:
-    """The tokenizer of a model whose files are on this machine; None where they or transformers are not."""
+    """Tokenizer of a model whose files are on this machine; None without them or without transformers."""
     folder = converted(models_folder) if model == DEMO_MODEL else folder_at_hand(model)
     if folder is None or find_spec("transformers") is None:
         return None
@@ -55,13 +55,13 @@ def folder_tokens(model: str, models_folder: Path, flags: Sequence[str] = ()) ->
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError):  # a folder without a tokenizer
+    except (OSError, ValueError, ImportError, KeyError):  # the folder has no tokenizer
         return None
     return FolderTokens(tokenizer, asked_length(flags) or configured_length(folder))
 
 
 def folder_at_hand(model: str) -> Path | None:
-    """The model's folder, named or in the hub's cache."""
+    """The model's folder, as named or in the hub's cache; None if there is none."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -69,7 +69,7 @@ def folder_at_hand(model: str) -> Path | None:
 
 
 def asked_length(flags: Sequence[str]) -> int | None:
-    """The context that vLLM's flags ask for, in numbers or as in 8k."""
+    """Context length that vLLM's flags ask for, as a number or as in 8k; None if they do not."""
     words = [word.replace("_", "-") if word.startswith("--") else word for word in flags]
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, _, value = word.partition("=")
@@ -79,17 +79,17 @@ def asked_length(flags: Sequence[str]) -> int | None:
 
 
 def length(text: str) -> int | None:
-    """A number of tokens as vLLM reads it: 8192, 8k (thousands), 8K (1,024s)."""
+    """Number of tokens as vLLM reads it: 8192, 8k (thousands), 8K (1,024s)."""
     digits, factor = (text[:-1], SUFFIXES[text[-1]]) if text[-1:] in SUFFIXES else (text, 1)
     try:
         number = int(float(digits) * factor)
     except (ValueError, OverflowError):
         return None
-    return number if number > 0 else None  # -1 is vLLM's own choice
+    return number if number > 0 else None  # -1 leaves the choice to vLLM
 
 
 def configured_length(folder: Path) -> int | None:
-    """The context that the model's configuration names."""
+    """Context length in the model's configuration; None if it names none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

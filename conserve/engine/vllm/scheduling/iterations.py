@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from conserve.engine.policy.plan import Plan
 from conserve.engine.runtime.traffic import quantiles
 from conserve.engine.vllm.profiling.warm_up import WarmUp
-from conserve.engine.vllm.settings import Installed
+from conserve.engine.vllm.settings import EngineSettings
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel
 from conserve.profiles.model import LinearModel
@@ -35,7 +35,7 @@ class Scheduled(NamedTuple):
 class Iterations:
     """Keeps the model, follows the machine with it, and remembers how often it was wrong."""
 
-    def __init__(self, installed: Installed) -> None:
+    def __init__(self, installed: EngineSettings) -> None:
         self.model: CorrectedModel | None = installed.model
         self.warm_up = WarmUp() if installed.model is None else None
         self.worth = Worth.by(installed.model) if installed.model is not None else Worth()

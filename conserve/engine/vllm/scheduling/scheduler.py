@@ -34,7 +34,7 @@ from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
 from conserve.engine.vllm.scheduling.observation import observe, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
-from conserve.engine.vllm.settings import Installed, finite, slo_of
+from conserve.engine.vllm.settings import EngineSettings, finite, slo_of
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import TIMELESS
 
@@ -61,7 +61,7 @@ class CoServing:
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
-        installed = Installed.read(vllm_config)
+        installed = EngineSettings.read(vllm_config)
         self.waiting = Lanes()
         self._slo = installed.slo
         self._iterations = Iterations(installed)
