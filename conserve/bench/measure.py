@@ -97,14 +97,14 @@ class Overruns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempted:
-    """Iterations that offline rows left, memory that they lost, and the cost; the share is of offline tokens."""
+    """Iterations that offline rows left, evictions of rows, and their costs; the share is of offline tokens."""
 
     count: int
     tokens_redone: int
     tokens_wasted: float
     wasted_share: float | None
-    tokens_restored: int  # of rows that had lost their memory
-    tokens_recomputed: int  # the same
+    tokens_restored: int  # of evicted rows
+    tokens_recomputed: int  # of evicted rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +140,14 @@ class Outcome:
     late: Lateness
     spread: Mapping[str, Spread | None]
 
+    def document(self) -> dict[str, Any]:
+        """The outcome as JSON; `preempted` is the deprecated name of `left` and `evicted`, for one release."""
+        costs = asdict(self.preempted)
+        kinds = ("tokens_redone", "tokens_wasted", "wasted_share")
+        left = {"iterations": costs["count"], **{name: costs[name] for name in kinds}}
+        evicted = {name: costs[name] for name in ("tokens_restored", "tokens_recomputed")}
+        return {**asdict(self), "left": left, "evicted": evicted}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -154,7 +162,7 @@ class Comparison:
         """The comparison as JSON."""
         return {
             "reference": _plain(self.reference),
-            "policies": {name: _plain(asdict(outcome)) for name, outcome in self.policies.items()},
+            "policies": {name: _plain(outcome.document()) for name, outcome in self.policies.items()},
             "ratios": {name: asdict(ratios) for name, ratios in self.ratios.items()},
             "harm": {name: _plain(asdict(harm)) for name, harm in self.harm.items()},
         }

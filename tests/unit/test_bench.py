@@ -562,9 +562,11 @@ def test_what_preemption_cost_is_pooled_and_shown_next_to_the_worst_case() -> No
     more |= {"tokens_restored": 500, "tokens_recomputed": 7}
     blocks += [block("conserve", [answer(250.0)], **more), block("conserve", [answer(1.0)], **more)]
     comparison = compare(blocks)
-    found = comparison.document()["policies"]["conserve"]["preempted"]
-    lost = {"tokens_restored": 1000, "tokens_recomputed": 14}
-    assert found == {"count": 6, "tokens_redone": 60, "tokens_wasted": 4.0, "wasted_share": 4 / 1200, **lost}
+    found = comparison.document()["policies"]["conserve"]
+    evicted = {"tokens_restored": 1000, "tokens_recomputed": 14}
+    costs = {"tokens_redone": 60, "tokens_wasted": 4.0, "wasted_share": 4 / 1200}
+    assert (found["left"], found["evicted"]) == ({"iterations": 6, **costs}, evicted)
+    assert found["preempted"] == {"count": 6, **costs, **evicted}
     table = report.table_rows(comparison)
     shown = dict(zip(table.header, table.rows[0], strict=True))
     assert (shown["TTFT max"], shown["preemptions"], shown["wasted"]) == ("250", "6", "0.33%")

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from conserve.engine.policy.preemption import OFF, PREEMPTIONS
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
 from conserve.engine.vllm.server import routes
-from conserve.engine.vllm.server.metrics import COUNTS, Metrics
+from conserve.engine.vllm.server.metrics import COUNTS, MetricsRoute
 from conserve.engine.vllm.server.plugin import Surface
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Role
 from conserve.errors import ProfileMissing
@@ -36,6 +36,7 @@ SAID: dict[str, Any] = {
     "preemption": {
         "policy": "prompt",
         "why_off": None,
+        "iterations_left": 4,
         "preemptions": 4,
         "abandoned": 3,
         "rows": 9,
@@ -54,6 +55,14 @@ SAID: dict[str, Any] = {
         "blocks_failed": 2,
         "blocks_refused": 6,
     },
+}
+
+FORMER_NAMES = {
+    "conserve_preemptions_total": 4,
+    "conserve_preempted_rows_total": 9,
+    "conserve_preempted_layers_total": 40,
+    "conserve_preemption_reaction_seconds/0.5": 0.005,
+    "conserve_preemption_reaction_seconds/0.99": 0.014,
 }
 
 
@@ -90,7 +99,7 @@ def app_for(client: EngineClient, *, wait_s: float = 0.05) -> FastAPI:
         def attach_router(self, app: FastAPI) -> None:
             super().attach_router(app)
             app.router.routes.pop()
-            Metrics(scheduler_says, wait_s=wait_s).attach(app)
+            MetricsRoute(scheduler_says, wait_s=wait_s).attach(app)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.plugins.load_endpoint_plugins", lambda tasks: [Quick()])
@@ -139,10 +148,10 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_planned_iterations_total": 90,
         "conserve_overruns_total": 1,
         "conserve_busy_seconds_total": 2.5,
-        "conserve_preemptions_total": 4,
+        "conserve_iterations_left_total": 4,
         "conserve_abandoned_iterations_total": 3,
-        "conserve_preempted_rows_total": 9,
-        "conserve_preempted_layers_total": 40,
+        "conserve_rows_leaving_total": 9,
+        "conserve_layers_before_leaving_total": 40,
         "conserve_tokens_redone_total": 512,
         "conserve_tokens_wasted_total": 128.5,
         "conserve_kv_tokens_saved_total": 4096,
@@ -152,19 +161,30 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_kv_blocks_failed_total": 2,
         "conserve_kv_blocks_refused_total": 6,
         "conserve_slo_attainment": 0.75,
-        "conserve_preemption_reaction_seconds/0.5": 0.005,
-        "conserve_preemption_reaction_seconds/0.99": 0.014,
+        "conserve_leave_reaction_seconds/0.5": 0.005,
+        "conserve_leave_reaction_seconds/0.99": 0.014,
+        **FORMER_NAMES,
     }
     assert len(COUNTS) == 18
-    assert "# TYPE conserve_preemptions_total counter" in answer.text
+    assert "# TYPE conserve_iterations_left_total counter" in answer.text
     assert "# TYPE python_info gauge" in answer.text  # from the registry that vLLM shows
     assert client.asked == [None]
 
 
 def test_metrics_leave_out_what_a_report_lacks() -> None:
-    said = {"iterations": 5, "preemption": {"preemptions": 0, "reaction_ms": {"p50": None, "p99": None}}}
+    said = {"iterations": 5, "preemption": {"iterations_left": 0, "reaction_ms": {"p50": None, "p99": None}}}
     found = ours(virtual_time.run(get(app_for(EngineClient(lambda: said)), "/metrics")))
-    assert found == {"conserve_iterations_total": 5, "conserve_preemptions_total": 0}
+    assert found == {
+        "conserve_iterations_total": 5,
+        "conserve_iterations_left_total": 0,
+        "conserve_preemptions_total": 0,
+    }
+
+
+def test_metrics_under_former_names_say_that_they_are_deprecated() -> None:
+    text = virtual_time.run(get(app_for(EngineClient()), "/metrics")).text
+    for name in {name.partition("/")[0] for name in FORMER_NAMES}:
+        assert f"# HELP {name} Deprecated: conserve_" in text
 
 
 def test_beside_another_scheduler_metrics_are_vllms() -> None:
@@ -206,7 +226,7 @@ def test_a_dead_engine_does_not_take_the_metrics_with_it() -> None:
 
     async def go() -> None:
         for _ in range(3):
-            assert ours(await get(app, "/metrics"))["conserve_preemptions_total"] == 4
+            assert ours(await get(app, "/metrics"))["conserve_iterations_left_total"] == 4
 
     virtual_time.run(go())
 
@@ -216,7 +236,8 @@ def test_preemption_is_changed_over_http(name: str) -> None:
     client = EngineClient()
     answer = virtual_time.run(post(app_for(client), {"policy": "conserve", "preemption": name}))
     assert answer.status_code == 200
-    assert answer.json()["preemption"]["preemptions"] == 4
+    said = answer.json()["preemption"]
+    assert said["iterations_left"] == said["preemptions"] == 4
     assert client.asked == [{"policy": "conserve", "preemption": name}]
 
 

@@ -42,9 +42,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
-ROWS_PER_SLOT = (
-    2  # calls in flight per sequence of the engine's batch, so that a freed slot is filled at once
-)
+ROWS_PER_SLOT = 2  # calls in flight per sequence of the engine's batch: a freed slot is filled at once
 
 
 class EmbeddedEndpoint:

@@ -221,7 +221,8 @@ class Preemptions:
             "policy": self.name,
             "why_off": self.why_not,
             "rows_go_on": self.separable,  # where they left; else iterations are abandoned whole
-            "preemptions": self.preemptions,
+            "iterations_left": self.preemptions,
+            "preemptions": self.preemptions,  # deprecated: its former name, kept for one release
             "abandoned": self.abandoned,
             "rows": self.rows_left,
             "layers_run": self.layers_run,

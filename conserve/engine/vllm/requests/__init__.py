@@ -1,1 +1,1 @@
-"""OpenAI bodies to vLLM's requests and back to answers, continued where they were cut."""
+"""From OpenAI bodies to vLLM's requests and back to answers, continued from saved tokens."""

@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI layer over one engine, without its server: rendering, defaults and answers."""
+"""vLLM's OpenAI layer over one engine, without its server: rendering, defaults and answers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from conserve.engine.vllm.requests.preparation import Prepared
 
 
-class Rendered(NamedTuple):
-    """A request's prompts as the engine takes them."""
+class RenderedPrompts(NamedTuple):
+    """A request's prompts in the form that the engine takes."""
 
     conversation: Sequence[Any]
     inputs: Sequence[EngineInput]
 
 
 class Serving:
-    """One engine as vLLM's server would present it."""
+    """An engine with the request handling of vLLM's server."""
 
     def __init__(self, llm: AsyncLLM, name: str) -> None:
         from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -41,7 +41,7 @@ class Serving:
         self.tokens = TokenWatch(llm)
         self.name = name
         models = OpenAIServingModels(llm, [BaseModelPath(name=name, model_path=llm.model_config.model)])
-        # Whoever writes the job owns the engine: the templates in its requests are trusted.
+        # The owner of the engine writes the job, so the templates in its requests are trusted.
         chat = {
             "request_logger": None,
             "chat_template": None,
@@ -55,7 +55,7 @@ class Serving:
         )
         self.default_sampling: dict[str, Any] = self._chat.default_sampling_params
 
-    async def render(self, request: ChatCompletionRequest | CompletionRequest) -> Rendered:
+    async def render(self, request: ChatCompletionRequest | CompletionRequest) -> RenderedPrompts:
         """Apply the chat template and tokenise; raises what vLLM raises."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -67,11 +67,11 @@ class Serving:
         if isinstance(result, ErrorResponse):
             raise RequestRejected(result.error.message)
         if isinstance(request, ChatCompletionRequest):
-            return Rendered(*result)
-        return Rendered((), result)
+            return RenderedPrompts(*result)
+        return RenderedPrompts((), result)
 
     def max_tokens(self, request: ChatCompletionRequest | CompletionRequest, num_prompt_tokens: int) -> int:
-        """How many tokens to generate at most, by the server's rules: what the request and context allow."""
+        """Most tokens to generate, by the server's rules: the request's limit and the context length."""
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
         asked = getattr(request, "max_completion_tokens", None)
@@ -87,7 +87,7 @@ class Serving:
         )
 
     async def answer(self, prepared: Prepared, outputs: Sequence[RequestOutput]) -> Completion:
-        """What the server would answer, in our words."""
+        """The server's answer as a `Completion`."""
         return Completion(
             choices=await self._choices(prepared, outputs),
             prompt_tokens=sum(len(output.prompt_token_ids or ()) for output in outputs),
@@ -110,7 +110,7 @@ class Serving:
             )
             texts = [choice.message.content for choice in response.choices]
         else:
-            if request.max_tokens is None:  # null in the body; vLLM's builder asserts that it is set
+            if request.max_tokens is None:  # null in the body; vLLM's builder asserts that max_tokens is set
                 request.max_tokens = prepared.prompts[0].params.max_tokens
             for output, prompt in zip(outputs, prepared.prompts, strict=True):
                 if output.prompt is None and request.echo:

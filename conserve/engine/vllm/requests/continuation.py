@@ -1,4 +1,4 @@
-"""An answer that goes on from saved tokens and ends as if it had never been interrupted."""
+"""An answer continued from saved tokens, equal to one that was never interrupted."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Continuation:
-    """The one uninterrupted answer, put together from saved and new tokens.
+    """One answer, put together from saved and new tokens.
 
-    The engine sees the saved tokens as prompt and knows nothing of stop strings. Text, stop strings and the
-    reason to finish come from vLLM's own detokeniser, fed every token in turn under the original parameters,
-    so that what straddles the cut (a character of several tokens, a stop string) is seen whole.
+    The engine gets the saved tokens as part of the prompt and no stop strings. Text, stop strings and the finish
+    reason come from vLLM's own detokeniser, which gets every token in turn under the original parameters. So
+    whatever straddles the cut (a character of several tokens, a stop string) is seen whole.
     """
 
     def __init__(self, prompt: Prompt, saved: Sequence[int], llm: AsyncLLM) -> None:
@@ -44,9 +44,9 @@ class Continuation:
                 data_parallel_rank=None,
             ),
         )
-        self._num_tokens = len(prompt.token_ids)  # prompt and output
+        self._num_tokens = len(prompt.token_ids)  # of prompt and output
         self.cached_tokens = 0
-        self._told = 0  # tokens that were part of a delta
+        self._told = 0  # tokens given out in deltas
         self.finish_reason: str | None = None
         self.extend(saved)
 
@@ -56,13 +56,13 @@ class Continuation:
         return list(self._detokenizer.output_token_ids)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Take the next tokens; those past the end of the answer are dropped."""
+        """Add the next tokens; tokens past the end of the answer are dropped."""
         for token in tokens:
             if self.finish_reason is None:
                 self._append(token)
 
     def rest(self) -> tuple[EngineInput, SamplingParams]:
-        """What the engine still has to do; only while unfinished."""
+        """Prompt and parameters for the rest of the answer; only while it is unfinished."""
         from vllm.sampling_params import RequestOutputKind
 
         token_ids = self.token_ids
@@ -83,7 +83,7 @@ class Continuation:
         return self._output(text, self.token_ids)
 
     def delta(self) -> RequestOutput:
-        """What came since the last delta."""
+        """The output since the last delta."""
         token_ids = self.token_ids
         new, self._told = token_ids[self._told :], len(token_ids)
         finished = self.finish_reason is not None
@@ -119,7 +119,7 @@ class Continuation:
         self.finish_reason = reason
 
     def _engine_reason(self, token: int) -> str | None:
-        """The engine's verdict on a token; the order is that of vllm.v1.core.sched.utils.check_stop."""
+        """The engine's finish reason after a token, checked in the order of vllm.v1.core.sched.utils.check_stop."""
         params = self._params
         if token == params.eos_token_id or token in (params.stop_token_ids or ()):
             return "stop"
@@ -135,13 +135,13 @@ async def continued(
     saved: Sequence[int],
     generate: Callable[[EngineInput, SamplingParams], AsyncGenerator[RequestOutput, None]],
 ) -> AsyncIterator[Continuation]:
-    """The answer as it grows from its saved tokens; without the engine where those end it."""
+    """Yield the answer as it grows from its saved tokens; the engine is not used if they end it."""
     answer = Continuation(prompt, saved, llm)
     yield answer
     if answer.finish_reason is not None:
         return
     generating = generate(*answer.rest())
-    async with contextlib.aclosing(generating):  # closing withdraws what a stop string made superfluous
+    async with contextlib.aclosing(generating):  # closing withdraws a request that a stop string has ended
         async for output in generating:
             (new,) = output.outputs
             answer.extend(new.token_ids)
@@ -153,9 +153,9 @@ async def continued(
 
 
 def why_not(saved: object, prompt: object, params: SamplingParams, vocabulary: int) -> str | None:
-    """Why a generation with these parameters cannot go on from the saved tokens; None if it can.
+    """Reason that a generation with these parameters cannot continue from saved tokens; None if it can.
 
-    `resumable` of endpoints/protocol.py says the same of request bodies, and why.
+    `resumable` in endpoints/protocol.py decides the same for request bodies, and explains it.
     """
     if not isinstance(saved, list) or not all(type(token) is int for token in saved):
         return "it takes the token ids of one answer"
@@ -180,7 +180,7 @@ def why_not(saved: object, prompt: object, params: SamplingParams, vocabulary: i
 
 
 def _with_model_stops(params: SamplingParams, llm: AsyncLLM) -> SamplingParams:
-    """As the engine completes parameters on arrival: the model's own end tokens stop too."""
+    """The parameters as the engine completes them on arrival: the model's own end tokens stop too."""
     params = params.clone()
     params.update_from_generation_config(
         llm.input_processor.generation_config_fields, llm.renderer.get_eos_token_id()

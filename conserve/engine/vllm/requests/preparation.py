@@ -1,4 +1,4 @@
-"""An OpenAI request body becomes vLLM's own request, prompt and sampling parameters, or is rejected."""
+"""Turns an OpenAI request body into vLLM's request, prompt and sampling parameters, or rejects it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
     from conserve.engine.vllm.requests.answers import Serving
 
-IGNORED = frozenset({"model", "stream", "stream_options"})  # one model, and an answer in one piece
+IGNORED = frozenset(
+    {"model", "stream", "stream_options"}
+)  # there is one model, and answers come in one piece
 TOO_LONG = frozenset(
     {"input_tokens", "input_text"}
-)  # the parameters vLLM blames for a prompt over the context
+)  # parameters that vLLM names for a prompt over the context length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One rendered prompt and how to sample from it; a completion body may hold several."""
+    """One rendered prompt and its sampling parameters; a completion body may hold several."""
 
     engine_input: EngineInput
     params: SamplingParams
@@ -58,10 +60,10 @@ async def prepare(call: Call, serving: Serving) -> Prepared:
 
 
 def rejection(error: Exception) -> EndpointError:
-    """What an exception of vLLM's request handling means for the row."""
+    """Our error for an exception of vLLM's request handling."""
     from vllm.exceptions import GracefulHTTPError, VLLMServerError
 
-    if isinstance(error, GracefulHTTPError):  # the user's own --max-num-queued-... flags
+    if isinstance(error, GracefulHTTPError):  # from the user's own --max-num-queued-... flags
         return EndpointBusy(_sentence(error))
     if isinstance(error, VLLMServerError | MemoryError):
         return EndpointUnavailable(_sentence(error))
@@ -122,7 +124,7 @@ def _kind(error: Exception) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """The first thing pydantic or vLLM complains about, in one line."""
+    """The first complaint of pydantic or vLLM, in one line."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):

@@ -1,8 +1,7 @@
 """Reads the tokens of rows in flight off vLLM's own bookkeeping, a few times a second.
 
-A streamed answer would wake a task for every token of every row, 2-4 % of a run on two cores. vLLM's
-detokeniser keeps a row's tokens anyway; looking at it now and then costs nothing, and looking once more
-when a row is withdrawn loses none of them.
+Streaming would wake a task for every token of every row, 2-4 % of a run on two cores. vLLM's detokeniser keeps a
+row's tokens anyway, so reading them now and then is free; a last look when a row is withdrawn misses none.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ LOOK_S = 0.25
 
 
 class Watched:
-    """One request whose tokens somebody wants to see."""
+    """One request whose tokens are reported."""
 
     def __init__(self, llm: AsyncLLM, key: str, on_tokens: OnTokens) -> None:
         self._llm, self._key, self._on_tokens = llm, key, on_tokens
-        self._state: RequestState | None = None  # kept, since vLLM forgets it when the request is withdrawn
+        self._state: RequestState | None = None  # kept: vLLM drops it when the request is withdrawn
         self._seen = 0
 
     def look(self) -> None:
@@ -49,7 +48,7 @@ class Watched:
 
 
 def in_flight(llm: AsyncLLM) -> InFlight:
-    """Tokens of all requests in the engine: a prompt counts with the first token of its answer."""
+    """Tokens of all requests in the engine; a prompt counts from the first token of its answer on."""
     states = llm.output_processor.request_states.values()
     return InFlight(sum(map(_computed, states)), sum(map(_most, states)))
 
@@ -65,12 +64,12 @@ def _most(state: RequestState) -> int:
 
 
 def _prompt(state: RequestState) -> int:
-    """Tokens of the prompt; the answers to one request share it, and the first counts it."""
+    """Tokens of the prompt, counted for the first of several answers that share it."""
     return 0 if state.request_index else int(state.prompt_len)
 
 
 class TokenWatch:
-    """All watched requests of one engine, and the one task that looks at them."""
+    """All watched requests of one engine, and the task that looks at them."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -79,7 +78,7 @@ class TokenWatch:
 
     @contextlib.contextmanager
     def on(self, key: str, on_tokens: OnTokens) -> Iterator[None]:
-        """Report the tokens of this request while the body runs, and a last time if it is withdrawn."""
+        """Report the tokens of this request while the body runs, and once more if it is withdrawn."""
         watched = Watched(self._llm, key, on_tokens)
         self._watched.add(watched)
         if self._looking is None or self._looking.done():

@@ -1,4 +1,4 @@
-"""A bound on open connections that slow clients cannot use up: uvicorn's HTTP protocol with a rule."""
+"""Limit on open connections that slow clients cannot use up: uvicorn's HTTP protocol with one more rule."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from starlette.types import Receive, Scope, Send
 
 from conserve.engine.vllm.server.guard import error
 
-RESERVED = 512  # file descriptors that are not clients' connections
+RESERVED = 512  # file descriptors kept for other things than clients' connections
 RETRY_AFTER_S = 1
 
 
 def affordable(wanted: int, descriptors: int) -> int:
-    """So many connections, or as many as this limit of file descriptors leaves."""
+    """The wanted number of connections, or as many as the limit of file descriptors leaves."""
     return max(1, min(wanted, descriptors - RESERVED))
 
 
 def bounded(most: int) -> type[asyncio.Protocol]:
-    """A protocol for uvicorn that keeps at most so many connections.
+    """Make a protocol class for uvicorn that keeps at most `most` connections open.
 
-    Beyond them the oldest connection goes on which the server waits for its client: for the rest of a request, for
-    the next one, or for the client to read. Where the server owes an answer on every connection, the new one is
-    told to come back.
+    Beyond them the oldest connection that waits for its client is dropped: one whose client has to send the rest
+    of a request or the next one, or to read. If the server owes an answer on every connection, the new one is told
+    to come back.
     """
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -49,7 +49,7 @@ def bounded(most: int) -> type[asyncio.Protocol]:
 
 
 def waits_for_its_client(connection: Any) -> bool:
-    """True if the server can do nothing on this connection before its client does something."""
+    """True if the server can do nothing on this connection before its client acts."""
     if not hasattr(connection, "number"):  # a WebSocket
         return False
     cycle = connection.cycle
@@ -57,13 +57,13 @@ def waits_for_its_client(connection: Any) -> bool:
 
 
 def drop(connection: Any) -> None:
-    """Close it now; it no longer counts."""
+    """Close the connection at once; it no longer counts."""
     connection.connections.discard(connection)
     connection.transport.abort()
 
 
 async def full(scope: Scope, receive: Receive, send: Send) -> None:
-    """The answer on a connection too many."""
+    """Answer on a connection beyond the limit."""
     said = "this server has as many connections as it may have (--max-connections); try again"
     headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
     await error(HTTPStatus.SERVICE_UNAVAILABLE, said, **headers)(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The outermost layer of the API server, an ASGI middleware: keys, and the size of bodies."""
+"""Outermost layer of the API server, an ASGI middleware: checks keys and the size of bodies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GUARD = "conserve.engine.vllm.server.guard.Guard"  # for vLLM's --middleware
 FRONT, KEYS = (
     "conserve_front",
     "conserve_keys",
-)  # of the server's arguments, where `conserve serve` started it
+)  # attributes of the server's arguments, set by `conserve serve`
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -28,7 +28,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """Answers 401, 403 and 413 itself, from a request's headers: no byte of its body is read before."""
+    """Answers 401, 403 and 413 itself from a request's headers, before any byte of its body is read."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -55,7 +55,7 @@ class Guard:
     async def _within(
         self, most: int, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Pass the request on if its body has at most so many bytes."""
+        """Pass the request on if its body has at most `most` bytes."""
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > most:
             await too_large(most)(scope, receive, send)
@@ -66,8 +66,8 @@ class Guard:
 
 
 def refuse(scope: Scope, role: Role | None, front: Front) -> JSONResponse | None:
-    """The answer to a request whose key is not enough for its route; None if it is."""
-    if scope.get("method") == "OPTIONS":  # browsers ask without a key
+    """The answer to a request whose key does not suffice for its route; None if it does."""
+    if scope.get("method") == "OPTIONS":  # browsers' preflight requests carry no key
         return None
     method = scope.get("method", "GET")
     path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -85,12 +85,12 @@ def refuse(scope: Scope, role: Role | None, front: Front) -> JSONResponse | None
 
 
 def is_there(scope: Scope) -> bool:
-    """True if a route answers; a mistyped path is a 404, whoever asks."""
+    """True if a route answers the request; a mistyped path is a 404 for every caller."""
     return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].router.routes)
 
 
 class Counted:
-    """A body without an announced length: cut off at the limit, and answered with 413."""
+    """A body without an announced length: cut off at the limit and answered with 413."""
 
     def __init__(self, receive: Receive, send: Send, most: int) -> None:
         self._receive, self._send, self._most = receive, send, most
@@ -102,7 +102,7 @@ class Counted:
         return self._bytes > self._most
 
     async def run(self, app: App, scope: Scope) -> None:
-        """Have the app answer unless the body is too large."""
+        """Let the app answer unless the body is too large."""
         try:
             await app(scope, self.receive, self.send)
         except Exception:
@@ -112,20 +112,20 @@ class Counted:
             await too_large(self._most)(scope, self._receive, self._send)
 
     async def receive(self) -> Message:
-        """The next part of the body; past the limit the client seems to be gone."""
+        """The next part of the body; past the limit the client appears to have disconnected."""
         message = await self._receive()
         self._bytes += len(message.get("body", b""))
         return {"type": "http.disconnect"} if self._exceeded else message
 
     async def send(self, message: Message) -> None:
-        """Pass the answer on, unless it is the app's to a body that was cut off."""
+        """Pass the answer on, unless the app answers a body that was cut off."""
         if self._started or not self._exceeded:
             self._started = True
             await self._send(message)
 
 
 def too_large(most: int) -> JSONResponse:
-    """The answer to a body over the limit. The rest of it is read and dropped, so that clients see the answer."""
+    """Answer to a body over the limit. The rest of it is read and dropped, so that clients see the answer."""
     return error(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"the request has more than {most:,} bytes; send less, or start the server with a larger --max-body",
@@ -133,7 +133,7 @@ def too_large(most: int) -> JSONResponse:
 
 
 def error(status: HTTPStatus, message: str, **headers: str) -> JSONResponse:
-    """An error as OpenAI's API words it."""
+    """An error in the form of OpenAI's API."""
     kind = "authentication_error" if status is HTTPStatus.UNAUTHORIZED else "invalid_request_error"
     said = {"message": message, "type": kind, "param": None, "code": int(status)}
     return JSONResponse({"error": said}, status, headers=headers)

@@ -1,4 +1,4 @@
-"""vLLM's /metrics with what our scheduler counts. Imported in API servers only."""
+"""Adds the scheduler's counters to vLLM's /metrics. Imported in API servers only."""
 
 import asyncio
 import logging
@@ -11,17 +11,21 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 log = logging.getLogger("vllm.conserve")
 PATH = "/metrics"
-WAIT_S = 2.0  # for the scheduler, which answers between two iterations; then the answer before it is shown
+WAIT_S = 2.0  # the scheduler answers between two iterations; after this time its last answer is shown
 
 Ask = Callable[[Any], Awaitable[dict[str, Any] | None]]
 
 
 class Count(NamedTuple):
-    """A counter: its name without `_total`, what it says, where it stands in the scheduler's report."""
+    """A counter: its name without `_total`, its help text, and its place in the scheduler's report.
+
+    `was` is its former name, which is shown for one more release.
+    """
 
     name: str
     says: str
     place: tuple[str, ...]
+    was: str | None = None
 
 
 COUNTS = (
@@ -31,9 +35,19 @@ COUNTS = (
     Count("conserve_planned_iterations", "Iterations with a time limit.", ("planned",)),
     Count("conserve_overruns", "Iterations that took longer than their limit.", ("overruns",)),
     Count("conserve_busy_seconds", "Seconds spent in iterations.", ("busy_s",)),
-    Count("conserve_preemptions", "Iterations that offline rows left.", ("preemption", "preemptions")),
-    Count("conserve_abandoned_iterations", "Iterations that everybody left.", ("preemption", "abandoned")),
-    Count("conserve_preempted_rows", "Rows that left an iteration.", ("preemption", "rows")),
+    Count(
+        "conserve_iterations_left",
+        "Iterations that offline rows left.",
+        ("preemption", "iterations_left"),
+        was="conserve_preemptions",
+    ),
+    Count("conserve_abandoned_iterations", "Iterations that every row left.", ("preemption", "abandoned")),
+    Count(
+        "conserve_rows_leaving",
+        "Times that a row left an iteration.",
+        ("preemption", "rows"),
+        was="conserve_preempted_rows",
+    ),
     Count(
         "conserve_kv_tokens_saved",
         "Tokens whose KV was copied to host memory.",
@@ -48,7 +62,12 @@ COUNTS = (
     Count("conserve_kv_restores", "Requests whose KV was brought back.", ("checkpoint", "restores")),
     Count("conserve_kv_blocks_failed", "KV blocks whose copy failed.", ("checkpoint", "blocks_failed")),
     Count("conserve_kv_blocks_refused", "KV blocks beyond host memory.", ("checkpoint", "blocks_refused")),
-    Count("conserve_preempted_layers", "Layers computed before rows left.", ("preemption", "layers_run")),
+    Count(
+        "conserve_layers_before_leaving",
+        "Layers computed before rows left.",
+        ("preemption", "layers_run"),
+        was="conserve_preempted_layers",
+    ),
     Count(
         "conserve_tokens_redone",
         "Tokens of rows that left, to be computed again.",
@@ -58,10 +77,11 @@ COUNTS = (
         "conserve_tokens_wasted", "Tokens' worth of computing thrown away.", ("preemption", "tokens_wasted")
     ),
 )
+REACTION = "From the decision that rows leave until the scheduler had control, of the last thousand times."
 
 
-class Metrics:
-    """The route. The scheduler is asked when somebody looks, one question at a time."""
+class MetricsRoute:
+    """The route /metrics. A request asks the scheduler; requests at the same time share one question."""
 
     def __init__(self, ask: Ask, *, wait_s: float = WAIT_S) -> None:
         self._ask = ask
@@ -70,17 +90,17 @@ class Metrics:
         self._said: dict[str, Any] | None = None
 
     def attach(self, app: FastAPI) -> None:
-        """Take the place of vLLM's route, as its plug-ins may."""
+        """Replace vLLM's route, as its plug-ins may."""
         app.add_api_route(PATH, self.show, methods=["GET"], include_in_schema=False)
 
     async def show(self, request: Request) -> Response:
-        """VLLM's metrics, then ours."""
+        """Answer with vLLM's metrics, then ours."""
         said = await self._report(request.app.state.engine_client)
         content = await asyncio.to_thread(exposition, said)
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _report(self, engine_client: Any) -> dict[str, Any] | None:
-        """What the scheduler says, or said before where it does not answer in time."""
+        """The scheduler's report, or its last one if it does not answer in time."""
         asking = self._asking = self._asking or asyncio.ensure_future(self._ask(engine_client))
         await asyncio.wait({asking}, timeout=self._wait_s)
         if asking.done():
@@ -94,16 +114,18 @@ class Metrics:
 
 
 class Report(NamedTuple):
-    """The scheduler's report as a collector."""
+    """Collector of the scheduler's report."""
 
     said: Mapping[str, Any]
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics; without those that the report lacks."""
-        for name, says, place in COUNTS:
-            value = at(self.said, place)
+        """Yield the metrics whose figures the report has."""
+        for count in COUNTS:
+            value = at(self.said, count.place)
             if value is not None:
-                yield CounterMetricFamily(name, says, value)
+                yield CounterMetricFamily(count.name, count.says, value)
+                if count.was is not None:
+                    yield CounterMetricFamily(count.was, f"Deprecated: {count.name}_total.", value)
         attainment = at(self.said, ("online", "attainment"))
         if attainment is not None:
             yield GaugeMetricFamily(
@@ -111,13 +133,15 @@ class Report(NamedTuple):
                 "Share of the last minute's TTFTs, or TBTs if it is smaller, within the SLO.",
                 attainment,
             )
-        reaction = GaugeMetricFamily(
-            "conserve_preemption_reaction_seconds",
-            "From the decision until the scheduler had control, of the last thousand preemptions.",
-            labels=["quantile"],
+        yield from self._reactions("conserve_leave_reaction_seconds", REACTION)
+        yield from self._reactions(
+            "conserve_preemption_reaction_seconds", "Deprecated: conserve_leave_reaction_seconds."
         )
-        for name, quantile in (("p50", "0.5"), ("p99", "0.99")):
-            reaction_ms = at(self.said, ("preemption", "reaction_ms", name))
+
+    def _reactions(self, name: str, says: str) -> Iterator[Metric]:
+        reaction = GaugeMetricFamily(name, says, labels=["quantile"])
+        for rank, quantile in (("p50", "0.5"), ("p99", "0.99")):
+            reaction_ms = at(self.said, ("preemption", "reaction_ms", rank))
             if reaction_ms is not None:
                 reaction.add_metric([quantile], reaction_ms / 1e3)
         if reaction.samples:
@@ -125,7 +149,7 @@ class Report(NamedTuple):
 
 
 def at(said: Mapping[str, Any], place: tuple[str, ...]) -> float | None:
-    """The figure there, if there is one."""
+    """The figure at this place of the report; None if it is missing."""
     found: Any = said
     for name in place:
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -133,7 +157,7 @@ def at(said: Mapping[str, Any], place: tuple[str, ...]) -> float | None:
 
 
 def exposition(said: Mapping[str, Any] | None) -> bytes:
-    """Prometheus's text format."""
+    """Both groups of metrics in Prometheus's text format."""
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
     theirs: bytes = generate_latest(get_prometheus_registry())

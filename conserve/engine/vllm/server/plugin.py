@@ -1,7 +1,7 @@
-"""vLLM's plug-in: what ConServe adds to vLLM's own processes, and nothing where its scheduler does not run.
+"""vLLM's plug-in: hooks in vLLM's own processes, which do nothing unless ConServe's scheduler runs.
 
-`register` (entry point `vllm.general_plugins`) runs in every process of vLLM and only hangs up hooks;
-`Surface` (entry point `vllm.endpoint_plugins`, loaded where VLLM_PLUGINS names it) adds a route.
+`register` (entry point `vllm.general_plugins`) runs in every process of vLLM and only sets hooks;
+`Surface` (entry point `vllm.endpoint_plugins`, loaded if VLLM_PLUGINS names it) adds routes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 log = logging.getLogger("vllm.conserve")
-SERVED = "CONSERVE_SERVED"  # set where `conserve serve` started the server
+SERVED = "CONSERVE_SERVED"  # set by `conserve serve` for its server
 FLEX = "flex"  # OpenAI's service tier for work that can wait
 
 
 def register() -> None:
-    """Hang up the hooks in this process, once; leaves a vLLM of another version alone."""
+    """Set the hooks in this process, once; a vLLM of another version is left alone."""
     engine = installed_engine()
     if engine is None or engine.version.split(".")[:2] != SUPPORTED_VERSION.split("."):
         log.warning("ConServe drives vLLM %s and leaves this one alone", SUPPORTED_VERSION)
         return
     process = multiprocessing.current_process()
     if os.environ.get(SERVED) and multiprocessing.parent_process() is not None:
-        follow_parent(signal.SIGKILL)  # vLLM's engine core waits for ever for a front end that was killed
+        follow_parent(
+            signal.SIGKILL
+        )  # vLLM's engine core would wait for ever for a front end that was killed
     if "Worker" in process.name:
         return
     hook_engine_core()
@@ -50,7 +52,7 @@ def register() -> None:
 
 
 def hook_engine_core() -> None:
-    """Let the API server ask the scheduler, and the scheduler know who comes while the model runs."""
+    """Let the API server ask the scheduler, and tell the scheduler of requests that arrive while the model runs."""
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.conserve = ask_scheduler
@@ -60,7 +62,7 @@ def hook_engine_core() -> None:
 
 
 def hook_server() -> None:
-    """Tell offline requests of the flex tier and rows that bring saved tokens; refuse what a caller may not ask."""
+    """Make flex requests offline, continue rows from saved tokens, and refuse what a caller may not ask for."""
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -71,20 +73,20 @@ def hook_server() -> None:
 
 
 def ask_scheduler(core: Any, change: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """`CoServing.conserve` through vLLM's utility calls; None where another scheduler runs."""
+    """Ask the scheduler (`CoServing.conserve`) through vLLM's utility calls; None if another scheduler runs."""
     asked = getattr(core.scheduler, "conserve", None)
     return asked(change) if asked is not None else None
 
 
 def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:
-    """`spill.ask_spilling`; None where nothing goes to disk."""
+    """`spill.ask_spilling`; None if KV does not go to disk."""
     from conserve.engine.vllm.checkpoint import spill
 
     return spill.ask_spilling(core, what)
 
 
 def announcing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell our scheduler of each request the moment it reaches the engine core, in its I/O thread."""
+    """Wrap `preprocess_add_request`: tell our scheduler of each arrival, in the engine core's I/O thread."""
 
     @functools.wraps(preprocess)
     def wrapped(core: Any, request: Any) -> Any:
@@ -93,7 +95,7 @@ def announcing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         if arriving is not None:
             try:
                 arriving(prepared[0])
-            except Exception:  # a request must not be refused because nobody made room for it
+            except Exception:  # a failed announcement must not refuse the request
                 log.exception("an arrival was not looked at")
         return prepared
 
@@ -101,7 +103,7 @@ def announcing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flex_is_offline(priority_of: Callable[..., int]) -> Callable[..., int]:
-    """Give requests of OpenAI's flex tier the priority of offline ones."""
+    """Wrap `_get_priority`: requests of OpenAI's flex tier get the priority of offline ones."""
 
     @functools.wraps(priority_of)
     def wrapped(request: Any, raw_request: Any) -> int:
@@ -113,7 +115,7 @@ def flex_is_offline(priority_of: Callable[..., int]) -> Callable[..., int]:
 
 
 def resuming(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Have requests that bring tokens of an earlier attempt go on from them."""
+    """Wrap `AsyncLLM.generate`: requests that bring tokens of an earlier attempt continue from them."""
 
     @functools.wraps(generate)
     def wrapped(llm: Any, prompt: Any, sampling_params: Any, request_id: str, **rest: Any) -> Any:
@@ -128,7 +130,7 @@ def resuming(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require_resumable(llm: Any, prompt: Any, params: Any, saved: Any) -> None:
-    """Raise, before anything is computed, for what cannot go on from saved tokens: clients get a 400."""
+    """Raise, before anything is computed, if a request cannot continue from its saved tokens: clients get a 400."""
     from vllm.exceptions import VLLMValidationError
 
     from conserve.engine.vllm.requests.continuation import why_not
@@ -140,7 +142,7 @@ def require_resumable(llm: Any, prompt: Any, params: Any, saved: Any) -> None:
 async def resumed(
     llm: Any, start: Callable[..., Any], prompt: Any, params: Any, request_id: str, saved: Any
 ) -> AsyncIterator[Any]:
-    """The outputs of one uninterrupted generation: what was saved comes with the first."""
+    """Outputs as of one uninterrupted generation; the saved tokens come with the first."""
     from vllm.sampling_params import RequestOutputKind
 
     from conserve.engine.vllm.requests.continuation import continued
@@ -162,7 +164,7 @@ class Surface:
     """Our routes in vLLM's API server (`routes`), and the warm-up before it takes requests."""
 
     name = "conserve"
-    required_tasks = None  # also where a model only embeds
+    required_tasks = None  # attached for models that only embed, too
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes."""
@@ -171,9 +173,9 @@ class Surface:
         attach(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        """Before the server takes requests: see what generates the tokens, and learn its times if need be.
+        """Find the model's identity and, if need be, learn its latency model before the server takes requests.
 
-        Raises `ProfileMissing` for an SLO that nothing would keep.
+        Raises `ProfileMissing` for an SLO that the engine could not keep without a latency model.
         """
         from conserve.engine.vllm.model.fingerprint import identity_of
         from conserve.engine.vllm.profiling.learning import learn, require_model, scheduler_says

@@ -1,7 +1,7 @@
-"""Privileges: which key may use which route, and which field of a request (the table in docs/cli.md).
+"""Privileges: which key may use which route and which field of a request (the table in docs/cli.md).
 
-Two keys exist. Clients send the API key. The harvester has a key of its own, made anew at each start. Without an
-API key every request may do everything.
+There are two keys. Clients send the API key. The harvester has a key of its own, made anew at each start. On a
+server without an API key every request may do everything.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from conserve.engine.policy.view import OFFLINE_PRIORITY, TTFT_ARGUMENT
 from conserve.engine.runtime.front import HARVEST_KEY
 
 RESUME = "conserve_resume"  # in a request's vllm_xargs: token ids that an earlier attempt generated
-SLO = "conserve_ttft_slo_ms"  # of the app's state: the TTFT promise as it is now, None without one
+SLO = "conserve_ttft_slo_ms"  # in the app's state: the server's current TTFT promise, None without one
 API_KEY = "VLLM_API_KEY"  # vLLM's variable
 BEARER = b"bearer"
 
 
 class Role(StrEnum):
-    """What a request may do."""
+    """Privileges of a request."""
 
     CLIENT = "client"
-    """Use the API; lower itself, and nothing else."""
+    """May use the API, and make its own requests worse, never better."""
     HARVESTER = "harvester"
-    """Everything, also for the whole server."""
+    """May do everything, also for the whole server."""
 
 
 class Need(StrEnum):
-    """What a route asks of a request."""
+    """Key that a route asks for."""
 
     NOTHING = "nothing"
     KEY = "key"
     HARVESTER = "harvester"
 
 
-# Load balancers and SageMaker cannot send a key. vLLM leaves these open too, and they tell a version at most.
+# Load balancers and SageMaker cannot send a key. vLLM leaves these open too; they tell a version at most.
 FREE = frozenset({"/health", "/ping", "/version"})
 METRICS = "/metrics"
 API = ("/v1/", "/v2/", "/inference/", "/cohere/", "/static/")
@@ -62,11 +62,11 @@ CHANGES = frozenset(
         ("POST", "/inference/v1/abort_requests"),
     }
 )
-"""Routes within `API` that do so too."""
+"""Routes within `API` that change the server for all."""
 
 
 def need(method: str, path: str, *, open_metrics: bool = False) -> Need:
-    """What the route asks for; one that is not known to serve clients asks for the harvester's key."""
+    """Key that the route asks for: the harvester's, unless the route is known to serve clients."""
     if path in FREE or (open_metrics and path == METRICS):
         return Need.NOTHING
     if (method, path) not in CHANGES and (path in CLIENTS or path.startswith(API)):
@@ -76,14 +76,17 @@ def need(method: str, path: str, *, open_metrics: bool = False) -> Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """The keys of a server. Without a harvester's key, clients' keys may do everything; without any, all may."""
+    """The keys of a server.
+
+    Without a harvester's key, clients' keys may do everything; without any key, every request may.
+    """
 
     clients: tuple[bytes, ...] = field(default=(), repr=False)
     harvester: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, api_keys: Iterable[str] | None, environ: Mapping[str, str]) -> Self:
-        """The keys behind vLLM's `--api-key`, or else in its variable, and the harvester's."""
+        """The clients' keys from vLLM's `--api-key` or its variable, and the harvester's key from its own."""
         given = [key for key in (api_keys or [environ.get(API_KEY, "")]) if key]
         if not given:
             return cls()
@@ -92,7 +95,7 @@ class Keys:
         return cls(clients=clients, harvester=harvester.encode() or None)
 
     def role(self, authorization: bytes) -> Role | None:
-        """The role of a request with this `Authorization` header; None if its key is none of these."""
+        """Role of a request with this `Authorization` header; None if its key is unknown."""
         if not self.clients and self.harvester is None:
             return Role.HARVESTER
         scheme, _, key = authorization.partition(b" ")
@@ -106,18 +109,18 @@ class Keys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The sender of the request under way."""
+    """Sender of the current request."""
 
     role: Role
     ttft_slo_ms: float = inf
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("conserve_caller", default=None)
-"""Set by the guard. None outside of a request, and on a server without the guard."""
+"""Set by the guard; None outside of a request, and on a server without the guard."""
 
 
 def refusal(caller: Caller | None, priority: int, extra: Mapping[str, Any]) -> str | None:
-    """Why the request may not have this priority or these `vllm_xargs`; None if it may."""
+    """Reason for refusing this priority or these `vllm_xargs` to the caller; None if they are allowed."""
     if caller is None or caller.role is Role.HARVESTER:
         return None
     if priority < 0:
@@ -128,7 +131,7 @@ def refusal(caller: Caller | None, priority: int, extra: Mapping[str, Any]) -> s
     if promise is None or (isinstance(promise, int | float) and promise >= least_ms):
         return None
     if priority >= OFFLINE_PRIORITY:
-        return None  # nothing leaves an iteration for an offline request, whatever it promises itself
+        return None  # no row leaves an iteration for an offline request, whatever TTFT it asks for
     if least_ms == inf:
         return f"vllm_xargs.{TTFT_ARGUMENT} wants the harvester's key: this server was started without --ttft-slo"
     return f"vllm_xargs.{TTFT_ARGUMENT} below the server's --ttft-slo, {least_ms:g} ms, wants the harvester's key"
@@ -137,7 +140,7 @@ def refusal(caller: Caller | None, priority: int, extra: Mapping[str, Any]) -> s
 def permitting(serve: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `AsyncLLM.generate` or `encode`: refuse with 403 what the caller may not ask for.
 
-    Every route of vLLM ends in one of the two, so that none is forgotten.
+    All of vLLM's routes end in one of the two, so none is forgotten.
     """
 
     @functools.wraps(serve)

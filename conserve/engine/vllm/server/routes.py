@@ -1,4 +1,4 @@
-"""Routes beside vLLM's: how the scheduler does, another policy meanwhile, and an answer where there is no route."""
+"""Routes beside vLLM's: the scheduler's report and settings, the spill, and errors for unknown routes."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 PATH = "/v1/conserve"
 SPILL_PATH = f"{PATH}/spill"
 SUPERVISOR = (
-    "CONSERVE_SUPERVISOR"  # a secret between `conserve serve` and its server, and the header it is sent in
+    "CONSERVE_SUPERVISOR"  # variable and header of a secret that `conserve serve` and its server share
 )
-LOOK_S = 0.05  # between two looks whether the workers have written
+LOOK_S = 0.05  # between two checks whether the workers have written
 
 
 def attach(app: FastAPI) -> None:
     """Add the routes."""
-    from conserve.engine.vllm.server.metrics import Metrics
+    from conserve.engine.vllm.server.metrics import MetricsRoute
 
     app.add_route(PATH, show, methods=["GET"])
     app.add_route(PATH, change, methods=["POST"])
     app.add_route(SPILL_PATH, spill, methods=["POST"])
     app.add_exception_handler(HTTPException, not_answered)
-    Metrics(scheduler_says).attach(app)
+    MetricsRoute(scheduler_says).attach(app)
 
 
 async def show(request: Request) -> Response:
-    """How the scheduler does."""
+    """Answer with the scheduler's report."""
     return await answer(request, None)
 
 
 async def change(request: Request) -> Response:
-    """Another policy, preemption or SLO; only where the engine was started to allow it (`conserve bench`)."""
+    """Change policy, preemption, checkpoints or SLO, if the engine was started to allow it (`conserve bench`)."""
     client = request.app.state.engine_client
     section = client.vllm_config.additional_config.get(SECTION, {})
     if not section.get("control"):
@@ -83,7 +83,7 @@ async def change(request: Request) -> Response:
 
 
 async def spill(request: Request) -> Response:
-    """Write KV of rows in flight to disk; for the process that started this server and is about to stop it."""
+    """Write KV of rows in flight to disk; only for the process that started this server and is about to stop it."""
     secret, sent = os.environ.get(SUPERVISOR, ""), request.headers.get(SUPERVISOR, "")
     if not secret or not hmac.compare_digest(sent.encode(), secret.encode()):
         return reply({"error": {"message": "only conserve serve may ask for that"}}, 403)
@@ -98,7 +98,7 @@ async def spill(request: Request) -> Response:
 
 
 async def answer(request: Request, wanted: Mapping[str, Any] | None) -> Response:
-    """The scheduler's answer, with what the API server knows."""
+    """The scheduler's report, with figures of the API server."""
     client = request.app.state.engine_client
     said = await scheduler_says(client, wanted)
     if said is None:
@@ -118,12 +118,12 @@ async def answer(request: Request, wanted: Mapping[str, Any] | None) -> Response
 
 
 def remember(state: State, said: Mapping[str, Any]) -> None:
-    """Keep the SLO where the guard finds it: clients may not ask for a TTFT below it."""
+    """Keep the SLO in the app's state, where the guard reads it: clients may not ask for a TTFT below it."""
     setattr(state, SLO, said["slo"]["ttft_ms"])
 
 
 async def not_answered(request: Request, refused: Exception) -> Response:
-    """A route or method that this server lacks, as OpenAI's API words errors; vLLM's answer would be bare."""
+    """Answer for a missing route or method, as OpenAI's API words errors; vLLM's own answer has no explanation."""
     assert isinstance(refused, HTTPException)
     lacks = (
         f"this server does not answer {request.method} {request.url.path}; GET /openapi.json lists its routes"
