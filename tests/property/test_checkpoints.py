@@ -162,7 +162,7 @@ class World:
 
     def _lose(self, row: FakeRequest) -> None:
         self.lost += 1
-        self.checkpoints.losing(row)  # type: ignore[arg-type]
+        self.checkpoints.evicting(row)  # type: ignore[arg-type]
         self._free(row)
         row.status, row.num_computed_tokens = RequestStatus.PREEMPTED, 0
 

@@ -389,11 +389,11 @@ def test_a_warm_up_goes_on_until_the_scheduler_has_a_model(
     looks: int, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from conserve.engine.vllm.profiling import learning
-    from conserve.engine.vllm.profiling.warm_up import Group, Growth, insist
+    from conserve.engine.vllm.profiling.warm_up import Growth, WarmUpGroup, insist
 
-    served: list[Group] = []
+    served: list[WarmUpGroup] = []
 
-    async def serve(group: Group) -> None:
+    async def serve(group: WarmUpGroup) -> None:
         served.append(group)
 
     async def warm_up(llm: Any, *, say: Any, known: Any) -> None:

@@ -16,9 +16,9 @@ from conserve.engine.vllm.profiling.warm_up import (
     LEAST_SAMPLES,
     LONGEST_PROMPT,
     WARM_UP_S,
-    Group,
     Growth,
     WarmUp,
+    WarmUpGroup,
     grow,
 )
 from conserve.profiles.batch import Batch, Slice
@@ -33,7 +33,7 @@ class FakeEngine:
 
     def __init__(self, slowness: float) -> None:
         self.truth, self.warm_up, self.now_s = slower(TRUTH, slowness), WarmUp(), 0.0
-        self.groups: list[Group] = []
+        self.groups: list[WarmUpGroup] = []
         self.longest_ms = 0.0
         self.sentences: list[str] = []
         self._dice = random.Random(2)
@@ -41,7 +41,7 @@ class FakeEngine:
     def clock(self) -> float:
         return self.now_s
 
-    async def serve(self, group: Group) -> None:
+    async def serve(self, group: WarmUpGroup) -> None:
         self.groups.append(group)
         computed, generated = [0] * len(group.prompts), [0] * len(group.prompts)
         while any(n < most for n, most in zip(generated, group.answers, strict=True)):
@@ -119,7 +119,7 @@ def test_small_requests_come_first_and_long_prompts_only_if_they_are_affordable(
 
 def test_every_engine_behind_one_server_gets_enough() -> None:
     growth = Growth(seconds=WARM_UP_S, longest=LONGEST_PROMPT, most=128, engines=3)
-    served: list[Group] = []
+    served: list[WarmUpGroup] = []
     while growth.missing:
         group = growth.next()
         served.append(group)

@@ -1,7 +1,7 @@
-"""The scheduler's side of KV checkpoints: which blocks are copied next, either way, and what has arrived.
+"""The scheduler's half of KV checkpoints: which blocks are copied next in each direction, and which copies ended.
 
-The bytes are copied by the workers (`copies`), between iterations' computing; what an iteration has not confirmed
-is never copied. Source: conserve-2026 section 4.4, conserve-2024 section 4.4.
+The workers copy the bytes (`copies`) beside an iteration's computing. Blocks that no iteration has confirmed are
+never copied. Source: conserve-2026 section 4.4, conserve-2024 section 4.4.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
 from conserve.engine.vllm.lane import is_online, is_running
 
 log = logging.getLogger("vllm.conserve")
-SHARE = 0.05  # of an iteration's time that copies beside it may take; they make it 1.8 % longer
-LAST_MINUTE = 2  # blocks that are copied while their row is preempted already; they are free a moment later
+SHARE = 0.05  # share of an iteration's time for the copies beside it, which lengthen it by 1.8 %
+LAST_MINUTE = 2  # most blocks copied while their row is being evicted; they are free a moment later
 
 
 class Gathered(NamedTuple):
-    """What is to go to disk."""
+    """Blocks that go to disk."""
 
-    hosts: dict[str, int]  # by key, in hexadecimal, what is worth most first; each held once for this
-    copies: list[Copy]  # that are to be made before, some of which others have asked for too
-    fresh: list[Copy]  # of them, those that nobody else has asked for: to be given to `copied`
+    hosts: dict[
+        str, int
+    ]  # host block by key (hexadecimal), most valuable first; each held once for the spill
+    copies: list[Copy]  # copies to make before, including ones that others have asked for too
+    fresh: list[Copy]  # copies among them that only the spill asked for: to be given to `copied`
 
 
 @dataclass(slots=True)
-class Counts:
-    """Since the engine started."""
+class CopyCounts:
+    """Counts since the engine started."""
 
     blocks_saved: int = 0
     blocks_restored: int = 0
     tokens_restored: int = 0
     restores: int = 0
-    blocks_failed: int = 0  # copies that did not succeed
+    blocks_failed: int = 0  # failed copies
 
 
 class Checkpoints:
-    """What is saved and brought back, and the transfers under way.
+    """All checkpoints of an engine, and the copies under way in both directions.
 
-    Called by vLLM through the connector, always between two iterations.
+    vLLM calls it through the connector, always between two iterations.
     """
 
     def __init__(
@@ -72,36 +74,36 @@ class Checkpoints:
         )
         self.block_tokens = block_tokens
         self.budget = CopyBudget(block_ms, share)
-        self.counts = Counts()
-        self.spill: Any = None  # what takes it to disk (`spill.Spilling`), if anything
+        self.counts = CopyCounts()
+        self.spill: Any = None  # writes checkpoints to disk (`spill.Spilling`), if wanted
         self.on, self.why_off = True, "it is switched off"
-        self.predicted_ms: float | None = None  # of the iteration to come; None where nobody predicts
+        self.predicted_ms: float | None = None  # of the next iteration; None without a prediction
         self.allowed: Collection[str] | None = None  # rows whose restore may begin; None: any
-        self.reserved_blocks = 0  # of the device's free ones, for live requests to come
+        self.reserved_blocks = 0  # free device blocks kept for online requests to come
         self._device: Any = None  # vLLM's block pool
         self._block_ids: Callable[[str], Sequence[int]] = lambda name: ()
         self._workers = workers
-        self._running: dict[str, Request] = {}  # with KV blocks, as far as we were told
+        self._running: dict[str, Request] = {}  # requests with KV blocks, as vLLM has told us
         self._restores = Restores()
         self._events = 0
         self._stores: dict[int, list[Copy]] = {}
-        self._reports: dict[int, int] = {}  # store -> workers that have reported it
-        self._failed_stores: set[int] = set()  # reported so by one of them
-        self._local: dict[str, int] = {}  # tokens that the device had of rows that may be restored
+        self._reports: dict[int, int] = {}  # store -> number of workers that have reported it
+        self._failed_stores: set[int] = set()  # stores that a worker reported as failed
+        self._local: dict[str, int] = {}  # tokens on the device of rows that may be restored
         self._last_minute: list[Copy] = []
 
     def bind(self, device: Any, block_ids: Callable[[str], Sequence[int]]) -> None:
-        """Give it vLLM's block pool, and a row's block ids by its name."""
+        """Set vLLM's block pool, and a function from a row's name to its block ids."""
         self._device, self._block_ids = device, block_ids
 
-    # Who is here.
+    # Requests that come and go.
 
     def admitted(self, request: Request) -> None:
-        """It has KV blocks now."""
+        """Note a request that has got KV blocks."""
         self._running[request.request_id] = request
 
-    def losing(self, request: Request) -> None:
-        """It is being preempted: save the last of what it has, if that is little."""
+    def evicting(self, request: Request) -> None:
+        """Save the last blocks of a request that is being evicted, if they are few."""
         name = request.request_id
         if self._running.pop(name, None) is None or not self.on or not saveable(request):
             return
@@ -116,30 +118,30 @@ class Checkpoints:
         self._last_minute += self._begun(copies)
 
     def has_all_of(self, name: str) -> bool:
-        """Whether a running row would lose nothing with its memory; see `losing`."""
+        """True if evicting this running row would lose nothing; see `evicting`."""
         request = self._running.get(name)
         if request is None or name not in self.saved or not self.on:
             return False
         return confirmed(request) - self.saved.tokens(name) < LAST_MINUTE * self.block_tokens
 
     def finished(self, request: Request) -> None:
-        """It is over, one way or another."""
+        """Forget a request that has ended in any way."""
         name = request.request_id
         self._running.pop(name, None)
         self._local.pop(name, None)
         self.saved.forget(name)
         self._restores.cancel(name)
 
-    # What there is of a row.
+    # Contents of a checkpoint.
 
     def is_being_saved(self, name: str) -> bool:
-        """Whether a row that waits should wait a moment longer: the last of its KV is being copied."""
+        """True if a waiting row should wait a moment longer, since its last KV is being copied."""
         return name not in self._running and not self.saved.is_whole(name)
 
     def restorable(self, request: Request, local: int) -> int:
-        """Tokens after the first `local` ones, which the device has, that need not be computed again.
+        """Number of tokens after the first `local` ones, which are on the device, that can be restored.
 
-        A row that was never here finds what others left behind, if its KV would be the same.
+        A row that never ran here may find KV that other rows left, if its own would be equal.
         """
         if not self.on or not saveable(request) or local % self.block_tokens:
             return 0
@@ -150,7 +152,7 @@ class Checkpoints:
         return tokens if tokens >= min(self.block_tokens, max(1, self.saved.tail_tokens(name))) else 0
 
     def reset(self) -> bool:
-        """Forget all; False where rows are on their way back. What is being saved is of no use any more."""
+        """Forget all checkpoints and void copies under way; False if rows are being restored: then do nothing."""
         if self._restores:
             return False
         self._failed_stores |= self._stores.keys()
@@ -164,13 +166,13 @@ class Checkpoints:
 
     @property
     def any_saved(self) -> bool:
-        """Whether some row has a checkpoint."""
+        """True if any row has a checkpoint."""
         return bool(self.saved)
 
     # Restores.
 
     def matched(self, request: Request, local: int) -> int | None:
-        """The same as `restorable`, asked by vLLM, which then gives the row blocks: none if it is not to begin.
+        """`restorable`, asked by vLLM, which then gives the row blocks; 0 if the restore is not to begin.
 
         None if vLLM should ask again later.
         """
@@ -183,7 +185,7 @@ class Checkpoints:
         return self.restorable(request, local)
 
     def restore(self, request: Request, tokens: int) -> None:
-        """vLLM has given the row blocks: bring back so many tokens after those that the device has."""
+        """Restore `tokens` tokens after the ones on the device; vLLM has given the row blocks for them."""
         name = request.request_id
         local = self._local.pop(name)
         first, last = local // self.block_tokens, -(-(local + tokens) // self.block_tokens)
@@ -196,16 +198,16 @@ class Checkpoints:
 
     @property
     def coming(self) -> frozenset[Hashable]:
-        """What names the blocks that are on their way back."""
+        """Keys of the blocks that are being restored."""
         return self._restores.keys
 
     @property
     def copying(self) -> bool:
-        """Whether something is being saved, or is about to be."""
+        """True if any block is being saved, or is about to be."""
         return bool(self._stores or self._last_minute)
 
     def report(self) -> dict[str, Any]:
-        """What was done since the engine started; tokens, blocks, and the time of a block's copy."""
+        """Tokens, blocks and failures since the engine started, and the time of a block's copy, for JSON."""
         return {
             "policy": self.name if self.on else OFF,
             "why_off": None if self.on else self.why_off,
@@ -219,10 +221,10 @@ class Checkpoints:
             "spill": self.spill.report() if self.spill is not None else None,
         }
 
-    # Transfers: once an iteration.
+    # Transfers, once per iteration.
 
     def transfers(self) -> Transfers:
-        """What the workers are to copy beside the iteration that was just scheduled."""
+        """Copies for the workers to make beside the iteration that was just scheduled."""
         under_way = sum(map(len, self._stores.values()))
         left_ms = self._budget_ms() - under_way * self.budget.to_host_ms
         most = self.budget.restores(left_ms, self._restores.left)
@@ -248,13 +250,13 @@ class Checkpoints:
         return sent
 
     def _budget_ms(self) -> float:
-        """What copies may take beside the iteration to come; without end where nobody computes."""
+        """Time that copies may take beside the next iteration; infinite if no request computes."""
         if self.predicted_ms is not None or any(map(is_running, self._running.values())):
             return self.budget.beside(self.predicted_ms)
         return inf
 
     def _next_stores(self, budget: int) -> list[Copy]:
-        """Blocks that the policy wants to have copied."""
+        """Blocks that the policy chose to copy."""
         pool = self._device
         if not self.on:
             return []
@@ -265,7 +267,7 @@ class Checkpoints:
                 return []
             self.policy.checkpoint(list(self._marks()))
             chosen = self.policy.blocks_to_checkpoint(pressure)
-        except Exception:  # a class of the user's must not end the engine
+        except Exception:  # a user's class must not end the engine
             log.exception("KV is not checkpointed any more: the policy %s failed", self.name)
             self.on, self.why_off = False, f"the policy {self.name} failed"
             return []
@@ -280,7 +282,7 @@ class Checkpoints:
         return stores
 
     def _marks(self) -> Iterator[Marked]:
-        """Rows with blocks to copy, the last admitted first: they would be preempted first."""
+        """Yield rows with blocks to copy in eviction order: the last admitted first."""
         size, saved = self.block_tokens, self.saved
         for name, request in reversed(self._running.items()):
             if not is_running(request) or not saveable(request):
@@ -290,7 +292,7 @@ class Checkpoints:
                 yield Marked(name, blocks, is_online(request))
 
     def _begun(self, copies: list[Copy]) -> list[Copy]:
-        """The same, with both blocks of each kept for the copy, whatever becomes of the row."""
+        """Hold both blocks of each copy until it ends, also if the row ends before; returns the copies."""
         self._device.touch([self._device.blocks[copy.device] for copy in copies])
         for copy in copies:
             self.memory.hold(copy.host)
@@ -299,7 +301,7 @@ class Checkpoints:
     # For the disk, between two iterations (`spill`).
 
     def gather(self) -> Gathered:
-        """All full blocks of offline rows, in host memory or about to be: the longest row's first."""
+        """All full blocks of offline rows that are or soon will be in host memory, the longest row's first."""
         pending = {copy.host: copy.device for copies in self._stores.values() for copy in copies}
         pending |= {copy.host: copy.device for copy in self._last_minute}
         fresh: list[Copy] = []
@@ -319,16 +321,16 @@ class Checkpoints:
         return Gathered({str(key.hex()): host for key, host in keys.items()}, copies, fresh)  # type: ignore[attr-defined]
 
     def _spillable(self) -> Iterator[Request]:
-        """Offline rows whose KV is their tokens' and no adapter's, which may be another next time."""
+        """Yield offline rows whose KV depends on their tokens alone, not on an adapter, which may be changed."""
         found = {**{request.request_id: request for request in self.saved.requests()}, **self._running}
         for request in found.values():
             if not is_online(request) and saveable(request) and request.lora_request is None:
                 yield request
 
-    # What has arrived.
+    # Ended copies.
 
     def arrived(self, report: WorkerReport | None, restored: Iterable[str], failed: Iterable[str]) -> None:
-        """The workers' report after an iteration."""
+        """Take the workers' report after an iteration."""
         broken = set(failed)
         for name in restored:
             self._restores.end(name)
@@ -346,7 +348,7 @@ class Checkpoints:
                 self._failed_stores.discard(event)
 
     def copied(self, copies: Sequence[Copy], *, failed: bool) -> None:
-        """These blocks are in host memory, or will never be."""
+        """Note that these blocks are in host memory, or failed to get there."""
         self._device.free_blocks([self._device.blocks[copy.device] for copy in copies])
         if failed:
             self.counts.blocks_failed += len(copies)
@@ -359,17 +361,17 @@ class Checkpoints:
 
 
 def confirmed(request: Request) -> int:
-    """Tokens whose KV is computed for certain."""
+    """Number of tokens whose KV is certainly computed."""
     return int(request.num_computed_tokens - request.num_output_placeholders)
 
 
 def saveable(request: Request) -> bool:
-    """Whether the row could go on from a checkpoint; not where logits of its whole prompt are wanted."""
+    """True if the row could continue from a checkpoint: not if it wants logits of its whole prompt."""
     return not request.skip_reading_prefix_cache
 
 
 def checkpoints_of(connector: Any) -> tuple[Checkpoints | None, str | None]:
-    """Those of the engine's KV connector, or of one of several; or why our connector has none."""
+    """Checkpoints of the engine's KV connector, which may be one of several; or the reason that it has none."""
     for one in getattr(connector, "_connectors", (connector,)):
         if hasattr(one, "checkpoints"):
             return one.checkpoints, one.why_not

@@ -1,4 +1,4 @@
-"""KV checkpoints as a KV connector of vLLM's: `--kv-transfer-config` names it, alone or within a MultiConnector."""
+"""vLLM's KV connector for checkpoints; `--kv-transfer-config` names it, alone or in a MultiConnector."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
 from conserve.engine.vllm.settings import SECTION
 
 log = logging.getLogger("vllm.conserve")
-USUAL_SPEED = 1e7  # bytes a millisecond that are copied, until it is known better
-DEVICE_SHARE = 0.5  # of an iteration's time that copies may take which do not share its memory
+USUAL_SPEED = 1e7  # assumed bytes per millisecond of copying, until it is measured
+DEVICE_SHARE = 0.5  # share of an iteration's time for copies that do not use the memory it computes with
 
 
 class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM's calls, passed on to `Checkpoints` in the scheduler and to `Copies` in each worker.
+    """Passes vLLM's calls on to `Checkpoints` in the scheduler and to `Copies` in each worker.
 
-    `kv_connector_extra_config` takes `policy`, `host_bytes` (of all workers together) and `spill` (a folder). Where
-    the model's KV is not only full attention's, nothing is checkpointed, and the log says so.
+    `kv_connector_extra_config` takes `policy`, `host_bytes` (of all workers together) and `spill` (a folder). If
+    the model has other KV than that of full attention, nothing is checkpointed, and the log says so.
     """
 
     _cache_hit_source = CacheHitSource.HOST
@@ -78,13 +78,13 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: what is not saved is computed again."""
+        """False: blocks that were not saved are computed again."""
         return False
 
     # In the scheduler.
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Called once the scheduler has its cache manager."""
+        """Bind the checkpoints to the scheduler's cache manager."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.checkpoints is not None:
             self.checkpoints.bind(
@@ -92,12 +92,12 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that host memory has beyond those on the device, restored while others run."""
+        """Tokens that host memory has beyond the device's; vLLM restores them while other requests run."""
         tokens = self.checkpoints.matched(request, num_computed_tokens) if self.checkpoints is not None else 0
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has its blocks, some of which are to be filled from host memory."""
+        """Begin to restore a request that got its blocks, or note that it got them."""
         if self.checkpoints is None:
             return
         if num_external_tokens:
@@ -106,11 +106,11 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             self.checkpoints.admitted(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
-        """What is copied beside this iteration."""
+        """Copies for the workers to make beside this iteration."""
         return self.checkpoints.transfers() if self.checkpoints is not None else Transfers()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What has been copied."""
+        """Take the workers' report of ended copies."""
         if self.checkpoints is not None:
             report = connector_output.kv_connector_worker_meta
             self.checkpoints.arrived(
@@ -120,7 +120,7 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """It is over; its device blocks may go at once, those of a copy under way excepted."""
+        """Forget the request; vLLM may free its blocks at once, except for the ones being copied."""
         if self.checkpoints is not None:
             self.checkpoints.finished(request)
         return False, None
@@ -128,32 +128,32 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same."""
+        """`request_finished` for several KV cache groups, of which we support one."""
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine should go on stepping for the sake of copies under way."""
+        """True if the engine should go on stepping while copies are under way."""
         return self.checkpoints is not None and self.checkpoints.copying
 
     def reset_cache(self) -> bool | None:
-        """Forget all that was saved; False while rows are on their way back."""
+        """Forget all checkpoints; False while rows are being restored."""
         return self.checkpoints is None or self.checkpoints.reset()
 
     # In a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The KV cache exists now."""
+        """Set up host memory for this KV cache."""
         if self.copies is not None:
             self.copies.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         super().bind_connector_metadata(connector_metadata)
         if self.copies is not None:
             self.copies.bind_connector_metadata(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
-        """An iteration is over."""
+        """End an iteration."""
         super().clear_connector_metadata()
         if self.copies is not None:
             self.copies.clear_connector_metadata()
@@ -164,41 +164,41 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             self.copies.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nobody waits for a restore."""
+        """Nothing: no layer waits for a restore."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """What this iteration computes is not saved before it is over."""
+        """Nothing: KV is saved after the iteration that computes it."""
 
     def wait_for_save(self) -> None:
-        """Begin the saving."""
+        """Begin to save blocks."""
         if self.copies is not None:
             self.copies.wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What has ended."""
+        """Transfers that have ended."""
         return (
             self.copies.results(finished_req_ids) if self.copies is not None else KVConnectorTransferResults()
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The same for callers that cannot hear of failures."""
+        """Restored rows, for callers that do not ask for failures."""
         results = self.get_transfer_results(finished_req_ids)
         return None, results.finished_recving or None
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What has been saved."""
+        """Report of ended saves."""
         return self.copies.build_connector_worker_meta() if self.copies is not None else None
 
     def shutdown(self) -> None:
-        """The process ends."""
+        """Stop copying when the process ends."""
         if self.copies is not None:
             self.copies.stop()
 
 
 def why_not(config: Any, kv_cache_config: Any) -> str | None:
-    """Why KV of this engine cannot be checkpointed; None if it can."""
+    """Reason that KV of this engine cannot be checkpointed; None if it can."""
     groups, parallel = kv_cache_config.kv_cache_groups, config.parallel_config
     reasons = {
         "its layers keep KV in different ways": len(groups) != 1,

@@ -1,7 +1,7 @@
-"""The workers' side of KV checkpoints: host memory, and the copies between it and the device.
+"""The workers' half of KV checkpoints: host memory, and copies between it and the device.
 
 vLLM's own offloading worker finds the KV cache's regions, pins host memory and copies on CUDA streams. A CPU engine
-has no streams; there a thread copies.
+has no streams, so a thread copies there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ log = logging.getLogger("vllm.conserve")
 
 
 class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
-    """Does what `Transfers` says and tells what has ended.
+    """Makes the copies of `Transfers` and reports the ones that have ended.
 
-    A copy that fails leaves its target useless, and every copy asked for after it is still made.
+    A failed copy makes its target useless; all later copies are still made.
     """
 
     _backend: Any
@@ -33,11 +33,11 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, host_bytes: int) -> None:
         super().__init__(vllm_config, kv_cache_config, host_bytes)
-        self._failed_stores: set[int] = set()  # not reported yet
-        self._rows_of: dict[int, list[str]] = {}  # loads under way
-        self._broken: set[str] = set()  # rows of which a part did not come back
+        self._failed_stores: set[int] = set()  # to be reported
+        self._rows_of: dict[int, list[str]] = {}  # rows of loads under way
+        self._broken: set[str] = set()  # rows whose restore failed in part
         self._load_targets_free: torch.Event | None = None
-        self.writing: Any = None  # a shard for the disk, under way (`spill`)
+        self.writing: Any = None  # the shard being written to disk (`spill`), if any
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find the regions of the KV cache and set up host memory of the same shape."""
@@ -57,7 +57,7 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
         if device.type != "cpu":
             super()._init_cpu_mode(unique_gpu_caches, block_bytes, device)
             return
-        # Not zeroed: pages come into being when they are first written.
+        # Not zeroed: the kernel provides zeroed pages when they are first written.
         self.cpu_kv_caches = {
             name: torch.empty((self.num_cpu_blocks, *cache.shape[1:]), dtype=cache.dtype)
             for name, cache in unique_gpu_caches.items()
@@ -65,7 +65,7 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
         self._backend = ByThread(unique_gpu_caches, self.cpu_kv_caches)
 
     def bind_connector_metadata(self, metadata: Transfers) -> None:
-        """An iteration begins; a CPU engine copies beside it from now on, since its computing is not queued."""
+        """Begin an iteration; a CPU engine starts its copies here, since its computing is not queued."""
         super().bind_connector_metadata(metadata)
         if metadata.load_event >= 0:
             self._rows_of[metadata.load_event] = metadata.load_rows
@@ -81,7 +81,7 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
                 )
 
     def start_load_kv(self) -> None:
-        """After the iteration was queued on the device: work before it may still read the blocks to be filled."""
+        """Queue the loads behind the iteration: earlier work may still read the blocks that they fill."""
         metadata = self._connector_metadata
         if isinstance(self._backend, ByThread) or metadata is None or not metadata.load_cpu_blocks:
             return
@@ -99,22 +99,22 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
         )
 
     def wait_for_save(self) -> None:
-        """Have the stores follow the iteration on a device; a CPU engine's are under way already."""
+        """Queue the saves behind the iteration on a device; a CPU engine's saves are under way already."""
         if not isinstance(self._backend, ByThread):
             super().wait_for_save()
 
     def handle_preemptions(self, kv_connector_metadata: Transfers) -> None:
-        """Nothing: what is copied is kept until it has been, by the scheduler."""
+        """Nothing: the scheduler keeps the blocks of a copy until it has ended."""
 
     def results(self, finished: set[str]) -> KVConnectorTransferResults:
-        """Rows that are back, and those of them whose KV is not to be used."""
+        """Rows that have been restored, and the ones among them whose KV must not be used."""
         restored = set(self.get_finished(finished)[1] or ())
         broken = restored & self._broken
         self._broken -= restored
         return KVConnectorTransferResults(finished_recving=restored, failed_recving=broken)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What has ended since the last report."""
+        """Copies that have ended since the last report."""
         block_ms = self._backend.block_ms() if isinstance(self._backend, ByThread) else BlockMs()
         ended, self._completed_store_events = self._completed_store_events, {}
         if not ended and block_ms == BlockMs():
@@ -124,7 +124,7 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
         return WorkerReport(ended, failed, block_ms)
 
     def _poll_stream_events(self, is_store: bool) -> int:
-        """The last transfer that has ended, all before it included; notes those that failed."""
+        """The last transfer that has ended with all before it; failed ones are noted."""
         events = self._store_events if is_store else self._load_events
         pending = self._pending_store_event_indices if is_store else self._pending_load_event_indices
         last = self._store_hwm if is_store else self._load_hwm
@@ -136,7 +136,7 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
         thread = getattr(self._backend, "_thread", None)
         if (
             pending and not events and thread is not None and not thread.is_alive()
-        ):  # of CUDA's copies: it died
+        ):  # the thread that makes CUDA's copies has died
             for event in sorted(pending):
                 if event > last:
                     self._note_failure(event, is_store)
@@ -154,23 +154,23 @@ class Copies(SimpleCPUOffloadWorker):  # type: ignore[misc]
             self._broken.update(self._rows_of.pop(event, ()))
 
     def stop(self) -> None:
-        """End the copying."""
+        """Stop copying."""
         if self._backend is not None:
             self._backend.shutdown()
 
 
 class ByThread:
-    """Stands in for vLLM's copies by DMA where the device is the host."""
+    """Stands in for vLLM's DMA copies on an engine whose device is the host."""
 
     def __init__(self, device: dict[str, torch.Tensor], host: dict[str, torch.Tensor]) -> None:
         self.thread = CopyThread([*map(region, device.values())], [*map(region, host.values())])
         self._reported: tuple[Copied, ...] = (Copied(), Copied())
 
     def block_ms(self) -> BlockMs:
-        """What copying one block took each way since it was last asked."""
+        """Time of copying one block in each direction since the last call."""
         now = (self.thread.stored, self.thread.loaded)
         pairs = list(zip(now, self._reported, strict=True))
-        # A clock may tick too seldom for one transfer: then its blocks are reported with those of the next.
+        # A clock may not tick during one transfer: then its blocks are reported with those of the next.
         times = [copied.block_ms_since(before) or None for copied, before in pairs]
         self._reported = tuple(
             before if ms is None else copied for ms, (copied, before) in zip(times, pairs, strict=True)
@@ -186,27 +186,27 @@ class ByThread:
         events_list: list[tuple[int, Any]],
         wait_event: Any = None,
     ) -> None:
-        """Have the thread copy, after everything it was asked for before."""
+        """Queue a copy behind all earlier ones."""
         events_list.append((event_idx, self.thread.copy(src_blocks, dst_blocks, is_store=is_store)))
 
     def shutdown(self) -> None:
-        """End it."""
+        """Stop the thread."""
         self.thread.stop()
 
 
 class NoStream:
-    """What a CPU engine has for a CUDA stream."""
+    """Stands in for a CUDA stream on a CPU engine."""
 
     def __init__(self, priority: int = 0) -> None:
         pass
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """None to choose from."""
+        """One priority only."""
         return 0, 0
 
 
 def region(cache: torch.Tensor) -> Region:
-    """A region's first address and the size of its blocks, which are its first dimension."""
+    """First address of a region and the size of its blocks, which are its first dimension."""
     assert cache.stride(0) * cache.element_size() == cache[0].nbytes or cache.shape[0] == 1
     return Region(cache.data_ptr(), cache[0].nbytes)

@@ -1,4 +1,4 @@
-"""The flags that have vLLM's server checkpoint KV, beside other KV connectors that the user wants."""
+"""Flags that make vLLM's server checkpoint KV, beside other KV connectors of the user's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FLAG = "--kv-transfer-config"
 
 
 def with_checkpoints(flags: Sequence[str], settings: dict[str, Any]) -> list[str]:
-    """The user's flags of vLLM, and ours: `settings` is our connector's `kv_connector_extra_config`.
+    """The user's flags and ours; `settings` is our connector's `kv_connector_extra_config`.
 
-    What restores cannot bring back is computed again, whatever another connector would want for its own.
+    Blocks that cannot be restored are always computed again, whatever the user's connector asks for.
     """
     others, theirs = without(flags)
     ours = {
@@ -37,7 +37,7 @@ def with_checkpoints(flags: Sequence[str], settings: dict[str, Any]) -> list[str
 
 
 def without(flags: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
-    """The flags without the one that names a KV connector, and what that one says."""
+    """The flags without the one that names a KV connector, and the JSON object of that one."""
     others: list[str] = []
     said: str | None = None
     words = iter(flags)

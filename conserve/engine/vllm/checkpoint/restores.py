@@ -1,4 +1,4 @@
-"""Rows on their way back to the device, a part of their KV beside each iteration."""
+"""Rows being restored to the device, a part of their KV beside each iteration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Copy(NamedTuple):
-    """One block on its way."""
+    """One block to copy, by its numbers on both sides."""
 
     device: int
     host: int
@@ -17,19 +17,19 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class Restore:
-    """One row on its way; vLLM waits for it and for nobody else."""
+    """One row being restored; vLLM holds this row back until it is restored."""
 
-    left: deque[Copy]
-    keys: frozenset[Hashable]  # what names its blocks
-    last_event: int = -1  # the transfer with the last block that was sent for
+    left: deque[Copy]  # blocks not sent yet
+    keys: frozenset[Hashable]  # keys of its blocks
+    last_event: int = -1  # transfer with the last block sent
 
 
 class Restores:
-    """Those under way, in the order in which they began."""
+    """Restores under way, in the order in which they began."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Restore] = {}
-        self._awaited: dict[int, list[str]] = {}  # transfer -> rows that are whole with it
+        self._awaited: dict[int, list[str]] = {}  # transfer -> rows that are complete with it
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -42,31 +42,31 @@ class Restores:
 
     @property
     def keys(self) -> frozenset[Hashable]:
-        """What names the blocks that are on their way."""
+        """Keys of the blocks being restored."""
         return frozenset().union(*(restore.keys for restore in self._rows.values()))
 
     @property
     def left(self) -> int:
-        """Blocks that were not sent for yet."""
+        """Number of blocks not sent yet."""
         return sum(len(restore.left) for restore in self._rows.values())
 
     @property
     def awaited(self) -> Mapping[int, list[str]]:
-        """For every transfer under way, the rows that are whole once it has ended."""
+        """For every transfer under way, the rows that are complete once it has ended."""
         return self._awaited
 
     def begin(self, name: str, copies: Iterable[Copy], keys: frozenset[Hashable]) -> None:
-        """The row has blocks on the device for its KV to come back into."""
+        """Begin to restore a row that has blocks on the device."""
         self._rows[name] = Restore(deque(copies), keys)
 
     def cancel(self, name: str) -> None:
-        """Bring one more block at most: vLLM keeps the row's until the workers say that the last has come."""
+        """Send one more block at most: vLLM keeps the row's blocks until the workers report the last one."""
         restore = self._rows.get(name)
         while restore is not None and len(restore.left) > 1:
             restore.left.pop()
 
     def next(self, most: int, event: int) -> tuple[list[Copy], list[str]]:
-        """Blocks that this transfer brings, those of the row first whose restore began first; and the rows."""
+        """Blocks of the next transfer, from the row whose restore began first; and the rows in it."""
         copies: list[Copy] = []
         rows: list[str] = []
         for name, restore in self._rows.items():
@@ -83,7 +83,7 @@ class Restores:
         return copies, rows
 
     def end(self, name: str) -> None:
-        """All of the row's blocks have come, or as many as were wanted."""
+        """End a restore whose blocks have arrived, or were cancelled."""
         restore = self._rows.pop(name, None)
         if restore is None:
             return

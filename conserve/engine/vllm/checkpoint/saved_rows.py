@@ -1,7 +1,7 @@
-"""What host memory has of which row.
+"""Contents of host memory by row.
 
-A row's checkpoint is a list of host blocks, one for each of its full KV blocks from the first on, and one more for
-the last, partly filled block of a row that was preempted. Rows that begin with the same tokens share blocks.
+A row's checkpoint is a list of host blocks: one for each of its full KV blocks from the first on, and for an
+evicted row one more for its last, partly filled block. Rows that begin with the same tokens share blocks.
 Source: conserve-2026 section 4.4.
 """
 
@@ -19,26 +19,26 @@ from conserve.engine.vllm.checkpoint.restores import Copy
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What host memory has of one row, or is about to have."""
+    """One row's blocks in host memory, written or about to be."""
 
     request: Request
     blocks: list[int] = field(default_factory=list)  # host blocks, each held once for this row
-    tail: int | None = None  # host block of the block after those
-    tail_tokens: int = 0  # in it
-    whole: int = 0  # blocks known to have arrived: only ever grows, but for failures
+    tail: int | None = None  # host block of the partly filled block after them
+    tail_tokens: int = 0  # tokens in the tail
+    whole: int = 0  # number of blocks known to be written; falls only after failures
 
 
 class SavedRows:
-    """A checkpoint for each row that has one, by the row's name."""
+    """Checkpoints by the names of their rows."""
 
     def __init__(
         self, memory: HostMemory, *, block_tokens: int, hashes_a_block: int = 1, shared: bool = True
     ) -> None:
         self.memory = memory
-        self.refused = 0  # times that host memory was full
+        self.refused = 0  # times that a block was refused because host memory was full
         self._block_tokens = block_tokens
         self._hashes_a_block = hashes_a_block
-        self._shared = shared  # rows may use what others computed for the same tokens
+        self._shared = shared  # True: rows may use KV that others computed for the same tokens
         self._rows: dict[str, Checkpoint] = {}
 
     def __len__(self) -> int:
@@ -48,10 +48,10 @@ class SavedRows:
         return name in self._rows
 
     def requests(self) -> Iterator[Request]:
-        """The rows."""
+        """The rows' requests."""
         return (checkpoint.request for checkpoint in self._rows.values())
 
-    # What there is of a row.
+    # Contents of a checkpoint.
 
     def blocks(self, name: str) -> Sequence[int]:
         """Host blocks of the row's full blocks, from its first on."""
@@ -59,12 +59,12 @@ class SavedRows:
         return checkpoint.blocks if checkpoint is not None else ()
 
     def tail_tokens(self, name: str) -> int:
-        """Tokens in the partly filled block after those; 0 without one."""
+        """Number of tokens in the partly filled block; 0 without one."""
         checkpoint = self._rows.get(name)
         return checkpoint.tail_tokens if checkpoint is not None else 0
 
     def tokens(self, name: str) -> int:
-        """How many of the row's first tokens host memory has: what is on its way does not count."""
+        """Number of the row's first tokens that host memory has; blocks being copied do not count."""
         checkpoint = self._rows.get(name)
         if checkpoint is None:
             return 0
@@ -74,7 +74,7 @@ class SavedRows:
         return tokens
 
     def is_whole(self, name: str) -> bool:
-        """Whether nothing of the row is on its way."""
+        """True if no block of the row is being copied."""
         checkpoint = self._rows.get(name)
         if checkpoint is None:
             return True
@@ -91,7 +91,7 @@ class SavedRows:
         return checkpoint.tail is not None and self.memory.is_written(checkpoint.tail)
 
     def sources(self, name: str, first: int, last: int) -> Sequence[int]:
-        """Host blocks of the row's blocks from `first` to before `last`, of which the tail may be one."""
+        """Host blocks of the row's blocks `first` to `last` - 1, of which the last may be the tail."""
         checkpoint = self._rows[name]
         sources = checkpoint.blocks[first:last]
         if len(sources) < last - first:
@@ -100,21 +100,21 @@ class SavedRows:
         return sources
 
     def keys(self, request: Request, first: int = 0) -> Iterator[Hashable]:
-        """What names the contents of a row's blocks: the hash of all tokens up to their end, where vLLM has it."""
+        """Keys of the contents of a row's blocks: vLLM's hash of all tokens up to a block's end, if it has one."""
         hashes = request.block_hashes if self._shared else ()
         each = self._hashes_a_block
         for index in count(first):
             last = (index + 1) * each - 1
             yield hashes[last] if last < len(hashes) else (request.request_id, index)
 
-    # It grows.
+    # Growth.
 
     def extend(
         self, request: Request, ids: Sequence[int], blocks: int, most: int | None = None
     ) -> list[Copy]:
-        """Add so many of the row's next blocks, which lie in `ids`; what others have copied is shared.
+        """Add the row's next `blocks` blocks, whose device blocks are in `ids`; blocks saved by others are shared.
 
-        Returns the copies to make, at most `most`; less is added where host memory is full.
+        Returns the copies to make, at most `most`. Fewer blocks are added if host memory is full.
         """
         checkpoint = self._rows.setdefault(request.request_id, Checkpoint(request))
         copies: list[Copy] = []
@@ -135,7 +135,7 @@ class SavedRows:
         return copies
 
     def add_tail(self, request: Request, ids: Sequence[int], tokens: int) -> list[Copy]:
-        """Add the block after the full ones, which has so many tokens yet."""
+        """Add the partly filled block after the full ones, which holds `tokens` tokens."""
         checkpoint = self._rows[request.request_id]
         full = len(checkpoint.blocks)
         host = self._allocate((request.request_id, full * self._block_tokens + tokens))
@@ -150,7 +150,7 @@ class SavedRows:
         return host
 
     def adopt(self, request: Request) -> None:
-        """Hold what host memory has of the tokens that a row without a checkpoint begins with."""
+        """Give a row without a checkpoint one of the blocks in host memory that hold its first tokens."""
         if not self._shared or request.request_id in self._rows:
             return
         found = []
@@ -165,24 +165,24 @@ class SavedRows:
                 self.memory.hold(host)
             self._rows[request.request_id] = Checkpoint(request, found)
 
-    # It goes.
+    # Removal.
 
     def forget(self, name: str) -> None:
-        """Give up what there is of the row; others that begin with the same tokens may still find it."""
+        """Give up the row's checkpoint; rows that begin with the same tokens may still find its blocks."""
         checkpoint = self._rows.pop(name, None)
         if checkpoint is not None:
             self._drop_tail(checkpoint)
-            # The beginning of a row is worth most to others, so its end goes first.
+            # The beginning of a row is the most useful part to others, so its end is released first.
             self.memory.release(reversed(checkpoint.blocks))
 
     def clear(self) -> None:
-        """Give up all rows, and what nobody holds any more."""
+        """Give up all checkpoints, and empty all blocks without a holder."""
         for name in list(self._rows):
             self.forget(name)
         self.memory.clear()
 
     def unusable(self, name: str) -> int:
-        """Its blocks did not come back: nobody shall find them again. Returns how many there were."""
+        """Remove a row's blocks, which failed to be restored, for all rows; returns their number."""
         blocks = self.blocks(name)
         for host in blocks:
             self.memory.forget(host)
@@ -190,7 +190,7 @@ class SavedRows:
         return len(blocks)
 
     def lost(self, hosts: set[int]) -> None:
-        """These blocks were not written: every checkpoint ends before them."""
+        """End every checkpoint before the first of these blocks, which were not written."""
         for checkpoint in self._rows.values():
             if checkpoint.tail in hosts:
                 self._drop_tail(checkpoint)

@@ -1,6 +1,6 @@
-"""KV checkpoints on disk: written at a clean stop, taken in by the next engine of the same kind.
+"""KV checkpoints on disk: written at a clean stop, read by the next engine of the same kind.
 
-The engine core says which blocks (`Spilling`); each worker writes and reads its own part of them (`spill_worker`).
+The engine core chooses the blocks (`Spilling`); each worker writes and reads its own part of them (`spill_worker`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from conserve.engine.vllm.model.fingerprint import identity_of
 from conserve.errors import SpillRefused
 
 log = logging.getLogger("vllm.conserve")
-RESERVE = 1 << 30  # bytes that are left to others on the disk: the store may lie there too
+RESERVE = 1 << 30  # bytes left free on the disk, where the store may lie too
 
 
 @dataclass(slots=True)
-class Counts:
-    """Since the engine started."""
+class SpillCounts:
+    """Counts since the engine started."""
 
     blocks_spilled: int = 0
     bytes_spilled: int = 0
@@ -50,7 +50,7 @@ class Counts:
 
 
 class Spilling:
-    """The engine core's part; called between two iterations."""
+    """The engine core's half of the spill; called between two iterations."""
 
     def __init__(
         self, folder: Path, checkpoints: Checkpoints, config: Any, kv_cache_config: Any, *, block_bytes: int
@@ -59,19 +59,19 @@ class Spilling:
         self._identity = functools.partial(identity, config, kv_cache_config)
         self._block_bytes = block_bytes * config.parallel_config.world_size
         self.why_off = why_not(config)
-        self.refused: str | None = None  # why the last spill was not taken in, or not written
-        self.counts = Counts()
+        self.refused: str | None = None  # why the last spill was not read, or not written
+        self.counts = SpillCounts()
         self._writing: dict[str, int] = {}  # host blocks by key
-        self._whose: Identity = {}  # what is being written
+        self._whose: Identity = {}  # identity of the spill being written
         if self.why_off is not None:
             log.warning("KV checkpoints do not go to disk: %s", self.why_off)
 
     def report(self) -> dict[str, Any]:
-        """What went to disk and what came back."""
+        """Blocks, bytes and tokens written and read, for JSON."""
         return {"why_off": self.why_off, "refused": self.refused, **asdict(self.counts)}
 
     def take_in(self, core: Any) -> None:
-        """Before anybody is served: what the last engine left goes to host memory, and off the disk."""
+        """Read the last engine's spill into host memory and remove it, before any request is served."""
         if self.why_off is not None:
             return
         try:
@@ -80,7 +80,7 @@ class Spilling:
                 require_same(spill.identity, self._identity(core.get_weight_version()))
                 self._read(core, spill)
                 discard(self._folder)
-        except Exception as error:  # whatever it is, everything can be computed again
+        except Exception as error:  # in every case the KV can be computed again
             self.refused = said(error)
             log.warning("the KV blocks in %s are not used: %s", self._folder, self.refused)
 
@@ -97,13 +97,15 @@ class Spilling:
             for host in hosts:
                 memory.written(host)
         finally:
-            memory.release(reversed(hosts))  # forgotten if not written; else the beginnings go last
+            memory.release(
+                reversed(hosts)
+            )  # unwritten ones are forgotten; of others, beginnings are reused last
         self.counts.blocks_taken_in = len(hosts)
         self.counts.tokens_taken_in = len(hosts) * self._checkpoints.block_tokens
         log.info("%d KV blocks of rows in flight came back from %s", len(hosts), self._folder)
 
     def begin(self, core: Any) -> None:
-        """At a clean stop: have the workers write what rows in flight have."""
+        """Have the workers write the KV of rows in flight, at a clean stop."""
         if self.why_off is not None or self._writing:
             return
         found = self._checkpoints.gather()
@@ -115,18 +117,18 @@ class Spilling:
                 self._whose = self._identity(core.get_weight_version())
                 arguments = (str(self._folder), secrets.token_hex(8), found.hosts, found.copies)
                 failed = not all(core.model_executor.collective_rpc(begin_writing, args=arguments))
-        except Exception as error:  # a worker may have died: everything can be computed again
+        except Exception as error:  # a worker may have died: the KV can be computed again
             self._over(said(error))
         finally:
             self._checkpoints.copied(found.fresh, failed=failed)
 
     @property
     def writing(self) -> bool:
-        """Whether workers write, or have written what does not count yet."""
+        """True while workers write, and until `end` has made the spill valid."""
         return bool(self._writing)
 
     def end(self, core: Any) -> None:
-        """Have what was written count, once all of it is there."""
+        """Make the spill valid once all workers have written their shards."""
         if not self._writing:
             return
         shards: list[Shard] = []
@@ -165,7 +167,7 @@ class Spilling:
 
 
 def room_for(memory: HostMemory, keys: Sequence[str]) -> list[int]:
-    """Host blocks to read these blocks of KV into, the first ones where there are fewer; each held once."""
+    """Host blocks to read the first of these KV blocks into, as many as there is room for; each held once."""
     hosts: list[int] = []
     for key in map(bytes.fromhex, keys):
         host = memory.allocate(key) if memory.find(key) is None and memory.room else None
@@ -176,7 +178,7 @@ def room_for(memory: HostMemory, keys: Sequence[str]) -> list[int]:
 
 
 def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:
-    """`take_in`, `begin` or `end`, through vLLM's utility calls; None where nothing goes to disk."""
+    """Call `take_in`, `begin` or `end` through vLLM's utility calls; None if KV does not go to disk."""
     checkpoints, _ = checkpoints_of(core.scheduler.connector)
     spilling: Spilling | None = checkpoints.spill if checkpoints is not None else None
     if spilling is None:
@@ -186,7 +188,7 @@ def ask_spilling(core: Any, what: str) -> dict[str, Any] | None:
 
 
 def why_not(config: Any) -> str | None:
-    """Why KV of this engine means nothing to the next; None if it does."""
+    """Reason that KV of this engine would be useless to the next; None if it is not."""
     cache = config.cache_config
     seeded = os.environ.get("PYTHONHASHSEED") is not None
     reasons = {
@@ -199,7 +201,7 @@ def why_not(config: Any) -> str | None:
 
 
 def identity(config: Any, kv_cache_config: Any, weights: str) -> Identity:
-    """What two engines must have in common for KV of one to be right in the other; workers add their layouts."""
+    """Properties that two engines must share for KV of one to be right in the other; workers add their layouts."""
     model, cache = config.model_config, config.cache_config
     block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, config)
     return {

@@ -1,7 +1,7 @@
-"""A worker's part of KV checkpoints on disk, called in all workers at once (`spill`).
+"""A worker's half of KV checkpoints on disk, called in all workers at once (`spill`).
 
-Writing reads host memory only, in a thread, while the engine goes on; blocks that are just on the device are copied
-there first.
+Writing reads host memory only, in a thread, while the engine goes on. Blocks that only the device has are copied to
+host memory first.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from conserve.engine.vllm.checkpoint.restores import Copy
 from conserve.errors import SpillRefused
 
 log = logging.getLogger("vllm.conserve")
-AT_ONCE = 64  # blocks that are copied from the device together
+AT_ONCE = 64  # blocks copied from the device in one call
 
 
 class Writing:
-    """A shard on its way to disk."""
+    """A shard being written to disk."""
 
     def __init__(self) -> None:
-        self.ended: Shard | str | None = None  # the shard, or why there is none
+        self.ended: Shard | str | None = None  # the shard, or the reason that there is none
 
     def run(self, write: Callable[[], Shard]) -> None:
-        """Write it; `ended` tells when."""
+        """Write the shard, and set `ended`."""
         try:
             self.ended = write()
         except Exception as error:
@@ -45,7 +45,7 @@ class Writing:
 def begin_writing(
     worker: Any, folder: str, name: str, hosts: Mapping[str, int], copies: Sequence[Copy]
 ) -> bool:
-    """Bring blocks to host memory, and begin to write them and others; whether they are there."""
+    """Copy blocks to host memory, and begin to write these and others; True if the copies succeeded."""
     ours = copies_here()
     ours.writing = writing = Writing()
     try:
@@ -63,7 +63,7 @@ def begin_writing(
 
 
 def what_was_written(worker: Any) -> Shard | str | None:
-    """The shard once it is whole, or why there is none; None meanwhile."""
+    """The shard once it is written, or the reason that there is none; None until then."""
     writing: Writing = copies_here().writing
     return writing.ended
 
@@ -71,7 +71,7 @@ def what_was_written(worker: Any) -> Shard | str | None:
 def read(
     worker: Any, folder: str, shards: Sequence[Shard], keys: Sequence[str], hosts: Sequence[int]
 ) -> str | None:
-    """Read this worker's part into blocks of host memory; why it cannot be relied on, if so."""
+    """Read this worker's shard into blocks of host memory; returns the reason if it is refused, else None."""
     try:
         ours, mine = copies_here(), shard_name("")
         shard = next((one for one in shards if one.name.endswith(mine)), None)
@@ -86,7 +86,7 @@ def read(
 
 
 def copies_here() -> Copies:
-    """This worker's host memory."""
+    """This worker's `Copies`; raises `SpillRefused` if it has none."""
     connector = get_kv_transfer_group()
     for one in getattr(connector, "_connectors", (connector,)):
         if isinstance(copies := getattr(one, "copies", None), Copies):
@@ -95,7 +95,7 @@ def copies_here() -> Copies:
 
 
 def copy_now(ours: Copies, copies: Sequence[Copy]) -> None:
-    """Copy from the device, and wait for it."""
+    """Copy blocks from the device and wait for them."""
     device, host = ours.gpu_kv_caches, ours.cpu_kv_caches
     assert device is not None
     assert host is not None
@@ -111,7 +111,7 @@ def copy_now(ours: Copies, copies: Sequence[Copy]) -> None:
 
 
 def host_regions(ours: Copies) -> list[list[memoryview]]:
-    """The bytes of each block of host memory, by region."""
+    """Bytes of every block in host memory, by region."""
     assert ours.cpu_kv_caches is not None
     regions = []
     for cache in ours.cpu_kv_caches.values():
@@ -121,12 +121,12 @@ def host_regions(ours: Copies) -> list[list[memoryview]]:
 
 
 def shard_name(spill: str) -> str:
-    """Of this worker."""
+    """File name of this worker's shard."""
     return f"{spill}-{get_tp_group().rank_in_group}.kv"
 
 
 def layout(worker: Any, ours: Copies) -> str:
-    """A digest of how KV lies within a block, which attention backends differ in, and of what scales it."""
+    """Digest of the layout of KV within a block, which depends on the attention backend, and of its scales."""
     assert ours.cpu_kv_caches is not None
     parts: list[Any] = [(name, cache[0].nbytes) for name, cache in ours.cpu_kv_caches.items()]
     for cache in worker.model_runner.kv_caches:
@@ -139,5 +139,5 @@ def layout(worker: Any, ours: Copies) -> str:
 
 
 def said(error: Exception) -> str:
-    """Why, in a few words."""
+    """The error in a few words."""
     return str(error) if isinstance(error, SpillRefused) else f"{type(error).__name__}: {error}"

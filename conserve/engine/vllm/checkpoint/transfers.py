@@ -1,4 +1,4 @@
-"""What scheduler and workers tell each other about KV copies, on top of vLLM's own messages."""
+"""Messages between scheduler and workers about KV copies, on top of vLLM's own."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from conserve.engine.runtime.copy_budget import BlockMs
 
 @dataclass
 class Transfers(SimpleCPUOffloadMetadata):  # type: ignore[misc]
-    """What to copy beside an iteration, in blocks of the device ("gpu") and of host memory ("cpu").
+    """Copies to make beside an iteration, in blocks of the device ("gpu") and of host memory ("cpu").
 
-    `load_event_to_reqs` names, for every load under way, the rows that are whole once it has ended.
+    `load_event_to_reqs` names, for every load under way, the rows that are complete once it has ended.
     """
 
-    load_rows: list[str] = field(default_factory=list)  # whose blocks this load brings, or some of them
+    load_rows: list[str] = field(default_factory=list)  # rows of which this load restores blocks
 
 
 @dataclass
 class WorkerReport(SimpleCPUOffloadWorkerMetadata):  # type: ignore[misc]
-    """Stores that have ended, each counted by its workers, and how long copies took."""
+    """Saves that have ended, each with the number of workers, and the times of copies."""
 
-    failed_stores: set[int] = field(default_factory=set)  # of them
-    block_ms: BlockMs = field(default_factory=BlockMs)  # what copying one has taken since the last report
+    failed_stores: set[int] = field(default_factory=set)  # the ones that failed
+    block_ms: BlockMs = field(default_factory=BlockMs)  # time of copying one block since the last report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Both workers' reports as one."""
+        """Merge the reports of two workers."""
         assert isinstance(other, WorkerReport)
         counts = super().aggregate(other).completed_store_events
         failed = self.failed_stores | other.failed_stores

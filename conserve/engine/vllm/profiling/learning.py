@@ -1,4 +1,4 @@
-"""An engine's latency model: asked of its scheduler, learned in a warm-up, required by an SLO."""
+"""The latency model of an engine: asking the scheduler for it, learning it, and requiring it for an SLO."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ PACE_FLAGS = {"tbt_ms": "--tbt-ms"}
 async def scheduler_says(
     engine_client: Any, change: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """The report of the scheduler in the engine core, after a change if one is given; None if it is not ours."""
+    """The scheduler's report, after `change` if one is given; None if another scheduler runs."""
     answer = await engine_client.engine_core.call_utility_async("conserve", change)
     return dict(answer) if answer is not None else None
 
 
 async def learn(engine_client: Any, *, say: Callable[[str], None]) -> None:
-    """Warm the engine up until its scheduler has a latency model; a model that only embeds generates nothing."""
+    """Warm the engine up until its scheduler has a latency model; nothing for a model that only embeds."""
 
     async def known() -> bool:
-        # A request from outside would end the warm-up; so does this question.
+        # This question ends the warm-up, as a request from outside would.
         said = await scheduler_says(engine_client, {})
         return said is None or said["latency_model"] is not None
 
@@ -43,7 +43,7 @@ def require_model(
     *,
     flags: Mapping[str, str] = SLO_FLAGS,
 ) -> None:
-    """Raise `ProfileMissing` for an SLO that an engine without a latency model would break without a word."""
+    """Raise `ProfileMissing` for an SLO if the engine has no latency model: it could only break it silently."""
     promised = " and ".join(flag for name, flag in flags.items() if slo.get(name) is not None)
     if promised and said["latency_model"] is None:
         raise ProfileMissing(

@@ -1,9 +1,9 @@
-"""A real vLLM engine that runs exactly the batches it is told to, to time them.
+"""A real vLLM engine that runs exactly the given batches, to time them.
 
-The engine core (scheduler and executor) lives in this process, its workers where the deployment has them.
-What is timed is the core's own step: schedule, execute on the model runner, sample, update. Requests take
-the usual way in; only their context is pretended: KV blocks are allocated and counted as computed, as after
-a transfer from another engine, since what stands in them does not change how long attention over them takes.
+The engine core (scheduler and executor) lives in this process, its workers where the deployment has them. The
+timed step is the core's own: schedule, execute on the model runner, sample, update. Requests come in the usual way,
+but their context is not computed: KV blocks are allocated and counted as computed, as after a transfer from
+another engine, since the contents of KV do not change how long attention takes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 EMPTY_REPEATS = 20
-EMPTY_S = 2.0  # on a slow engine, fewer repeats
+EMPTY_S = 2.0  # a slow engine has fewer repeats
 PROBE = "conserve.engine.vllm.profiling.worker_probe.WorkerProbe"
 
 
 class EngineRig:
-    """Implements `Rig` on vLLM's engine core."""
+    """The `Rig` protocol on vLLM's engine core."""
 
     def __init__(self, name: str, key: ProfileKey, core: EngineCore) -> None:
         self.name = name
@@ -55,9 +55,9 @@ class EngineRig:
 
     @classmethod
     def start(cls, model: str, *, engine_flags: Sequence[str], cache_dir: Path, served: bool = False) -> Self:
-        """Start an engine with the flags it is to run with; raises `EndpointUnusable`.
+        """Start an engine with the flags of the deployment; raises `EndpointUnusable`.
 
-        `served` as `conserve serve` runs it, else as `conserve run` does.
+        `served`: as `conserve serve` runs it, else as `conserve run` does.
         """
         require_engine()
         path = resolve_model(model, cache_dir)
@@ -70,7 +70,7 @@ class EngineRig:
         log.mark()
         try:
             config = arguments.create_engine_config()
-            key = key_of(config)  # as of an engine that is yet to start, which is when profiles are looked up
+            key = key_of(config)  # before the engine starts, as when profiles are looked up
             core = asyncio.run(build_core(config, log.fileno()))
         except ConserveError:
             raise
@@ -85,20 +85,20 @@ class EngineRig:
             self._core.shutdown()
 
     def measure(self, slices: Sequence[Slice], repeats: int) -> list[float]:
-        """Run this batch `repeats` times (its decode steps move on by one token each time); ms each."""
+        """Run this batch `repeats` times and return each time in ms; decode steps advance by a token each time."""
         with self._alive():
             decodes = [s for s in slices if s.decode]
             for step in decodes:
                 self._add(1, step.context - 1, max_tokens=repeats + 2)
             if decodes:
-                self._step()  # their first iteration, in which the workers get to know them
+                self._step()  # their first iteration, in which workers register them
             times = [self._run(slices) for _ in range(repeats)]
             self._core.abort_requests(list(self._core.scheduler.requests))
-            self._step()  # in which the workers forget them
+            self._step()  # in which workers drop them
             return times
 
     def empty_iteration_ms(self) -> float:
-        """The median time of an iteration without tokens: what scheduler, executor and workers cost."""
+        """Median time of an iteration without tokens: the cost of scheduler, executor and workers."""
         with self._alive():
             times: list[float] = []
             ends_at = time.perf_counter() + EMPTY_S
@@ -110,7 +110,7 @@ class EngineRig:
             return sorted(times)[len(times) // 2]
 
     def kv_copies(self, blocks: Sequence[int]) -> list[KVCopy]:
-        """Copies of scattered blocks; with several workers, the slowest of them and the bytes of all."""
+        """Time copies of scattered blocks; with several workers, the slowest one's times and the bytes of all."""
         with self._alive():
             num_blocks = self._core.vllm_config.cache_config.num_gpu_blocks
             answers = self._core.collective_rpc("conserve_copies", args=(num_blocks, list(blocks)))
@@ -131,7 +131,7 @@ class EngineRig:
             return Safepoint(check_us=max(us for us, _ in answers), per_iteration=max(n for _, n in answers))
 
     def _run(self, slices: Sequence[Slice]) -> float:
-        """One iteration of the batch, whose decode steps are running already."""
+        """Time one iteration of the batch, whose decode steps are running already."""
         for tokens, context, decode in slices:
             if not decode:
                 self._add(tokens, context, max_tokens=1)
@@ -143,11 +143,11 @@ class EngineRig:
         return ms
 
     def _add(self, tokens: int, context: int, *, max_tokens: int) -> None:
-        """Queue a request that has `context` tokens in KV blocks and `tokens` to compute."""
+        """Queue a request with `context` tokens in KV blocks and `tokens` tokens to compute."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        # Eight random tokens, so that no prompt hits the prefix cache of another.
+        # Random first tokens, so that no prompt hits the prefix cache of another.
         start = [self._dice.randrange(self._vocabulary) for _ in range(min(8, tokens + context))]
         request, _ = self._core.preprocess_add_request(
             EngineCoreRequest(
@@ -188,7 +188,7 @@ class EngineRig:
         except ConserveError:
             raise
         except Exception as error:
-            gone = str(error) in ("", "cancelled")  # vLLM's word for a worker that has ended
+            gone = str(error) in ("", "cancelled")  # vLLM's message for a worker that has ended
             cause = engine_log().last_error() or ("one of its processes is gone" if gone else str(error))
             raise ProfilingFailed(
                 f"the engine died while it was measured ({cause.splitlines()[0][:200]}); an older profile is "
@@ -197,14 +197,14 @@ class EngineRig:
 
 
 async def build_core(config: VllmConfig, log_descriptor: int) -> EngineCore:
-    """The engine core with its workers, which ignore Ctrl-C and write into the log."""
+    """The engine core with its workers, which ignore Ctrl-C and write to the log."""
 
     def build() -> EngineCore:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
 
         if config.max_concurrent_batches > 1:
-            # Batches in flight would overlap, and no step would be one iteration.
+            # Overlapping batches would make a step more than one iteration.
             config.scheduler_config.async_scheduling = False
         return EngineCore(config, Executor.get_class(config), log_stats=False)
 

@@ -1,7 +1,7 @@
 """A latency model from a warm-up: random requests that the engine serves before all others.
 
-It is rougher than a profile (contexts only as long as the prompts, seconds instead of minutes), and its
-margin says so: few residuals make `quantile_margin` step beyond the largest of them.
+It is rougher than a profile: contexts are only as long as the prompts, and it takes seconds instead of minutes. Its
+margin reflects that: with few residuals, `quantile_margin` goes beyond the largest one.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ WARM_UP_S = 12.0
 LONGEST_PROMPT = 3000
 MOST_TOGETHER = 32
 LEAST_SAMPLES = 4 * len(ConServeModel.terms)
-LEAST_PREFILLS = 2 * len(ConServeModel.terms)  # of these, iterations with a prompt in them
-MOST_MORE = 4 * LEAST_SAMPLES  # groups after the end, for an engine that has no model by then
+LEAST_PREFILLS = 2 * len(ConServeModel.terms)  # iterations with a prompt in them, among the samples
+MOST_MORE = 4 * LEAST_SAMPLES  # groups served beyond the end for an engine without a model
 FIRST_TOKENS = 16  # prompt tokens of the first group
-GROWTH = 4  # times as many tokens in a group as in any before, at most
-GROUP_SHARE = 0.2  # of the time, for the largest group
-FLOOR_TOKENS = 256  # prompt tokens of the largest group on an engine of any speed
-ANSWER = (4, 12)  # tokens; fewer where a decode step takes long
+GROWTH = 4  # most times as many tokens in a group as in any group before
+GROUP_SHARE = 0.2  # share of the warm-up's time for the largest group
+FLOOR_TOKENS = 256  # prompt tokens of the largest group, also on a slow engine
+ANSWER = (4, 12)  # tokens of an answer; fewer if a decode step takes long
 
 
 def is_warm_up(request_id: str) -> bool:
-    """Whether this request is one of the warm-up's."""
+    """True if this request belongs to the warm-up."""
     return PREFIX in request_id
 
 
 class WarmUp:
-    """Iterations seen before there was a model."""
+    """Iterations measured before there was a latency model."""
 
     def __init__(self) -> None:
         self._batches: list[Batch] = []
@@ -51,15 +51,15 @@ class WarmUp:
         self._prefills = 0
 
     def add(self, batch: Batch, ms: float) -> None:
-        """Keep an iteration."""
+        """Keep an iteration's batch and its time."""
         self._batches.append(batch)
         self._ms.append(ms)
         self._prefills += batch.prefills > 0
 
     def fitted(self) -> CorrectedModel | None:
-        """The model that fits them, with residuals of batches it did not know; None while they are too few.
+        """The model fitted to the iterations, with residuals from cross-validation; None while they are too few.
 
-        Whatever requests come next, their iterations are added until there are enough.
+        Iterations of any request count until there are enough.
         """
         if len(self._ms) < LEAST_SAMPLES or self._prefills < LEAST_PREFILLS:
             return None
@@ -69,8 +69,8 @@ class WarmUp:
         return CorrectedModel(fit(ConServeModel, samples), residuals)
 
 
-class Group(NamedTuple):
-    """Requests that are served together: the tokens of each prompt and of each answer."""
+class WarmUpGroup(NamedTuple):
+    """Requests served together: the number of tokens in each prompt and in each answer."""
 
     prompts: tuple[int, ...]
     answers: tuple[int, ...]
@@ -82,22 +82,22 @@ class Group(NamedTuple):
 
     @property
     def iterations(self) -> int:
-        """Iterations that it takes at least."""
+        """Fewest iterations that serve the group."""
         return max(self.answers)
 
 
 class Growth:
-    """Random groups of requests, small ones first, the size of later ones by what earlier ones took."""
+    """Random groups of requests: small ones first, later ones sized by the time that earlier ones took."""
 
     def __init__(self, *, seconds: float, longest: int, most: int, engines: int = 1) -> None:
-        """`longest` prompt in tokens, `most` requests at once; `engines` share the requests."""
+        """`longest`: tokens of a prompt; `most`: requests at once; `engines`: how many share the requests."""
         self._dice = random.Random(0)
         self._seconds, self._longest, self._most, self._engines = seconds, longest, most, engines
-        self._served: list[tuple[Group, float]] = []
+        self._served: list[tuple[WarmUpGroup, float]] = []
 
     @property
     def missing(self) -> int:
-        """Groups to go until every engine has seen enough for a model, if they are like the last ones."""
+        """Groups still needed until every engine has seen enough for a model, if they are like the last ones."""
         if not self._served:
             return LEAST_PREFILLS * self._engines
         iterations = sum(group.iterations for group, _ in self._served)
@@ -107,16 +107,16 @@ class Growth:
 
     @property
     def left_s(self) -> float:
-        """Seconds of the missing groups, by the later half of those served: the first ones are smaller."""
+        """Seconds that the missing groups will take, by the later half of the served ones, which are larger."""
         later = [seconds for _, seconds in self._served[len(self._served) // 2 :]]
         return self.missing * sum(later) / max(1, len(later))
 
-    def served(self, group: Group, seconds: float) -> None:
-        """Learn from what a group took."""
+    def served(self, group: WarmUpGroup, seconds: float) -> None:
+        """Note the time that a group took."""
         self._served.append((group, seconds))
 
-    def next(self) -> Group:
-        """A group whose size is random up to what is affordable."""
+    def next(self) -> WarmUpGroup:
+        """A group of random size, up to the affordable one."""
         tokens, answer = self._affordable()
         dice, low = self._dice, min(ANSWER[0], answer)
         together = min(
@@ -126,14 +126,14 @@ class Growth:
         prompts = [int(math.exp(dice.uniform(math.log(8), math.log(longest)))) for _ in range(together)]
         if together == 1 and self._largest < tokens:
             prompts = [tokens]
-        return Group(tuple(prompts), tuple(dice.randint(low, answer) for _ in prompts))
+        return WarmUpGroup(tuple(prompts), tuple(dice.randint(low, answer) for _ in prompts))
 
     @property
     def _largest(self) -> int:
         return max((group.tokens for group, _ in self._served), default=0)
 
     def _affordable(self) -> tuple[int, int]:
-        """The most tokens of a group's prompts and of an answer, each for half of a group's share of the time."""
+        """Most tokens of a group's prompts and of an answer; each may take half of a group's share of the time."""
         if not self._served:
             return min(FIRST_TOKENS, self._longest), 2
         took = np.array([seconds for _, seconds in self._served])
@@ -148,13 +148,13 @@ class Growth:
 
 async def grow(
     growth: Growth,
-    serve: Callable[[Group], Awaitable[None]],
+    serve: Callable[[WarmUpGroup], Awaitable[None]],
     *,
     seconds: float,
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Serve groups for so long, and longer, with a sentence, until there is enough for a model."""
+    """Serve groups for `seconds`, and longer, after telling the user, until there are enough for a model."""
     begun, said = clock(), False
     while (now := clock()) - begun < seconds or growth.missing:
         if now - begun >= seconds and not said:
@@ -175,9 +175,9 @@ async def warm_up(
     seconds: float = WARM_UP_S,
     known: Callable[[], Awaitable[bool]] | None = None,
 ) -> None:
-    """Have the engine serve random requests, a few at a time, of all sizes that it is fast enough for.
+    """Serve random requests, a few at a time, of all sizes that the engine is fast enough for.
 
-    `known` says whether the scheduler has a model; until it does the warm-up goes on, within reason.
+    `known` tells if the scheduler has a model; without one the warm-up goes on, for `MOST_MORE` groups at most.
     """
     dice, config = random.Random(0), llm.vllm_config
     growth = Growth(
@@ -188,7 +188,7 @@ async def warm_up(
     )
     number = 0
 
-    async def serve(group: Group) -> None:
+    async def serve(group: WarmUpGroup) -> None:
         nonlocal number
         names = [f"{PREFIX}{number + place}" for place in range(len(group.prompts))]
         number += len(names)
@@ -205,12 +205,12 @@ async def warm_up(
 
 
 async def insist(
-    growth: Growth, serve: Callable[[Group], Awaitable[None]], known: Callable[[], Awaitable[bool]]
+    growth: Growth, serve: Callable[[WarmUpGroup], Awaitable[None]], known: Callable[[], Awaitable[bool]]
 ) -> None:
-    """Serve more groups while the scheduler still has no model, which counts iterations and not groups.
+    """Serve more groups while the scheduler still has no model: it counts iterations, not groups.
 
-    An engine that speculates takes fewer than an answer has tokens. One that learns nothing from `MOST_MORE` groups
-    will not learn from another.
+    A speculating engine takes fewer iterations than an answer has tokens. An engine that learns nothing from
+    `MOST_MORE` groups will not learn from another.
     """
     for _ in range(MOST_MORE):
         if await known():

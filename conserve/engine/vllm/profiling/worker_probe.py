@@ -1,4 +1,4 @@
-"""What the profiler asks of vLLM's workers, added to them through `worker_extension_cls`."""
+"""Probes of the profiler in vLLM's workers, added to them by `worker_extension_cls`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from conserve.engine.runtime.safepoint import check_us
 
 
 class WorkerProbe:
-    """Mixed into vLLM's worker class; its methods are called by `collective_rpc`."""
+    """Mixed into vLLM's worker class; `collective_rpc` calls its methods."""
 
     model_runner: Any
     vllm_config: Any
 
     def conserve_copies(self, num_blocks: int, counts: list[int]) -> list[CopyTimes]:
-        """Times of KV copies (see `time_copies`); state of other shapes, as of Mamba layers, is left out."""
+        """Times of KV copies (see `time_copies`), without state of other shapes such as that of Mamba layers."""
         state = self.model_runner.kv_caches
         caches = [cache for cache in state if hasattr(cache, "shape") and num_blocks in cache.shape]
         return time_copies(caches, num_blocks, counts) if caches else []
 
     def conserve_safepoint(self) -> tuple[float, int]:
-        """The cost of a safepoint in microseconds, and how many layers would have one."""
+        """Cost of a safepoint in microseconds, and the number of layers that would have one."""
         layers = self.vllm_config.compilation_config.static_forward_context
         return check_us(), len(layers)

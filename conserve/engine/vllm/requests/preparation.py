@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
     from conserve.engine.vllm.requests.answers import Serving
 
-IGNORED = frozenset(
-    {"model", "stream", "stream_options"}
-)  # there is one model, and answers come in one piece
+IGNORED = frozenset({"model", "stream", "stream_options"})  # one model, and answers in one piece
 TOO_LONG = frozenset(
     {"input_tokens", "input_text"}
 )  # parameters that vLLM names for a prompt over the context length

@@ -25,7 +25,7 @@ from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import POLICIES
 from conserve.engine.runtime.traffic import Traffic
-from conserve.engine.vllm.checkpoint.blocks import Counts, checkpoints_of
+from conserve.engine.vllm.checkpoint.blocks import CopyCounts, checkpoints_of
 from conserve.engine.vllm.iteration import outcome_of
 from conserve.engine.vllm.lane import is_online, is_running, ttft_promise
 from conserve.engine.vllm.preemption.arrivals import Preemptions
@@ -171,7 +171,7 @@ class CoServing:
             self._offline_tokens.loses(request)
         self.preemptions.lost_memory(request.request_id)
         if self.checkpoints is not None:
-            self.checkpoints.losing(request)
+            self.checkpoints.evicting(request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     # An iteration.
@@ -429,7 +429,7 @@ class CoServing:
         said = {
             "policy": OFF,
             "why_off": self._why_no_checkpoints,
-            **asdict(Counts()),
+            **asdict(CopyCounts()),
             "blocks_refused": 0,
             "tokens_saved": 0,
         }

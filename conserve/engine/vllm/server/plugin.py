@@ -41,9 +41,7 @@ def register() -> None:
         return
     process = multiprocessing.current_process()
     if os.environ.get(SERVED) and multiprocessing.parent_process() is not None:
-        follow_parent(
-            signal.SIGKILL
-        )  # vLLM's engine core would wait for ever for a front end that was killed
+        follow_parent(signal.SIGKILL)  # vLLM's engine core waits for ever for its front end
     if "Worker" in process.name:
         return
     hook_engine_core()
