@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from conserve.errors import ProfilingFailed
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
-from conserve.profiles.points import Limits
+from conserve.profiles.points import IterationLimits
 from conserve.profiles.profile import KVCopy, ProfileKey, Safepoint
 
 TRUTH = ConServeModel.of(0.3, 1e-4, 2e-4, 1.5e-3, 0.15, 1.0, 1e-3, 15.0)
-LIMITS = Limits(tokens=2048, requests=128, context=8192, kv_tokens=200_000, block_tokens=128)
+LIMITS = IterationLimits(tokens=2048, requests=128, context=8192, kv_tokens=200_000, block_tokens=128)
 KEY = ProfileKey(
     model="abc",
     dtype="bfloat16",
@@ -33,7 +33,7 @@ class FakeRig:
         self,
         *,
         noise: float = 0.01,
-        limits: Limits = LIMITS,
+        limits: IterationLimits = LIMITS,
         key: ProfileKey = KEY,
         dies_at: int | None = None,
         interrupt_at: int | None = None,

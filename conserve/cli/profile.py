@@ -18,9 +18,9 @@ from conserve.cli.context import Context, engine_flags, split_flags
 if TYPE_CHECKING:
     from conserve.profiles.correction import Correction
     from conserve.profiles.itinerary import Stretch
-    from conserve.profiles.points import Limits
+    from conserve.profiles.points import IterationLimits
     from conserve.profiles.profile import Profile
-    from conserve.profiles.session import Progress, Rig
+    from conserve.profiles.session import Rig, SessionProgress
 
 EXAMPLE = """
 conserve profile smollm2-demo
@@ -210,14 +210,14 @@ def say_stretch(stretch: "Stretch") -> None:
     )
 
 
-def plan_digest(limits: "Limits", *, seed: int, max_context: int | None) -> str:
+def plan_digest(limits: "IterationLimits", *, seed: int, max_context: int | None) -> str:
     """Digest of a session's limits without KV memory, which differs from start to start on a CPU."""
     chosen = (limits.tokens, limits.requests, limits.context, max_context, seed)
     return hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
 
 
 @contextmanager
-def shown_progress() -> "Iterator[Callable[[Progress], None]]":
+def shown_progress() -> "Iterator[Callable[[SessionProgress], None]]":
     """A bar on a terminal, a line now and then elsewhere."""
     if not output.colourful(sys.stderr):
         yield line_now_and_then()
@@ -241,10 +241,10 @@ def shown_progress() -> "Iterator[Callable[[Progress], None]]":
         )
 
 
-def line_now_and_then() -> "Callable[[Progress], None]":
+def line_now_and_then() -> "Callable[[SessionProgress], None]":
     said_at = -LINE_S
 
-    def on_progress(progress: "Progress") -> None:
+    def on_progress(progress: "SessionProgress") -> None:
         nonlocal said_at
         if progress.seconds >= said_at + LINE_S:
             said_at = progress.seconds

@@ -1,1 +1,1 @@
-"""Latency models and the profiler that measures them (to come)."""
+"""Latency models: batches, fits, profiles measured on an engine, and corrections learned while it runs."""

@@ -1,7 +1,7 @@
-"""What one engine iteration computes, reduced to the sums that latency models need.
+"""The work of one engine iteration, reduced to the sums that latency models need.
 
 A request's part in an iteration is a `Slice`: p tokens computed after c tokens whose KV is already there. A
-`Batch` keeps sums over the slices, so that adding or removing a request is O(1) whatever the batch's size.
+`Batch` keeps sums over the slices, so that adding or removing a request is O(1) for any size of the batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 class Slice(NamedTuple):
     """The part of one request: `tokens` (p >= 1) computed after `context` (c >= 0) tokens held in KV blocks.
 
-    A decode step computes the token after the ones generated so far; everything else is a prefill chunk,
-    whichever part of its prompt it is and however short.
+    A decode step computes the token after the ones generated so far. Everything else is a prefill chunk, of any
+    length and any part of the prompt.
     """
 
     tokens: int
@@ -23,16 +23,16 @@ class Slice(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Sums over the slices of one iteration, all exact integers, so that order never matters."""
+    """Sums over the slices of one iteration; all are exact integers, so the order of adding never matters."""
 
     requests: int = 0
     tokens: int = 0  # sum of p
     context: int = 0  # sum of c
     square: int = 0  # sum of p * p
     product: int = 0  # sum of p * c
-    prefills: int = 0  # slices that are no decode step
-    prefill_tokens: int = 0  # their p
-    prefill_context: int = 0  # their c
+    prefills: int = 0  # slices that are not decode steps
+    prefill_tokens: int = 0  # sum of p over prefills
+    prefill_context: int = 0  # sum of c over prefills
 
     @classmethod
     def of(cls, slices: Iterable[Slice]) -> Self:
@@ -43,7 +43,7 @@ class Batch:
         return batch
 
     def add(self, tokens: int, context: int, decode: bool = False) -> None:
-        """Let a request compute `tokens` tokens after `context` others."""
+        """Add a request that computes `tokens` tokens after `context` others."""
         self.requests += 1
         self.tokens += tokens
         self.context += context
@@ -55,7 +55,7 @@ class Batch:
             self.prefill_context += context
 
     def add_decodes(self, contexts: Sequence[int]) -> None:
-        """Let a request each compute one token after so many others: many `add`s at once."""
+        """Add one decode step for each of these contexts: many calls of `add` at once."""
         count, context = len(contexts), sum(contexts)
         self.requests += count
         self.tokens += count

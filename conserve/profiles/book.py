@@ -1,4 +1,4 @@
-"""The folder of profiles, found by key. Profiles derived from the papers come with the package."""
+"""The folder of measured profiles, found by their keys. Profiles derived from the papers come with the package."""
 
 from collections.abc import Iterator
 from importlib.resources import files
@@ -18,16 +18,16 @@ class Book:
         self.folder = folder
 
     def path(self, name: str, key: ProfileKey) -> Path:
-        """Where the profile of this model and key is kept."""
+        """File of the profile with this name and key."""
         slug = "".join(c if c.isalnum() or c in "-." else "-" for c in name.rsplit("/", 1)[-1]).strip("-.")
         return self.folder / f"{slug or 'model'}-{key.digest}.json"
 
     def correction_path(self, name: str, key: ProfileKey) -> Path:
-        """Where engines keep what they have learned since."""
+        """File of the correction that engines have learned for this profile."""
         return self.path(name, key).with_suffix(".drift")
 
     def save(self, profile: Profile) -> Path:
-        """Keep a profile, in place of an older one with its key and of what was learned about that one."""
+        """Write a profile. It replaces an older one with its key, and the correction learned for that one."""
         path = self.path(profile.name, profile.key)
         profiles.write(profile, path)
         for other in self.folder.glob(f"*-{profile.key.digest}.*"):
@@ -38,7 +38,7 @@ class Book:
     def find(self, key: ProfileKey, *, command: str) -> Profile:
         """The profile of the engine with this key.
 
-        Raises `ProfileMissing`, naming the nearest one and what is different about it, or `ProfileDamaged`.
+        Raises `ProfileMissing`, which names the nearest profile and its differences, or `ProfileDamaged`.
         """
         path = max(self.folder.glob(f"*-{key.digest}.json"), key=lambda p: p.stat().st_mtime, default=None)
         if path is not None:
@@ -66,7 +66,7 @@ class Book:
             return found[-1]
         for path in self.folder.glob("*.json"):
             if path.stem.rpartition("-")[0] == name.rsplit("/", 1)[-1]:
-                return profiles.read(path)  # it says what is wrong with it, else it were among the readable
+                return profiles.read(path)  # raises the reason that it was not among the readable ones
         known = dict.fromkeys([*(profile.name for profile in self.all()), *derived_names()])
         raise ProfileMissing(
             f"there is no profile of {name}; there are: {', '.join(known)}; run: conserve profile {name}"
@@ -81,5 +81,5 @@ class Book:
 
 
 def derived_names() -> list[str]:
-    """The profiles that come with the package."""
+    """Names of the profiles that come with the package."""
     return sorted(path.stem for path in DERIVED.glob("*.json"))

@@ -1,16 +1,16 @@
-"""ConServe's latency model (conserve-2026 section 4.2), in the paper's form and with the terms it lacks.
+"""ConServe's latency model (conserve-2026 section 4.2), in the paper's form and with the terms that it lacks.
 
-The paper writes, for one chunk of P tokens after C tokens of context,
+The paper gives, for one chunk of P tokens after C tokens of context,
 
     Latency(P, C) = k1 P + k2 P (P + C) + k3 P + k4 (P + C) + k5
 
-A batch holds many requests. Attention never crosses from one to another, so the product is taken request by
-request and then summed: sum of p (p + c). With the aggregates, P (P + C) would charge every request for the
+A batch holds many requests. Attention never crosses from one request to another, so the product is taken per
+request and then summed: sum of p (p + c). Applied to totals, P (P + C) would charge every request for the
 context of all others: 64 decode steps at 1,000 tokens of context are 64 * 1,001 products, not 64 * 64,064.
-The other terms are linear, and there sums and aggregates are the same.
+The other terms are linear, so there the sums are the totals.
 
 k1 (computation) and k3 (communication) multiply the same P, so one profile shows only their sum, here
-`compute`; `parallelism.separate` splits it where profiles at several degrees of parallelism exist.
+`compute`; `parallelism.separate` splits it if there are profiles at several degrees of parallelism.
 """
 
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from conserve.profiles.model import LinearModel, Parabola
 
 
 class PaperModel(LinearModel):
-    """The paper's five coefficients, k1 and k3 as one."""
+    """The paper's model with its five coefficients, k1 and k3 as one (conserve-2026 section 4.2)."""
 
     name = "conserve-paper"
     terms: ClassVar = {
@@ -44,12 +44,12 @@ class PaperModel(LinearModel):
 
 
 class ConServeModel(LinearModel):
-    """The paper's form with four additions that its residuals ask for, each zero where it is not needed.
+    """The paper's form with four terms that its residuals call for; each coefficient may be zero.
 
     - `causal` and `attention` in place of k2: a chunk attends to all of its context but, with a causal mask,
       only to half of itself, and kernels round the diagonal up to their tiles.
     - `request`: block tables, input preparation and sampling cost the same for one token as for a thousand.
-    - `prefill`: what starting one more chunk costs beyond that.
+    - `prefill`: the further cost of starting one more chunk.
     - `reread`: a chunk reads its context once for every tile of its queries, a decode step only once.
     """
 

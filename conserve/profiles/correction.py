@@ -1,11 +1,11 @@
-"""A latency model that stays honest: it corrects itself from the iterations it sees, and knows its error.
+"""A latency model that corrects itself from measured iterations and knows its error.
 
-Two quantities are kept. The *scale* follows slow drift (clocks, heat, neighbours): an exponentially forgetting
-mean of log(measured / predicted), in which a single iteration counts for little however late it was. The
-*margin* is the factor that all but 1 % of recent iterations stayed under: the conformal quantile of measured /
-predicted over a sliding window, from the observed residuals rather than a guess, and from those of iterations
-about as long as the budget, since short ones scatter by far more of their length. Composing iterations for
-budget / (scale * margin) lets at most about 1 % of them overrun while residuals stay what they were.
+It keeps two quantities. The *scale* follows slow drift (clocks, heat, neighbours): it is an exponentially
+forgetting mean of log(measured / predicted), in which a single iteration counts little, however late it was. The
+*margin* is the factor that 99 % of recent iterations stayed under: the conformal quantile of measured / predicted
+over a sliding window. It is taken from iterations about as long as the budget, since short ones scatter by a far
+larger share of their length. If iterations are planned for budget / (scale * margin), about 1 % of them overrun at
+most, as long as residuals stay as they were.
 """
 
 from collections import deque
@@ -21,32 +21,32 @@ from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 from conserve.profiles.whole import write_whole
 
-HALF_LIFE = 48  # iterations after which half of a drift has been followed
+HALF_LIFE = 48  # iterations after which half of a drift is corrected
 WINDOW = 1000  # iterations that the margin is taken from
-REFRESH = 16  # iterations between two computations of a margin
-LEAST_NEAR = 99  # residuals that a margin is taken from, if there are so many
-STEPS = 4  # margins for each doubling of the time
-LARGEST_SCALE = 4.0  # bounds of the correction: beyond, the profile is wrong and says so
-LARGEST_STEP = log(1.25)  # what one iteration may say
+REFRESH = 16  # iterations between two computations of the margins
+LEAST_NEAR = 99  # residuals that a margin is taken from, if there are as many
+STEPS = 4  # margins per doubling of the iteration's length
+LARGEST_SCALE = 4.0  # bound of the correction; beyond it the profile is wrong, and `out_of_bounds` says so
+LARGEST_STEP = log(1.25)  # largest effect of one iteration on the log of the scale
 
 
 class Residual(NamedTuple):
-    """How one prediction came out."""
+    """Outcome of one prediction."""
 
     predicted_ms: float
     ratio: float  # measured / predicted
 
 
 def margin_near(residuals: Sequence[Residual], at_ms: float, share: float) -> float:
-    """The margin for iterations of about `at_ms`: from the quarter of the residuals that are nearest to it."""
+    """Margin for iterations of about `at_ms`, from the quarter of the residuals that are nearest in length."""
     nearest = sorted(residuals, key=lambda r: max(r.predicted_ms, at_ms) / min(r.predicted_ms, at_ms))
     return quantile_margin([r.ratio for r in nearest[: max(LEAST_NEAR, len(nearest) // 4)]], share)
 
 
 def margin_beyond(margin: float, at_ms: float, longest_ms: float) -> float:
-    """The margin for iterations of `at_ms` where none longer than `longest_ms` was measured.
+    """Margin for iterations of `at_ms` if none longer than `longest_ms` was measured.
 
-    What it is above 1 counts once more for each doubling: an extrapolated time is less certain.
+    Its part above 1 is added once more for each doubling, since an extrapolated time is less certain.
     """
     if at_ms <= longest_ms:
         return margin
@@ -56,10 +56,10 @@ def margin_beyond(margin: float, at_ms: float, longest_ms: float) -> float:
 def quantile_margin(ratios: Sequence[float], share: float) -> float:
     """The factor that at most `share` of iterations exceed, from their measured / predicted.
 
-    The ceil((n + 1)(1 - share))-th smallest of n: with exchangeable residuals the next one exceeds it with a
-    probability of at most `share` (split conformal prediction; Vovk, Gammerman and Shafer, 2005). Fewer
-    residuals than that needs (99 for 1 %) bound nothing: then it is the largest of them and a bit more, the
-    distance from the largest to the median once more for every halving that is missing.
+    It is the ceil((n + 1)(1 - share))-th smallest of n: with exchangeable residuals the next one exceeds it with a
+    probability of at most `share` (split conformal prediction; Vovk, Gammerman and Shafer, 2005). That needs enough
+    residuals (99 for 1 %). With fewer it is the largest of them plus a quarter of the distance from the median to
+    the largest for every halving that is missing.
     """
     if not ratios:
         return 2.0
@@ -73,13 +73,13 @@ def quantile_margin(ratios: Sequence[float], share: float) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Correction:
-    """What was learned on line; survives a restart as a small file, if one wants that."""
+    """The part of a corrected model that is learned from iterations; a file keeps it over restarts, if wanted."""
 
-    of: str = ""  # the profile that it corrects
+    of: str = ""  # stamp of the profile that it corrects
     log_scale: float = 0.0
     error: float = 0.0  # forgetting mean of |predicted - measured| / measured
     seen: int = 0
-    residuals: list[Residual] = field(default_factory=list)  # the newest last
+    residuals: list[Residual] = field(default_factory=list)  # newest last
 
     @property
     def scale(self) -> float:
@@ -87,12 +87,12 @@ class Correction:
         return exp(self.log_scale)
 
     def save(self, path: Path) -> None:
-        """Write it, all or nothing."""
+        """Write the file, whole or not at all."""
         write_whole(path, msgspec.json.encode(self))
 
     @classmethod
     def load(cls, path: Path, *, of: str) -> "Correction | None":
-        """What an earlier run has learned about the profile `of`; None if nothing that can be read."""
+        """The correction that an earlier run learned for the profile `of`; None if there is no readable one."""
         try:
             found = msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -101,12 +101,12 @@ class Correction:
 
     @property
     def out_of_bounds(self) -> bool:
-        """Whether the drift is larger than a correction should hide: the profile wants to be measured again."""
+        """True if the drift is larger than a correction should hide: the profile should be measured again."""
         return abs(self.log_scale) >= log(LARGEST_SCALE)
 
 
 class CorrectedModel:
-    """Implements `LatencyModel` over another one. `predict` is the best guess, `can_schedule` keeps the margin."""
+    """A `LatencyModel` that corrects another one: `predict` is the best guess, `can_schedule` keeps the margin."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class CorrectedModel:
         overrun_share: float = 0.01,
         correction: Correction | None = None,
     ) -> None:
-        """`residuals` are the profile's; they are forgotten as iterations come in."""
+        """`residuals` are the profile's; measured iterations replace them as they come in."""
         self.model = model
         self.overrun_share = overrun_share
         start = correction or Correction()
@@ -129,17 +129,17 @@ class CorrectedModel:
         self._off: deque[float] = deque(maxlen=WINDOW)
         self._longest_ms = max((r.predicted_ms for r in (*profiled, *start.residuals)), default=inf)
         self._scale = exp(self._log_scale)
-        self._margins: dict[int, float] = {}  # by time, in steps of a quarter of its logarithm
+        self._margins: dict[int, float] = {}  # by length, in quarters of its binary logarithm
 
     @property
     def scale(self) -> float:
-        """Factor on the model's predictions that recent iterations ask for."""
+        """Factor on the model's predictions, from recent iterations."""
         return self._scale
 
     def margin(self, at_ms: float) -> float:
         """Factor on predictions of about `at_ms` that at most `overrun_share` of recent iterations exceeded.
 
-        It is larger where no iteration was as long, neither in the profile nor since.
+        It is larger if no iteration was as long, neither in the profile nor since.
         """
         step = round(STEPS * log(at_ms, 2))
         if step not in self._margins:
@@ -150,17 +150,17 @@ class CorrectedModel:
 
     @property
     def error(self) -> float:
-        """Mean relative error of recent predictions, each made before its iteration was seen."""
+        """Mean relative error of recent predictions, each made before its iteration was measured."""
         return self._error
 
     @property
     def off(self) -> list[float]:
-        """|predicted / actual - 1| of the last iterations, each predicted before it was seen."""
+        """|predicted / actual - 1| of the last iterations, each predicted before it was measured."""
         return list(self._off)
 
     @property
     def correction(self) -> Correction:
-        """What was learned so far."""
+        """The correction learned so far."""
         return Correction(
             of=self._of,
             log_scale=self._log_scale,
@@ -170,14 +170,17 @@ class CorrectedModel:
         )
 
     def predict(self, batch: Batch) -> float:
-        """How long the batch takes, in ms; half of the iterations take longer."""
+        """Predicted time of the batch, in ms; half of the iterations take longer."""
         return self._scale * self.model.predict(batch)
 
     def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:
-        """The most tokens of the request such that the batch overruns `tbt_ms` rarely enough."""
+        """Most tokens of the request with which the batch overruns `tbt_ms` in `overrun_share` of cases at most.
+
+        Source: conserve-2026 section 4.2, ``can_schedule(batch, req, TBT)``.
+        """
         if tbt_ms <= 0:
             return 0
-        planned_ms = tbt_ms / self.margin(tbt_ms)  # what iterations will be predicted to take: theirs counts
+        planned_ms = tbt_ms / self.margin(tbt_ms)  # predicted length of iterations: its margin counts
         return self.model.can_schedule(batch, request, tbt_ms / (self._scale * self.margin(planned_ms)))
 
     def observe(self, batch: Batch, ms: float) -> None:

@@ -1,7 +1,7 @@
 """Profiles of the papers' machines, derived from published numbers: for simulation, never for serving.
 
-`python -m conserve.profiles.derive` writes them to `derived/`. A roofline gives the terms that are bound by
-memory (weights once an iteration, KV once a token), and published iteration times give the rest.
+`python -m conserve.profiles.derive` writes them to `derived/`. A roofline gives the terms that memory bounds
+(weights once per iteration, KV once per token); published iteration times give the other terms.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A model on its devices, by the numbers in public data sheets and model cards."""
+    """A model on its devices, with numbers from public data sheets and model cards."""
 
     model: str
     device: str
@@ -26,7 +26,7 @@ class Machine:
     kv_bytes: int  # per token, all layers: 2 * layers * KV heads * head size * 2 bytes
     attention_flops: float  # per pair of tokens: 4 * layers * heads * head size
     hbm_bytes_s: float  # of one device
-    link_bytes_s: float  # to the host, of one device, as the paper measured or the bus gives
+    link_bytes_s: float  # to the host, of one device: the paper's measurement, or the bus's bandwidth
     dtype: str = "float16"
 
     @property
@@ -36,13 +36,13 @@ class Machine:
 
     @property
     def memory_ms(self) -> float:
-        """k4: every token of p + c has its keys and values read or written once."""
+        """k4: the keys and values of every token of p + c are read or written once."""
         return self.kv_bytes / self.degree / self.hbm_bytes_s * 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coefficients:
-    """The paper's form in ms: k1 + k3, k2, k4, k5."""
+    """Coefficients of the paper's form, in ms: k1 + k3, k2, k4, k5."""
 
     compute: float
     attention: float
@@ -53,13 +53,13 @@ class Coefficients:
 def from_two_chunks(
     machine: Machine, tokens: int, fresh_ms: float, context: int, late_ms: float
 ) -> Coefficients:
-    """k2 from what `context` adds to a chunk of `tokens`, and k1 + k3 from what is left of the fresh one."""
+    """Derive k2 from the time that `context` adds to a chunk of `tokens`, and k1 + k3 from the fresh chunk."""
     attention = (late_ms - fresh_ms - machine.memory_ms * context) / (tokens * context)
     return from_one_chunk(machine, tokens, 0, fresh_ms, attention)
 
 
 def from_one_chunk(machine: Machine, tokens: int, context: int, ms: float, attention: float) -> Coefficients:
-    """k1 + k3 from the time of one batch, everything else being known."""
+    """Derive k1 + k3 from the time of one batch; the other coefficients are known."""
     rest = ms - machine.weights_ms - machine.memory_ms * (tokens + context)
     return Coefficients(
         compute=(rest - attention * tokens * (tokens + context)) / tokens,
@@ -102,7 +102,7 @@ A100_7B = Machine(
 
 
 def llama_8b_h100() -> Profile:
-    """Two published chunk times determine it."""
+    """Llama 3.1 8B on one H100, from two published chunk times."""
     k = from_two_chunks(H100_8B, 2048, 51.0, 40_960, 124.0)
     return derived(
         "llama-3.1-8b-h100",
@@ -121,13 +121,13 @@ def llama_8b_h100() -> Profile:
 
 
 def h100_attention_flops_s() -> float:
-    """What the 8B model's k2 says an H100 does in attention."""
+    """Attention speed of an H100 in FLOP/s, implied by the 8B model's k2."""
     k2_ms = llama_8b_h100().models[PaperModel.name].coefficients["attention"]
     return H100_8B.attention_flops / (k2_ms / 1e3)
 
 
 def llama_70b_h100() -> Profile:
-    """One published mean, anchored at an assumed batch."""
+    """Llama 3.1 70B on four H100, from one published mean and an assumed batch."""
     flops_s = h100_attention_flops_s()
     attention = H100_70B.attention_flops / H100_70B.degree / flops_s * 1e3
     k = from_one_chunk(H100_70B, 2048, 2048, 262.0, attention)
@@ -149,7 +149,7 @@ def llama_70b_h100() -> Profile:
 
 
 def llama_7b_a100() -> Profile:
-    """One published mean, anchored at an assumed batch."""
+    """Llama 2 7B on one A100, from one published mean and an assumed batch."""
     flops_s = h100_attention_flops_s() / 989e12 * 312e12
     attention = A100_7B.attention_flops / flops_s * 1e3
     k = from_one_chunk(A100_7B, 1024, 1024, 98.5, attention)
@@ -171,7 +171,7 @@ def llama_7b_a100() -> Profile:
 
 
 def roofline(machine: Machine, k: Coefficients) -> list[str]:
-    """How k4 and k5 come about."""
+    """Derivations of k4 and k5, for the profile's text."""
     shared = f" / {machine.degree} devices" if machine.degree > 1 else ""
     return [
         f"k5 = {2 * machine.parameters / 1e9:.1f} GB of weights{shared} / "
@@ -184,7 +184,7 @@ def roofline(machine: Machine, k: Coefficients) -> list[str]:
 def derived(
     name: str, machine: Machine, k: Coefficients, *, safepoint_us: float, derivation: list[str]
 ) -> Profile:
-    """The profile with these coefficients, in the forms of all models."""
+    """A profile with these coefficients, in the forms of all models."""
     return Profile(
         name=name,
         key=ProfileKey(
@@ -220,14 +220,14 @@ def derived(
 
 
 def copy_of(machine: Machine, blocks: int) -> KVCopy:
-    """Blocks of 16 tokens over the link, every worker its share, after half a millisecond of gathering."""
+    """Time of copying blocks of 16 tokens: every worker its share over its link, after 0.5 ms of gathering."""
     size = blocks * BLOCK_TOKENS * machine.kv_bytes
     ms = 0.5 + size / machine.degree / machine.link_bytes_s * 1e3
     return KVCopy(blocks=blocks, bytes=size, to_host_ms=ms, to_device_ms=ms)
 
 
 def main() -> None:
-    """Write the files."""
+    """Write the profiles' files."""
     for profile in (llama_8b_h100(), llama_70b_h100(), llama_7b_a100()):
         profiles.write(profile, DERIVED / f"{profile.name}.json")
 

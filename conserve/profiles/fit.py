@@ -1,4 +1,4 @@
-"""Fitting a latency model to measured batches, and saying how good it is."""
+"""Fits a latency model to measured batches and measures its errors."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -13,14 +13,14 @@ from conserve.profiles.model import LinearModel
 M = TypeVar("M", bound=LinearModel)
 Floats = NDArray[np.float64]
 ROBUST_ROUNDS = 2
-HUBER = 2.0  # times the median error: further off counts less
+HUBER = 2.0  # times the median error; batches further off count less
 FOLDS = 8  # parts of the samples, each predicted from the others
 SUMS = tuple(field.name for field in fields(Batch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Measured batches by column: the sums of `Batch`, and the time of each. All arrays of shape (n,)."""
+    """Measured batches by column: the sums of `Batch` and the time of each, as arrays of shape (n,)."""
 
     requests: Floats
     tokens: Floats
@@ -47,7 +47,7 @@ class Samples:
         return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     def predictions(self, model: LinearModel) -> Floats:
-        """What the model says of each, shape (n,)."""
+        """The model's predictions, shape (n,)."""
         ms = np.zeros(len(self))
         for weight, column in zip(model.coefficients.values(), model.columns(self), strict=True):
             ms += weight * column
@@ -55,11 +55,11 @@ class Samples:
 
 
 def fit(model: type[M], samples: Samples) -> M:
-    """The model's coefficients by non-negative least squares on relative errors, outliers counting less.
+    """Fit the model's coefficients by non-negative least squares on relative errors.
 
-    Dividing each row by its measured time weighs a decode step of 20 ms like a chunk of 2 s: what is
-    minimised is the percentage. Then batches that lie further off than the typical error are weighed down
-    (Huber's weights, twice), since a neighbour on the machine makes single ones late by any amount.
+    Each row is divided by its measured time, so that a decode step of 20 ms weighs as much as a chunk of 2 s:
+    the percentage is minimised. Then batches further off than the typical error get less weight (Huber's weights,
+    twice), since a neighbour on the machine makes single batches late by any amount.
     """
     rows = np.column_stack([np.broadcast_to(column, len(samples)) for column in model.columns(samples)])
     rows = rows / samples.ms[:, None]  # (n, terms): predicted / measured = rows @ coefficients
@@ -74,7 +74,7 @@ def fit(model: type[M], samples: Samples) -> M:
 
 
 def cross_predictions(kind: type[LinearModel], samples: Samples) -> Floats:
-    """Predictions by models of this kind, each fitted without the fold of the sample it predicts; (n,), in ms."""
+    """Predictions in ms, shape (n,): each sample by a model of this kind fitted without the sample's fold."""
     predicted = np.zeros(len(samples))
     for fold in range(FOLDS):
         inside = np.arange(len(samples)) % FOLDS == fold
@@ -90,7 +90,7 @@ def non_negative(rows: Floats, weights: Floats) -> Floats:
     scale = np.sqrt(np.einsum("ij,ij->j", weighted, weighted))  # the columns span ten orders of magnitude
     scale[scale == 0] = 1
     weighted /= scale
-    # The normal equations, as nnls on their Cholesky factor: terms x terms instead of n x terms.
+    # Normal equations: nnls on their Cholesky factor has terms x terms instead of n x terms numbers.
     gram = weighted.T @ weighted + 1e-12 * np.eye(rows.shape[1])
     triangle = np.linalg.cholesky(gram).T
     solution, _ = nnls(triangle, np.linalg.solve(triangle.T, weighted.T @ weights))
@@ -99,20 +99,20 @@ def non_negative(rows: Floats, weights: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """How far predictions are from measurements, as shares (0.01 is one percent)."""
+    """Distances of predictions from measurements, as shares (0.01 is one percent)."""
 
     mape: float  # mean of |predicted - measured| / measured
     p50_error: float
     p90_error: float
     p99_error: float
     bias: float  # mean of (predicted - measured) / measured
-    overrun_share: float  # of iterations longer than predicted times a margin that did not know their batch
-    margin: float  # that at most 1 % of iterations exceed
+    overrun_share: float  # share of iterations longer than predicted times a margin taken from other batches
+    margin: float  # factor that at most 1 % of iterations exceed
     batches: int
 
 
 def errors(predicted: Floats, measured: Floats, *, margin: float, overrun_share: float) -> Errors:
-    """Compare predictions with measurements, both of shape (n,) and in ms."""
+    """Errors of predictions against measurements, both of shape (n,) and in ms."""
     relative = predicted / measured - 1
     absolute = np.abs(relative)
     p50, p90, p99 = np.quantile(absolute, (0.5, 0.9, 0.99))

@@ -1,4 +1,4 @@
-"""Longest iteration that a profiling session can afford, from what its first batches took."""
+"""Longest iteration that a profiling session can afford, from the times of its first batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,31 +12,31 @@ from conserve.profiles.points import NOISE_EVERY
 
 SHORT_MS = 60.0  # iterations under this are repeated at once
 SHORT_REPEATS = 3
-LEAST_FITTED = 32  # batches in a fit: four for each term of the largest model
+LEAST_FITTED = 32  # fewest batches in a fit: four for each term of the largest model
 SLACK = 1.2  # the next batches of a random order take more than their mean
 
 
-class Forecast(NamedTuple):
-    """Longest affordable iteration of a session, and its distance from a fit."""
+class SessionForecast(NamedTuple):
+    """Longest affordable iteration of a session, and the work left until a fit."""
 
-    reach_ms: float  # longest iteration to measure; infinite where all of them are affordable
-    batches: int  # to measure until there are enough for a fit
-    seconds: float  # that these take
+    reach_ms: float  # longest iteration to measure; infinite if all are affordable
+    batches: int  # batches to measure until there are enough for a fit
+    seconds: float  # time of these batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Predicted costs of batches, by rising length: entry i is of the i + 1 shortest. All of shape (n,)."""
+    """Predicted costs of batches by rising length: entry i is of the i + 1 shortest. All of shape (n,)."""
 
-    ms: Floats  # the iteration of the longest of them
-    fitted: Floats  # how many of them go into the fit
-    seconds: Floats  # of a visit to each of them
+    ms: Floats  # iteration of the longest batch
+    fitted: Floats  # number of batches that go into the fit
+    seconds: Floats  # time of one visit to each batch
 
     @classmethod
     def of(cls, ms: Floats, fitted: Floats, *, overhead: float, noise_s: float) -> Self:
-        """Costs of batches with iterations of `ms`; `fitted` is 1 for those in the fit, 0 for those held out.
+        """Costs of batches with iterations of `ms`; `fitted` is 1 for batches in the fit and 0 for held-out ones.
 
-        `overhead` is what a visit takes over the time of its iterations, `noise_s` the time of a noise visit.
+        `overhead` is the ratio of a visit's time to its iterations', `noise_s` the time of a noise visit.
         """
         iterations = np.where(ms < SHORT_MS, 1 + SHORT_REPEATS, 1)
         seconds = ms / 1e3 * iterations * overhead + noise_s / NOISE_EVERY
@@ -45,12 +45,12 @@ class Costs:
 
     def forecast(
         self, *, missing: int, left_s: float, visits: int, fair_ms: float, least_ms: float
-    ) -> Forecast:
+    ) -> SessionForecast:
         """The longest iteration with which `missing` more batches of the fit take at most `left_s`.
 
-        Later visits to all batches are part of it. They are given up one by one before the longest iteration
-        falls under `fair_ms`: a visit less costs precision, a shorter iteration the range of the profile. Under
-        `least_ms`, below which a profile is of little use, it never falls; then `left_s` may be exceeded.
+        The time includes later visits to all batches. They are given up one by one before the longest iteration
+        falls below `fair_ms`: one visit less costs precision, a shorter iteration costs the range of the profile.
+        It never falls below `least_ms`, where a profile is of little use; then `left_s` may be exceeded.
         """
         missing = min(missing, int(self.fitted[-1]))
         enough = self.fitted >= max(missing, 1)
@@ -63,10 +63,10 @@ class Costs:
         least = int(np.searchsorted(self.ms, least_ms, side="right")) - 1
         return self._at(max(least, int(np.argmax(enough))), missing)
 
-    def _at(self, index: int, missing: int) -> Forecast:
-        """The forecast with batches up to that of `index`."""
+    def _at(self, index: int, missing: int) -> SessionForecast:
+        """The forecast with the batches up to `index`."""
         share = missing / max(1.0, float(self.fitted[index]))
-        return Forecast(
+        return SessionForecast(
             reach_ms=inf if index == len(self.ms) - 1 else float(self.ms[index]),
             batches=ceil(share * (index + 1)),
             seconds=share * float(self.seconds[index]),
@@ -74,6 +74,6 @@ class Costs:
 
 
 def iterations_s(point: str, ms: Sequence[float]) -> float:
-    """Seconds of a visit's iterations, with the one that comes before the repeats of a short batch."""
+    """Seconds of a visit's iterations, including the one before the repeats of a short batch."""
     repeated = not point.startswith("noise") and len(ms) == SHORT_REPEATS
     return (sum(ms) + (ms[0] if repeated else 0.0)) / 1e3

@@ -7,12 +7,12 @@ from conserve.profiles.model import LinearModel, Parabola
 
 
 class HyGenModel(LinearModel):
-    """Totals of the two phases, their squares, and the numbers of requests.
+    """Totals of the two phases, their squares, and the numbers of requests (hygen section 4.2).
 
     "Prefill and decode tokens" are read as: S_p prompt tokens computed in this iteration, S_d tokens that the
-    decode steps attend to. (With S_d the tokens that they compute, S_d would be N_d again.) The paper's plain
-    least squares is fitted without negative coefficients here, so that its predictions are monotone too. It
-    does not see the context of a prefill chunk, which is what ConServe's model is about.
+    decode steps attend to. (If S_d were the tokens that they compute, it would equal N_d.) The paper's plain
+    least squares is fitted without negative coefficients here, so that its predictions are monotone too. The model
+    does not see the context of a prefill chunk, which is the point of ConServe's model.
     """
 
     name = "hygen"

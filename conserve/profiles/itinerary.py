@@ -1,4 +1,4 @@
-"""Which batch a profiling session measures next, by its budget and by what the measured ones took."""
+"""Order of a profiling session's batches, by its budget and by the times of the measured ones."""
 
 import statistics
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -20,16 +20,16 @@ class Stretch(NamedTuple):
     """Time that a session takes beyond a budget that is too small for a fit."""
 
     more_s: float
-    batches: int  # yet to measure
+    batches: int  # batches still to measure
 
 
 class Itinerary:
     """Yields points of a plan, each chosen after the one before was added to the record.
 
-    A few small points come first: what they take says how long an iteration may be so that enough batches,
-    visited `visits` times each, fit into `usable_s`. Then the others in the plan's order without longer ones,
-    and between them the noise point. The first round ends when its share of the time is used up and there are
-    `LEAST_FITTED` batches, however long that takes; later rounds visit the same points again, far apart.
+    A few small points come first. Their times tell how long an iteration may be so that enough batches, visited
+    `visits` times each, fit into `usable_s`. Then come the others that are not longer, in the plan's order,
+    with the noise point between them. The first round ends when its share of the time is used up and there are
+    `LEAST_FITTED` batches, however long that takes. Later rounds visit the same points again, far apart.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Itinerary:
         visits: int,
         on_stretch: Callable[[Stretch], None] = lambda _: None,
     ) -> None:
-        self.more_s = 0.0  # beyond the budget, as `on_stretch` was told
+        self.more_s = 0.0  # beyond the budget, as told to `on_stretch`
         self._record, self._usable_s, self._visits, self._on_stretch = record, usable_s, visits, on_stretch
         self._planned = {str(point): point for point in points if point.kind != "noise"}
         self._points = self._planned | other_points(record, self._planned)
@@ -66,7 +66,7 @@ class Itinerary:
         yield from self._later_rounds()
 
     def _next_unknown(self) -> Point | None:
-        """The next point of the first round; None where that is over."""
+        """The next point of the first round; None once that is over."""
         missing = LEAST_FITTED - sum(self._points[name].kind in FITTED for name in self._known())
         if missing <= 0 and self._record.seconds >= self._usable_s / self._visits:
             return None
@@ -82,7 +82,7 @@ class Itinerary:
         return None if name is None else self._points[name]
 
     def _look_ahead(self, unknown: Sequence[str], missing: int) -> None:
-        """Predict what unknown points take; set the longest that is affordable; announce a stretch."""
+        """Predict the times of unknown points, set the longest affordable one, and announce a stretch."""
         known, visits = self._known(), self._record.visits
         ms = [statistics.median(chain.from_iterable(visits[name])) for name in known]
         model = fit(ConServeModel, Samples.of([self._batches[name] for name in known], ms))
@@ -111,7 +111,7 @@ class Itinerary:
             self._on_stretch(Stretch(self.more_s, ahead.batches))
 
     def _later_rounds(self) -> Iterator[Point]:
-        """Known points with fewer visits than the round has, and noise in between, while there is time."""
+        """Yield known points with fewer visits than the round has, and noise points, while there is time."""
         known = [name for name in self._known() if name in self._planned]
         for round_number in range(2, self._visits + 1):
             for number, name in enumerate(known):
@@ -123,11 +123,11 @@ class Itinerary:
                     yield self._points[name]
 
     def _known(self) -> list[str]:
-        """Names of the points that were measured, in that order."""
+        """Names of the measured points, in the order of measuring."""
         return [name for name in self._record.visits if name in self._points]
 
     def _noise_is_due(self) -> bool:
-        """True if `NOISE_EVERY` points were measured since the last noise point, and before the first."""
+        """True if `NOISE_EVERY` points were measured since the last noise point, or none was measured yet."""
         noise_visits = len(self._record.visits.get(str(self._noise), ()))
         return noise_visits * NOISE_EVERY <= len(self._known())
 
@@ -140,9 +140,9 @@ class Itinerary:
 
 
 def other_points(record: Record, planned: Container[str]) -> dict[str, Point]:
-    """Points that an earlier call measured with another plan: known, but not to visit again.
+    """Points measured by an earlier call under another plan: their times are known, and they are not visited.
 
-    Where an engine's KV memory is what the machine has left, it differs from start to start and the plan with it.
+    If an engine's KV memory is what the machine has left, it differs from start to start, and the plan with it.
     """
     others = (Point.parse(name) for name in record.visits if name not in planned)
     return {str(point): point for point in others if point.kind != "noise"}

@@ -1,4 +1,4 @@
-"""The interface of a latency model, and what all models that are linear in their coefficients share."""
+"""The interface of a latency model, and the base of models that are linear in their coefficients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,27 +9,27 @@ from conserve.profiles.batch import Batch, Slice
 
 
 class LatencyModel(Protocol):
-    """Predicts how long an engine iteration takes (milliseconds)."""
+    """Predicts the time of an engine iteration, in ms (conserve-2026 section 4.2)."""
 
     def predict(self, batch: Batch) -> float:
-        """How long the batch takes, in ms."""
+        """Predicted time of the batch, in ms."""
 
     def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:
-        """The most of `request.tokens` that can join the batch so that it still takes at most `tbt_ms`.
+        """Most of `request.tokens` that can join the batch so that it still takes at most `tbt_ms`; 0 if none can.
 
-        Zero if none can. Source: conserve-2026 section 4.2, ``can_schedule(batch, req, TBT)``.
+        Source: conserve-2026 section 4.2, ``can_schedule(batch, req, TBT)``.
         """
 
 
 class Timeless:
-    """Implements `LatencyModel` where nothing is known: for plans that bound no time."""
+    """A `LatencyModel` for plans without time limits: every batch takes 0 ms."""
 
     def predict(self, batch: Batch) -> float:
         """Zero."""
         return 0.0
 
     def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:
-        """All of it."""
+        """All tokens of the request."""
         return request.tokens
 
 
@@ -37,14 +37,14 @@ TIMELESS = Timeless()
 
 
 class Parabola(NamedTuple):
-    """``curve * p^2 + slope * p + offset`` milliseconds, where one request brings p tokens."""
+    """``curve * p^2 + slope * p + offset`` milliseconds, where p is the number of one request's tokens."""
 
     curve: float
     slope: float
     offset: float
 
     def reaches(self, ms: float) -> float:
-        """The p at which it comes to `ms`; infinite if it never does."""
+        """The p at which the parabola reaches `ms`; infinite if it never does."""
         rest = ms - self.offset
         if rest <= 0:
             return 0.0
@@ -53,13 +53,13 @@ class Parabola(NamedTuple):
 
 
 class LinearModel(ABC):
-    """A sum of non-negative coefficients times named terms that grow with every token and context token.
+    """A sum of named terms with non-negative coefficients; every term grows with tokens and context tokens.
 
-    Hence predictions are never negative and monotone, and `can_schedule` is exact.
+    Hence predictions are monotone and never negative, and `can_schedule` is exact.
     """
 
     name: ClassVar[str]
-    terms: ClassVar[Mapping[str, str]]  # name of each coefficient -> what it stands for
+    terms: ClassVar[Mapping[str, str]]  # name of each coefficient -> its meaning
 
     def __init__(self, coefficients: Mapping[str, float]) -> None:
         """`coefficients` in ms per unit of their terms: one for each of `terms`, none negative."""
@@ -78,17 +78,17 @@ class LinearModel(ABC):
     @staticmethod
     @abstractmethod
     def columns(sums: Any) -> tuple[Any, ...]:
-        """The terms' values, in their order.
+        """The terms' values, in the order of `terms`.
 
         `sums` has the attributes of a `Batch`: numbers, or arrays with one entry per batch.
         """
 
     @abstractmethod
     def _with(self, batch: Batch, context: int) -> Parabola:
-        """What the batch takes with one more prefill chunk after `context` tokens, by the chunk's size."""
+        """Time of the batch with one more prefill chunk after `context` tokens, by the chunk's size."""
 
     def predict(self, batch: Batch) -> float:
-        """How long the batch takes, in ms."""
+        """Predicted time of the batch, in ms."""
         ms = 0.0
         for weight, value in zip(self._weights, self.columns(batch), strict=True):
             ms += weight * value
@@ -97,8 +97,8 @@ class LinearModel(ABC):
     def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:
         """The largest number of tokens that fits, from the root of a quadratic.
 
-        The root is checked with real predictions and moved if rounding put it wrong, so that the answer is
-        exact: its prediction is within the budget, and that of one token more is not.
+        The root is checked with real predictions and corrected for rounding, so that the answer is exact: its
+        prediction is within the budget, and that of one token more is not.
         """
         wanted, context, decode = request
 

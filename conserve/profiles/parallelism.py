@@ -1,4 +1,4 @@
-"""Telling computation (k1) from communication (k3), which takes profiles at several degrees of parallelism."""
+"""Splits computation (k1) from communication (k3), using profiles at several degrees of parallelism."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -19,9 +19,9 @@ class Split(NamedTuple):
 def separate(compute_by_degree: Mapping[int, float]) -> Split | None:
     """Split `compute` (k1 + k3, ms per token) measured at several degrees of tensor parallelism.
 
-    Computation shrinks with the degree t as k1 / t; a ring all-reduce moves 2 (t - 1) / t of what there is, so
-    communication is k3 * (t - 1) / t, with k3 taking up the two. Least squares without negative results; None
-    for a single degree, at which the two cannot be told apart.
+    Computation shrinks with the degree t as k1 / t. A ring all-reduce moves 2 (t - 1) / t of the data, so
+    communication is k3 * (t - 1) / t, where k3 includes the factor 2. The fit is least squares without negative
+    results. None for a single degree, which cannot tell the two apart.
     """
     if len(compute_by_degree) < 2:
         return None
@@ -38,7 +38,7 @@ def siblings(profile: Profile, others: Sequence[Profile]) -> dict[int, float]:
     found = {}
     for other in [*others, profile]:
         words, own = (dict(word.split("=") for word in p.key.parallelism.split()) for p in (other, profile))
-        # One device takes another executor than several.
+        # One device uses another executor than several.
         different = {d.split(":")[0] for d in profile.key.differences(other.key)} - {
             "parallelism",
             "executor",

@@ -1,4 +1,4 @@
-"""A picture of a profile: predicted against measured times."""
+"""Plots a profile: predicted against measured times."""
 
 import statistics
 from pathlib import Path
@@ -11,7 +11,10 @@ COLOURS = {"prefill": "tab:blue", "decode": "tab:orange", "mixed": "tab:green", 
 
 
 def plot_profile(profile: Profile, path: Path) -> None:
-    """Write a PNG with one panel per model, both axes logarithmic; raises where it cannot."""
+    """Write a PNG with one panel per model, both axes logarithmic.
+
+    Raises `SettingsError` without matplotlib or if the file cannot be written, `ProfileMissing` without samples.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Which batches are measured: a grid that covers the space, and random mixtures for what grids miss."""
+"""Batches to measure: a grid that covers the space, and random mixtures for what grids miss."""
 
 import math
 import random
@@ -15,24 +15,24 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # decode steps in a batch
 CONTEXTS = (0, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 MIXED_PER_GRID = 3
 MIXED = 600  # random batches, more than any budget allows on a CPU
-HELD_OUT = 4  # every fourth mixture is not fitted but predicted
-NOISE_EVERY = 12  # points between two measurements of the same batch
-FITTED = ("prefill", "decode", "mixed")  # kinds of points that models are fitted to
+HELD_OUT = 4  # every fourth mixture is held out of the fit and predicted
+NOISE_EVERY = 12  # points between two measurements of the noise batch
+FITTED = ("prefill", "decode", "mixed")  # kinds of points that go into the fit
 FIRST = ("p16@0", "d@256", "p64@0", "8*d@256", "p64@1024", "8*d@1024", "p256@0", "p256@1024")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one iteration of this engine can hold."""
+class IterationLimits:
+    """Largest iteration of an engine."""
 
-    tokens: int  # computed in an iteration: vLLM's max_num_batched_tokens
+    tokens: int  # computed in one iteration: vLLM's max_num_batched_tokens
     requests: int  # vLLM's max_num_seqs
-    context: int  # tokens of one request: the model's length
+    context: int  # tokens of one request: the model's context length
     kv_tokens: int  # of all requests together
-    block_tokens: int  # of a KV block
+    block_tokens: int  # tokens of a KV block
 
     def hold(self, slices: Sequence[Slice]) -> bool:
-        """Whether a batch of these slices fits, with a few more decode steps each."""
+        """True if a batch of these slices fits, with a few more decode steps each."""
         blocks = sum(-(-(s.tokens + s.context + 16) // self.block_tokens) for s in slices)
         return (
             0 < len(slices) <= self.requests
@@ -65,7 +65,7 @@ class Point:
 
 
 def write_slices(slices: Sequence[Slice]) -> str:
-    """Slices in one line; equal neighbours are counted, and a decode step has one token unless it says more."""
+    """Slices in one line: equal neighbours are counted, and a decode step has one token unless it names more."""
     runs = [(piece, len(list(run))) for piece, run in groupby(slices)]
     return " ".join(
         write_slice(piece) if count == 1 else f"{count}*{write_slice(piece)}" for piece, count in runs
@@ -90,12 +90,12 @@ def read_slices(text: str) -> tuple[Slice, ...]:
     return tuple(slices)
 
 
-def plan(limits: Limits, *, seed: int, max_context: int | None = None) -> list[Point]:
-    """All points in the order of measuring: whenever one stops, what is done covers the space.
+def plan(limits: IterationLimits, *, seed: int, max_context: int | None = None) -> list[Point]:
+    """All points in the order of measuring: whenever one stops, the measured ones cover the space.
 
-    Three mixtures follow each grid point, both in random order: a co-serving engine runs mixtures, in which
-    contexts differ and threads wait for each other; the grid sees to the corners. `max_context` narrows the
-    space to what a deployment serves; without it, it is what the engine holds. Raises `GridTooLarge`.
+    Three mixtures follow each grid point, both in random order. A co-serving engine runs mixtures, in which
+    contexts differ and threads wait for each other; the grid covers the corners. `max_context` narrows the
+    space to the contexts that a deployment serves, by default all that the engine holds. Raises `GridTooLarge`.
     """
     if max_context is not None:
         limits = narrowed(limits, max_context)
@@ -122,21 +122,21 @@ def plan(limits: Limits, *, seed: int, max_context: int | None = None) -> list[P
 def first_points(points: Sequence[Point]) -> list[Point]:
     """The grid points of a plan that a session begins with, small ones first.
 
-    They differ in every sum that the models know, so what they take says what all others will.
+    They differ in every sum that the models use, so their times predict those of all others.
     """
     grid = {write_slices(point.slices): point for point in points if point.kind in ("prefill", "decode")}
     return [grid[name] for name in FIRST if name in grid]
 
 
-def narrowed(limits: Limits, max_context: int) -> Limits:
-    """Limits with at most this context; raises `GridTooLarge` where the engine cannot hold it."""
+def narrowed(limits: IterationLimits, max_context: int) -> IterationLimits:
+    """The limits with at most this context; raises `GridTooLarge` if the engine cannot hold it."""
     most = min(limits.context, limits.kv_tokens)
     if not 0 < max_context <= most:
         raise GridTooLarge(
             f"--max-context {max_context:,} does not fit: this engine holds {limits.context:,} tokens a request "
             f"and {limits.kv_tokens:,} in all; give at most {most:,}"
         )
-    return Limits(
+    return IterationLimits(
         tokens=limits.tokens,
         requests=limits.requests,
         context=max_context,
@@ -145,7 +145,7 @@ def narrowed(limits: Limits, max_context: int) -> Limits:
     )
 
 
-def grid_points(limits: Limits) -> Iterator[Point]:
+def grid_points(limits: IterationLimits) -> Iterator[Point]:
     """Single prefill chunks by size and context, and uniform decode batches by size and context."""
     for tokens, context in product(CHUNKS, CONTEXTS):
         yield Point("prefill", (Slice(tokens, context),))
@@ -153,7 +153,7 @@ def grid_points(limits: Limits) -> Iterator[Point]:
         yield Point("decode", (Slice(1, context, decode=True),) * rows)
 
 
-def mixture(dice: random.Random, limits: Limits) -> tuple[Slice, ...]:
+def mixture(dice: random.Random, limits: IterationLimits) -> tuple[Slice, ...]:
     """A random batch: decode steps at scattered contexts and up to three chunks, of log-uniform total size."""
     while True:
         budget = int(log_uniform(dice, 16, limits.tokens))
@@ -178,12 +178,12 @@ def mixture(dice: random.Random, limits: Limits) -> tuple[Slice, ...]:
 
 
 def log_uniform(dice: random.Random, low: float, high: float) -> float:
-    """A number whose logarithm is uniform between those of `low` and `high`."""
+    """A random number whose logarithm is uniform between those of `low` and `high`."""
     return math.exp(dice.uniform(math.log(low), math.log(max(low, high))))
 
 
-def with_noise(points: Sequence[Point], limits: Limits) -> Iterator[Point]:
-    """The points, and every so often the same batch again: what it varies by, no model can predict."""
+def with_noise(points: Sequence[Point], limits: IterationLimits) -> Iterator[Point]:
+    """The points, with the same batch every now and then: no model can predict how it varies."""
     same = (
         Slice(min(256, limits.tokens // 2), 0),
         *[Slice(1, min(512, limits.context // 2), decode=True)] * 4,

@@ -1,4 +1,4 @@
-"""A latency profile: what was measured where, the models fitted to it, and its file."""
+"""A latency profile: where and what was measured, the models fitted to it, and its file."""
 
 import hashlib
 import statistics
@@ -15,7 +15,7 @@ from conserve.profiles.correction import Residual
 from conserve.profiles.fit import Errors
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.model import LinearModel
-from conserve.profiles.points import Limits, Point
+from conserve.profiles.points import IterationLimits, Point
 from conserve.profiles.whole import write_whole
 
 FORMAT = 1
@@ -26,7 +26,7 @@ MODELS: Mapping[str, type[LinearModel]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:
-    """Everything that changes how fast the engine is. Two engines with equal keys share a profile."""
+    """Everything that changes the speed of an engine. Two engines with equal keys share a profile."""
 
     model: str  # digest of its configuration, weights, tokenizer and number formats
     dtype: str
@@ -41,7 +41,7 @@ class ProfileKey:
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:12]
 
     def differences(self, other: "ProfileKey") -> list[str]:
-        """What differs, in words: "device: H100 there, H200 here"."""
+        """The differences in words: "device: H100 there, H200 here"."""
         names = [f.name for f in fields(self) if f.name != "flags"]
         pairs = [(name, getattr(other, name), getattr(self, name)) for name in names]
         flags = sorted(self.flags.keys() | other.flags.keys())
@@ -51,16 +51,16 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedModel:
-    """A model's coefficients (ms per unit of their terms), and its errors on batches that it was not fitted to."""
+    """A model's coefficients (ms per unit of their terms), and its errors on batches outside of its fit."""
 
     coefficients: dict[str, float]
-    errors: Errors | None = None  # none in a derived profile
-    residuals: list[Residual] = field(default_factory=list)  # every single run of those batches
+    errors: Errors | None = None  # None in a derived profile
+    residuals: list[Residual] = field(default_factory=list)  # of every single run of these batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCopy:
-    """Copying KV blocks between the device and page-locked host memory (medians)."""
+    """Median times of copying KV blocks between the device and page-locked host memory."""
 
     blocks: int
     bytes: int
@@ -70,7 +70,7 @@ class KVCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Safepoint:
-    """One look at the preemption flag, and how many of them an iteration has."""
+    """Time of one check of the flag, and the number of checks in an iteration."""
 
     check_us: float
     per_iteration: int
@@ -78,14 +78,14 @@ class Safepoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """How much the same batch varies: relative standard deviations."""
+    """Variation of the same batch, as relative standard deviations."""
 
-    back_to_back: float  # of repetitions right after each other, median over all batches that had some
+    back_to_back: float  # of immediate repetitions, median over all repeated batches
     over_time: float  # of one batch measured now and then during the whole session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredRange:
     """The largest figures of the batches in a profile; predictions beyond them are extrapolated."""
 
     ms: float  # of an iteration (median of its visits)
@@ -98,12 +98,12 @@ class Measured:
 class Profile:
     """One engine's latency profile."""
 
-    name: str  # the model as the user calls it
+    name: str  # the model as the user names it
     key: ProfileKey
     how: Literal["measured", "derived"]
     measured_at: str  # ISO 8601, UTC
     seconds: float
-    limits: Limits | None
+    limits: IterationLimits | None
     models: dict[str, FittedModel]
     noise: Noise | None = None
     empty_iteration_ms: float | None = None
@@ -120,22 +120,22 @@ class Profile:
 
     @property
     def best(self) -> str:
-        """The model with the smallest error; ConServe's where none was measured."""
+        """Name of the model with the smallest error; ConServe's if no errors were measured."""
         known = {name: fitted.errors.mape for name, fitted in self.models.items() if fitted.errors}
         return min(known, key=known.__getitem__) if known else ConServeModel.name
 
     @property
     def stamp(self) -> str:
-        """Which coefficients its corrections were learned on."""
+        """Identifies the coefficients that corrections were learned on."""
         return f"{self.best} {self.measured_at}"
 
     @property
-    def measured(self) -> Measured | None:
-        """The range that was measured; None in a derived profile."""
+    def measured(self) -> MeasuredRange | None:
+        """The measured range; None in a derived profile."""
         samples = [read_sample(line) for line in self.samples]
         if not samples:
             return None
-        return Measured(
+        return MeasuredRange(
             ms=max(statistics.median(ms) for _, ms in samples),
             tokens=max(point.batch.tokens for point, _ in samples),
             requests=max(len(point.slices) for point, _ in samples),
@@ -143,7 +143,7 @@ class Profile:
         )
 
     def require(self, key: ProfileKey, *, command: str) -> None:
-        """Raise unless it was measured on an engine with this key."""
+        """Raise `ProfileDerived` or `ProfileMismatch` unless it was measured on an engine with this key."""
         if self.how == "derived":
             raise ProfileDerived(
                 f"the profile {self.name} is derived from published numbers and good for simulation only; "
@@ -156,7 +156,7 @@ class Profile:
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Write the file durably, all of it or nothing: a reader sees the old one or the new one."""
+    """Write the file durably; a reader sees the old one or the new one, whole."""
     document = msgspec.to_builtins(profile)
     document["checksum"] = checksum(document)
     write_whole(path, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n", durable=True)
@@ -186,7 +186,7 @@ def read(path: Path) -> Profile:
 
 
 def checksum(document: Mapping[str, object]) -> str:
-    """SHA-256 of the document without its checksum, whatever its layout."""
+    """SHA-256 of the document without its checksum; the file's layout does not matter."""
     return hashlib.sha256(msgspec.json.encode(document, order="sorted")).hexdigest()
 
 

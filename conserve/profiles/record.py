@@ -1,4 +1,4 @@
-"""Measurements of a profiling session, in a file that survives its interruption and its failure."""
+"""Measurements of a profiling session, in a file that survives interruptions and failures."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ from conserve.profiles.whole import write_whole
 
 
 class Visit(NamedTuple):
-    """One line of the session's file: a point, its times, and what the visit cost."""
+    """One line of the session's file: a point, its times, and the time of the visit."""
 
     point: str
     ms: list[float]
@@ -18,7 +18,7 @@ class Visit(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The first line: sessions of other engines or plans are not continued."""
+    """First line of the file: a session of another engine or plan is not continued."""
 
     key: str
     plan: str
@@ -26,23 +26,23 @@ class Header(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
-    """Measurements of a session, kept in a file as they come."""
+    """Measurements of a session; a file keeps them as they come."""
 
     path: Path | None
     header: Header
-    visits: dict[str, list[list[float]]] = field(default_factory=dict)  # point -> the times of each visit
+    visits: dict[str, list[list[float]]] = field(default_factory=dict)  # point -> times of each visit
     seconds: float = 0.0
 
     @classmethod
     def open(cls, path: Path | None, header: Header) -> "Record":
-        """Go on from the file if it is of the same engine and plan, else start it anew."""
+        """Continue from the file if it is of the same engine and plan, else start it anew."""
         record = cls(path, header)
         if path is None:
             return record
         earlier = read_visits(path, header)
         for visit in earlier:
             record._count(visit)
-        # Written again, so that a line which a crash cut off does not swallow the next one.
+        # Rewritten, so that a line cut off by a crash does not swallow the next one.
         lines = [msgspec.json.encode(line) for line in (header, *earlier)]
         write_whole(path, b"\n".join(lines) + b"\n")
         return record
@@ -64,13 +64,13 @@ class Record:
         self.seconds += visit.seconds
 
     def discard(self) -> None:
-        """The profile is written; the file has done its duty."""
+        """Remove the file once the profile is written."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
 
 def read_visits(path: Path, header: Header) -> list[Visit]:
-    """The visits in a session's file, up to the first line that is damaged; none if it is of another session."""
+    """The visits in a session's file up to the first damaged line; none if it is of another session."""
     visits: list[Visit] = []
     try:
         first, *lines = path.read_bytes().splitlines()

@@ -1,4 +1,4 @@
-"""Measuring an engine into a profile: within a budget of time, interruptible, resumable."""
+"""Measures an engine into a profile: within a time budget, interruptible, resumable."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from conserve.profiles.correction import CorrectedModel, Residual, quantile_marg
 from conserve.profiles.fit import Samples, cross_predictions, errors, fit
 from conserve.profiles.forecast import SHORT_MS, SHORT_REPEATS
 from conserve.profiles.itinerary import Itinerary, Stretch
-from conserve.profiles.points import FITTED, Limits, Point
+from conserve.profiles.points import FITTED, IterationLimits, Point
 from conserve.profiles.profile import (
     MODELS,
     FittedModel,
@@ -26,39 +26,39 @@ from conserve.profiles.profile import (
 )
 from conserve.profiles.record import Record, Visit
 
-VISITS = 3  # times each point is measured, far apart, so that a neighbour's busy second spoils one of them
-RESERVE_S = 8.0  # kept for copies, safepoints and the fit
+VISITS = 3  # visits to each point, far apart, so that a neighbour's busy second spoils one of them
+RESERVE_S = 8.0  # seconds kept for copies, safepoints and the fit
 COPY_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 OVERRUN_SHARE = 0.01
-LEAST_HELD_OUT = 20  # batches that judge models which were not fitted to them
+LEAST_HELD_OUT = 20  # fewest held-out batches to judge models by
 
 
 class Rig(Protocol):
-    """A real engine that runs exactly the batch it is told to."""
+    """A real engine that runs exactly the given batch."""
 
     name: str
     key: ProfileKey
-    limits: Limits
+    limits: IterationLimits
 
     def measure(self, slices: Sequence[Slice], repeats: int) -> list[float]:
-        """Run this batch `repeats` times; the time of each iteration in ms."""
+        """Run this batch `repeats` times; returns the time of each iteration in ms."""
 
     def empty_iteration_ms(self) -> float:
-        """The time of an iteration that computes nothing, in ms."""
+        """Time of an iteration that computes nothing, in ms."""
 
     def kv_copies(self, blocks: Sequence[int]) -> list[KVCopy]:
-        """Time copies of so many KV blocks in both directions."""
+        """Time copies of these numbers of KV blocks in both directions."""
 
     def safepoint(self) -> Safepoint:
-        """Time a look at the preemption flag."""
+        """Time a check of the flag."""
 
 
-class Progress(NamedTuple):
-    """How far a session is."""
+class SessionProgress(NamedTuple):
+    """Progress of a session."""
 
-    seconds: float  # of measuring, those before an interruption included
+    seconds: float  # time of measuring, including visits before an interruption
     expected_s: float  # the budget, or what it is stretched to
-    points: int  # measured at least once
+    points: int  # points measured at least once
 
 
 def measure(
@@ -68,13 +68,13 @@ def measure(
     *,
     budget_s: float,
     visits: int = VISITS,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[SessionProgress], None] = lambda _: None,
     on_stretch: Callable[[Stretch], None] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Visit points in the order of an `Itinerary`, until the budget is used up and there is enough to fit.
+    """Visit points in the order of an `Itinerary`, until the budget is used up and there are enough for a fit.
 
-    `on_stretch` is told, once, if the second takes longer than the first.
+    `on_stretch` is called once if enough points take longer than the budget.
     """
     usable_s = max(budget_s - RESERVE_S, budget_s / 2)
     itinerary = Itinerary(points, record, usable_s=usable_s, visits=visits, on_stretch=on_stretch)
@@ -85,11 +85,11 @@ def measure(
         if ms[0] < SHORT_MS and point.kind != "noise":
             ms = rig.measure(point.slices, SHORT_REPEATS)
         record.add(Visit(str(point), ms, clock() - begun))
-        on_progress(Progress(record.seconds, budget_s + itinerary.more_s, len(record.visits)))
+        on_progress(SessionProgress(record.seconds, budget_s + itinerary.more_s, len(record.visits)))
 
 
 def conclude(rig: Rig, record: Record) -> Profile:
-    """Fit the models to what was measured, and measure what is left; raises `ProfilingFailed`."""
+    """Fit the models to the record, and measure copies and safepoints; raises `ProfilingFailed`."""
     measured = {Point.parse(name): ms for name, ms in record.ms.items()}
     fitted_points = {p: ms for p, ms in measured.items() if p.kind in FITTED}
     held_out = {p: ms for p, ms in measured.items() if p.kind == "held-out"}
@@ -117,17 +117,17 @@ def conclude(rig: Rig, record: Record) -> Profile:
 
 
 def samples_of(points: dict[Point, list[float]]) -> Samples:
-    """The points' batches with the median of their times."""
+    """The points' batches with the medians of their times."""
     return Samples.of([point.batch for point in points], [statistics.median(ms) for ms in points.values()])
 
 
 def fit_models(
     fitted_points: dict[Point, list[float]], held_out: dict[Point, list[float]]
 ) -> dict[str, FittedModel]:
-    """Every model, fitted to the one set and judged by the other.
+    """Fit every model to one set of points and judge it by the other.
 
-    With less than `LEAST_HELD_OUT` to judge by, all points are fitted and each is judged by a model that
-    does not know it: a handful of batches may please a model that misses what it has not to predict there.
+    With fewer than `LEAST_HELD_OUT` points to judge by, all points are fitted, and each is judged by a model fitted
+    without it: a handful of batches could favour a model that fails on other ones.
     """
     few = len(held_out) < LEAST_HELD_OUT
     known = fitted_points | held_out if few else fitted_points
@@ -156,7 +156,7 @@ def fit_models(
 
 
 def overruns(one: Sequence[Sequence[Residual]], other: Sequence[Sequence[Residual]]) -> float:
-    """The share of iterations over a margin taken from other batches: each half judged by the other."""
+    """Share of iterations over a margin taken from other batches: each half is judged by the other."""
     over = []
     for known, new in ((one, other), (other, one)):
         residuals = [residual for batch in known for residual in batch]
@@ -166,7 +166,7 @@ def overruns(one: Sequence[Sequence[Residual]], other: Sequence[Sequence[Residua
 
 
 def noise_of(record: Record) -> Noise:
-    """How much equal batches differ."""
+    """Variation of equal batches."""
     spreads = [relative_spread(ms) for visits in record.visits.values() for ms in visits if len(ms) > 1]
     same = next((ms for point, ms in record.ms.items() if Point.parse(point).kind == "noise"), [])
     return Noise(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Replace the file; whoever writes it at the same time, one of the two stays, unmixed. Raises OSError.
+    """Replace the file; of two writers at the same time, one's content stays, unmixed. Raises OSError.
 
-    With `durable` it outlives a power cut from the return on, and until then the old one does.
+    With `durable`, the new file survives a power cut once this has returned, and the old one survives until then.
     """
     missing = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)

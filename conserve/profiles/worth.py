@@ -1,8 +1,8 @@
-"""What a decode step costs, counted in tokens of a prompt.
+"""Cost of a decode step, in prompt tokens.
 
-A prompt's token is cheap, since many go through the weights together; a decode step reads its whole context for
-one. How many tokens per second an engine computes is therefore also a matter of which ones: policies whose rows are
-at different stages compare only in what their tokens cost.
+A prompt token is cheap, since many of them share one pass through the weights; a decode step reads its whole
+context for one token. So the tokens per second of an engine depend on the kind of tokens: policies whose rows
+are at different stages can only be compared by the cost of their tokens.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import NamedTuple
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
-CHUNK = 256  # tokens
+CHUNK = 256  # tokens of the chunks and contexts that are compared
 
 
 class Worth(NamedTuple):
-    """In tokens of a prompt."""
+    """Costs in prompt tokens."""
 
     step: float = 1.0  # a decode step
     context: float = 0.0  # each token of its context
 
     def of(self, steps: int, contexts: int) -> float:
-        """So many decode steps, whose contexts have so many tokens together."""
+        """Cost of `steps` decode steps whose contexts have `contexts` tokens together."""
         return self.step * steps + self.context * contexts
 
     @classmethod
     def by(cls, model: LatencyModel) -> Worth:
-        """What the model says of long chunks and of steps in a full batch: without an iteration's constant part."""
+        """Costs by the model, for long chunks and steps in a full batch: without an iteration's constant part."""
         token_ms = (_prompt_ms(model, 2 * CHUNK) - _prompt_ms(model, CHUNK)) / CHUNK
         near_ms, far_ms = _step_ms(model, CHUNK), _step_ms(model, 2 * CHUNK)
         if token_ms <= 0 or near_ms <= 0:
@@ -41,6 +41,6 @@ def _prompt_ms(model: LatencyModel, tokens: int) -> float:
 
 
 def _step_ms(model: LatencyModel, context: int) -> float:
-    """One decode step more."""
+    """Time of one more decode step in a batch."""
     step = Slice(1, context, True)
     return (model.predict(Batch.of([step] * 33)) - model.predict(Batch.of([step]))) / 32

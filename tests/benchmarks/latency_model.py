@@ -22,7 +22,7 @@ from conserve.engine.vllm.profiling.rig import EngineRig
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel
 from conserve.profiles.fit import Errors, Samples, errors, fit
-from conserve.profiles.points import Limits, plan, write_slices
+from conserve.profiles.points import IterationLimits, plan, write_slices
 from conserve.profiles.profile import MODELS, Profile
 from conserve.profiles.record import Header, Record
 from conserve.profiles.session import conclude
@@ -44,7 +44,9 @@ def lengths(name: str) -> Lengths:
     return list(zip(table[0].to_pylist(), table[1].to_pylist(), strict=True))
 
 
-def compose(dice: random.Random, online: Lengths, offline: Lengths, limits: Limits) -> tuple[Slice, ...]:
+def compose(
+    dice: random.Random, online: Lengths, offline: Lengths, limits: IterationLimits
+) -> tuple[Slice, ...]:
     """An iteration of a co-serving engine: decode steps of both kinds, prefills, offline chunks to fill."""
     longest = limits.context - 32
     while True:

@@ -11,7 +11,7 @@ from conserve.profiles.points import (
     CONTEXTS,
     MIXED,
     ROWS,
-    Limits,
+    IterationLimits,
     Point,
     grid_points,
     log_uniform,
@@ -23,8 +23,8 @@ from conserve.profiles.points import (
     write_slices,
 )
 
-LIMITS = Limits(tokens=2048, requests=16, context=8192, kv_tokens=200_000, block_tokens=128)
-TIGHT = Limits(tokens=10, requests=2, context=32, kv_tokens=64, block_tokens=16)
+LIMITS = IterationLimits(tokens=2048, requests=16, context=8192, kv_tokens=200_000, block_tokens=128)
+TIGHT = IterationLimits(tokens=10, requests=2, context=32, kv_tokens=64, block_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_an_engine_holds_what_fits_with_some_decode_steps_more(slices: list[Slic
 
 
 def test_blocks_are_whole() -> None:
-    smaller = Limits(tokens=10, requests=2, context=32, kv_tokens=63, block_tokens=16)
+    smaller = IterationLimits(tokens=10, requests=2, context=32, kv_tokens=63, block_tokens=16)
     assert not smaller.hold([Slice(5, 11), Slice(5, 11)])
     assert smaller.hold([Slice(5, 11)])
 
@@ -102,7 +102,7 @@ def test_the_noise_is_one_batch_in_the_middle_of_the_space() -> None:
     point = Point("mixed", (Slice(1, 0),))
     noise = next(iter(with_noise([point], LIMITS)))
     assert noise == Point("noise", (Slice(256, 0), *[Slice(1, 512, True)] * 4))
-    small = Limits(tokens=64, requests=5, context=128, kv_tokens=4096, block_tokens=16)
+    small = IterationLimits(tokens=64, requests=5, context=128, kv_tokens=4096, block_tokens=16)
     assert next(iter(with_noise([point], small))).slices == (Slice(32, 0), *[Slice(1, 64, True)] * 4)
     assert list(with_noise([point], TIGHT)) == [point]
 
@@ -134,8 +134,10 @@ def test_logarithms_are_uniform() -> None:
 def test_a_narrower_context_changes_nothing_else() -> None:
     assert narrowed(LIMITS, 8192) == LIMITS
     assert narrowed(LIMITS, 1).context == 1
-    little = Limits(tokens=1, requests=2, context=100, kv_tokens=50, block_tokens=5)
-    assert narrowed(little, 50) == Limits(tokens=1, requests=2, context=50, kv_tokens=50, block_tokens=5)
+    little = IterationLimits(tokens=1, requests=2, context=100, kv_tokens=50, block_tokens=5)
+    assert narrowed(little, 50) == IterationLimits(
+        tokens=1, requests=2, context=50, kv_tokens=50, block_tokens=5
+    )
     for limits, context in ((LIMITS, 8193), (LIMITS, 0), (little, 51)):
         with pytest.raises(GridTooLarge):
             narrowed(limits, context)

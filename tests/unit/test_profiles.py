@@ -23,7 +23,7 @@ from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.book import Book, derived_names
 from conserve.profiles.correction import CorrectedModel, Correction
 from conserve.profiles.parallelism import separate, siblings
-from conserve.profiles.points import Limits, plan
+from conserve.profiles.points import IterationLimits, plan
 from conserve.profiles.profile import Profile, read, write
 from conserve.profiles.record import Header, Record
 from conserve.profiles.session import conclude, measure
@@ -112,13 +112,13 @@ def test_an_engine_that_dies_leaves_the_old_profile_and_what_was_measured(
         (replace(LIMITS, kv_tokens=0), None),
     ],
 )
-def test_a_grid_that_does_not_fit_is_refused(limits: Limits, max_context: int | None) -> None:
+def test_a_grid_that_does_not_fit_is_refused(limits: IterationLimits, max_context: int | None) -> None:
     with pytest.raises(GridTooLarge):
         plan(limits, seed=0, max_context=max_context)
 
 
 def test_a_small_kv_cache_gets_a_small_grid() -> None:
-    limits = Limits(tokens=512, requests=8, context=2048, kv_tokens=4096, block_tokens=128)
+    limits = IterationLimits(tokens=512, requests=8, context=2048, kv_tokens=4096, block_tokens=128)
     points = plan(limits, seed=0)
     assert len(points) > 100
     assert all(limits.hold(point.slices) for point in points)

@@ -6,8 +6,8 @@ from typing import Protocol
 AHEAD = 2  # safepoints: one that the device works towards, and one more so that it never waits for the host
 
 
-class Event(Protocol):
-    """The used part of `torch.cuda.Event`: a mark in the stream of launched work."""
+class DeviceEvent(Protocol):
+    """The used part of `torch.cuda.DeviceEvent`: a mark in the stream of launched work."""
 
     def record(self) -> None:
         """Put the mark behind everything launched so far; an earlier mark is replaced."""
@@ -34,7 +34,7 @@ class Launches:
     the next one's time, from which the latency model learns.
     """
 
-    def __init__(self, event: Callable[[], Event]) -> None:
+    def __init__(self, event: Callable[[], DeviceEvent]) -> None:
         self._events = [event() for _ in range(AHEAD)]
         self._passed = 0  # safepoints of this iteration
 
