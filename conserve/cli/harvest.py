@@ -155,7 +155,7 @@ def server(settings: Settings, window: int | None) -> "Endpoint":
     address = settings.endpoint or ""
     if not address.startswith(("http://", "https://")):
         return make_endpoint(settings, [], Pace())
-    from conserve.endpoints.exchange import Limits
+    from conserve.endpoints.exchange import AnswerLimits
     from conserve.endpoints.http import HttpEndpoint
 
     return HttpEndpoint(
@@ -164,7 +164,7 @@ def server(settings: Settings, window: int | None) -> "Endpoint":
         model=None if settings.model == DEMO_MODEL else settings.model,
         most_rows=window,
         considerate=True,
-        limits=Limits.of(settings),
+        limits=AnswerLimits.of(settings),
     )
 
 

@@ -237,11 +237,11 @@ def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint
         from conserve.endpoints.fake import FakeEndpoint, Script
 
         return FakeEndpoint(Script.from_url(address))
-    from conserve.endpoints.exchange import Limits
+    from conserve.endpoints.exchange import AnswerLimits
     from conserve.endpoints.http import HttpEndpoint
 
     model = None if settings.model == DEMO_MODEL else settings.model
-    return HttpEndpoint(address, api_key=settings.api_key, model=model, limits=Limits.of(settings))
+    return HttpEndpoint(address, api_key=settings.api_key, model=model, limits=AnswerLimits.of(settings))
 
 
 async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, Any, None]]) -> bool:

@@ -1,4 +1,4 @@
-"""Where requests go: the `Endpoint` protocol, an OpenAI-compatible HTTP server, and an in-memory fake.
+"""Endpoints: the protocol, an OpenAI-compatible HTTP server, and an in-memory fake.
 
-The embedded vLLM engine is an endpoint too; it lives in `conserve.engine.vllm.embedded`.
+The embedded vLLM engine is an endpoint too; it is in `conserve.engine.vllm.embedded`.
 """

@@ -1,4 +1,4 @@
-"""Answers of a server, checked in full before anything of them is kept."""
+"""Answers of a server, checked in full before any part of them is kept."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ CUT_SHORT = (
     "error",
 )  # finish reasons of answers that the server gave up, as vLLM does when it stops
 LEVELS = 8  # of nesting in log probabilities; OpenAI's have 6
-UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)  # raised by msgspec for what it cannot decode
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)  # raised by msgspec for malformed content
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # as wide as in the results
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 def nested(levels: int) -> Any:
-    """Type of JSON values with so many levels of lists and objects."""
+    """Type of JSON values with at most this many levels of lists and objects."""
     kind: Any = Union[None, bool, Whole, float, str]  # noqa: UP007
     for _ in range(levels):
         kind = Union[None, bool, Whole, float, str, list[kind], dict[str, kind]]  # noqa: UP007
@@ -37,13 +37,13 @@ else:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDetails:
-    """What is known of a prompt's tokens."""
+    """Details of a prompt's tokens."""
 
     cached_tokens: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class TokenUsage:
     """Token counts of a request."""
 
     prompt_tokens: Count | None = None
@@ -85,7 +85,7 @@ class ChatAnswer:
     """Response body of the route for chats."""
 
     choices: list[ChatChoice]
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     model: str | None = None
 
 
@@ -94,7 +94,7 @@ class TextAnswer:
     """Response body of the route for bare prompts."""
 
     choices: list[TextChoice]
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     model: str | None = None
 
 
@@ -103,7 +103,7 @@ TEXT = msgspec.json.Decoder(TextAnswer)
 
 
 def completion(call: Call, content: bytes) -> Completion:
-    """Read a response body; raises `EndpointFault` for one that is no whole answer to the call."""
+    """Read a response body; raises `EndpointFault` if it is not a whole answer to the call."""
     answer: ChatAnswer | TextAnswer
     try:
         answer = CHAT.decode(content) if call.url is Url.CHAT else TEXT.decode(content)
@@ -119,12 +119,12 @@ def completion(call: Call, content: bytes) -> Completion:
     return with_usage(choices, answer.usage, answer.model)
 
 
-def with_usage(choices: tuple[Choice, ...], usage: Usage | None, model: str | None) -> Completion:
-    """The completion of these choices; raises `EndpointUnavailable` for one that was cut short."""
+def with_usage(choices: tuple[Choice, ...], usage: TokenUsage | None, model: str | None) -> Completion:
+    """The completion of these choices; raises `EndpointUnavailable` if one was cut short."""
     for choice in choices:
         if choice.finish_reason in CUT_SHORT:
             raise EndpointUnavailable(f"the server gave the answer up (finish_reason {choice.finish_reason})")
-    usage = usage or Usage()
+    usage = usage or TokenUsage()
     details = usage.prompt_tokens_details or PromptDetails()
     return Completion(
         choices=choices,
@@ -136,7 +136,7 @@ def with_usage(choices: tuple[Choice, ...], usage: Usage | None, model: str | No
 
 
 def num_choices(body: Mapping[str, Any]) -> int | None:
-    """Number of choices that a request asks for: `n` to each of its prompts. None if that is not clear."""
+    """Number of choices that a request asks for: `n` for each of its prompts. None if that is not clear."""
     n, prompt = body.get("n"), body.get("prompt")
     n = 1 if n is None else n
     if not isinstance(n, int):
@@ -148,5 +148,5 @@ def num_choices(body: Mapping[str, Any]) -> int | None:
 
 
 def excerpt(content: bytes) -> str:
-    """The beginning of a body, for an error."""
+    """The beginning of a body, for an error message."""
     return one_line(content[:800].decode("utf-8", "replace"), most=200)

@@ -1,4 +1,4 @@
-"""What a server is: one that co-serves, stock vLLM with priorities, or what speaks OpenAI's routes."""
+"""Finds out what kind a server is: co-serving, stock vLLM with priorities, or any with OpenAI's routes."""
 
 import re
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ import msgspec
 from msgspec import Meta
 
 from conserve.endpoints.answers import UNREADABLE, Whole, excerpt
-from conserve.endpoints.exchange import Reply, look
+from conserve.endpoints.exchange import WholeResponse, look
 from conserve.endpoints.protocol import KvCache, Url
 from conserve.endpoints.refusals import error_message, redirected, untrusted
-from conserve.endpoints.window import Metrics
+from conserve.endpoints.window import ServerMetrics
 from conserve.errors import EndpointUnusable, one_line
 
-MOST_ROWS = 64  # at once, where the server does not say how many it runs
+MOST_ROWS = 64  # at once, if the server does not say how many it runs
 OFFLINE_PRIORITY = 1000  # vLLM serves low numbers first; live requests have 0
 LOOK_S = 5.0  # for an answer that needs no work
-START_S = 60.0  # for the first answer, of a server that may be under load
+START_S = 60.0  # for the first answer of a server that may be under load
 REJECTED = (400, 422)
 
 
@@ -27,28 +27,28 @@ class Mode(StrEnum):
     """How rows and live requests share the server."""
 
     COSERVING = "co-serving"
-    """ConServe's scheduler knows the two apart; rows are streamed and go on where they stopped."""
+    """ConServe's scheduler tells rows from live requests; rows are streamed and continue from their tokens."""
     PRIORITY = "priority"
-    """Stock vLLM that takes priorities: live requests go first, but wait for iterations that rows fill."""
+    """Stock vLLM with priorities: live requests come first, but wait for iterations that rows fill."""
     PLAIN = "plain"
-    """Rows and live requests are the same to the server."""
+    """The server treats rows and live requests alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What was found out about a server."""
+    """Facts about a server."""
 
     mode: Mode
     model: str
-    identity: str  # what generates the tokens
+    identity: str  # of the model that generates the tokens
     most_rows: int  # at once
-    priority: int | None = None  # that rows are sent with
-    has_metrics: bool = False  # vLLM's
-    resumes: bool = False  # rows go on from saved tokens
+    priority: int | None = None  # priority that rows are sent with
+    has_metrics: bool = False  # True: vLLM's metrics are there
+    resumes: bool = False  # True: rows continue from saved tokens
     kv_cache: KvCache = field(default_factory=KvCache)
 
     def notice(self, base_url: str) -> str:
-        """One sentence for the user."""
+        """One sentence on the server for the user."""
         if self.mode is Mode.COSERVING:
             behind = f"at most {self.most_rows} rows at once, behind live requests"
             key = "" if self.resumes else "; rows cut short start over, unless CONSERVE_HARVEST_KEY is set"
@@ -67,11 +67,11 @@ class Server:
 async def discover(
     client: httpx.AsyncClient, *, model: str | None, most_rows: int | None, considerate: bool
 ) -> Server:
-    """Find out what answers; raises `EndpointUnusable` if it is nothing that completes requests.
+    """Find out what kind of server answers; raises `EndpointUnusable` if it completes no requests.
 
-    Only where rows are to give way (`considerate`) is vLLM asked, by a request of one token, whether it takes
-    priorities. Older versions reject any but 0 unless they run with ``--scheduling-policy priority``; newer
-    ones take them in silence and heed them under that policy only.
+    With `considerate`, rows give way to live requests, and vLLM is asked by a request of one token whether it
+    takes priorities. Older versions reject any but 0 unless they run with ``--scheduling-policy priority``; newer
+    ones accept all, and heed them under that policy only.
     """
     served = await served_models(client)
     found = model or served[0]
@@ -82,7 +82,7 @@ async def discover(
         return Server(
             mode=Mode.COSERVING,
             model=found,
-            # Tokens saved with another key are not gone on from; so they are another's.
+            # Tokens saved under one key are not continued under another, so the identities differ.
             identity=ours.identity if ours.resumes else f"{ours.identity} from the beginning",
             resumes=ours.resumes,
             most_rows=min(bears, most_rows or bears),
@@ -119,7 +119,7 @@ class ServedModels:
 
 
 async def served_models(client: httpx.AsyncClient) -> list[str]:
-    """The server's list of models, at least one."""
+    """Names of the models that the server lists, at least one; raises `EndpointUnusable`."""
     base_url, route = base_url_of(client), "/v1/models"
     try:
         reply = await look(client, "GET", route, seconds=START_S)
@@ -153,38 +153,41 @@ def no_server(base_url: str, error: httpx.HTTPError) -> EndpointUnusable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoServing:
-    """What is needed of the answer to ``GET /v1/conserve`` (docs/design.md)."""
+class CoServingReport:
+    """The used part of the answer to ``GET /v1/conserve`` (docs/scripting.md)."""
 
-    identity: Annotated[str, Meta(max_length=4096, pattern="^[^\\x00]+$")]  # no database takes more
+    identity: Annotated[
+        str, Meta(max_length=4096, pattern="^[^\\x00]+$")
+    ]  # the longest that all databases take
     max_num_seqs: Annotated[int, Meta(ge=1, le=1_000_000)]
     offline_priority: Whole
     resumes: bool = True  # True if our key is the harvester's; servers without keys do not say
 
 
-async def coserving(client: httpx.AsyncClient) -> CoServing | None:
-    """What the plug-in says; None where there is none.
+async def coserving(client: httpx.AsyncClient) -> CoServingReport | None:
+    """The report of ConServe's plug-in; None if the server has none.
 
-    A server or a proxy in trouble is not taken for one without: its rows would start over.
+    A server or proxy in trouble raises `EndpointUnusable`: taken for one without the plug-in, its rows would start
+    over.
     """
     reply = await healthy_reply(client, "/v1/conserve")
     try:
-        return msgspec.json.decode(reply.content, type=CoServing) if reply.status == 200 else None
+        return msgspec.json.decode(reply.content, type=CoServingReport) if reply.status == 200 else None
     except UNREADABLE:
         return None
 
 
-async def metrics(client: httpx.AsyncClient) -> Metrics | None:
-    """vLLM's figures; None where there are none."""
+async def metrics(client: httpx.AsyncClient) -> ServerMetrics | None:
+    """vLLM's figures; None if the server shows none."""
     try:
         page = await look(client, "GET", "/metrics", seconds=LOOK_S)
-        return Metrics.read(page.text) if page.status == 200 else None
+        return ServerMetrics.read(page.text) if page.status == 200 else None
     except (httpx.HTTPError, ValueError):
         return None
 
 
 async def kv_cache(client: httpx.AsyncClient) -> KvCache:
-    """What vLLM's metrics say of its KV cache, as far as they say it."""
+    """Size of vLLM's KV cache by its metrics, as far as they tell."""
     try:
         page = await look(client, "GET", "/metrics", seconds=LOOK_S)
     except httpx.HTTPError:
@@ -196,12 +199,12 @@ async def kv_cache(client: httpx.AsyncClient) -> KvCache:
 
 
 async def takes_priority(client: httpx.AsyncClient, model: str) -> bool:
-    """Whether vLLM accepts a request with a priority; raises `EndpointUnusable` where it cannot tell."""
+    """True if vLLM accepts a request with a priority; raises `EndpointUnusable` if that cannot be told."""
     body = {"model": model, "prompt": "a", "max_tokens": 1, "priority": OFFLINE_PRIORITY}
     try:
         reply = await look(client, "POST", Url.COMPLETIONS, json=body, seconds=LOOK_S)
     except httpx.ReadTimeout:
-        return True  # it waits behind live requests; a rejection comes at once
+        return True  # the request waits behind live ones; a rejection would come at once
     except httpx.HTTPError as error:
         raise silent(client, error) from error
     if reply.status == 200 or reply.status in REJECTED:
@@ -212,17 +215,17 @@ async def takes_priority(client: httpx.AsyncClient, model: str) -> bool:
 
 
 async def healthy(client: httpx.AsyncClient) -> None:
-    """Raise `EndpointUnusable` if vLLM does not answer, or says that its engine is dead."""
+    """Raise `EndpointUnusable` if vLLM does not answer, or reports that its engine is dead."""
     await healthy_reply(client, "/health")
 
 
-async def healthy_reply(client: httpx.AsyncClient, path: str) -> Reply:
-    """The answer of a route that needs no work; raises `EndpointUnusable` if none or one of trouble comes."""
+async def healthy_reply(client: httpx.AsyncClient, path: str) -> WholeResponse:
+    """The response of a route that needs no work; raises `EndpointUnusable` if there is none or a 5xx one."""
     try:
         reply = await look(client, "GET", path, seconds=LOOK_S)
     except httpx.HTTPError as error:
         raise silent(client, error) from error
-    if reply.status >= 500:  # also 500: the routes of vLLM whose engine has died
+    if reply.status >= 500:  # also 500: vLLM's routes once its engine has died
         raise EndpointUnusable(f"{base_url_of(client)}{path} answered {reply.status}; wait and try again")
     return reply
 

@@ -13,28 +13,28 @@ from conserve.errors import EndpointFault, SettingsError
 
 MIB = 1 << 20
 CONNECT_S = 10.0
-SILENT_S = 1800.0  # without a byte: an offline request may wait long behind online traffic
-KEPT_OPEN = 64  # connections between requests
+SILENT_S = 1800.0  # longest time without a byte: an offline request may wait long behind online traffic
+KEPT_OPEN = 64  # connections kept open between requests
 COMPLAINT_BYTES = 64 << 10  # of an error's body: enough for any message
-COMPLAINT_S = 10.0  # for it to come
-PAGE_BYTES = 16 * MIB  # of a page that describes the server, as /metrics does
+COMPLAINT_S = 10.0  # time for an error's body to come
+PAGE_BYTES = 16 * MIB  # of a page that describes the server, such as /metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Most that one answer may take: seconds from sending the request to its end, and bytes."""
+class AnswerLimits:
+    """Limits of one answer: seconds from sending the request to the answer's end, and bytes."""
 
     seconds: float = 3600.0
     num_bytes: int = 64 * MIB
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """The limits that the settings name."""
+        """The limits in the settings."""
         return cls(seconds=settings.max_answer_s, num_bytes=int(settings.max_answer_mib * MIB))
 
 
-class Reply(NamedTuple):
-    """A whole response."""
+class WholeResponse(NamedTuple):
+    """A response with its whole body."""
 
     status: int
     headers: httpx.Headers
@@ -48,7 +48,7 @@ class Reply(NamedTuple):
 def open_client(
     base_url: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None
 ) -> httpx.AsyncClient:
-    """A client of the server at this address; raises `SettingsError` for what is no address or no key."""
+    """A client for the server at this address; raises `SettingsError` for a malformed address or key."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         return httpx.AsyncClient(
@@ -65,7 +65,7 @@ def open_client(
 
 
 async def chunks(answer: httpx.Response, num_bytes: int) -> AsyncGenerator[bytes, None]:
-    """The body as it comes; raises `EndpointFault` past so many bytes."""
+    """The body as it comes; raises `EndpointFault` past this many bytes."""
     left = num_bytes
     async with aclosing(answer.aiter_bytes()) as found:  # type: ignore[type-var]
         async for chunk in found:
@@ -76,12 +76,12 @@ async def chunks(answer: httpx.Response, num_bytes: int) -> AsyncGenerator[bytes
 
 
 async def whole(answer: httpx.Response, num_bytes: int) -> bytes:
-    """The body in one piece; raises `EndpointFault` past so many bytes."""
+    """The body in one piece; raises `EndpointFault` past this many bytes."""
     async with aclosing(chunks(answer, num_bytes)) as found:
         return b"".join([chunk async for chunk in found])
 
 
-async def complaint(answer: httpx.Response) -> Reply:
+async def complaint(answer: httpx.Response) -> WholeResponse:
     """An error's response with as much of its body as comes in time."""
     content = b""
     with suppress(TimeoutError, httpx.HTTPError):  # its status says enough
@@ -90,19 +90,19 @@ async def complaint(answer: httpx.Response) -> Reply:
                 content += chunk
                 if len(content) >= COMPLAINT_BYTES:
                     break
-    return Reply(answer.status_code, answer.headers, content[:COMPLAINT_BYTES])
+    return WholeResponse(answer.status_code, answer.headers, content[:COMPLAINT_BYTES])
 
 
 async def look(
     client: httpx.AsyncClient, method: str, path: str, *, seconds: float, json: Any = None
-) -> Reply:
-    """A short answer, of which the whole is here within so many seconds; raises `httpx.HTTPError` otherwise."""
+) -> WholeResponse:
+    """A short response; raises `httpx.HTTPError` if it is not there as a whole within this many seconds."""
     try:
         async with (
             asyncio.timeout(seconds),
             client.stream(method, path, json=json, timeout=seconds) as answer,
         ):
-            return Reply(answer.status_code, answer.headers, await whole(answer, PAGE_BYTES))
+            return WholeResponse(answer.status_code, answer.headers, await whole(answer, PAGE_BYTES))
     except TimeoutError as error:
         raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from error
     except EndpointFault as error:

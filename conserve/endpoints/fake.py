@@ -1,7 +1,7 @@
 """An endpoint in memory with scripted latencies and failures, for tests.
 
-With CONSERVE_FAKE=1, `conserve run --endpoint "fake:?token_ms=1"` drains a queue without a model. The answer to a
-request depends on nothing but the request, so that two runs of a job must agree to the byte.
+With CONSERVE_FAKE=1, `conserve run --endpoint "fake:?token_ms=1"` drains a queue without a model. An answer depends
+on its request alone, so that two runs of a job must agree to the byte.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from conserve.errors import (
 )
 
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty")
-MOST_TOKENS = 1_000_000  # of an answer
+MOST_TOKENS = 1_000_000  # in an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """How the fake behaves. A request whose text contains a trigger word misbehaves, every time."""
+    """Behaviour of the fake. A request whose text contains a trigger word misbehaves, every time."""
 
     start_ms: float = 0.0  # until it is ready
     request_ms: float = 0.0  # before the first token
     token_ms: float = 0.0  # between tokens
-    tokens: int = 8  # per answer, unless the request says max_tokens
+    tokens: int = 8  # in each answer, unless the request sets max_tokens
     capacity: int = 1024
     identity: str = "fake"
     model: str = "fake"
@@ -42,11 +42,11 @@ class Script:
     fault: str = "FAULT"  # -> EndpointFault
     busy: str = "BUSY"  # -> EndpointBusy, the first time only
     unavailable: str = "UNAVAILABLE"  # -> EndpointUnavailable, the first time only
-    kill: str = "KILL"  # -> EngineDied for everything in flight
+    kill: str = "KILL"  # -> EngineDied for all calls in flight
 
     @classmethod
     def from_url(cls, url: str) -> "Script":
-        """Parse ``fake:?token_ms=1&tokens=20``."""
+        """Parse ``fake:?token_ms=1&tokens=20``; raises `SettingsError`."""
         kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in parse_qsl(urlsplit(url).query, keep_blank_values=True):
@@ -60,7 +60,7 @@ class Script:
 
 
 class FakeEndpoint:
-    """Implements `Endpoint`. `calls` counts the calls by key, `continued` keeps the resumed token counts."""
+    """The fake endpoint. `calls` counts its calls; `continued` lists the number of saved tokens in resumed ones."""
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or Script()
@@ -112,7 +112,7 @@ class FakeEndpoint:
         )
 
     def _misbehave(self, text: str) -> None:
-        """Raise what a trigger word in the request asks for."""
+        """Raise the error of a trigger word in the request."""
         script = self.script
         if script.reject in text:
             raise RequestRejected("scripted rejection")
@@ -130,7 +130,7 @@ class FakeEndpoint:
     async def _generate(
         self, text: str, token_ids: Sequence[int], already: int, on_tokens: OnTokens | None
     ) -> None:
-        """Take the scripted time; die, with everybody else in flight, if the request says so."""
+        """Take the scripted time; with the `kill` word, fail all calls in flight."""
         died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._in_flight.add(died)
         most = len(text.split()) + len(token_ids)
@@ -171,14 +171,14 @@ class FakeEndpoint:
 
 
 def request_text(body: Mapping[str, Any]) -> str:
-    """The part of a request that the answer depends on."""
+    """The part of a request that its answer depends on."""
     if "prompt" in body:
         return str(body["prompt"])
     return json.dumps(body["messages"] if "messages" in body else body["input"], sort_keys=True)
 
 
 def num_tokens(body: Mapping[str, Any], default: int) -> int:
-    """Length of the answer; raises `RequestRejected` for what a server would reject."""
+    """Length of the answer; raises `RequestRejected` for a length that a server would reject."""
     for name in ("max_completion_tokens", "max_tokens"):
         wanted = body.get(name)
         if wanted is not None:
@@ -189,6 +189,6 @@ def num_tokens(body: Mapping[str, Any], default: int) -> int:
 
 
 def answer_tokens(text: str, count: int) -> list[int]:
-    """`count` token ids that only this text has."""
+    """`count` token ids that depend on the text alone."""
     digest = hashlib.shake_128(text.encode()).digest(count)
     return [byte % len(WORDS) for byte in digest]

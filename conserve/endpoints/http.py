@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible HTTP server as an endpoint: one that co-serves, vLLM, or any other."""
+"""Any OpenAI-compatible HTTP server as an endpoint."""
 
 import asyncio
 import logging
@@ -11,12 +11,12 @@ import httpx
 
 from conserve.endpoints.answers import UNREADABLE
 from conserve.endpoints.discovery import MOST_ROWS, Mode, Server, discover, healthy, metrics, served_models
-from conserve.endpoints.exchange import SILENT_S, Limits, chunks, complaint, look, open_client, whole
+from conserve.endpoints.exchange import SILENT_S, AnswerLimits, chunks, complaint, look, open_client, whole
 from conserve.endpoints.other_routes import read
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url
 from conserve.endpoints.refusals import refusal, untrusted
 from conserve.endpoints.stream import NotFaithful, Pieces, events
-from conserve.endpoints.window import Latencies, MetricsPressure, Window
+from conserve.endpoints.window import CongestionWindow, Latencies, MetricsPressure
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
@@ -29,18 +29,18 @@ from conserve.errors import (
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0  # at vLLM's metrics
-PROBE_S = 30.0  # for the answer to a probe
-PROBE_EVERY_S = 5.0  # where a look is a request of its own
+LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
+PROBE_S = 30.0  # for the answer to a probe request
+PROBE_EVERY_S = 5.0  # between two probes, each of which is a request
 BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.DecodingError)
 
 
 class HttpEndpoint:
-    """Implements `Endpoint` over HTTP.
+    """The `Endpoint` protocol over HTTP.
 
-    On a server that co-serves, tokens are seen and rows go on from them; elsewhere rows cut short start over.
-    With `considerate`, rows give way to live requests as far as the server allows. `most_rows` bounds those
-    in flight, `limits` each answer.
+    A co-serving server shows tokens, and rows continue from them; on other servers rows cut short start over. With
+    `considerate`, rows give way to live requests as far as the server allows. `most_rows` limits the rows in
+    flight, `limits` each answer.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class HttpEndpoint:
         model: str | None = None,
         most_rows: int | None = None,
         considerate: bool = False,
-        limits: Limits | None = None,
+        limits: AnswerLimits | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self.notice: str | None = None  # what the user should know of the server, once started
+        self.notice: str | None = None  # sentence on the server for the user, once started
         self._model, self._most_rows, self._considerate = model, most_rows, considerate
-        self._limits = limits or Limits()
+        self._limits = limits or AnswerLimits()
         self._server: Server | None = None
-        self._window = Window(high=MOST_ROWS)
+        self._window = CongestionWindow(high=MOST_ROWS)
         self._streams = True
         self._in_flight = 0
         self._streamed: set[Pieces] = set()
@@ -71,7 +71,7 @@ class HttpEndpoint:
 
     @property
     def server(self) -> Server:
-        """What answers; known once started."""
+        """Facts about the server, once started."""
         assert self._server is not None, "not started"
         return self._server
 
@@ -81,7 +81,7 @@ class HttpEndpoint:
 
     @property
     def model(self) -> str:
-        """The name under which the server knows the model."""
+        """The server's name of the model."""
         return self.server.model
 
     @property
@@ -91,12 +91,12 @@ class HttpEndpoint:
 
     @property
     def in_flight(self) -> InFlight:
-        """Tokens that streams have brought; a row that is not streamed shows its tokens when it ends."""
+        """Tokens that streams have brought; a row without a stream counts when it ends."""
         return InFlight(sum(pieces.computed_tokens for pieces in self._streamed))
 
     @property
     def kv_cache(self) -> KvCache:
-        """How the server caches prefixes."""
+        """Size of the server's KV cache."""
         return self.server.kv_cache
 
     @property
@@ -105,7 +105,7 @@ class HttpEndpoint:
         return self._window.size if adaptive else self.server.most_rows
 
     async def start(self) -> None:
-        """Find out what the server is and what it serves."""
+        """Find out the server's kind and model."""
         await self._discover()
         if self._considerate and self._watch is None:
             self._watch = asyncio.create_task(self._keep_looking())
@@ -124,7 +124,7 @@ class HttpEndpoint:
         finally:
             self._in_flight -= 1
             if not self._in_flight and self.server.mode is Mode.COSERVING:
-                self._look_again = True  # nothing of ours would break if it were restarted now
+                self._look_again = True  # a restart now would break no row, so go unnoticed
 
     async def close(self) -> None:
         for task in (self._watch, self._health):
@@ -134,19 +134,19 @@ class HttpEndpoint:
         await self._client.aclose()
         await asyncio.sleep(0)
 
-    # What answers.
+    # The server.
 
     async def _discover(self) -> None:
         server = await discover(
             self._client, model=self._model, most_rows=self._most_rows, considerate=self._considerate
         )
         if self._server is None or server.most_rows != self._window.high:
-            self._window = Window(high=server.most_rows)
+            self._window = CongestionWindow(high=server.most_rows)
         self._server, self._look_again = server, False
         self.notice = server.notice(self.base_url)
 
     async def _see_that_it_is_the_same(self, call: Call) -> None:
-        """After trouble, or a time without requests, look again; a call made for another server goes back."""
+        """Ask again what the server is, after trouble or idle time; raises if the call was made for another."""
         if self._look_again:
             async with self._looking:
                 if self._look_again:
@@ -164,14 +164,14 @@ class HttpEndpoint:
             try:
                 return await self._in_pieces(call, on_tokens)
             except NotFaithful:
-                self._streams = False  # a parser of the server's is at work, and will be on every answer
+                self._streams = False  # a parser of the server's changes its answers, as it will all others
         return await self._in_one_piece(call)
 
     def _body(self, call: Call) -> dict[str, Any]:
         """The request body as it is sent."""
         body = {**call.body, "model": self.server.model, "stream": False}
         if call.url is Url.EMBEDDINGS:
-            del body["stream"]  # which strict servers do not know there
+            del body["stream"]  # strict servers reject it on that route
         if self.server.priority is not None:
             body["priority"] = self.server.priority
         return body
@@ -187,7 +187,7 @@ class HttpEndpoint:
         return read(call, content)
 
     async def _in_pieces(self, call: Call, on_tokens: OnTokens) -> Completion:
-        """Stream the answer; saved tokens go along, and come back as its beginning."""
+        """Stream the answer; saved tokens are sent along, and come back as its beginning."""
         body = self._body(call) | {
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -219,7 +219,7 @@ class HttpEndpoint:
 
     @asynccontextmanager
     async def _exchange(self, call: Call, body: dict[str, Any]) -> AsyncGenerator[httpx.Response, None]:
-        """A response of status 200, of which everything comes in time; raises `TimeoutError` if it does not."""
+        """A response of status 200, with its body in time; raises `TimeoutError` if it is late."""
         async with (
             asyncio.timeout(self._limits.seconds),
             self._client.stream("POST", call.url, json=body) as answer,
@@ -230,9 +230,9 @@ class HttpEndpoint:
             yield answer
 
     async def _trouble(self, error: httpx.HTTPError | TimeoutError, *, begun: bool) -> EndpointError:
-        """The error that a connection which broke, or took too long, amounts to.
+        """The error for a connection that broke or took too long.
 
-        It may be the row's doing, unless the server is gone, or has let the row wait for live requests.
+        The row may be at fault, unless the server is gone or let the row wait for live requests.
         """
         if isinstance(error, httpx.ReadTimeout | TimeoutError):
             return self._late(error, begun=begun)
@@ -244,7 +244,7 @@ class HttpEndpoint:
         return EndpointUnavailable(f"cannot reach {self.base_url}: {said}")
 
     def _late(self, error: httpx.ReadTimeout | TimeoutError, *, begun: bool) -> EndpointError:
-        """The error of an answer that did not come in time."""
+        """The error for an answer that did not come in time."""
         silent = isinstance(error, httpx.ReadTimeout)
         said = (
             f"no byte of the answer within {SILENT_S:,.0f} s"
@@ -255,7 +255,7 @@ class HttpEndpoint:
         return EndpointUnavailable(said) if waited else EndpointFault(said)
 
     async def _is_up(self) -> bool:
-        """Whether the server answers; those who ask at one time share a look."""
+        """True if the server answers; calls at the same time share one check."""
         if self._health is None or self._health.done():
             is_vllm = self.server.has_metrics or self.server.mode is Mode.COSERVING
             self._health = asyncio.create_task((healthy if is_vllm else served_models)(self._client))
@@ -265,10 +265,10 @@ class HttpEndpoint:
             return False
         return True
 
-    # How many rows it bears.
+    # Rows in flight.
 
     async def _keep_looking(self) -> None:
-        """While rows are in flight, look how the server does, and move the window."""
+        """Move the window by the server's pressure, read repeatedly while rows are in flight."""
         from_metrics, from_probes = MetricsPressure(), Latencies()
         while True:
             await asyncio.sleep(LOOK_EVERY_S if self.server.has_metrics else PROBE_EVERY_S)
@@ -283,7 +283,7 @@ class HttpEndpoint:
             self._window.observe(pressed)
 
     async def _probe_s(self) -> float | None:
-        """How long a completion of one token takes now; None if the server is in trouble."""
+        """Time of a completion of one token, in seconds; None if the server is in trouble."""
         message = {"role": "user", "content": "a"}
         body = {"model": self.server.model, "messages": [message], "max_tokens": 1}
         begun = time.monotonic()

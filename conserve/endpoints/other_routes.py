@@ -1,4 +1,4 @@
-"""Answers of routes without choices: embeddings and OpenAI's Responses. A result's text is what they bring."""
+"""Answers of routes without choices: embeddings and OpenAI's Responses, as the texts of results."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 
 from conserve.endpoints import answers
-from conserve.endpoints.answers import Count, PromptDetails, Usage, excerpt, with_usage
+from conserve.endpoints.answers import Count, PromptDetails, TokenUsage, excerpt, with_usage
 from conserve.endpoints.protocol import Call, Choice, Completion, Url
 from conserve.errors import EndpointFault, one_line
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
-    """The embedding of one input: numbers, or base64 where the request asked for that."""
+    """The embedding of one input: numbers, or base64 if the request asked for that."""
 
     embedding: list[float] | str
     index: Count = 0
@@ -22,11 +22,11 @@ class EmbeddingsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Response body of the route for embeddings."""
 
     data: list[Embedding]
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     model: str | None = None
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class MessagePart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a message: text, or a refusal."""
 
     type: str
@@ -34,14 +34,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a response brings: a message, a call of a tool, reasoning."""
+    """One item of a response: a message, a tool call, or reasoning."""
 
     type: str
-    content: list[Part] | None = None
+    content: list[MessagePart] | None = None
 
 
 class Incomplete(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a response ends before its end."""
+    """Reason that a response is incomplete."""
 
     reason: str | None = None
 
@@ -69,7 +69,7 @@ RESPONSES = msgspec.json.Decoder(ResponsesAnswer)
 
 
 def read(call: Call, content: bytes) -> Completion:
-    """Read a response body of any route; raises `EndpointFault` for one that is no whole answer to the call."""
+    """Read a response body of any route; raises `EndpointFault` if it is not a whole answer to the call."""
     if call.url not in (Url.EMBEDDINGS, Url.RESPONSES):
         return answers.completion(call, content)
     try:
@@ -81,7 +81,7 @@ def read(call: Call, content: bytes) -> Completion:
 
 
 def embeddings(call: Call, content: bytes) -> Completion:
-    """One choice for each input, whose text is the embedding as JSON."""
+    """One choice for each input; its text is the embedding as JSON."""
     answer = EMBEDDINGS.decode(content)
     found = sorted(answer.data, key=lambda one: one.index)
     wanted = num_inputs(call.body)
@@ -94,7 +94,7 @@ def embeddings(call: Call, content: bytes) -> Completion:
 
 
 def num_inputs(body: Mapping[str, Any]) -> int | None:
-    """Number of texts, or of lists of token ids, that are to be embedded; None if that is not clear."""
+    """Number of texts, or of lists of token ids, to embed; None if that is not clear."""
     given = body.get("input")
     if isinstance(given, str):
         return 1
@@ -104,14 +104,14 @@ def num_inputs(body: Mapping[str, Any]) -> int | None:
 
 
 def response(content: bytes) -> Completion:
-    """One choice: the text of all messages."""
+    """One choice with the text of all messages."""
     answer = RESPONSES.decode(content)
     if answer.status not in ("completed", "incomplete"):
         raise EndpointFault(f"the response is {one_line(answer.status)}, not completed")
     parts = (part for item in answer.output if item.type == "message" for part in item.content or ())
     text = "".join(part.text or "" for part in parts if part.type == "output_text")
     usage = answer.usage or ResponseUsage()
-    counts = Usage(
+    counts = TokenUsage(
         prompt_tokens=usage.input_tokens,
         completion_tokens=usage.output_tokens,
         prompt_tokens_details=usage.input_tokens_details,
@@ -120,7 +120,7 @@ def response(content: bytes) -> Completion:
 
 
 def finish_reason(answer: ResponsesAnswer) -> str:
-    """Why it ended, in the words of chats."""
+    """The finish reason, in the words of chats."""
     if answer.status == "incomplete":
         reason = answer.incomplete_details.reason if answer.incomplete_details else None
         return "length" if reason in (None, "max_output_tokens", "max_tokens") else reason

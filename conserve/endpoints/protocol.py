@@ -1,4 +1,4 @@
-"""The seam between jobs and engines: one request in, its completion or its tokens so far out."""
+"""The seam between jobs and engines: a request goes in; its completion, or its tokens so far, come out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from conserve.config import model_name
 
 
 class Url(StrEnum):
-    """The OpenAI routes a request can ask for."""
+    """The OpenAI routes that a request can ask for."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
@@ -21,11 +21,10 @@ class Url(StrEnum):
 class Call:
     """One request, in the words of the OpenAI API.
 
-    `body` is the request body without ``model`` and ``stream``. `resume_from` holds the token ids that an
-    earlier attempt on the same endpoint already generated, at least one; the completion covers them too, as
-    if nothing had happened. It is only ever set where `resumable(body)` holds. `identity` is the endpoint's
-    when the call was made: one that can become another meanwhile must not continue tokens of the first, nor
-    report its own under the first one's name.
+    `body` is the request body without ``model`` and ``stream``. `resume_from` holds the token ids that an earlier
+    attempt on the same endpoint generated; the completion covers them too, as if it had not been interrupted.
+    It is set only if `resumable(body)`. `identity` is the endpoint's when the call was made: an endpoint that has
+    become another must neither continue tokens of the first, nor report its own under the first one's name.
     """
 
     key: str  # unique among the calls in flight
@@ -37,7 +36,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One of a completion's `n` answers; `logprobs` is the OpenAI object of the route, if asked for."""
+    """One of a completion's `n` answers; `logprobs` is the route's OpenAI object, if asked for."""
 
     text: str
     finish_reason: str  # "stop", "length", ...
@@ -46,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The whole answer to one call. Token counts are those of one uninterrupted generation."""
+    """The whole answer to one call, with token counts of one uninterrupted generation."""
 
     choices: Sequence[Choice]  # n >= 1, in order
     prompt_tokens: int
@@ -57,58 +56,61 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCache:
-    """How an engine caches prefixes: in whole blocks, so many of them."""
+    """Size of an engine's prefix cache, which holds whole KV blocks."""
 
     block_tokens: int = 16  # vLLM's default
-    num_blocks: int | None = None  # unknown
+    num_blocks: int | None = None  # None if unknown
 
 
 class InFlight(NamedTuple):
-    """Tokens of the calls in flight: those computed so far (prompts once they are, and answers), and all of them
-    if no answer ends before its limit, where that is known."""
+    """Tokens of the calls in flight: computed ones, of prompts and answers, and all of them.
+
+    `most` assumes that every answer reaches its limit; None if that is not known.
+    """
 
     computed: int = 0
     most: int | None = None
 
 
 OnTokens = Callable[[Sequence[int]], None]
-"""Called with every output token id generated so far, resumed ones included; must return quickly."""
+"""Called with all output token ids so far, resumed ones included; must return quickly."""
 
 
 class Endpoint(Protocol):
-    """Something that completes requests, many at a time; it may have a `kv_cache: KvCache` of which it knows.
+    """Completes requests, many at a time, in one event loop.
 
-    It may have a `model: str`, the name of the model that answers, which jobs are bound to; see `model_of`.
-    For the display it may have `doing: str | None`, what it does while it is not ready ("starting MODEL: loading
-    the weights"), and `in_flight: InFlight`. Both are read a few times a second and must be cheap.
+    An endpoint may have three more attributes. `kv_cache: KvCache` is the size of its prefix cache. `model: str`
+    is the name of the model, which jobs are bound to; see `model_of`. For the display, `doing: str | None` is the
+    step it is at while it is not ready ("starting MODEL: loading the weights"), and `in_flight: InFlight` its
+    tokens; both are read a few times a second and must be cheap.
 
-    `complete` raises `RequestRejected` for a request that can never succeed and a `RetryableError` for one
-    that may; cancelling it withdraws the request. Every method runs in one event loop.
+    `complete` raises `RequestRejected` for a request that can never succeed and a `RetryableError` for one that
+    may; cancelling it withdraws the request.
     """
 
     @property
     def identity(self) -> str:
-        """What generates the tokens (model, weights, tokenizer); saved tokens continue only on an equal one.
+        """Identity of model, weights and tokenizer: saved tokens continue only under an equal one.
 
         Known once started.
         """
 
     @property
     def capacity(self) -> int:
-        """How many calls keep the endpoint busy; more in flight only wait. Known once started."""
+        """Number of calls that keep the endpoint busy; more of them only wait. Known once started."""
 
     async def start(self) -> None:
         """Make ready, or raise `EndpointUnusable`."""
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
-        """Answer one call; report tokens as they come where `on_tokens` is given and tokens can be seen."""
+        """Answer one call; report tokens as they come if `on_tokens` is given and tokens can be seen."""
 
     async def close(self) -> None:
-        """Withdraw what is in flight and free everything."""
+        """Withdraw the calls in flight and free all resources."""
 
 
 def model_of(endpoint: Endpoint) -> str:
-    """The name of the model that answers, once started: a folder by its absolute path."""
+    """Name of the model that answers, once started: a folder by its absolute path."""
     return model_name(getattr(endpoint, "model", None) or endpoint.identity)
 
 
@@ -125,11 +127,11 @@ RESUMABLE_PARAMETERS = frozenset(
 
 
 def resumable(body: Mapping[str, Any]) -> bool:
-    """Whether a generation cut short can go on from its tokens and end as if uninterrupted.
+    """True if a generation cut short can continue from its tokens and end as if uninterrupted.
 
-    True only for parameters known to be safe. Log probabilities of the saved tokens are gone, a grammar's
-    state and a seeded generator's state cannot be rebuilt from tokens alone, presence and frequency penalties
-    count output tokens only (saved ones come back as prompt), and several choices have several token lists.
+    Only for parameters known to be safe. Log probabilities of saved tokens are gone. The state of a grammar or of a
+    seeded generator cannot be rebuilt from tokens alone. Presence and frequency penalties count output tokens only,
+    and saved ones come back as prompt. Several choices have several token lists.
     """
     if not RESUMABLE_PARAMETERS.issuperset(body):
         return False

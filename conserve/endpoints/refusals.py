@@ -1,4 +1,4 @@
-"""Responses that are no completions: the error that each amounts to, and whose fault it is."""
+"""Responses that are not completions: the error for each, and whether the row or the server is at fault."""
 
 import ssl
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from conserve.endpoints.answers import UNREADABLE, excerpt
-from conserve.endpoints.exchange import Reply
+from conserve.endpoints.exchange import WholeResponse
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
@@ -23,19 +23,19 @@ from conserve.errors import (
 )
 
 TOO_LONG = ("context length", "maximum model length", "too long", "max_model_len", "maximum context")
-ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # vLLM's last words, with status 500
-MOST_RETRY_AFTER_S = 60.0  # of the wait that a server may ask for
+ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # of vLLM, with status 500
+MOST_RETRY_AFTER_S = 60.0  # longest wait that a server may ask for
 
 
-def refusal(reply: Reply, asked: httpx.URL, route: str, *, now: float) -> EndpointError:
-    """The error that a response with a status other than 200 amounts to."""
+def refusal(reply: WholeResponse, asked: httpx.URL, route: str, *, now: float) -> EndpointError:
+    """The error for a response with a status other than 200."""
     if 300 <= reply.status < 400:
         return redirected(reply, asked, route)
     return error_of(reply.status, error_message(reply.content), retry_after_s(reply.headers, now=now))
 
 
 def error_of(status: int, said: str, retry_after_s: float | None = None) -> EndpointError:
-    """The error that a status, of a response or of an event within a stream, amounts to."""
+    """The error for a status, of a response or of an event within a stream."""
     message = f"HTTP {status}: {said}"
     lowered = said.lower()
     if any(words in lowered for words in ENGINE_DEAD):
@@ -55,7 +55,7 @@ def error_of(status: int, said: str, retry_after_s: float | None = None) -> Endp
 
 
 def error_in_stream(error: Any) -> EndpointError:
-    """The error that an event within a stream tells of; one without a status is the server's fault."""
+    """The error for an error event within a stream; without a status it is the server's fault."""
     found = error if isinstance(error, Mapping) else {"message": error}
     code, message = found.get("code"), found.get("message")
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
@@ -74,7 +74,7 @@ def error_message(content: bytes) -> str:
 
 
 def retry_after_s(headers: httpx.Headers, *, now: float) -> float | None:
-    """Seconds that the server asks to wait for, as a number or as a date; at most a minute."""
+    """Seconds that the server asks to wait, given as a number or as a date; at most a minute."""
     value = headers.get("retry-after", "")
     try:
         wish_s = float(value)
@@ -86,8 +86,8 @@ def retry_after_s(headers: httpx.Headers, *, now: float) -> float | None:
     return min(max(0.0, wish_s), MOST_RETRY_AFTER_S) if isfinite(wish_s) or wish_s > 0 else None
 
 
-def redirected(reply: Reply, asked: httpx.URL, route: str) -> EndpointUnusable:
-    """The error of an address that sends requests elsewhere: it is wrong, and no row is to blame."""
+def redirected(reply: WholeResponse, asked: httpx.URL, route: str) -> EndpointUnusable:
+    """The error for an address that redirects requests: the address is wrong, and no row is at fault."""
     here = f"{one_line(asked)} answers with HTTP {reply.status}"
     location = reply.headers.get("location", "")
     try:
@@ -104,7 +104,7 @@ def redirected(reply: Reply, asked: httpx.URL, route: str) -> EndpointUnusable:
 
 
 def untrusted(error: BaseException, base_url: str) -> EndpointUnusable | None:
-    """The error of a server whose certificate was refused; None if a connection failed for another reason."""
+    """The error for a server whose certificate was refused; None if the connection failed for another reason."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

@@ -1,4 +1,4 @@
-"""Server-sent events: a completion put together from its pieces, its tokens seen as they come."""
+"""Server-sent events: put a completion together from its pieces, and report its tokens as they come."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from conserve.endpoints.answers import Count, Usage, with_usage
+from conserve.endpoints.answers import Count, TokenUsage, with_usage
 from conserve.endpoints.protocol import Choice, Completion, OnTokens, Url
 from conserve.endpoints.refusals import error_in_stream
 from conserve.errors import EndpointUnavailable
@@ -16,7 +16,7 @@ DONE = b"[DONE]"
 
 
 class NotFaithful(Exception):
-    """The pieces hold what a completion in one piece would show otherwise: reasoning, or tool calls."""
+    """The pieces hold content that a whole completion would show in another way: reasoning, or tool calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,22 +42,22 @@ class ChoicePiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class StreamEvent:
     """One event of a stream: pieces of answers, the usage at the end, or an error."""
 
     id: str | None = None
     choices: list[ChoicePiece] | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     model: str | None = None
     prompt_token_ids: list[Count] | None = None
     error: Any = None
 
 
-decode = msgspec.json.Decoder(Event).decode
+decode = msgspec.json.Decoder(StreamEvent).decode
 
 
 class Pieces:
-    """One answer of one choice in pieces; rows that can be resumed have no other."""
+    """One answer in pieces, of one choice: rows that can be resumed have no more."""
 
     def __init__(self, url: Url, on_tokens: OnTokens) -> None:
         self._url, self._on_tokens = url, on_tokens
@@ -66,7 +66,7 @@ class Pieces:
         self._token_ids: list[int] = []
         self._prompt_tokens = 0  # known from the first piece on
         self._finish_reason: str | None = None
-        self._usage: Usage | None = None
+        self._usage: TokenUsage | None = None
         self._model: str | None = None
 
     @property
@@ -76,7 +76,7 @@ class Pieces:
 
     @property
     def begun(self) -> bool:
-        """True once something of the answer has come."""
+        """True once a part of the answer has come."""
         return bool(self._token_ids) or any(self._texts)
 
     @property
@@ -90,7 +90,7 @@ class Pieces:
         return len(self._token_ids)
 
     def add(self, payload: bytes) -> None:
-        """Take one event; raises the error that it tells of, or one of `UNREADABLE` if it is malformed."""
+        """Take one event; raises the error that it reports, or one of `UNREADABLE` if it is malformed."""
         event = decode(payload)
         if event.error:
             raise error_in_stream(event.error)
@@ -130,7 +130,7 @@ class Pieces:
         return delta.content or ""
 
     def completion(self) -> Completion:
-        """The whole answer; raises `EndpointUnavailable` if its end never came."""
+        """The whole answer; raises `EndpointUnavailable` if the stream ended before it."""
         if self._finish_reason is None or self._usage is None:
             raise EndpointUnavailable("the stream ended before the answer did")
         choice = Choice(text="".join(self._texts), finish_reason=self._finish_reason)
@@ -138,8 +138,8 @@ class Pieces:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The payloads of a stream's events until it says that it is done."""
-    begun: list[bytes] = []  # a line in pieces: joined once, however many they are
+    """Yield the payloads of a stream's events until its end mark."""
+    begun: list[bytes] = []  # pieces of a line, joined once at its end
     async for chunk in chunks:
         *lines, rest = chunk.split(b"\n")
         for line in lines:

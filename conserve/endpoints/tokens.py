@@ -1,4 +1,4 @@
-"""Token counts by the server that is to answer: vLLM's /tokenize."""
+"""Token counts by the server that is to answer, through vLLM's /tokenize."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -10,11 +10,11 @@ from conserve.endpoints.discovery import served_models
 ANSWER_S = 60.0
 FIELDS = ("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
           "continue_final_message", "add_special_tokens")  # fmt: skip
-"""Fields of a chat that decide what its prompt is."""
+"""Fields of a chat that its prompt depends on."""
 
 
 class ServerTokens:
-    """Asks a server how long prompts are; `context` is what it says of its model."""
+    """Asks a server for the lengths of prompts; `context` is its model's context length, None if unknown."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, context: int | None) -> None:
         self._client = client
@@ -29,7 +29,7 @@ class ServerTokens:
         model: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> Self:
-        """Find out what the server serves; raises `EndpointUnusable` where none answers."""
+        """Find out the server's model; raises `EndpointUnusable` if no server answers."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         client = httpx.AsyncClient(
             base_url=base_url.rstrip("/").removesuffix("/v1"),
@@ -45,11 +45,11 @@ class ServerTokens:
             raise
 
     async def of_text(self, text: str, *, special: bool) -> int | None:
-        """Tokens of a prompt; None where the server does not count."""
+        """Number of tokens in a prompt; None if the server does not count."""
         return await self._count({"prompt": text, "add_special_tokens": special})
 
     async def of_chat(self, body: Mapping[str, Any]) -> int | None:
-        """Tokens of a chat by the model's chat template; None where the server does not count."""
+        """Number of tokens in a chat by the model's chat template; None if the server does not count."""
         return await self._count({name: body[name] for name in FIELDS if body.get(name) is not None})
 
     async def _count(self, body: dict[str, Any]) -> int | None:
@@ -69,7 +69,7 @@ class ServerTokens:
 
 
 async def context_of(client: httpx.AsyncClient, model: str) -> int | None:
-    """What the server's list of models says of this one's context; None where it does not."""
+    """Context length of this model in the server's list; None if it is not there."""
     try:
         entries = (await client.get("/v1/models")).json()["data"]
         lengths = [entry.get("max_model_len") for entry in entries if entry["id"] == model]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conserve.config import load
-from conserve.endpoints.exchange import Limits
+from conserve.endpoints.exchange import AnswerLimits
 from conserve.errors import SettingsError
 
 
@@ -71,5 +71,7 @@ def test_a_variable_of_the_wrong_type_is_named(tmp_path: Path) -> None:
 
 def test_answers_are_bounded_as_the_settings_say(tmp_path: Path) -> None:
     given = load({}, {"CONSERVE_MAX_ANSWER_S": "2.5", "CONSERVE_MAX_ANSWER_MIB": "0.5"}, tmp_path)
-    assert Limits.of(given) == Limits(seconds=2.5, num_bytes=512 << 10)
-    assert Limits.of(load({}, {}, tmp_path)) == Limits(), "the defaults are the same in both places"
+    assert AnswerLimits.of(given) == AnswerLimits(seconds=2.5, num_bytes=512 << 10)
+    assert AnswerLimits.of(load({}, {}, tmp_path)) == AnswerLimits(), (
+        "the defaults are the same in both places"
+    )

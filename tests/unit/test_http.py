@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conserve.endpoints.exchange import Limits
+from conserve.endpoints.exchange import AnswerLimits
 from conserve.endpoints.http import HttpEndpoint
 from conserve.endpoints.protocol import Call, Completion, KvCache, Url
 from conserve.errors import (
@@ -340,7 +340,7 @@ class Endless(httpx.AsyncByteStream):
 
 
 def bounded(
-    body: Endless, limits: Limits, *, coserving: bool, status: int = 200, begins_s: float = 0.0
+    body: Endless, limits: AnswerLimits, *, coserving: bool, status: int = 200, begins_s: float = 0.0
 ) -> float:
     """Ask for an answer with this body; returns the seconds until the error, which is raised on."""
 
@@ -379,13 +379,13 @@ def seconds(error: pytest.ExceptionInfo[EndpointError]) -> float:
 def test_an_answer_that_drips_is_a_fault_once_its_time_is_over(coserving: bool) -> None:
     body = Endless(b" ", 0.2, first=delta("a", [1]))
     with pytest.raises(EndpointFault, match=r"no whole answer within 30 s \(max_answer_s\)") as error:
-        bounded(body, Limits(seconds=30.0), coserving=coserving)
+        bounded(body, AnswerLimits(seconds=30.0), coserving=coserving)
     assert seconds(error) == pytest.approx(30, abs=0.1)
 
 
 def test_an_answer_may_take_an_hour_unless_something_else_was_said() -> None:
     with pytest.raises(EndpointFault) as error:
-        bounded(Endless(b" ", 10), Limits(), coserving=False)
+        bounded(Endless(b" ", 10), AnswerLimits(), coserving=False)
     assert seconds(error) == pytest.approx(3600, abs=1)
 
 
@@ -393,7 +393,7 @@ def test_a_row_that_waited_for_live_requests_is_not_to_blame() -> None:
     """On a server that co-serves, before anything of the answer has come."""
     for body, begins_s in ((Endless(b"\n", 1), 0.0), (Endless(b"", 1), 100.0)):
         with pytest.raises(EndpointUnavailable, match="no whole answer within 30 s") as error:
-            bounded(body, Limits(seconds=30.0), coserving=True, begins_s=begins_s)
+            bounded(body, AnswerLimits(seconds=30.0), coserving=True, begins_s=begins_s)
         assert seconds(error) == pytest.approx(30, abs=0.1)
 
 
@@ -402,7 +402,7 @@ def test_a_row_that_waited_for_live_requests_is_not_to_blame() -> None:
 def test_an_answer_that_floods_is_a_fault_once_it_is_too_long(chunk: bytes, coserving: bool) -> None:
     body = Endless(chunk, 0.001)
     with pytest.raises(EndpointFault) as error:
-        bounded(body, Limits(num_bytes=100_000), coserving=coserving)
+        bounded(body, AnswerLimits(num_bytes=100_000), coserving=coserving)
     if b"{}" not in chunk or not coserving:
         assert "longer than 0.0953674 MiB (max_answer_mib)" in str(error.value)
     assert body.sent <= 100_000 + len(chunk)
@@ -420,7 +420,9 @@ def test_an_answer_of_just_the_size_is_one() -> None:
                     else httpx.Response(404 if r.method == "GET" else 200, content=content)
                 )
             )
-            endpoint = HttpEndpoint("http://server", transport=transport, limits=Limits(num_bytes=num_bytes))
+            endpoint = HttpEndpoint(
+                "http://server", transport=transport, limits=AnswerLimits(num_bytes=num_bytes)
+            )
             await endpoint.start()
             try:
                 return (await endpoint.complete(CHAT)).choices[0].text
@@ -437,7 +439,7 @@ def test_an_answer_of_just_the_size_is_one() -> None:
 def test_an_error_without_an_end_is_the_error_that_its_status_says() -> None:
     for body in (Endless(b" ", 0.2, first=b'{"error": '), Endless(b"x" * 10_000, 0.001)):
         with pytest.raises(EndpointBusy) as error:
-            bounded(body, Limits(), coserving=False, status=429)
+            bounded(body, AnswerLimits(), coserving=False, status=429)
         assert seconds(error) < 15
         assert body.sent < 100_000
 

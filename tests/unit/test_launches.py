@@ -24,7 +24,7 @@ class Device:
 
 
 class Mark:
-    """Implements `launches.Event`."""
+    """Implements `launches.DeviceEvent`."""
 
     def __init__(self, device: Device, number: int) -> None:
         self.device, self.number = device, number

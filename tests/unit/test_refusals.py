@@ -8,7 +8,7 @@ from email.utils import format_datetime
 import httpx
 import pytest
 
-from conserve.endpoints.exchange import Reply
+from conserve.endpoints.exchange import WholeResponse
 from conserve.endpoints.refusals import error_in_stream, error_message, refusal, retry_after_s, untrusted
 from conserve.errors import (
     EndpointBusy,
@@ -26,7 +26,7 @@ NOW = 1_800_000_000.0
 
 def refused(status: int, content: bytes = b"", **headers: str) -> EndpointError:
     named = httpx.Headers({name.replace("_", "-"): value for name, value in headers.items()})
-    return refusal(Reply(status, named, content), httpx.URL(HERE + ROUTE), ROUTE, now=NOW)
+    return refusal(WholeResponse(status, named, content), httpx.URL(HERE + ROUTE), ROUTE, now=NOW)
 
 
 @pytest.mark.parametrize(

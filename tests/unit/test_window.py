@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.endpoints.window import Latencies, Metrics, MetricsPressure, Window
+from conserve.endpoints.window import CongestionWindow, Latencies, MetricsPressure, ServerMetrics
 
 LOOKS = st.lists(st.booleans(), max_size=200)
 PAGE = """\
@@ -18,14 +18,14 @@ vllm:time_to_first_token_seconds_sum{engine="0"} 2.5e+00
 
 @given(looks=LOOKS, low=st.integers(1, 8), more=st.integers(0, 100))
 def test_a_window_never_leaves_its_bounds(looks: list[bool], low: int, more: int) -> None:
-    window = Window(low=low, high=low + more)
+    window = CongestionWindow(low=low, high=low + more)
     for pressed in looks:
         assert low <= window.observe(pressed) <= low + more
 
 
 @given(looks=LOOKS, high=st.integers(1, 100))
 def test_calm_adds_one_and_pressure_halves(looks: list[bool], high: int) -> None:
-    window = Window(high=high)
+    window = CongestionWindow(high=high)
     for pressed in looks:
         before = window.size
         after = window.observe(pressed)
@@ -34,7 +34,7 @@ def test_calm_adds_one_and_pressure_halves(looks: list[bool], high: int) -> None
 
 @given(looks=LOOKS)
 def test_a_calm_server_gets_the_whole_window_again(looks: list[bool]) -> None:
-    window = Window(high=32)
+    window = CongestionWindow(high=32)
     for pressed in looks:
         window.observe(pressed)
     for _ in range(31):
@@ -43,7 +43,7 @@ def test_a_calm_server_gets_the_whole_window_again(looks: list[bool]) -> None:
 
 
 def test_two_harvesters_on_one_server_end_with_equal_windows() -> None:
-    first, second = Window(high=1000), Window(high=1000)
+    first, second = CongestionWindow(high=1000), CongestionWindow(high=1000)
     first.size, second.size = 90, 2
     for _ in range(1000):
         pressed = first.size + second.size > 100
@@ -53,16 +53,16 @@ def test_two_harvesters_on_one_server_end_with_equal_windows() -> None:
 
 
 def test_a_page_of_metrics_is_summed_over_engines() -> None:
-    metrics = Metrics.read(PAGE)
-    assert metrics == Metrics(waiting=3.0, first_tokens=10.0, first_token_s=2.5)
-    assert Metrics.read("process_cpu_seconds_total 1.0\n") is None
+    metrics = ServerMetrics.read(PAGE)
+    assert metrics == ServerMetrics(waiting=3.0, first_tokens=10.0, first_token_s=2.5)
+    assert ServerMetrics.read("process_cpu_seconds_total 1.0\n") is None
 
 
 def test_requests_that_wait_are_pressure() -> None:
     pressure = MetricsPressure()
-    assert not pressure.observe(Metrics(0, 0, 0))
-    assert pressure.observe(Metrics(1, 0, 0))
-    assert not pressure.observe(Metrics(0, 0, 0))
+    assert not pressure.observe(ServerMetrics(0, 0, 0))
+    assert pressure.observe(ServerMetrics(1, 0, 0))
+    assert not pressure.observe(ServerMetrics(0, 0, 0))
 
 
 def test_a_first_token_that_takes_longer_than_in_calm_is_pressure() -> None:
@@ -70,13 +70,15 @@ def test_a_first_token_that_takes_longer_than_in_calm_is_pressure() -> None:
     count, seconds = 0.0, 0.0
     for _ in range(10):
         count, seconds = count + 10, seconds + 10 * 0.2
-        assert not pressure.observe(Metrics(0, count, seconds))
+        assert not pressure.observe(ServerMetrics(0, count, seconds))
     looks = []
     for _ in range(5):
         count, seconds = count + 10, seconds + 10 * 0.4
-        looks.append(pressure.observe(Metrics(0, count, seconds)))
+        looks.append(pressure.observe(ServerMetrics(0, count, seconds)))
     assert looks == [False, False, True, True, True]
-    assert not pressure.observe(Metrics(0, count, seconds)), "nobody got a first token: nothing is known"
+    assert not pressure.observe(ServerMetrics(0, count, seconds)), (
+        "nobody got a first token: nothing is known"
+    )
 
 
 @given(latencies=st.lists(st.floats(0.1, 0.149), max_size=50))

@@ -7,7 +7,7 @@ AHEAD = 2  # safepoints: one that the device works towards, and one more so that
 
 
 class DeviceEvent(Protocol):
-    """The used part of `torch.cuda.DeviceEvent`: a mark in the stream of launched work."""
+    """The used part of `torch.cuda.Event`: a mark in the stream of launched work."""
 
     def record(self) -> None:
         """Put the mark behind everything launched so far; an earlier mark is replaced."""
