@@ -24,7 +24,7 @@ REJECTED = (400, 422)
 
 
 class Mode(StrEnum):
-    """How rows and live requests share the server."""
+    """Ways in which rows and live requests share a server."""
 
     COSERVING = "co-serving"
     """ConServe's scheduler tells rows from live requests; rows are streamed and continue from their tokens."""
@@ -156,9 +156,7 @@ def no_server(base_url: str, error: httpx.HTTPError) -> EndpointUnusable:
 class CoServingReport:
     """The used part of the answer to ``GET /v1/conserve`` (docs/scripting.md)."""
 
-    identity: Annotated[
-        str, Meta(max_length=4096, pattern="^[^\\x00]+$")
-    ]  # the longest that all databases take
+    identity: Annotated[str, Meta(max_length=4096, pattern="^[^\\x00]+$")]  # no database takes more
     max_num_seqs: Annotated[int, Meta(ge=1, le=1_000_000)]
     offline_priority: Whole
     resumes: bool = True  # True if our key is the harvester's; servers without keys do not say

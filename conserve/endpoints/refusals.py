@@ -1,4 +1,4 @@
-"""Responses that are not completions: the error for each, and whether the row or the server is at fault."""
+"""Responses that are not completions: the error for each, which tells if the row or the server is at fault."""
 
 import ssl
 from collections.abc import Mapping

@@ -17,7 +17,7 @@ from conserve.engine.runtime.parent import follow_parent
 from conserve.engine.vllm.launching.environment import last_error
 from conserve.errors import ServiceFailed
 
-READY_S = 0.5  # between two checks whether the server answers
+READY_S = 0.5  # between two checks of the starting server
 LONGEST_BACKOFF_S = 60.0
 STEADY_S = 60.0  # a process that ran this long is started again without a pause
 HARVESTER_S = 20.0  # to save progress
@@ -26,7 +26,7 @@ DRAIN_S = 45.0  # for the server to finish running requests: more than vLLM's ow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessCommand:
-    """How a process is started."""
+    """Command line, environment and log of a process."""
 
     name: str
     words: Sequence[str]

@@ -24,9 +24,7 @@ class Composer:
         self._block_tokens = view.block_tokens
         self.batch = Batch()
         self.tokens: dict[str, int] = {}
-        self._computing: set[Hashable] = (
-            set()
-        )  # KV blocks that prompts of the batch compute, wholly or in part
+        self._computing: set[Hashable] = set()  # KV blocks that its prompts compute, wholly or in part
         self.admitted: list[str] = []
         self.restored: list[str] = []
         self.evicted: list[str] = []

@@ -67,5 +67,5 @@ def bearable_ms(view: View, constant_ms: float) -> float:
     prompt = Batch.of([Slice(view.prompt_tokens, 0)] if view.prompt_tokens else [])
     slack_ms = view.slo.ttft_ms - view.model.predict(prompt)
     enough_ms = constant_ms / LARGEST_LOSS
-    nobody = not view.online and not view.prompt_tokens
-    return enough_ms if nobody else max(0.0, min(slack_ms, enough_ms))
+    idle = not view.online and not view.prompt_tokens
+    return enough_ms if idle else max(0.0, min(slack_ms, enough_ms))

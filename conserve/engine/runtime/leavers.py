@@ -16,7 +16,7 @@ class Lost(NamedTuple):
 
     @property
     def worth(self) -> float:
-        """The same in whole tokens' computing."""
+        """Lost work as a number of whole tokens."""
         return self.tokens * self.share
 
 

@@ -31,9 +31,7 @@ LAST_MINUTE = 2  # most blocks copied while their row is being evicted; they are
 class Gathered(NamedTuple):
     """Blocks that go to disk."""
 
-    hosts: dict[
-        str, int
-    ]  # host block by key (hexadecimal), most valuable first; each held once for the spill
+    hosts: dict[str, int]  # host block by key (hexadecimal), most valuable first; each held once
     copies: list[Copy]  # copies to make before, including ones that others have asked for too
     fresh: list[Copy]  # copies among them that only the spill asked for: to be given to `copied`
 

@@ -97,9 +97,8 @@ class Spilling:
             for host in hosts:
                 memory.written(host)
         finally:
-            memory.release(
-                reversed(hosts)
-            )  # unwritten ones are forgotten; of others, beginnings are reused last
+            # Blocks that were not written are forgotten; of the others the beginnings are reused last.
+            memory.release(reversed(hosts))
         self.counts.blocks_taken_in = len(hosts)
         self.counts.tokens_taken_in = len(hosts) * self._checkpoints.block_tokens
         log.info("%d KV blocks of rows in flight came back from %s", len(hosts), self._folder)

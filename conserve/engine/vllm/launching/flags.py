@@ -13,9 +13,7 @@ from conserve.errors import SettingsError
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-KV_BYTES_MAX = (
-    4 << 30
-)  # zeroing takes a second per GiB at the start; more only helps thousands of rows in flight
+KV_BYTES_MAX = 4 << 30  # zeroing takes a second per GiB; more only helps thousands of rows in flight
 KV_BYTES_MIN = 256 << 20
 PROCESS_BYTES = 2 << 30  # three Python processes with torch, and activations
 

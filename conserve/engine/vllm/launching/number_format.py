@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 FLOAT32 = "float32"
 HALVES = ("bfloat16", "float16")
-VARIABLES = (
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "ATEN_CPU_CAPABILITY",
-)  # they limit the instruction set
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # limit instructions
 
 
 class Chosen(NamedTuple):

@@ -59,9 +59,7 @@ def ensure_demo_model(cache_dir: Path) -> Path:
 
 def _convert(folder: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault(
-        "TQDM_DISABLE", "1"
-    )  # transformers imports tqdm, which reads this when it is imported
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when transformers imports tqdm
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PATH = "/v1/conserve"
 SPILL_PATH = f"{PATH}/spill"
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # variable and header of a secret that only `conserve serve` knows
-LOOK_S = 0.05  # between two checks whether the workers have written
+LOOK_S = 0.05  # between two checks of the writing workers
 
 
 def attach(app: FastAPI) -> None:
