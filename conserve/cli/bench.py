@@ -22,7 +22,7 @@ from conserve.cli.serve import checkpointing, milliseconds
 from conserve.config import Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE, SERVING
-from conserve.engine.policy.preemption import OFF, PREEMPTIONS
+from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ conserve bench --gamma 1,1,512,64 --policies online-only,conserve,conserve/all-o
 conserve bench --gamma 2,0.5,4096,256 --endpoint http://localhost:8000
 """
 RECOMPUTE = "recompute"  # what the engine's memory loses
-VARIANTS = (*PREEMPTIONS, OFF, RECOMPUTE)
+VARIANTS = (*LEAVE_RULES, OFF, RECOMPUTE)
 
 
 def bench(
@@ -66,7 +66,7 @@ def bench(
         str,
         typer.Option(
             help=f"all, or some of {', '.join(SERVING)}; {CONSERVE}/NAME names its preemption: "
-            f"{', '.join((*PREEMPTIONS, OFF))}; {CONSERVE}/{RECOMPUTE} goes without KV checkpoints."
+            f"{', '.join((*LEAVE_RULES, OFF))}; {CONSERVE}/{RECOMPUTE} goes without KV checkpoints."
         ),
     ] = "all",
     preemption: Annotated[

@@ -578,7 +578,7 @@ class TestTheWorkersParts:
                 assert torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other, part
 
     def test_all_ranks_hear_what_the_first_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from conserve.engine.runtime.safepoint import PreemptionFlag
+        from conserve.engine.runtime.safepoint import LeaveFlag
         from conserve.engine.vllm.iteration import Stamp
         from conserve.engine.vllm.preemption import worker
 
@@ -594,7 +594,7 @@ class TestTheWorkersParts:
             return worker.TensorParallelOrders()
 
         alone, first, second = orders(0, 1), orders(0, 2), orders(1, 2)
-        with PreemptionFlag.create() as flag:
+        with LeaveFlag.create() as flag:
             stamp = Stamp(iteration=3, flag=flag.name, rows=["a"], every=1)
             assert alone.rows_to_leave(stamp) == 0
             flag.raise_for(3, 2)

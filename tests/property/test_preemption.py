@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.engine.policy.preemption import (
-    PREEMPTIONS,
+    LEAVE_RULES,
     AllOffline,
     Arrivals,
     JustEnough,
-    Preemption,
+    LeaveRule,
     Promptly,
     UnderWay,
     prompts_ms,
     remaining_ms,
 )
-from conserve.engine.runtime.safepoint import ALL_ROWS, PreemptionFlag
+from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from tests.reach import reached
@@ -51,11 +51,11 @@ def comings(draw: st.DrawFn) -> Arrivals:
     )
 
 
-policies = st.sampled_from(sorted(PREEMPTIONS)).map(lambda name: PREEMPTIONS[name]())
+policies = st.sampled_from(sorted(LEAVE_RULES)).map(lambda name: LEAVE_RULES[name]())
 
 
 @given(iterations(), comings(), policies)
-def test_nobody_leaves_who_is_not_there(running: UnderWay, come: Arrivals, policy: Preemption) -> None:
+def test_nobody_leaves_who_is_not_there(running: UnderWay, come: Arrivals, policy: LeaveRule) -> None:
     before = replace(running.batch)
     assert 0 <= policy.leaving(running, come, MODEL) <= len(running.rows)
     assert running.batch == before, "a decision changes nothing"
@@ -63,7 +63,7 @@ def test_nobody_leaves_who_is_not_there(running: UnderWay, come: Arrivals, polic
 
 @given(iterations(), comings(), policies, st.floats(0, 1e4))
 def test_with_more_slack_no_more_rows_leave(
-    running: UnderWay, come: Arrivals, policy: Preemption, more_ms: float
+    running: UnderWay, come: Arrivals, policy: LeaveRule, more_ms: float
 ) -> None:
     patient = replace(come, slack_ms=come.slack_ms + more_ms)
     leaving = policy.leaving(running, come, MODEL)
@@ -107,7 +107,7 @@ def test_comfort_never_keeps_a_row_that_a_promise_needs_to_leave(running: UnderW
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 40), st.integers(0, 1 << 24)), max_size=30))
 def test_a_flag_says_what_was_said_last_and_to_one_iteration(raised: list[tuple[int, int]]) -> None:
-    with PreemptionFlag.create() as flag:
+    with LeaveFlag.create() as flag:
         for iteration, rows in raised:
             flag.raise_for(iteration, rows)
             assert flag.rows_to_leave(iteration) == min(rows, ALL_ROWS)

@@ -28,7 +28,7 @@ from conserve.bench.measure import Block, Limits, attainment, compare, lateness
 from conserve.bench.offline import like_papers, rows
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.bench import facts, lengths, preempts, which
-from conserve.engine.policy.preemption import OFF, PREEMPTIONS
+from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.errors import ConserveError, EndpointUnusable, InputError, SettingsError
 from tests import virtual_time
 from tests.conftest import WriteInput
@@ -577,7 +577,7 @@ def test_what_preemption_cost_is_pooled_and_shown_next_to_the_worst_case() -> No
 # Variants of conserve
 
 
-VARIANTS = [f"conserve/{name}" for name in (*PREEMPTIONS, OFF)]
+VARIANTS = [f"conserve/{name}" for name in (*LEAVE_RULES, OFF)]
 
 
 def test_policies_are_named_with_their_preemption() -> None:

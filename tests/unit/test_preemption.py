@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from conserve.engine.policy.preemption import (
+    LEAVE_RULES,
     OFF,
     PATIENCE,
-    PREEMPTIONS,
     WASTE,
     AllOffline,
     Arrivals,
@@ -26,7 +26,7 @@ from conserve.engine.policy.preemption import (
     thrown_away,
 )
 from conserve.engine.runtime import safepoint
-from conserve.engine.runtime.safepoint import ALL_ROWS, PreemptionFlag, check_us
+from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag, check_us
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 
@@ -181,13 +181,13 @@ class TestPromptly:
 
 
 def test_policies_go_by_name() -> None:
-    assert {*PREEMPTIONS, OFF} == {"prompt", "all-offline", "just-enough", "never", "off"}
+    assert {*LEAVE_RULES, OFF} == {"prompt", "all-offline", "just-enough", "never", "off"}
     assert Never().leaving(under_way([100]), arrivals(50, -1), MODEL) == 0
 
 
 class TestFlag:
     def test_it_speaks_of_one_iteration(self) -> None:
-        with PreemptionFlag.create() as flag:
+        with LeaveFlag.create() as flag:
             assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 0, 0]
             flag.raise_for(2, 7)
             assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 7, 0]
@@ -195,14 +195,14 @@ class TestFlag:
             assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 0, ALL_ROWS]
 
     def test_what_is_raised_for_an_iteration_that_has_ended_says_nothing_to_the_next(self) -> None:
-        with PreemptionFlag.create() as flag:
+        with LeaveFlag.create() as flag:
             for iteration in range(1, 100):
                 assert not flag.rows_to_leave(iteration)
                 flag.raise_for(iteration, iteration)
                 assert flag.rows_to_leave(iteration) == iteration
 
     def test_numbers_stay_within_their_bits(self) -> None:
-        with PreemptionFlag.create() as flag:
+        with LeaveFlag.create() as flag:
             flag.raise_for(1, 10**9)
             assert flag.rows_to_leave(1) == ALL_ROWS
             assert flag.rows_to_leave(2) == 0
@@ -211,27 +211,27 @@ class TestFlag:
 
     def test_a_process_that_is_no_child_reads_it_and_does_not_take_it_along(self) -> None:
         read = (
-            "import sys; from conserve.engine.runtime.safepoint import PreemptionFlag\n"
-            "flag = PreemptionFlag.attach(sys.argv[1]); print(flag.rows_to_leave(5), flag.rows_to_leave(6))"
+            "import sys; from conserve.engine.runtime.safepoint import LeaveFlag\n"
+            "flag = LeaveFlag.attach(sys.argv[1]); print(flag.rows_to_leave(5), flag.rows_to_leave(6))"
         )
-        with PreemptionFlag.create() as flag:
+        with LeaveFlag.create() as flag:
             flag.raise_for(6, 4)
             command = [sys.executable, "-c", read, flag.name]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             assert done.stdout.split() == ["0", "4"]
-            with PreemptionFlag.attach(flag.name) as other:
+            with LeaveFlag.attach(flag.name) as other:
                 assert other.rows_to_leave(6) == 4
 
     def test_it_is_gone_when_its_owner_is(self) -> None:
-        flag = PreemptionFlag.create()
-        with PreemptionFlag.attach(flag.name) as other:
+        flag = LeaveFlag.create()
+        with LeaveFlag.attach(flag.name) as other:
             flag.raise_for(1, 2)
             assert other.rows_to_leave(1) == 2
         assert flag.rows_to_leave(1) == 2, "who only reads it removes nothing"
         flag.close()
         flag.close()
         with pytest.raises(OSError):
-            PreemptionFlag.attach(flag.name)
+            LeaveFlag.attach(flag.name)
 
     def test_the_cost_of_a_look_is_its_share_of_the_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock_s = [5.0, 5.006]

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from fastapi import FastAPI, Response
 from prometheus_client.parser import text_string_to_metric_families
 
-from conserve.engine.policy.preemption import OFF, PREEMPTIONS
+from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
 from conserve.engine.vllm.server import routes
 from conserve.engine.vllm.server.metrics import COUNTS, MetricsRoute
@@ -231,7 +231,7 @@ def test_a_dead_engine_does_not_take_the_metrics_with_it() -> None:
     virtual_time.run(go())
 
 
-@pytest.mark.parametrize("name", [*PREEMPTIONS, OFF])
+@pytest.mark.parametrize("name", [*LEAVE_RULES, OFF])
 def test_preemption_is_changed_over_http(name: str) -> None:
     client = EngineClient()
     answer = virtual_time.run(post(app_for(client), {"policy": "conserve", "preemption": name}))
@@ -264,7 +264,7 @@ def test_a_wrong_change_is_refused_with_an_example_and_the_names(wrong: Any) -> 
     answer = virtual_time.run(post(app_for(client), wrong))
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
-    for words in ('"preemption": "off"', '"checkpoint": "on"', *PREEMPTIONS, OFF):
+    for words in ('"preemption": "off"', '"checkpoint": "on"', *LEAVE_RULES, OFF):
         assert words in message
     assert client.asked == []
 

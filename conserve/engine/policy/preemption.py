@@ -36,7 +36,7 @@ class Arrivals:
     spare_tokens: float  # offline tokens that may be thrown away while no TTFT is at stake
 
 
-class Preemption(Protocol):
+class LeaveRule(Protocol):
     """Decides how many rows leave the running iteration when online requests arrive."""
 
     def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
@@ -99,7 +99,7 @@ class Never:
         return 0
 
 
-PREEMPTIONS: dict[str, Callable[[], Preemption]] = {
+LEAVE_RULES: dict[str, Callable[[], LeaveRule]] = {
     "prompt": Promptly,
     "all-offline": AllOffline,
     "just-enough": JustEnough,

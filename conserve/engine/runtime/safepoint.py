@@ -14,7 +14,7 @@ ROWS_BITS = 20
 ALL_ROWS = (1 << ROWS_BITS) - 1  # every row leaves, also online ones: the iteration is abandoned
 
 
-class PreemptionFlag:
+class LeaveFlag:
     """One word of shared memory: an iteration, and how many of its offline rows are to leave it.
 
     The word names its iteration, so a flag raised for an iteration that has ended means nothing to the next one.
@@ -85,7 +85,7 @@ def let_go(word: memoryview, memory: SharedMemory, *, owned: bool) -> None:
 
 def check_us(checks: int = 100_000) -> float:
     """Time of one check of a flag that is not raised, in microseconds."""
-    with PreemptionFlag.create() as flag:
+    with LeaveFlag.create() as flag:
         rows_to_leave = flag.rows_to_leave
         begun = time.perf_counter()
         for iteration in range(1, checks + 1):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from conserve.config import default_home
 from conserve.engine.policy.policies import POLICIES
-from conserve.engine.policy.preemption import OFF, PREEMPTIONS
+from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.policy.view import Slo
 from conserve.engine.vllm.model.profile_key import key_of
 from conserve.errors import SettingsError
@@ -171,9 +171,9 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
     if policy not in POLICIES:
         raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")
     preemption = section.get("preemption", PREEMPTION)
-    if preemption not in (*PREEMPTIONS, OFF):
+    if preemption not in (*LEAVE_RULES, OFF):
         raise SettingsError(
-            f"there is no preemption {preemption!r}; there are {', '.join(PREEMPTIONS)}, {OFF}"
+            f"there is no preemption {preemption!r}; there are {', '.join(LEAVE_RULES)}, {OFF}"
         )
     every = section.get("safepoint_every")
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):

@@ -18,10 +18,10 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from conserve.engine.policy.preemption import OFF, PREEMPTIONS, Arrivals, UnderWay, spare_tokens
+from conserve.engine.policy.preemption import LEAVE_RULES, OFF, Arrivals, UnderWay, spare_tokens
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.leavers import Leavers, Lost
-from conserve.engine.runtime.safepoint import ALL_ROWS, PreemptionFlag
+from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
 from conserve.engine.runtime.traffic import quantiles
 from conserve.engine.vllm.iteration import Outcome, Stamp, put
 from conserve.engine.vllm.settings import CONNECTOR, WORKER
@@ -65,14 +65,14 @@ class Preemptions:
     def __init__(self, config: Any, *, policy: str, every: int | None = None) -> None:
         self.why_not = why_not(config) if policy != OFF else "it is switched off"
         self.name = OFF if self.why_not else policy
-        self.policy = PREEMPTIONS[policy]() if policy != OFF else None
+        self.policy = LEAVE_RULES[policy]() if policy != OFF else None
         self.layers = config.model_config.get_num_layers(config.parallel_config)
         self.separable = False  # until a worker says so
         self._seen = False  # that a worker has safepoints and reads the flag
         self.preemptions = self.abandoned = self.rows_left = self.layers_run = self.tokens_redone = 0
         self.tokens_wasted = 0.0
         self._every = every
-        self._flag = PreemptionFlag.create() if self.why_not is None else None
+        self._flag = LeaveFlag.create() if self.why_not is None else None
         self._lock = threading.Lock()
         self._iterations = 0
         self._running: Running | None = None
@@ -92,7 +92,7 @@ class Preemptions:
         """Use another policy from now on, where there can be one."""
         if self._flag is not None:
             self.name = name
-            self.policy = PREEMPTIONS[name]() if name != OFF else None
+            self.policy = LEAVE_RULES[name]() if name != OFF else None
 
     @property
     def acts(self) -> bool:

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 
 from conserve.engine.runtime.launches import Launches
-from conserve.engine.runtime.safepoint import PreemptionFlag
+from conserve.engine.runtime.safepoint import LeaveFlag
 from conserve.engine.vllm.iteration import Outcome, Stamp, put, stamp_of
 from conserve.engine.vllm.preemption.rows import Rows, groups_of
 from conserve.engine.vllm.preemption.safepoints import (
@@ -38,7 +38,7 @@ class TensorParallelOrders:
     def __init__(self) -> None:
         self._group = get_tp_group()
         self._alone = self._group.world_size == 1
-        self._flag: PreemptionFlag | None = None
+        self._flag: LeaveFlag | None = None
         self.heard = True  # the flag could be read, so far
         self._lost: str | None = None  # a flag that cannot be read: its engine core is on another machine
 
@@ -55,7 +55,7 @@ class TensorParallelOrders:
             if stamp.flag == self._lost:
                 return 0
             try:
-                self._flag = PreemptionFlag.attach(stamp.flag)
+                self._flag = LeaveFlag.attach(stamp.flag)
             except OSError as error:
                 self._lost, self.heard = stamp.flag, False
                 log.warning("iterations are not preempted here: their flag cannot be read (%s)", error)

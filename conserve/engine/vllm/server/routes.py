@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 import conserve
 from conserve.engine.policy.policies import SERVING
-from conserve.engine.policy.preemption import OFF, PREEMPTIONS
+from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
@@ -63,14 +63,14 @@ async def change(request: Request) -> Response:
             "ttft_ms",
             "tbt_ms",
         }
-        known = known and policy in SERVING and preemption in (*PREEMPTIONS, OFF)
+        known = known and policy in SERVING and preemption in (*LEAVE_RULES, OFF)
         known = known and wanted.get("checkpoint", OFF) in ("on", OFF)
         positive = all(value is None or value > 0 for value in slo.values())
     except (ValueError, TypeError, AttributeError):
         known = positive = False
     if not known or not positive:
         example = '{"preemption": "off", "checkpoint": "on", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
-        names = f"policies are {', '.join(SERVING)}; preemptions are {', '.join((*PREEMPTIONS, OFF))}"
+        names = f"policies are {', '.join(SERVING)}; preemptions are {', '.join((*LEAVE_RULES, OFF))}"
         return reply({"error": {"message": f"send e.g. {example}; {names}"}}, 400)
     try:
         if slo and (said := await scheduler_says(client)) is not None:
