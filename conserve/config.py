@@ -12,12 +12,12 @@ from conserve.errors import SettingsError
 DEMO_MODEL = "smollm2-demo"
 PROJECT_FILE = "conserve.toml"
 UTILITY = 0.9
-LINUX = sys.platform == "linux"  # where platformdirs, 20 ms to import, would only add two names
+LINUX = sys.platform == "linux"  # its folders need no platformdirs, which takes 20 ms to import
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What every command may need to know; field `x_y` is the variable CONSERVE_X_Y and the TOML key x_y."""
+    """Settings of all commands; field `x_y` is the variable CONSERVE_X_Y and the TOML key x_y."""
 
     home: Path
     """Folder of the store: its database, job folders and result shards."""
@@ -34,11 +34,11 @@ class Settings:
     models: Path | None = None
     """Folder of the converted demo model; the platform's cache folder unless set."""
     engine_args: str = ""
-    """Flags for vLLM, as on its command line; what `conserve run -- FLAGS` gives comes after them."""
+    """Flags for vLLM, as on its command line; the FLAGS of `conserve run -- FLAGS` come after them."""
     lease_s: float = 60.0
-    """Seconds after which rows of a `run` that fell silent go to another one."""
+    """Seconds of silence after which another `run` may take the rows of this one."""
     max_attempts: int = 5
-    """Attempts that may end in an error before a row fails."""
+    """Faulty answers after which a row fails."""
     max_answer_s: float = 3600.0
     """Seconds that one answer of `endpoint` may take, from sending its request to the last byte."""
     max_answer_mib: float = 64.0
@@ -46,7 +46,7 @@ class Settings:
     input_copy_gib: float = 1.0
     """Size up to which `submit` copies Parquet files into the store unless told otherwise, in GiB."""
     utility: float = UTILITY
-    """Share of rows, where several jobs wait, that are chosen for their prefix; the others are the stalest."""
+    """Share of several jobs' rows that are chosen for their prefix, 0 to 1; the others are the stalest."""
     sql_memory: str | None = None
     """Most memory a query of `conserve sql` may take, as 2GiB; by the machine unless set."""
     sql_disk: str | None = None
@@ -78,12 +78,12 @@ class Settings:
 
     @property
     def profiles_folder(self) -> Path:
-        """Where the latency profiles of this machine are kept."""
+        """Folder of this machine's latency profiles."""
         return self.home / "profiles"
 
     @property
     def models_folder(self) -> Path:
-        """Where the converted demo model is kept, for all stores of the user."""
+        """Folder of the converted demo model, for all stores of the user."""
         if self.models is not None:
             return self.models
         from platformdirs import user_cache_path
@@ -92,16 +92,16 @@ class Settings:
 
     @property
     def store_url(self) -> str:
-        """The database URL, given or derived from `home`."""
+        """Database URL, given or derived from `home`."""
         return self.store or f"sqlite:///{self.home / 'conserve.db'}"
 
 
 def model_name(model: str) -> str:
-    """The name by which jobs are bound to a model: a folder's absolute path, else the name as it is."""
+    """Name by which jobs are bound to a model: the absolute path of a folder, else the name as given."""
     try:
         folder = Path(model).expanduser()
         return str(folder.resolve()) if folder.is_dir() else model
-    except (OSError, RuntimeError, ValueError):  # no path, or ~ of an unknown user
+    except (OSError, RuntimeError, ValueError):  # not a path, or ~ of an unknown user
         return model
 
 
@@ -110,7 +110,7 @@ def load(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> Settings:
-    """Merge all sources; `flags` that are None do not count."""
+    """Merge all sources into settings; `flags` that are None do not count. Raises `SettingsError`."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     for path in reversed(settings_files(environ, cwd or Path.cwd())):
@@ -123,19 +123,19 @@ def load(
 
 
 def variables() -> dict[str, str]:
-    """Setting name -> environment variable."""
+    """Environment variable of each setting."""
     return {field.name: f"CONSERVE_{field.name.upper()}" for field in fields(Settings)}
 
 
 def settings_files(environ: Mapping[str, str], cwd: Path) -> list[Path]:
-    """The conserve.toml files that exist, the strongest first: nearest project folder, then the user's."""
+    """Existing conserve.toml files, the strongest first: the nearest project folder's, then the user's."""
     project = next((p for folder in (cwd, *cwd.parents) if (p := folder / PROJECT_FILE).is_file()), None)
     user = user_file(environ)
     return [path for path in (project, user) if path is not None and path.is_file()]
 
 
 def user_file(environ: Mapping[str, str]) -> Path:
-    """Where the user's own conserve.toml would be."""
+    """Path of the user's own conserve.toml."""
     base = environ.get("XDG_CONFIG_HOME") or (Path.home() / ".config" if LINUX else None)
     if base is not None:
         return Path(base) / "conserve" / PROJECT_FILE
@@ -145,7 +145,7 @@ def user_file(environ: Mapping[str, str]) -> Path:
 
 
 def default_home() -> Path:
-    """The platform's folder for a user's application data."""
+    """Platform's folder for a user's application data."""
     if LINUX:
         return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "conserve"
     from platformdirs import user_data_path
@@ -154,7 +154,7 @@ def default_home() -> Path:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in one file; unknown keys are an error, since a typing mistake must not go unseen."""
+    """Read the settings of one file; an unknown key is an error, so that no typing mistake goes unseen."""
     import tomllib
 
     try:
@@ -165,13 +165,13 @@ def read_toml(path: Path) -> dict[str, Any]:
     for name in values:
         if name not in known:
             raise SettingsError(f"{path} sets {name!r}, which is no setting; there are {', '.join(known)}")
-    for name in {"home", "models"} & values.keys():  # relative to the file that says so
+    for name in {"home", "models"} & values.keys():  # relative to this file
         values[name] = path.parent / Path(str(values[name])).expanduser()
     return values
 
 
 def convert(name: str, value: Any) -> Any:
-    """`value`, which may be text from a variable, in the type of the setting."""
+    """Convert `value`, which may be text from a variable, to the type of the setting."""
     kind = Settings.__annotations__[name]
     wanted = next((t for t in get_args(kind) if t is not type(None)), kind)
     try:

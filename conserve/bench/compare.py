@@ -13,23 +13,23 @@ from conserve.bench.load import Plan, Target, play_apart
 from conserve.bench.measure import ONLINE_ONLY, Block, Limits, by_policy, online_only_p99s, percentiles
 from conserve.bench.traces import Trace
 
-LEAD_S = 2.5  # for the load generator's process to come up
+LEAD_S = 2.5  # until the load generator's process is up
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """What is compared, and how long."""
+    """Design of a comparison: policies, rounds, blocks, SLO."""
 
     policies: Sequence[str]
     rounds: int
     block_s: float
-    settle_s: float = 3.0  # under a policy before its block counts
+    settle_s: float = 3.0  # time under a policy before its block counts
     slo: Limits | None = None
     slo_scale: float = 1.0  # of online-only's P99s, where no SLO is given
     seed: int = 0
     preemption: str = OFF  # of policies that do not name theirs (`conserve/just-enough`)
-    load_cores: tuple[int, ...] = ()  # that the load generator is pinned to
+    load_cores: tuple[int, ...] = ()  # cores that the load generator is pinned to
 
     @property
     def blocks(self) -> int:
@@ -38,7 +38,7 @@ class Design:
 
 
 Source = Callable[[int], Trace]
-"""Gives each round its arrivals."""
+"""Arrivals of a round, by its number."""
 
 
 async def alternate(
@@ -50,11 +50,11 @@ async def alternate(
     say: Callable[[str], None],
     judged: Callable[[Block], None] | None = None,
 ) -> AsyncIterator[Block]:
-    """Play every round's arrivals under every policy, and give each block as it ends.
+    """Play every round's arrivals under every policy, and yield each block as it ends.
 
     The order of the policies turns from round to round. Online-only comes first, since its latencies are the
-    others' SLO; each further block of it refines them. Its first block is `judged`, which raises what ends the
-    comparison there.
+    others' SLO; each further block of it refines them. Its first block is `judged`, which may raise to end the
+    comparison.
     """
     blocks: list[Block] = []
     for number in range(design.rounds):
@@ -63,7 +63,7 @@ async def alternate(
             slo = design.slo or limits(blocks, design.slo_scale)
             await deployment.follow(policy, slo, preemption=design.preemption)
             await asyncio.sleep(design.settle_s)
-            # Each block has prompts of its own, or the prefix cache would answer for the policies that come later.
+            # Each block has prompts of its own, or later policies would find them in the prefix cache.
             seed = design.seed * 10_000 + len(blocks)
             block = await one_block(deployment, target, trace, design, policy, seed=seed)
             blocks.append(block)
@@ -74,7 +74,7 @@ async def alternate(
 
 
 def order(policies: Sequence[str], number: int) -> list[str]:
-    """The policies in another order every round, but the reference first."""
+    """Policies in another order every round, the reference first."""
     others = [policy for policy in policies if policy != ONLINE_ONLY]
     turn = number % max(len(others), 1)
     first = [ONLINE_ONLY] if ONLINE_ONLY in policies else []
@@ -82,7 +82,7 @@ def order(policies: Sequence[str], number: int) -> list[str]:
 
 
 def limits(blocks: Sequence[Block], scale: float) -> Limits | None:
-    """The SLO as conserve-2026 section 6.2 sets it: `scale` times the P99s of online-only so far."""
+    """SLO after conserve-2026, section 6.2: `scale` times the P99s of online-only so far."""
     p99s = online_only_p99s(by_policy(blocks))
     return Limits(scale * p99s.ttft_ms, scale * p99s.tbt_ms) if p99s is not None else None
 
@@ -90,7 +90,7 @@ def limits(blocks: Sequence[Block], scale: float) -> Limits | None:
 async def one_block(
     deployment: Deployment, target: Target, trace: Trace, design: Design, policy: str, *, seed: int
 ) -> Block:
-    """Play the arrivals once; offline tokens count while arrivals do, answers until the last has come."""
+    """Play the arrivals once. Offline tokens count while requests arrive, answers until the last is complete."""
     loop = asyncio.get_running_loop()
     start_at = loop.time() + LEAD_S
     plan = Plan(trace=trace, target=target, seed=seed, start_at=start_at, cores=design.load_cores)
@@ -117,7 +117,7 @@ async def one_block(
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T]"]:
-    """Do the work meanwhile; at the end it is cancelled, and over."""
+    """Run `work` beside the block of the `with`, and cancel it at its end."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -125,11 +125,11 @@ async def beside(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T]
         task.cancel()
         await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # has been seen
+            task.exception()  # marks the exception as retrieved
 
 
 def sentence(block: Block, number: int, rounds: int) -> str:
-    """A line of progress."""
+    """Line of progress on a block."""
     ttft_ms, tbt_ms = percentiles(ttfts_ms(block.answers)), percentiles(tbts_ms(block.answers))
     latency = (
         f"P99 TTFT {ttft_ms.p99:,.0f} ms, TBT {tbt_ms.p99:,.0f} ms" if ttft_ms and tbt_ms else "no answers"
@@ -143,6 +143,6 @@ def sentence(block: Block, number: int, rounds: int) -> str:
 
 
 def relative(blocks: Sequence[Block]) -> list[Block]:
-    """The blocks on a clock that starts with the first."""
+    """Blocks on a clock that starts with the first one."""
     zero = min(block.started_s for block in blocks)
     return [replace(block, started_s=block.started_s - zero) for block in blocks]

@@ -1,4 +1,4 @@
-"""Keeping the processes of a deployment apart, each on its cores."""
+"""Pinning of a deployment's processes to separate cores."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ WORKER = "Worker"  # in the name that vLLM gives the processes that compute
 
 
 def pin_processes(roots: Iterable[int], engine_cores: Sequence[int], other_cores: Sequence[int]) -> None:
-    """Pin the workers below these processes to the engine's cores, and the others and us to the rest."""
+    """Pin the workers below these processes to the engine's cores, the others and this process to the rest."""
     for root in roots:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(root)
@@ -20,12 +20,12 @@ def pin_processes(roots: Iterable[int], engine_cores: Sequence[int], other_cores
 
 
 def computes(process: psutil.Process) -> bool:
-    """Whether it is one of vLLM's workers."""
+    """True for one of vLLM's workers."""
     return any(WORKER in word for word in process.cmdline())
 
 
 def pin(process: psutil.Process, cores: Sequence[int]) -> None:
-    """All its threads, since each has cores of its own."""
+    """Pin each thread of the process, since affinity belongs to threads."""
     for thread in process.threads():
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(thread.id, cores)

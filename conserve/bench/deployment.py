@@ -13,13 +13,13 @@ from conserve.profiles.profile import MODELS
 
 PATH = "/v1/conserve"
 RECOMPUTE = "recompute"
-OFF = "off"  # the preemption of servers that know of none
-LOOK_S = 1.0  # between two readings of the counters
+OFF = "off"  # preemption of servers without the field
+LOOK_S = 1.0  # time between two readings of the counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """What the scheduler has counted since it started."""
+    """Counts of the scheduler since its start."""
 
     offline_tokens: int
     offline_work: float = 0.0
@@ -36,7 +36,7 @@ class Counters:
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> Self:
-        """From what `GET /v1/conserve` answers."""
+        """Read the counts from an answer of `GET /v1/conserve`."""
         preemption, checkpoint = said.get("preemption", {}), said.get("checkpoint", {})
         return cls(
             offline_tokens=said["offline"]["tokens"],
@@ -54,12 +54,12 @@ class Counters:
         )
 
     def since(self, first: Self) -> dict[str, Any]:
-        """What was counted after `first`, by name."""
+        """Counts after `first`, by name."""
         return {of.name: getattr(self, of.name) - getattr(first, of.name) for of in fields(self)}
 
 
 class Deployment:
-    """One server that was started with `--allow-control`."""
+    """A server that was started with `--allow-control`."""
 
     def __init__(
         self, url: str, *, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
@@ -68,13 +68,13 @@ class Deployment:
         self._client = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=60.0, trust_env=False, transport=transport
         )
-        self._preempts: bool | None = None  # whether the server knows of preemption; not asked yet
-        self._checkpoints = False  # the same
+        self._preempts: bool | None = None  # True if the server can preempt; None if not asked yet
+        self._checkpoints = False  # True if it can checkpoint
 
     async def follow(self, name: str, slo: Limits | None = None, *, preemption: str = OFF) -> Counters:
-        """Have the scheduler follow this policy from now on, with this SLO or the one it has.
+        """Switch the scheduler to this policy, with this SLO or the one it has; returns its counters.
 
-        A policy is preempted as it says itself (`conserve/just-enough`), otherwise by `preemption`; KV is
+        A policy may name its preemption (`conserve/just-enough`); otherwise `preemption` applies. KV is
         checkpointed for ConServe's own alone, and not for `conserve/recompute`. Raises `EndpointUnusable` if the
         server cannot do what the name says.
         """
@@ -100,7 +100,7 @@ class Deployment:
         return Counters.of(said)
 
     async def regime(self) -> dict[str, Any]:
-        """Policy, preemption, checkpoints and SLO as they are."""
+        """Current policy, preemption, checkpoints and SLO."""
         said = await self._ask("GET")
         self._preempts, self._checkpoints = "preemption" in said, "checkpoint" in said
         found = {"policy": said["policy"], "slo": said["slo"]}
@@ -111,16 +111,16 @@ class Deployment:
         return found
 
     async def why_not_preempted(self) -> str | None:
-        """Why iterations of this server are never preempted; None if they can be."""
+        """Reason that rows never leave this server's iterations; None if they can."""
         section = (await self._ask("GET")).get("preemption", {"why_off": "the server is too old"})
         return str(section["why_off"]) if section["why_off"] else None
 
     async def restore(self, regime: dict[str, Any]) -> None:
-        """All of it as it was."""
+        """Set policy, preemption, checkpoints and SLO back."""
         await self._ask("POST", json=regime)
 
     async def counters(self) -> Counters:
-        """The counters as they stand."""
+        """Current counters."""
         return Counters.of(await self._ask("GET"))
 
     async def engine(self) -> Engine | None:
@@ -146,7 +146,7 @@ class Deployment:
             return None
 
     async def watch(self, start_at: float) -> list[tuple[float, Counters]]:
-        """Read the counters until cancelled; returns them with their times, in seconds since `start_at`."""
+        """Read the counters until cancelled; returns them with their times in s since `start_at`."""
         loop, seen = asyncio.get_running_loop(), []
         try:
             while True:
@@ -156,7 +156,7 @@ class Deployment:
             return seen
 
     async def model(self) -> str:
-        """The name of what it serves."""
+        """Name of the served model."""
         try:
             answer = (await self._client.get("/v1/models")).raise_for_status()
             return str(answer.json()["data"][0]["id"])

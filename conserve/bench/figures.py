@@ -1,4 +1,4 @@
-"""The drawings of a comparison, after ConServe 2026, Figure 7."""
+"""Drawings of a comparison, after conserve-2026, Figure 7."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,15 +12,15 @@ from conserve.bench.measure import ORDER, Block, Limits, by_policy
 from conserve.bench.svg import Scale
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000.0, 70.0, 16.0, 28.0, 44.0
-GAP = 40.0  # between panels, holds the lower one's heading
+GAP = 40.0  # pixels between panels, with the lower one's heading
 BINS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600)
 MOST_BINS = 600
 SPARE = 6  # colours of the page beyond those of the policies
-LETTER = 7.5  # pixels, about
+LETTER = 7.5  # width of a letter in pixels, about
 
 
 class Stage(NamedTuple):
-    """What all panels of the timeline share."""
+    """Blocks, scale and colours that all panels of the timeline share."""
 
     blocks: Sequence[Block]  # in order of time
     x: Scale
@@ -29,16 +29,16 @@ class Stage(NamedTuple):
     colours: Mapping[str, str]
 
     def colour(self, block: Block) -> str:
-        """Of its policy."""
+        """Colour class of a block's policy."""
         return self.colours[block.policy]
 
     def shift_s(self, block: Block) -> float:
-        """When the block began, on the timeline."""
+        """Start of the block on the timeline, in s."""
         return block.started_s - self.blocks[0].started_s
 
 
 class Panel(NamedTuple):
-    """One chart of the stack: its heading, its scale downwards, its content."""
+    """A chart of the stack: its heading, its vertical scale, its content."""
 
     heading: str
     y: Scale
@@ -53,7 +53,7 @@ class Series(NamedTuple):
 
 
 def colours(policies: Iterable[str]) -> dict[str, str]:
-    """The classes that give policies their colours, on the page as in the drawings.
+    """Colour classes of the policies, for the page and the drawings.
 
     The first variant of a policy has the policy's own colour where the plain one is not shown.
     """
@@ -69,7 +69,7 @@ def colours(policies: Iterable[str]) -> dict[str, str]:
 
 
 def timeline(blocks: Sequence[Block], slo: Limits | None) -> str:
-    """Online requests, TTFT, TBT and offline tokens over the same time."""
+    """Draw online requests, TTFT, TBT and offline tokens over the same time."""
     blocks = sorted(blocks, key=lambda block: block.started_s)
     end_s = max(block.started_s + block.duration_s for block in blocks) - blocks[0].started_s
     x = Scale(low=0.0, high=end_s, start=LEFT, end=WIDTH - RIGHT)
@@ -128,20 +128,20 @@ def _arrivals(block: Block, stage: Stage) -> Series:
 
 
 def _tbt_p99s(block: Block, stage: Stage) -> Series:
-    """The P99 of the gaps that end within each bin."""
+    """P99 TBT of the gaps that end within each bin, in ms."""
     with_gaps = [np.array(answer.token_at_s) for answer in block.answers if answer.tokens > 1]
     ends_s = np.concatenate([np.zeros(0), *(at_s[1:] for at_s in with_gaps)])
     gaps_ms = np.concatenate([np.zeros(0), *(np.diff(at_s) for at_s in with_gaps)]) * 1e3
     number = (ends_s // stage.bin_s).astype(int)
     found = {n: np.percentile(gaps_ms[number == n], 99, method="inverted_cdf") for n in np.unique(number)}
     at_s = (np.array([*found], dtype=np.float64) + 0.5) * stage.bin_s
-    within = at_s <= block.duration_s  # what comes after is the next block's time
+    within = at_s <= block.duration_s  # later gaps lie in the next block's time
     p99_ms = np.array([*found.values()], dtype=np.float64)
     return Series((at_s + stage.shift_s(block))[within], p99_ms[within])
 
 
 def _offline_rates(block: Block, stage: Stage) -> Series:
-    """Tokens per second between samples a bin apart, or the block's mean where it was not sampled."""
+    """Offline tokens/s between samples a bin apart, or the block's mean if it was not sampled."""
     shift_s = stage.shift_s(block)
     if len(block.offline_series) < 2:
         mean = block.offline_tokens / block.duration_s
@@ -154,7 +154,7 @@ def _offline_rates(block: Block, stage: Stage) -> Series:
 
 
 def _steps(series: Series, stage: Stage, y: Scale) -> list[tuple[float, float]]:
-    """A staircase through the bins."""
+    """Points of a staircase through the bins."""
     half_s = stage.bin_s / 2
     return [
         (min(stage.x(t + side * half_s), stage.x.end), y(value))
@@ -164,7 +164,7 @@ def _steps(series: Series, stage: Stage, y: Scale) -> list[tuple[float, float]]:
 
 
 def _lines(series: Sequence[tuple[Block, Series]], stage: Stage, y: Scale) -> str:
-    """A line per block."""
+    """Draw a line for each block."""
     return "".join(
         svg.line([(stage.x(t), y(v)) for t, v in zip(*s, strict=True)], f"series {stage.colour(block)}")
         for block, s in series
@@ -172,7 +172,7 @@ def _lines(series: Sequence[tuple[Block, Series]], stage: Stage, y: Scale) -> st
 
 
 def _dots(block: Block, stage: Stage, y: Scale) -> str:
-    """A dot per request and a cross per failed one; of those on the same pixel, one."""
+    """Draw a dot for each request and a cross for each failed one, at most one on a pixel."""
     drawn: dict[tuple[int, int], str] = {}
     for answer in block.answers:
         at_s = stage.shift_s(block) + answer.due_s
@@ -199,7 +199,7 @@ def _with_limit(heading: str, ms: float | None) -> str:
 
 
 def _framed(panel: Panel, x: Scale) -> str:
-    """The panel's heading and its axis, under its content."""
+    """Draw the panel's heading and axis behind its content."""
     y = panel.y
     drawn = [svg.text(panel.heading, x.start, y.end - 9, "heading")]
     for tick in y.ticks(5):
@@ -220,7 +220,7 @@ def _time_axis(x: Scale, bottom: float) -> str:
 
 
 def _shades(stage: Stage, bottom: float) -> str:
-    """Which policy ran when: a strip on top, and a shade behind all panels."""
+    """Draw the policy of each block: a strip on top, and a shade behind all panels."""
     drawn = []
     ends_s = [*(stage.shift_s(later) for later in stage.blocks[1:]), math.inf]
     for block, next_s in zip(stage.blocks, ends_s, strict=True):

@@ -25,28 +25,28 @@ class Engine:
     """Latency model of an engine, and the tokens and sequences one iteration holds."""
 
     model: LinearModel
-    max_tokens: int  # vLLM's max_num_batched_tokens
+    max_tokens: int  # vLLM's max_num_batched_tokens: of one iteration
     max_requests: int  # vLLM's max_num_seqs
-    scale: float = 1.0  # on the model's predictions: what the machine was slower lately
+    scale: float = 1.0  # factor on predictions: how much slower the machine was of late
 
     def ms(self, batch: Batch) -> float:
-        """Predicted time of an iteration."""
+        """Predicted time of an iteration, in s."""
         return self.scale * self.model.predict(batch)
 
     def description(self) -> str:
-        """The model, as a report shows it."""
+        """Words for the model in a report."""
         terms = ", ".join(f"{name} {value:.4g}" for name, value in self.model.coefficients.items())
         return f"{self.model.name}: {terms} ms; times {self.scale:.3f}"
 
     def full_s(self) -> float:
-        """An iteration that offline prompts fill."""
+        """Predicted time of an iteration that offline prompts fill, in s."""
         chunk = min(FULL_PROMPT, self.max_tokens)
         return self.ms(Batch.of([Slice(chunk, 0)] * (self.max_tokens // chunk))) / 1e3
 
 
 @dataclass(slots=True)
 class Request:
-    """One request under way."""
+    """A simulated request."""
 
     at_s: float
     input_tokens: int
@@ -55,11 +55,11 @@ class Request:
     token_at_s: list[float] = field(default_factory=list)
 
     def tokens(self, room: int) -> int:
-        """Tokens of this request that an iteration with so much room computes."""
+        """Tokens of this request in an iteration that has room for `room` tokens."""
         return min(room, max(1, self.input_tokens - self.computed))
 
     def advance(self, tokens: int, now_s: float) -> bool:
-        """Take in the tokens of an iteration that ended; True if the answer is complete."""
+        """Count the tokens of an iteration that ended; True if the answer is complete."""
         self.computed += tokens
         if self.computed >= self.input_tokens:
             self.token_at_s.append(now_s)
@@ -68,12 +68,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """One block under online-only."""
+    """Simulation of one block under online-only."""
 
     block_s: float
     requests: Sequence[Request]
     busy_s: float  # within the block
-    ended_s: float  # the last answer, or where the simulation was cut short
+    ended_s: float  # end of the last answer, or of a simulation that was cut short
 
     @property
     def busy(self) -> float:
@@ -82,12 +82,12 @@ class Forecast:
 
     @property
     def last_first_token_s(self) -> float:
-        """When the last request gets its first token; infinite if one has none."""
+        """Time of the last request's first token, in s since the block's start; infinite if one has none."""
         return max((one.token_at_s[0] if one.token_at_s else inf for one in self.requests), default=0.0)
 
 
 def play(trace: Trace | None, engine: Engine, block_s: float, *, until_s: float = inf) -> Forecast:
-    """Answer the arrivals; a trace of none leaves the engine idle."""
+    """Simulate the answers to these arrivals; without a trace the engine is idle."""
     requests = [Request(*arrival) for arrival in trace or ()]
     due, running = deque(requests), list[Request]()
     waiting = deque[Request]()
@@ -109,7 +109,7 @@ def play(trace: Trace | None, engine: Engine, block_s: float, *, until_s: float 
 
 
 def _schedule(running: list[Request], waiting: deque[Request], engine: Engine) -> list[tuple[Request, int]]:
-    """The next iteration, as vLLM puts it together; requests that begin move to `running`."""
+    """Requests and tokens of the next iteration, as vLLM schedules them; admitted requests move to `running`."""
     room, scheduled = engine.max_tokens, []
     for one in running:
         if room:
@@ -135,7 +135,7 @@ def _batch(scheduled: Iterable[tuple[Request, int]]) -> Batch:
 
 
 def p99s_ms(forecasts: Iterable[Forecast]) -> tuple[float, float]:
-    """P99 TTFT and TBT over all blocks; 0 where nothing was answered."""
+    """P99 TTFT and TBT over all blocks, in ms; 0 without answers."""
     answered = [one for forecast in forecasts for one in forecast.requests if one.token_at_s]
     ttft_ms = np.array([(one.token_at_s[0] - one.at_s) * 1e3 for one in answered])
     tbt_ms = np.concatenate([np.diff(one.token_at_s) * 1e3 for one in answered] or [np.array([])])

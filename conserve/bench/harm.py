@@ -1,4 +1,4 @@
-"""The harm receipt: what offline work did to online latency, and how certain that is.
+"""The harm receipt: online latency with offline work over without, and the certainty of the ratio.
 
 Confidence intervals are bootstrapped. Requests within a block share its queue and its disturbances, so whole
 blocks are resampled where there are enough of them.
@@ -14,13 +14,13 @@ from conserve.bench.answers import Answer, Floats, tbts_ms, ttfts_ms
 
 FEWEST_BLOCKS = 4
 DRAWS = 1000
-CELLS = 2**22  # of draws times values in memory at once
+CELLS = 2**22  # draws times values that are in memory at once
 Resampled = Literal["blocks", "requests"]
 Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 class Interval(NamedTuple):
-    """The middle 95 % of the bootstrap."""
+    """Middle 95 % of the bootstrap."""
 
     low: float
     high: float
@@ -40,7 +40,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Harm:
-    """What a policy's offline work did to the online P99s; none where there is nothing to compare."""
+    """Changes of the online P99s by a policy's offline work; None without values to compare."""
 
     resampled: Resampled
     draws: int
@@ -49,7 +49,7 @@ class Harm:
 
 
 class Clusters(NamedTuple):
-    """Values in ascending order, and which unit of resampling each belongs to."""
+    """Values in ascending order, each with its unit of resampling."""
 
     values: Floats
     unit: Integers
@@ -70,7 +70,7 @@ def harm(with_offline: Sequence[Sequence[Answer]], without: Sequence[Sequence[An
 
 
 def change(with_offline: Clusters, without: Clusters, rng: np.random.Generator) -> Change | None:
-    """The change of the P99, with its uncertainty; none if a side has no value."""
+    """Change of the P99, with its interval; None if a side has no value."""
     if not len(with_offline.values) or not len(without.values):
         return None
     with_ms, without_ms = p99(with_offline), p99(without)
@@ -87,7 +87,7 @@ def change(with_offline: Clusters, without: Clusters, rng: np.random.Generator) 
 
 
 def clusters(units: Sequence[Floats]) -> Clusters:
-    """The units' values, pooled."""
+    """Pool the values of all units."""
     values = np.concatenate([np.zeros(0), *units])
     unit = np.repeat(np.arange(len(units)), [len(of) for of in units])
     order = np.argsort(values, kind="stable")
@@ -95,12 +95,12 @@ def clusters(units: Sequence[Floats]) -> Clusters:
 
 
 def p99(pool: Clusters) -> float:
-    """Of all the values."""
+    """P99 of all values."""
     return float(np.percentile(pool.values, 99, method="inverted_cdf"))
 
 
 def resampled_p99s(pool: Clusters, rng: np.random.Generator, draws: int = DRAWS) -> Floats:
-    """The P99 of each of many resamples of whole units with replacement; NaN where a draw has no value."""
+    """P99 of each of `draws` resamples of whole units with replacement; NaN for a draw without values."""
     chances = np.full(pool.units, 1 / pool.units)
     times = rng.multinomial(pool.units, chances, size=draws).astype(np.int32)  # (draws, units)
     found = _p99s_from(len(pool.values) * 7 // 8, pool, times)
@@ -110,7 +110,7 @@ def resampled_p99s(pool: Clusters, rng: np.random.Generator, draws: int = DRAWS)
 
 
 def _p99s_from(first: int, pool: Clusters, times: Integers) -> Floats:
-    """The P99 of each draw, NaN where it lies before the pool's value number `first`."""
+    """P99 of each draw; NaN if it lies before the pool's value number `first`."""
     sizes = np.bincount(pool.unit, minlength=pool.units)
     tail = pool.unit[first:]
     found = np.full(len(times), np.nan)
@@ -127,6 +127,6 @@ def _p99s_from(first: int, pool: Clusters, times: Integers) -> Floats:
 
 
 def interval(drawn: Floats) -> Interval:
-    """Where the middle 95 % of these lie."""
+    """Bounds of the middle 95 % of these values."""
     low, high = np.nanpercentile(drawn, [2.5, 97.5])
     return Interval(float(low), float(high))

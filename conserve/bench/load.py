@@ -1,4 +1,4 @@
-"""An open-loop load generator: every request is sent when it is due, whatever became of the earlier ones.
+"""An open-loop load generator: every request is sent when it is due, answered predecessors or not.
 
 `python -m conserve.bench.load PLAN ANSWERS` plays a plan (JSON, `-` for stdin) in a process of its own, which
 can be pinned to cores the engine does not use, and writes the answers as Parquet.
@@ -34,7 +34,7 @@ DETAIL_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The OpenAI server under load, and what its requests carry.
+    """An OpenAI server under load, and the constant parts of its requests.
 
     `vocab_range` bounds the random prompts' token ids (the upper one excluded); `extra` joins the body.
     """
@@ -49,7 +49,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one process of the load generator plays; `start_at` as in `play`, `cores` to pin it to, if any."""
+    """Plan of one load generator process; `start_at` as in `play`, `cores` to pin it to, if any."""
 
     trace: Trace
     target: Target
@@ -59,13 +59,13 @@ class Plan:
 
 
 class Choice(msgspec.Struct):
-    """What a chunk adds to the answer; `token_ids` only from servers that were asked for them."""
+    """A chunk's addition to the answer; `token_ids` only from servers that were asked for them."""
 
     token_ids: list[int] | None = None
 
 
 class Usage(msgspec.Struct):
-    """How many tokens of the answer there are so far."""
+    """Number of the answer's tokens so far."""
 
     completion_tokens: int = 0
 
@@ -83,7 +83,7 @@ CHUNKS = msgspec.json.Decoder(Chunk)
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """One request under way; times are monotonic."""
+    """A request under way; times are monotonic, in s."""
 
     sent_at: float
     ended_at: float = 0.0
@@ -96,14 +96,14 @@ class Exchange:
 
 
 def prompt_ids(arrival: Arrival, index: int, vocab_range: tuple[int, int], seed: int = 0) -> list[int]:
-    """A prompt of random token ids, the same for the same seed and index, sharing no prefix with another."""
+    """Prompt of random token ids, the same for the same seed and index, that shares no prefix with another."""
     rng = np.random.default_rng([seed, index])
     ids: list[int] = rng.integers(*vocab_range, arrival.input_tokens).tolist()
     return ids
 
 
 def request_body(arrival: Arrival, index: int, target: Target, seed: int) -> bytes:
-    """The JSON of one request, which makes the server generate exactly the arrival's output tokens."""
+    """JSON body of one request, which makes the server generate exactly the arrival's output tokens."""
     body = {
         "model": target.model,
         "prompt": prompt_ids(arrival, index, target.vocab_range, seed),
@@ -111,7 +111,7 @@ def request_body(arrival: Arrival, index: int, target: Target, seed: int) -> byt
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,
-        # rather than return_token_ids, which sends the whole prompt back with the first token
+        # not return_token_ids, which sends the whole prompt back with the first token
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     return msgspec.json.encode({**body, **target.extra})
@@ -161,14 +161,14 @@ async def play_apart(plan: Plan) -> list[Answer]:
 
 
 async def _until(due: float) -> None:
-    """Sleep until shortly before, then let the other tasks run until it is time."""
+    """Sleep until `SPIN_S` before `due`, then yield to the other tasks until then."""
     await asyncio.sleep(max(0.0, due - time.monotonic() - SPIN_S))
     while time.monotonic() < due:
         await asyncio.sleep(0)
 
 
 async def _ask(url: SplitResult, host: str, target: Target, body: bytes) -> Exchange:
-    """Send one request and take its tokens; never raises for what a server or a network does."""
+    """Send one request and time its tokens; faults of the server or network are noted, not raised."""
     exchange = Exchange(sent_at=time.monotonic())
     try:
         async with asyncio.timeout(target.timeout_s), post(url, host, _headers(target), body) as reply:
@@ -182,7 +182,7 @@ async def _ask(url: SplitResult, host: str, target: Target, body: bytes) -> Exch
 
 
 async def _take(reply: Reply, exchange: Exchange) -> None:
-    """Note when each token comes, until the server says that all have."""
+    """Note the time of each token until the server ends the answer."""
     async for line in reply.lines():
         if not line.startswith(b"data:"):
             continue
@@ -200,7 +200,7 @@ async def _take(reply: Reply, exchange: Exchange) -> None:
 
 
 def _new_tokens(chunk: Chunk, known: int) -> int:
-    """How many tokens came with this chunk: what it says in token ids or usage, or else one."""
+    """Number of tokens in this chunk: by its token ids or usage, else one."""
     if not chunk.choices:
         return 0
     if chunk.choices[0].token_ids is not None:
@@ -234,7 +234,7 @@ def _headers(target: Target) -> Mapping[str, str]:
 
 
 def _completions(base_url: str) -> SplitResult:
-    """The route that the load goes to; raises `InputError`."""
+    """URL of /v1/completions; raises `InputError`."""
     try:
         url = urlsplit(base_url.rstrip("/").removesuffix("/v1") + "/v1/completions")
         usable = url.scheme in ("http", "https") and url.hostname and url.port != 0
@@ -246,7 +246,7 @@ def _completions(base_url: str) -> SplitResult:
 
 
 async def _resolved(url: SplitResult) -> str:
-    """The server's address, looked up once: a look-up per request would take a thread each."""
+    """Address of the server, looked up once: a look-up per request would take a thread each."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(url.hostname, None, type=socket.SOCK_STREAM)
     except OSError as error:

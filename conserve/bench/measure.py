@@ -1,4 +1,4 @@
-"""What a comparison of policies says, from what was measured; pure statistics.
+"""Statistics of a comparison of policies, from its measured blocks. Pure.
 
 A percentile is the smallest measured value that at least so many values do not exceed.
 """
@@ -23,7 +23,7 @@ LATE_MS = 5.0  # a request sent later than this was held up by the generator
 class Block:
     """A stretch of time under one policy.
 
-    `started_s` is on the clock that the blocks share, `answers` and `offline_series`
+    `started_s` is on the clock that the blocks share; `answers` and `offline_series`
     (seconds, offline tokens so far) count from there. `iterations` were the engine's, of which `planned` had
     a time limit and `overruns` exceeded it; offline rows left `preemptions` of them, with `tokens_redone`
     tokens, and `tokens_wasted` tokens' worth of computing was thrown away.
@@ -37,26 +37,26 @@ class Block:
     iterations: int
     planned: int
     overruns: int
-    offline_work: float = 0.0  # the offline tokens in what they cost, see `profiles.worth`
-    busy_s: float = 0.0  # that the engine spent in iterations
+    offline_work: float = 0.0  # offline tokens weighted by their cost, see `profiles.worth`
+    busy_s: float = 0.0  # time that the engine spent in iterations
     preemptions: int = 0
     tokens_redone: int = 0
     tokens_wasted: float = 0.0
     tokens_saved: int = 0  # to host memory
     tokens_restored: int = 0  # from there
-    tokens_recomputed: int = 0  # of rows that had lost their memory
+    tokens_recomputed: int = 0  # of evicted rows
     offline_series: tuple[tuple[float, int], ...] = ()
 
 
 class Limits(NamedTuple):
-    """Latencies to keep, or to compare with."""
+    """Limits of TTFT and TBT, in ms: an SLO, or a reference."""
 
     ttft_ms: float
     tbt_ms: float
 
 
 class Percentiles(NamedTuple):
-    """Of latencies in milliseconds."""
+    """Percentiles of latencies, in ms."""
 
     p50: float
     p90: float
@@ -65,7 +65,7 @@ class Percentiles(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Over the blocks of one policy."""
+    """Spread of a figure over the blocks of one policy."""
 
     min: float
     median: float
@@ -81,7 +81,7 @@ class Attainment(NamedTuple):
 
 
 class Lateness(NamedTuple):
-    """How far the load generator itself fell behind."""
+    """Delay of the load generator itself."""
 
     share: float
     max_ms: float
@@ -97,7 +97,7 @@ class Overruns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempted:
-    """Iterations that offline rows left, evictions of rows, and their costs; the share is of offline tokens."""
+    """Iterations that offline rows left, evictions, and their cost; the share is of offline tokens."""
 
     count: int
     tokens_redone: int
@@ -109,7 +109,7 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratios:
-    """One policy against the others; none where the other was not measured."""
+    """Ratios of one policy to others; None if the other was not measured."""
 
     ttft_p99_to_online_only: float | None
     tbt_p99_to_online_only: float | None
@@ -121,7 +121,7 @@ class Ratios:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Everything about one policy, its blocks pooled; `spread` keeps them apart."""
+    """Figures of one policy over its pooled blocks; `spread` compares the blocks."""
 
     blocks: int
     duration_s: float
@@ -151,7 +151,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What the blocks say; `reference` is what attainment is relative to."""
+    """Figures of all policies; attainment is relative to `reference`."""
 
     reference: Limits | None
     policies: Mapping[str, Outcome]
@@ -159,7 +159,7 @@ class Comparison:
     harm: Mapping[str, Harm]
 
     def document(self) -> dict[str, Any]:
-        """The comparison as JSON."""
+        """Comparison as JSON."""
         return {
             "reference": _plain(self.reference),
             "policies": {name: _plain(outcome.document()) for name, outcome in self.policies.items()},
@@ -190,19 +190,19 @@ def compare(blocks: Sequence[Block], *, reference: Limits | None = None, seed: i
 
 
 def by_policy(blocks: Sequence[Block]) -> dict[str, list[Block]]:
-    """The blocks of each policy, the policies in the order in which they are shown."""
+    """Blocks of each policy, the policies in the order in which they are shown."""
     names = sorted({block.policy for block in blocks}, key=rank)
     return {name: [block for block in blocks if block.policy == name] for name in names}
 
 
 def rank(name: str) -> tuple[int, str]:
-    """Where a policy is shown: variants of one (`conserve/off`) after it, unknown ones at the end."""
+    """Sort key of a policy: variants (`conserve/off`) after the plain one, unknown policies at the end."""
     policy = name.partition("/")[0]
     return (ORDER.index(policy) if policy in ORDER else len(ORDER), name)
 
 
 def outcome(blocks: Sequence[Block], reference: Limits | None) -> Outcome:
-    """What one policy's blocks say together."""
+    """Figures of one policy's pooled blocks."""
     answers = [answer for block in blocks for answer in block.answers]
     failures = [answer.status.value for answer in answers if answer.status is not Status.OK]
     duration_s = sum(block.duration_s for block in blocks)
@@ -227,7 +227,7 @@ def outcome(blocks: Sequence[Block], reference: Limits | None) -> Outcome:
 
 
 def percentiles(values_ms: Floats) -> Percentiles | None:
-    """Of these latencies, if there are any."""
+    """Percentiles of these latencies; None without any."""
     if not len(values_ms):
         return None
     p50, p90, p99, most = np.percentile(values_ms, [50, 90, 99, 100], method="inverted_cdf")
@@ -235,7 +235,7 @@ def percentiles(values_ms: Floats) -> Percentiles | None:
 
 
 def attainments(answers: Sequence[Answer], reference: Limits | None) -> dict[str, Attainment]:
-    """By scale; nothing without a reference."""
+    """Attainment by scale; empty without a reference."""
     return {str(scale): attainment(answers, reference, scale) for scale in SCALES} if reference else {}
 
 
@@ -255,7 +255,7 @@ def _share_within(values_ms: Floats, limit_ms: float, missed: int) -> float | No
 
 
 def lateness(answers: Sequence[Answer]) -> Lateness:
-    """The share of requests that the generator sent late, and by how much at most."""
+    """Share of requests that the generator sent late, and the largest delay."""
     late_ms = np.array([answer.late_ms for answer in answers])
     if not len(late_ms):
         return Lateness(0.0, 0.0)
@@ -263,13 +263,13 @@ def lateness(answers: Sequence[Answer]) -> Lateness:
 
 
 def overruns(blocks: Sequence[Block]) -> Overruns:
-    """Iterations that exceeded their limit."""
+    """Number and share of iterations that exceeded their limit."""
     count, planned = sum(block.overruns for block in blocks), sum(block.planned for block in blocks)
     return Overruns(count=count, share=count / planned if planned else None)
 
 
 def preempted(blocks: Sequence[Block]) -> Preempted:
-    """What preemption within iterations did."""
+    """Sums of the blocks' preemption counts."""
     wasted, offline = sum(block.tokens_wasted for block in blocks), sum(b.offline_tokens for b in blocks)
     return Preempted(
         count=sum(block.preemptions for block in blocks),
@@ -282,7 +282,7 @@ def preempted(blocks: Sequence[Block]) -> Preempted:
 
 
 def spreads(blocks: Sequence[Block]) -> dict[str, Spread | None]:
-    """How much the blocks of one policy differ."""
+    """Spread of each figure over the blocks of one policy."""
     ttft = [percentiles(ttfts_ms(block.answers)) for block in blocks]
     tbt = [percentiles(tbts_ms(block.answers)) for block in blocks]
     return {
@@ -298,14 +298,14 @@ def _spread(values: Sequence[float]) -> Spread | None:
 
 
 def online_only_p99s(named: Mapping[str, Sequence[Block]]) -> Limits | None:
-    """The reference that the comparison measured itself."""
+    """P99s of online-only, the reference that the comparison measures itself."""
     answers = [answer for block in named.get(ONLINE_ONLY, ()) for answer in block.answers]
     ttft, tbt = percentiles(ttfts_ms(answers)), percentiles(tbts_ms(answers))
     return Limits(ttft.p99, tbt.p99) if ttft and tbt else None
 
 
 def ratios(name: str, policies: Mapping[str, Outcome]) -> Ratios:
-    """This policy against the ones that the papers compare with."""
+    """Ratios of this policy to the ones that the papers compare with."""
     this = policies[name]
     alone, unbounded, priority = (policies.get(other) for other in (ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY))
     return Ratios(
@@ -333,7 +333,7 @@ def _ratio(value: float | None, to: float | None) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """Named tuples as dictionaries, all the way down."""
+    """Convert named tuples to dictionaries, recursively."""
     if hasattr(value, "_asdict"):
         return _plain(value._asdict())
     return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The offline work of a comparison: rows as long as real documents, or as you say, and no text that matters."""
+"""Offline work of a comparison: rows of random tokens, as long as arXiv papers or as given."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ LONGEST_OUTPUT = 96  # tokens
 
 
 def like_papers(count: int, *, factor: float, most: int, seed: int) -> Iterator[tuple[int, int]]:
-    """Prompt and answer tokens of rows: arXiv papers and their abstracts, their lengths times `factor`.
+    """Yield prompt and answer tokens of rows: lengths of arXiv papers and their abstracts, times `factor`.
 
     A row and its answer have at most `most` tokens together.
     """
@@ -27,7 +27,7 @@ def like_papers(count: int, *, factor: float, most: int, seed: int) -> Iterator[
 
 
 def rows(lengths: Iterable[tuple[int, int]], *, vocab_range: tuple[int, int], seed: int) -> Iterator[str]:
-    """OpenAI batch lines: random token ids, as many as `lengths` say for prompts and answers."""
+    """Yield OpenAI batch lines with random token ids, of these prompt and answer lengths."""
     rng = np.random.default_rng(seed)
     for number, (prompt_tokens, answer_tokens) in enumerate(lengths):
         body = {
@@ -42,7 +42,7 @@ def rows(lengths: Iterable[tuple[int, int]], *, vocab_range: tuple[int, int], se
 
 
 def write(path: Path, lines: Iterator[str]) -> Path:
-    """The rows as a file that `conserve submit` takes."""
+    """Write the rows as a file for `conserve submit`."""
     with path.open("w", encoding="utf-8") as file:
         for line in lines:
             file.write(line + "\n")

@@ -9,16 +9,16 @@ from conserve.bench.traces import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """How a trace and a deployment are scaled down, or not."""
+    """Scaling of a trace and a deployment to a machine."""
 
     engine_flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    engine_cores: tuple[int, ...] = ()  # of the worker that computes
-    other_cores: tuple[int, ...] = ()  # of everything else
+    engine_cores: tuple[int, ...] = ()  # cores of the worker that computes
+    other_cores: tuple[int, ...] = ()  # cores of all other processes
     rounds: int = 5
     block_s: float = 120.0
     rate: float | None = None  # requests per second that a trace is thinned to
-    busy: float | None = None  # share of the time: with it, `sizing` sets rate and lengths for the machine
+    busy: float | None = None  # share of the time: with it, `sizing` sets rate and lengths by the machine
     input_factor: float = 1.0
     output_factor: float = 1.0
     longest: int = 1 << 20  # tokens of a prompt with its answer
@@ -30,9 +30,9 @@ class Preset:
     offline_window: int | None = None
 
     def arrivals(self, trace: Trace, seed: int) -> Trace:
-        """The trace as one block plays it: all of it in `block_s`, thinned and shortened."""
+        """Whole trace compressed into a block of `block_s`, thinned and shortened."""
         speed = trace.duration_s / self.block_s
-        if self.rate is not None:  # before the rest, which takes as long as there are arrivals
+        if self.rate is not None:  # first, since the other steps take time in proportion to the arrivals
             trace = trace.thinned(min(1.0, self.rate / (trace.rate * speed)), seed)
         return trace.scaled(speed).shortened(
             self.input_factor,
@@ -42,7 +42,7 @@ class Preset:
         )
 
     def times(self, lengths: float) -> Self:
-        """With live prompts and answers so many times as long."""
+        """Preset with live prompts and answers `lengths` times as long."""
         longest_output = max(1, round(self.longest_output * lengths))
         return replace(
             self,
@@ -56,7 +56,7 @@ class Preset:
 FULL = Preset()
 # Two cores: the worker computes on one, everything else shares the other. The trace's ten minutes become 25 s
 # with the bursts they had. Iterations have as many tokens and sequences as vLLM's server on a CPU gives them by
-# default. The rate is that of a server which does not tell its latency model: on the machine of docs/benchmarks.md
+# default. The rate is for servers without a latency model: on the machine of docs/benchmarks
 # online-only keeps the engine busy for 23 to 36 % of the time with it.
 CPU = Preset(
     engine_flags=(
@@ -66,7 +66,7 @@ CPU = Preset(
     environment={"VLLM_CPU_OMP_THREADS_BIND": "0"},
     engine_cores=(0,),
     other_cores=(1,),
-    rounds=2,  # of four policies, under ten minutes: answers of the slow ones take a minute after the last arrival
+    rounds=2,  # four policies take under ten minutes: answers of slow ones end a minute after the last arrival
     block_s=25.0,
     rate=0.8,
     busy=0.52,

@@ -1,4 +1,4 @@
-"""Raw numbers on disk: a Parquet row per request, and one per block."""
+"""Raw numbers on disk: a Parquet file with a row per request, and one with a row per block."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ BLOCKS = pa.schema(
 
 
 def table(answers: Sequence[Answer], *, policy: str, block: int) -> Any:
-    """A row per request of one block."""
+    """Table with a row for each request of one block."""
     rows = [
         {
             "policy": policy,
@@ -73,13 +73,13 @@ def table(answers: Sequence[Answer], *, policy: str, block: int) -> Any:
 
 
 def write_blocks(blocks: Sequence[Block], path: Path) -> None:
-    """The requests of all blocks, which are numbered in their order; raises OSError."""
+    """Write the requests of all blocks, numbered in their order; raises OSError."""
     tables = [table(block.answers, policy=block.policy, block=n) for n, block in enumerate(blocks)]
     pq.write_table(pa.concat_tables([SCHEMA.empty_table(), *tables]), path, compression="zstd")
 
 
 def write_counts(blocks: Sequence[Block], path: Path) -> None:
-    """What the engine counted in each block, in their order; raises OSError."""
+    """Write the engine's counts of each block, in their order; raises OSError."""
     rows = [
         {"block": n, **{name: getattr(block, name) for name in BLOCKS.names[1:]}}
         for n, block in enumerate(blocks)
@@ -88,12 +88,12 @@ def write_counts(blocks: Sequence[Block], path: Path) -> None:
 
 
 def write_answers(answers: Sequence[Answer], path: Path) -> None:
-    """Requests that belong to no policy yet; raises OSError."""
+    """Write requests of no policy yet; raises OSError."""
     pq.write_table(table(answers, policy="", block=0), path, compression="zstd")
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The requests in a file of raw numbers; raises OSError."""
+    """Read the requests of a file of raw numbers; raises OSError."""
     return [
         Answer(
             index=row["request"],

@@ -1,4 +1,4 @@
-"""A comparison for people: rows for a terminal, sentences, and a page without outside resources."""
+"""Report of a comparison: tables for a terminal, sentences, and an HTML page without outside resources."""
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -61,18 +61,18 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
     def part(self, names: Sequence[str]) -> "Table":
-        """The policies and these columns."""
+        """Table with the policies and these columns."""
         places = [0, *(self.header.index(name) for name in names)]
         return Table([self.header[n] for n in places], [[row[n] for n in places] for row in self.rows])
 
 
 def table_rows(comparison: Comparison) -> Table:
-    """A row per policy: latencies in ms, tokens per second, and ratios.
+    """Table with a row per policy: latencies in ms, tokens per second, and ratios.
 
-    Work is the offline tokens in what they cost: decode steps as so many tokens of prompts as they take. The
+    Work is the offline tokens weighted by their cost: a decode step counts as the prompt tokens it is worth. The
     ratios are those of the P99s to online-only's and of the tokens to non-preemptive's; wasted is the share
     of offline tokens that was computed for rows that then left the iteration; restored and recomputed are tokens
-    of rows that had lost their memory.
+    of evicted rows.
     """
     rows = []
     for name, outcome in comparison.policies.items():
@@ -99,7 +99,7 @@ def table_rows(comparison: Comparison) -> Table:
 
 
 def attainment_rows(comparison: Comparison) -> Table:
-    """A row per policy, a column per scale; no row without a reference."""
+    """Table with a row per policy and a column per scale; no rows without a reference."""
     rows = [
         [name, *(_share(outcome.attainment[str(scale)].attainment) for scale in SCALES)]
         for name, outcome in comparison.policies.items()
@@ -109,12 +109,12 @@ def attainment_rows(comparison: Comparison) -> Table:
 
 
 def receipts(comparison: Comparison) -> list[str]:
-    """What each policy's offline work did to online latency, a plain sentence each."""
+    """Harm receipt of each policy, a sentence each."""
     return [_receipt(name, harm) for name, harm in comparison.harm.items()]
 
 
 def warnings(comparison: Comparison) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """Sentences on failed requests and a late load generator, which make the figures doubtful."""
     found = []
     for name, outcome in comparison.policies.items():
         if outcome.failed:
@@ -140,9 +140,9 @@ def page(
     facts: Mapping[str, str] | None = None,
     stopped: str | None = None,
 ) -> str:
-    """One HTML page with everything in it, the answer first.
+    """Render the HTML page, the answer first.
 
-    `slo` are the limits to draw, the comparison's reference unless given; `facts` say how it was measured
+    `slo` are the limits to draw, by default the comparison's reference; `facts` describe the measurement
     (machine, model, versions, commit, seed, trace, command); `stopped` says which blocks are missing, if any.
     """
     from jinja2 import Environment, StrictUndefined
@@ -169,7 +169,7 @@ def page(
 
 
 def _chart_note(comparison: Comparison) -> str:
-    """The key to the chart, as far as its references were measured."""
+    """Key to the chart, for the references that were measured."""
     said = ["In each column the longest bar is the largest figure."]
     if ONLINE_ONLY in comparison.policies:
         said.append(f"The dashed line is {ONLINE_ONLY}, the same requests with no offline rows;")
@@ -225,7 +225,7 @@ def _receipt(name: str, harm: Harm) -> str:
 
 
 def _changed(change: Change) -> str:
-    """`went from 210 to 215 ms (+5 ms [-2, 11]; 1.02 times [0.99, 1.05])`."""
+    """Words for a change: `went from 210 to 215 ms (+5 ms [-2, 11]; 1.02 times [0.99, 1.05])`."""
     sign = "+" if change.difference_ms >= 0 else ""
     ratio = f"; {change.ratio:.2f} times {_between(change.ratio_ci, 2)}" if change.ratio_ci else ""
     return (

@@ -1,4 +1,4 @@
-"""Rate, lengths and blocks of a comparison on an engine of known speed. Pure.
+"""Sizing: rate, lengths and blocks of a comparison on an engine of known speed. Pure.
 
 The rate is the one at which online-only alone keeps the engine busy for a preset's share of the time, found by
 bisection over `forecast.play` of the very arrivals that the rounds will play. Where that makes a comparison too
@@ -16,34 +16,34 @@ from conserve.bench.measure import NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY, Block
 from conserve.bench.presets import Preset
 from conserve.errors import InputError, Overloaded
 
-BUSY = 0.52  # share of the time: half idle, so that offline rows have something to fill and a burst ends
-BUSIEST = 0.9  # above, queues grow for as long as requests arrive
-QUEUED = 0.25  # of a block: first tokens still owed so long after its end are a queue that does not end
-IDLE = 0.4  # share of the time: a queue beside an engine that idles more is not the engine's
+BUSY = 0.52  # share of the time; the idle half is for offline rows, and lets bursts end
+BUSIEST = 0.9  # share of the time; above it, queues grow for as long as requests arrive
+QUEUED = 0.25  # share of a block; first tokens owed so long after its end mean an endless queue
+IDLE = 0.4  # share of the time; beside an engine that idles more, the machine causes the queue
 LENGTHS = (1.0, 0.5, 0.25, 0.125)  # times the preset's
-LEAST_REQUESTS = 16  # in a block, or it says nothing
+LEAST_REQUESTS = 16  # in a block; fewer give no percentiles
 MOST_STRETCH = 8.0
-MEAN_BLOCK_S = 90.0  # with its answers: four policies and two rounds take twelve minutes
-LONGEST_S = 720.0  # of a comparison whose rounds were not given
+MEAN_BLOCK_S = 90.0  # including its answers: four policies and two rounds take twelve minutes
+LONGEST_S = 720.0  # of a comparison without given rounds
 STEPS = 16  # of a bisection: a rate to three digits
 DOUBLINGS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """Arrivals as the command line names them, which can be played at other rates too."""
+    """Arrivals of the command line, which can also be played at other rates."""
 
-    name: str  # the flags that say what arrives, but for the rate
-    source: Callable[[Preset, float | None], Source]  # at so many requests per second; None: as named
-    flags: Callable[[float], str]  # say the rate
-    rate: float  # requests per second, as named
+    name: str  # flags of the arrivals, without the rate
+    source: Callable[[Preset, float | None], Source]  # at so many requests/s; None: as the command line says
+    flags: Callable[[float], str]  # flags that set this rate
+    rate: float  # requests/s, as the command line says
     sizable: bool = False  # True if the preset may set the rate
-    given: frozenset[str] = frozenset()  # of rate, lengths, block_s and rounds: stay as they are
+    given: frozenset[str] = frozenset()  # of rate, lengths, block_s and rounds: the ones that sizing keeps
     lengths: float = 1.0  # of prompts and answers, times the preset's
 
 
 class Load(NamedTuple):
-    """Overload of a block under online-only, foretold or measured."""
+    """Load of a block under online-only, predicted or measured."""
 
     busy: float  # share of the block
     last_first_token_s: float  # since the block's start
@@ -64,22 +64,22 @@ class Load(NamedTuple):
 class Sized:
     """Arrivals that are played, and the busy share and latencies expected of online-only."""
 
-    preset: Preset  # with the lengths that are played
+    preset: Preset  # with the played lengths
     design: Design
     source: Source
     rate: float
     lengths: float  # times the preset's
     chosen: bool  # True if the machine's speed decided
-    forecasts: Sequence[Forecast]  # a round each; none where the engine's speed is unknown
+    forecasts: Sequence[Forecast]  # one a round; none if the engine's speed is unknown
     takes_s: float = 0.0
 
     @property
     def load(self) -> Load:
-        """The expected load."""
+        """Expected load."""
         return _load(self.forecasts, self.design.block_s)
 
     def flags(self, offered: Offered, rate: float) -> str:
-        """The flags that play this at that rate, whatever the machine."""
+        """Flags that play these arrivals at that rate on any machine."""
         words = [offered.flags(rate)]
         if self.lengths != 1:
             words.append(f"--lengths {self.lengths:g}")
@@ -88,7 +88,7 @@ class Sized:
         return " ".join(words)
 
     def sentence(self) -> str:
-        """One line: the arrivals and what to expect of them."""
+        """Line on the arrivals and the load expected of them."""
         design, how = self.design, "set by the machine's speed" if self.chosen else "as asked"
         blocks = f"{design.rounds} x {len(design.policies)} blocks of {design.block_s:g} s"
         if not self.forecasts:
@@ -108,7 +108,7 @@ class Sized:
 def size(
     offered: Offered, preset: Preset, design: Design, engine: Engine | None, *, overload: bool = False
 ) -> Sized:
-    """Choose what to play on this engine; `engine` is None where its speed is unknown.
+    """Choose rate, lengths and blocks for this engine; `engine` is None if its speed is unknown.
 
     Raises `Overloaded` if online-only alone cannot keep up with the arrivals, unless `overload` is allowed.
     """
@@ -147,7 +147,7 @@ def judge(block: Block, *, sized: Sized, offered: Offered, engine: Engine | None
 
 
 def measured(block: Block, block_s: float) -> Load:
-    """The load of a block that was played; a request without a token was owed it until it was given up."""
+    """Load of a played block. A request without a token counts as owed until it was given up."""
     firsts = [one.token_at_s[0] if one.token_at_s else one.ended_s for one in block.answers]
     return Load(block.busy_s / block.duration_s, max(firsts, default=0.0), block_s)
 
@@ -155,7 +155,7 @@ def measured(block: Block, block_s: float) -> Load:
 def advice(
     load: Load, sized: Sized, offered: Offered, engine: Engine | None, verb: str, *, work_s: float = 0.0
 ) -> str:
-    """The sentence for arrivals that are too many, with the rate to use.
+    """Sentence on too many arrivals, with the rate to use.
 
     `work_s` is the engine's time for a block, for where no `engine` tells it.
     """
@@ -173,7 +173,7 @@ def advice(
 
 
 def _chosen(offered: Offered, preset: Preset, design: Design, engine: Engine) -> Sized:
-    """The longest prompts and answers whose comparison is short enough and says something."""
+    """Sizing with the longest prompts and answers that keep the comparison short and its blocks full enough."""
     options = (offered.lengths,) if "lengths" in offered.given else LENGTHS
     for lengths in options:
         found = _at_lengths(offered, preset, design, engine, lengths)
@@ -189,7 +189,7 @@ def _chosen(offered: Offered, preset: Preset, design: Design, engine: Engine) ->
 
 
 def _at_lengths(offered: Offered, preset: Preset, design: Design, engine: Engine, lengths: float) -> Sized:
-    """At the rate that keeps the engine as busy as the preset says."""
+    """Sizing at the rate that keeps the engine as busy as the preset says."""
     shortened = replace(preset.times(lengths), block_s=design.block_s)
     rate = _rate(shortened, offered, design, engine, preset.busy or BUSY)
     found = Sized(
@@ -205,31 +205,31 @@ def _at_lengths(offered: Offered, preset: Preset, design: Design, engine: Engine
 
 
 def _with_forecasts(sized: Sized, engine: Engine) -> Sized:
-    """Return a copy that says what to expect of each round."""
+    """Copy with a forecast of each round."""
     forecasts = _forecasts(sized.source, sized.design, engine)
     return replace(sized, forecasts=forecasts, takes_s=_takes_s(sized.design, forecasts, engine))
 
 
 def _forecasts(source: Source, design: Design, engine: Engine, *, until_s: float = inf) -> list[Forecast]:
-    """Each round's arrivals under online-only."""
+    """Forecast of each round's arrivals under online-only."""
     found = []
     for number in range(design.rounds):
         try:
             trace = source(number)
-        except InputError:  # nothing is left of it at this rate
+        except InputError:  # no arrival is left at this rate
             trace = None
         found.append(play(trace, engine, design.block_s, until_s=until_s))
     return found
 
 
 def _load(forecasts: Sequence[Forecast], block_s: float) -> Load:
-    """The mean of the rounds' busy shares, and the worst of their queues."""
+    """Load with the mean of the rounds' busy shares and the longest of their queues."""
     last_s = max(one.last_first_token_s for one in forecasts)
     return Load(_mean([one.busy for one in forecasts]), last_s, block_s)
 
 
 def _rate(preset: Preset, offered: Offered, design: Design, engine: Engine, busy: float) -> float:
-    """The rate, to three digits, that keeps the engine as busy as that, or as near as the arrivals allow."""
+    """Rate, to three digits, that keeps the engine busy for this share, or as near as the arrivals allow."""
 
     until_s = (1 + QUEUED) * design.block_s
 
@@ -274,7 +274,7 @@ def _takes_s(design: Design, forecasts: Sequence[Forecast], engine: Engine) -> f
 
 
 def _slowdown(block: Block, sized: Sized) -> float:
-    """Ratio of the block's measured work to the foretold one."""
+    """Ratio of the block's measured work to the predicted one."""
     if not sized.forecasts:
         return 1.0
     first = sized.forecasts[0]
@@ -283,7 +283,7 @@ def _slowdown(block: Block, sized: Sized) -> float:
 
 
 def _work_s(block: Block, block_s: float) -> float:
-    """The engine's time for all of the block's requests: it works until the last is answered."""
+    """Engine time for all requests of the block, in s, until the last is answered."""
     ended_s = max((one.ended_s for one in block.answers), default=0.0)
     return block.busy_s + max(0.0, ended_s - block_s)
 
@@ -301,5 +301,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _digits(rate: float) -> float:
-    """To three digits, as the command line will have it."""
+    """Rate rounded to three digits, as a command line shows it."""
     return float(f"{rate:.3g}")

@@ -17,14 +17,14 @@ PIECE_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply whose head has come; the body is still coming."""
+    """A reply whose head was read and whose body is still arriving."""
 
     status: int
     _headers: Mapping[str, str]
     _reader: asyncio.StreamReader
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """The body's lines as they come, without line ends; EOFError or ValueError if it breaks off."""
+        """Yield the body's lines as they arrive, without line ends; EOFError or ValueError if it breaks off."""
         rest = b""
         async for piece in self._pieces():
             *lines, rest = (rest + piece).split(b"\n")
@@ -64,7 +64,7 @@ async def post(url: SplitResult, host: str, headers: Mapping[str, str], body: by
         status = int((await reader.readuntil(b"\n")).split(maxsplit=2)[1])
         yield Reply(status, await _headers(reader), reader)
     finally:
-        writer.transport.abort()  # the reply was read or is given up: nothing is left to flush
+        writer.transport.abort()  # the reply was read or given up: nothing is left to flush
 
 
 def _head(url: SplitResult, headers: Mapping[str, str]) -> bytes:

@@ -1,4 +1,4 @@
-"""The little of SVG that a chart needs: elements, scales, axes."""
+"""SVG for charts: elements, scales, axes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ STEPS = (1, 2, 5, 10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Values from `low` to `high` on pixels from `start` to `end`."""
+    """Scale that maps values from `low` to `high` to pixels from `start` to `end`."""
 
     low: float
     high: float
@@ -32,12 +32,12 @@ class Scale:
 
 
 def linear(values: Iterable[float], *, start: float, end: float) -> Scale:
-    """From zero to the largest value."""
+    """Scale from zero to the largest value."""
     return Scale(low=0.0, high=max([*values, 0.0]) * 1.05 or 1.0, start=start, end=end)
 
 
 def logarithmic(values: Iterable[float], *, start: float, end: float) -> Scale:
-    """From somewhat under the smallest positive value to somewhat over the largest."""
+    """Scale from 1/1.3 of the smallest positive value to 1.3 times the largest."""
     positive = [value for value in values if value > 0] or [1.0]
     return Scale(low=min(positive) / 1.3, high=max(positive) * 1.3, start=start, end=end, log=True)
 
@@ -61,7 +61,7 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def figure(value: float) -> str:
-    """A number as a reader wants it: three digits, thousands separated, no exponent."""
+    """Number with three digits, thousands separated, without an exponent."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "-"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -83,34 +83,34 @@ def _attribute(value: str | float) -> str:
 
 
 def text(content: str, x: float, y: float, class_: str = "", anchor: str = "start") -> str:
-    """Words at a place."""
+    """Words at a point."""
     return element("text", escape(content), x=x, y=y, class_=class_, text_anchor=anchor)
 
 
 def title(content: str) -> str:
-    """What a browser shows when the pointer rests on the parent."""
+    """Tooltip of the parent element."""
     return element("title", escape(content))
 
 
 def line(points: Sequence[tuple[float, float]], class_: str) -> str:
-    """A line through these places."""
+    """A line through these points."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return element("polyline", points=path, class_=class_)
 
 
 def dot(x: float, y: float, class_: str, told: str) -> str:
-    """A dot that says what it is when pointed at."""
+    """A dot with a tooltip."""
     return element("circle", title(told), cx=x, cy=y, r=2.0, class_=f"dot {class_}")
 
 
 def cross(x: float, y: float, class_: str, told: str) -> str:
-    """A cross that says what it is when pointed at."""
+    """A cross with a tooltip."""
     strokes = f"M{x - 4:.1f},{y - 4:.1f} l8,8 m0,-8 l-8,8"
     return element("path", title(told), d=strokes, class_=f"cross {class_}")
 
 
 def picture(content: str, width: float, height: float, label: str) -> str:
-    """The whole drawing, which scales with the page."""
+    """Whole drawing, which scales with the page."""
     return element(
         "svg",
         content,

@@ -19,7 +19,7 @@ COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 
 
 class Arrival(NamedTuple):
-    """One request: when it is due, and the lengths of its prompt and answer."""
+    """A request: its due time, and the lengths of its prompt and answer."""
 
     at_s: float
     input_tokens: int
@@ -28,7 +28,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Arrivals in order of time, never none of them, all within the trace's duration."""
+    """Arrivals in order of time, at least one, all within the trace's duration."""
 
     name: str
     duration_s: float
@@ -42,11 +42,11 @@ class Trace:
 
     @property
     def rate(self) -> float:
-        """Requests per second, on average."""
+        """Mean requests per second."""
         return len(self) / self.duration_s
 
     def scaled(self, speed: float) -> "Trace":
-        """The same requests `speed` times as fast."""
+        """Trace with the same requests, `speed` times as fast."""
         _require_positive(speed=speed)
         return replace(
             self,
@@ -55,12 +55,12 @@ class Trace:
         )
 
     def at_rate(self, rate: float) -> "Trace":
-        """The same requests, so fast that `rate` of them arrive per second on average."""
+        """Trace with the same requests at a mean of `rate` requests per second."""
         _require_positive(rate=rate)
         return self.scaled(rate / self.rate)
 
     def cut(self, start_s: float, duration_s: float) -> "Trace":
-        """What arrives from `start_s` on, for `duration_s` or until the trace ends; time starts anew at 0."""
+        """Part of the trace from `start_s` on, for `duration_s` or to its end; its time starts at 0."""
         _require_positive(duration_s=duration_s)
         end_s = min(start_s + duration_s, self.duration_s)
         kept = tuple(a._replace(at_s=a.at_s - start_s) for a in self if start_s <= a.at_s < end_s)
@@ -72,7 +72,7 @@ class Trace:
         return replace(self, duration_s=end_s - start_s, arrivals=kept)
 
     def thinned(self, share: float, seed: int) -> "Trace":
-        """Each arrival kept with the probability `share`: a lower rate with the same bursts."""
+        """Trace that keeps each arrival with the probability `share`: a lower rate with the same bursts."""
         _require_positive(share=share)
         kept = np.random.default_rng(seed).random(len(self.arrivals)) < share
         arrivals = tuple(arrival for arrival, keep in zip(self, kept, strict=True) if keep)
@@ -87,7 +87,7 @@ class Trace:
         max_input: int | None = None,
         max_output: int | None = None,
     ) -> "Trace":
-        """Lengths multiplied, then capped; nothing gets shorter than a token."""
+        """Trace with lengths multiplied, then capped; at least one token each."""
         _require_positive(input_factor=input_factor, output_factor=output_factor)
         for name, most in (("max_input", max_input), ("max_output", max_output)):
             _require_positive(**{name: 1 if most is None else most})
@@ -102,7 +102,7 @@ class Trace:
         return replace(self, arrivals=shorter)
 
     def spread(self, seed: int) -> "Trace":
-        """Every tick's requests, in their order, uniformly over the time until the next tick.
+        """Trace that spreads every tick's requests, in their order, uniformly until the next tick.
 
         For traces whose publisher rounded times down to ticks. The last tick is as long as the one before it.
         """
@@ -120,7 +120,7 @@ class Trace:
 
 
 def read(path: Path, *, seed: int = 0) -> Trace:
-    """A trace from Parquet; one whose times sit on ticks is spread. Raises `InputError`.
+    """Read a trace from Parquet; one whose times sit on ticks is spread. Raises `InputError`.
 
     Columns: arrival_s in seconds, input_tokens, output_tokens. On ticks means: two or more requests per
     distinct time on average (Mooncake's have ten).
@@ -136,7 +136,7 @@ def read(path: Path, *, seed: int = 0) -> Trace:
 
 
 def find_trace(name: str) -> Path:
-    """The file of that name, or else the bundled trace; raises `InputError`."""
+    """Path of the file of that name, else of the bundled trace; raises `InputError`."""
     here, bundled = Path(name), BUNDLED / f"{name.removesuffix('.parquet')}.parquet"
     if here.is_file():
         return here
@@ -151,7 +151,7 @@ def find_trace(name: str) -> Path:
 def gamma(
     rate: float, cv: float, duration_s: float, input_tokens: int, output_tokens: int, seed: int
 ) -> Trace:
-    """Arrivals whose gaps are Gamma distributed: `cv` 1 is Poisson, more is burstier, 0 is a metronome."""
+    """Arrivals with Gamma distributed gaps: `cv` 1 is Poisson, more is burstier, 0 is a metronome."""
     at_s = _gamma_times(rate, cv, duration_s, seed)
     name = f"gamma rate {rate:g} cv {cv:g} seed {seed}"
     return _uniform(name, duration_s, at_s, input_tokens, output_tokens)
@@ -167,7 +167,7 @@ def on_off(
     seed: int,
     cv: float = 1.0,
 ) -> Trace:
-    """`rate` requests per second for `on_s`, none for `off_s`, and so on; the gaps within are Gamma's."""
+    """Arrivals at `rate` per second for `on_s` s, none for `off_s` s, and so on; the gaps are Gamma distributed."""
     _require_positive(on_s=on_s, duration_s=duration_s)
     if off_s < 0:
         raise InputError(f"off_s is {off_s:g}; give zero or more seconds")
@@ -206,7 +206,7 @@ def _uniform(
 
 
 def _columns(path: Path) -> list[np.ndarray[Any, Any]]:
-    """The file's three columns, checked."""
+    """Read and check the file's three columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

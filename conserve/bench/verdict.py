@@ -1,4 +1,4 @@
-"""The answer of a comparison: what clients noticed and what the queue got, as one sentence and one chart."""
+"""The answer of a comparison, latency of clients and tokens of the queue, as one sentence and one chart."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,7 +11,7 @@ NOTHING = "-"
 
 
 class Bar(NamedTuple):
-    """One figure of the chart."""
+    """A figure of the chart."""
 
     length: float  # share of the column's longest
     value: str
@@ -19,7 +19,7 @@ class Bar(NamedTuple):
 
 
 class Column(NamedTuple):
-    """One figure of every policy, in the chart's order of policies."""
+    """A figure of every policy, in the chart's order of policies."""
 
     heading: str
     unit: str
@@ -28,14 +28,14 @@ class Column(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Policies down, figures across."""
+    """A chart: a row per policy, a column per figure."""
 
     policies: list[str]
     columns: list[Column]
 
 
 def sentence(comparison: Comparison) -> str:
-    """The answer for the first policy that runs offline rows."""
+    """Sentence with the answer for the first policy that runs offline rows."""
     lead = next((name for name in comparison.policies if name != ONLINE_ONLY), None)
     if lead is None:
         alone = comparison.policies[ONLINE_ONLY]
@@ -46,7 +46,7 @@ def sentence(comparison: Comparison) -> str:
 
 
 def chart(comparison: Comparison) -> Chart:
-    """Latencies of clients, and tokens of the queue, a bar for each policy."""
+    """Chart of clients' latencies and the queue's tokens, a bar for each policy."""
     outcomes, ratios = comparison.policies.values(), comparison.ratios.values()
     mark = [*comparison.policies].index(ONLINE_ONLY) if ONLINE_ONLY in comparison.policies else None
     return Chart(
@@ -91,7 +91,7 @@ def _column(
 
 
 def _clients(outcome: Outcome, ttft: Change | None, tbt: Change | None) -> str:
-    """The two P99s; "P99" is spelled out."""
+    """Words for the two P99s; "P99" is spelled out."""
     if outcome.ttft_ms is None:
         return "no client got a token"
     said = f"99% of clients' first tokens came within {figure(outcome.ttft_ms.p99)} ms{_before(ttft)}"
@@ -102,7 +102,7 @@ def _clients(outcome: Outcome, ttft: Change | None, tbt: Change | None) -> str:
 
 
 def _before(change: Change | None, *, again: bool = False) -> str:
-    """The same with no offline rows (not explained `again`), and whether the difference is certain."""
+    """Words for the figure without offline rows (unexplained if `again`) and the certainty of the difference."""
     if change is None:
         return ""
     low, high = change.difference_ci_ms

@@ -1,4 +1,4 @@
-"""The command line: its commands, and how errors leave it."""
+"""The command line: typer's groups and commands, and the exit code of each error."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from conserve.errors import ConserveError
 
 
 def example_first(self: Any, ctx: Any, formatter: Any) -> None:
-    """Help that begins with an example (kept in `epilog`), since that is what most people look for."""
+    """Print help that begins with the example (kept in `epilog`), which is what most readers look for."""
     if self.epilog:
         with formatter.section("Example"):
             for line in self.epilog.strip().splitlines():
@@ -32,7 +32,7 @@ class Command(TyperCommand):
 
 
 PASSING_ON = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True}
-SETTINGS = {"serve": PASSING_ON, "bench": PASSING_ON}  # what stands behind MODEL goes to vLLM
+SETTINGS = {"serve": PASSING_ON, "bench": PASSING_ON}  # words behind MODEL go to vLLM
 
 
 class Group(TyperGroup):
@@ -45,7 +45,7 @@ class Group(TyperGroup):
 
 
 class Program(Group):
-    """The program itself; a command's module is imported when the command is asked for."""
+    """The program; a command's module is imported when the command is called."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -62,7 +62,7 @@ class Program(Group):
 
 
 class Loaded(Mapping[str, Any]):
-    """Command by name, made when it is looked up."""
+    """Commands by name; each is made when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
         entry = COMMANDS[name]
@@ -129,7 +129,7 @@ def storing(module: Any, summary: str) -> Any:
         add_completion=False,
         no_args_is_help=True,
     )
-    group.callback()(lambda: None)  # so that it stays a group with one command
+    group.callback()(lambda: None)  # makes typer keep a group although it has one command
     group.command("size", cls=Command, epilog=module.EXAMPLE)(module.show_size)
     return typer.main.get_command(group)
 
@@ -145,7 +145,7 @@ app = typer.Typer(
 
 
 def show_version(wanted: bool) -> None:
-    """Print the version and leave."""
+    """Print the version and exit."""
     if wanted:
         output.data(f"conserve {__version__}")
         raise typer.Exit
@@ -159,7 +159,7 @@ def program(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help=OPTIONS["--version"])
     ] = False,
 ) -> None:
-    """Keep the program's own flags for the command."""
+    """Store the program's own flags in the context."""
     ctx.obj = Context(home=home)
 
 
@@ -167,7 +167,7 @@ def main() -> int:
     """Run the command line; returns the exit code."""
     try:
         app(prog_name="conserve")
-    except SystemExit as leaving:  # how typer ends, with the code of the command or of a usage error
+    except SystemExit as leaving:  # typer's way to end, with the code of the command or of a usage error
         return leaving.code if isinstance(leaving.code, int) else exits.DONE
     except ConserveError as error:
         return output.failed(error)

@@ -1,4 +1,4 @@
-"""Asks a store for rows, with warnings of what is left out and a sign of life."""
+"""Queries over a store: their rows, warnings of rows left out, and a sign of life."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ SPINNER_AFTER_S = 1.0
 def answer(
     question: "SnapshotQuery", warn: "Callable[[LeftOut], None] | None" = None
 ) -> Iterator["RowBatches"]:
-    """The rows of an answer; `warn` hears of rows that its views cannot show."""
+    """Yield the rows of an answer; `warn` is called with rows that a view cannot show."""
     from conserve.store.sql.answer import answered
 
     spinner = Spinner()
@@ -36,13 +36,13 @@ def say_left_out(found: "LeftOut") -> None:
 
 
 class Spinner:
-    """Says on a terminal that a query is at work, once it takes longer than a second."""
+    """A line on a terminal that says that a query is at work, from its first second on."""
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
 
     def waited(self, waited_s: float | None) -> None:
-        """The query has computed for so long; None once there is something to show."""
+        """Show for how long the query has computed, in s; None clears the line."""
         if waited_s is None:
             if self._stop is not None:
                 self._stop()

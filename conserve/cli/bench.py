@@ -1,4 +1,4 @@
-"""`conserve bench`: what do live clients notice, and what does the queue get, under each policy?"""
+"""`conserve bench`: latency of live clients and throughput of the queue under each policy."""
 
 import asyncio
 import contextlib
@@ -158,7 +158,7 @@ def bench(
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Until the event loop has the signals, Ctrl-C and SIGTERM end what is under way and go on behind it."""
+    """Let Ctrl-C and SIGTERM end the block, and go on after it. The event loop takes the signals over later."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with contextlib.suppress(KeyboardInterrupt):
@@ -168,7 +168,7 @@ def interruptible() -> Iterator[None]:
 
 
 def conclude(measured: Measured, folder: Path, said: Mapping[str, str], *, as_json: bool) -> int:
-    """Report what was measured, if anything was; returns the exit code."""
+    """Report the measured blocks, if there are any; returns the exit code."""
     if measured.sized is None or not measured.blocks:
         output.say("stopped before the first block was measured: there is no page")
         return exits.INTERRUPTED
@@ -180,7 +180,7 @@ def conclude(measured: Measured, folder: Path, said: Mapping[str, str], *, as_js
 
 
 def missing(blocks: Sequence["Block"], design: "Design") -> str | None:
-    """A sentence on the blocks that were not measured; None if all were."""
+    """Sentence on the blocks that were not measured; None if all were."""
     if len(blocks) == design.blocks:
         return None
     counts = Counter(block.policy for block in blocks)
@@ -189,7 +189,7 @@ def missing(blocks: Sequence["Block"], design: "Design") -> str | None:
 
 
 def resized(preset: "Preset", rounds: int | None, block_s: float | None, offline: str | None) -> "Preset":
-    """The preset with what the command line says on top."""
+    """Preset with the values that the command line gives."""
     said = {
         "rounds": rounds,
         "block_s": block_s,
@@ -207,7 +207,7 @@ def lengths(text: str) -> tuple[int, int]:
 
 
 def which(names: str, *, preemption: bool = True) -> list[str]:
-    """The policies to compare; without preemption `conserve` is `conserve/off`."""
+    """Names of the policies to compare; without preemption `conserve` is `conserve/off`."""
     chosen = list(SERVING) if names == "all" else [name.strip() for name in names.split(",")]
     for name in chosen:
         policy, slash, variant = name.partition("/")
@@ -220,12 +220,12 @@ def which(names: str, *, preemption: bool = True) -> list[str]:
 
 
 def preempts(policies: Sequence[str]) -> bool:
-    """Whether the engine needs what preemption takes: another worker, and no scheduling ahead."""
+    """True if the engine needs ConServe's worker and no asynchronous scheduling, as preemption does."""
     return any(name.partition("/")[0] == CONSERVE and name != f"{CONSERVE}/{OFF}" for name in policies)
 
 
 def section(settings: Settings, policies: Sequence[str]) -> dict[str, Any]:
-    """What the engine's part is told: it begins without offline work, and hears each block's policy."""
+    """Section `conserve` of the engine's configuration: no offline work at first, and control by each block."""
     from conserve.bench.measure import ONLINE_ONLY
 
     preemption = {} if preempts(policies) else {"preemption": OFF}
@@ -234,7 +234,7 @@ def section(settings: Settings, policies: Sequence[str]) -> dict[str, Any]:
 
 
 def limits(ttft_slo: str | None, tbt_slo: str | None) -> "Limits | None":
-    """The SLO, if one is given."""
+    """SLO of the flags, if they give one."""
     from conserve.bench.measure import Limits
 
     if (ttft_slo is None) != (tbt_slo is None):
@@ -246,7 +246,7 @@ def limits(ttft_slo: str | None, tbt_slo: str | None) -> "Limits | None":
 def make_design(
     preset: "Preset", policies: list[str], slo: "Limits | None", slo_scale: float, seed: int
 ) -> "Design":
-    """What is compared, and how long."""
+    """Design of the comparison, from the flags."""
     from conserve.bench.compare import Design
     from conserve.bench.measure import ONLINE_ONLY
     from conserve.engine.vllm.settings import PREEMPTION
@@ -278,9 +278,9 @@ def report(
     stopped: str | None,
     as_json: bool,
 ) -> None:
-    """Tables on stdout, the page and the raw numbers in the folder.
+    """Print the tables, and write the page and the raw numbers into the folder.
 
-    `said` is how it was measured; `stopped` says which blocks are missing, if any.
+    `said` are facts about the measurement; `stopped` says which blocks are missing, if any.
     """
     from conserve.bench import raw
     from conserve.bench import report as reports
@@ -305,7 +305,7 @@ def report(
 
 
 def show(comparison: "Comparison") -> None:
-    """The answer, then the tables and sentences behind it."""
+    """Print the answer, then the tables and sentences behind it."""
     from conserve.bench import report as reports
     from conserve.bench import verdict
 
@@ -322,7 +322,7 @@ def show(comparison: "Comparison") -> None:
 
 
 def facts(design: "Design") -> dict[str, str]:
-    """What a figure must say of itself."""
+    """Facts that stand beside every figure: machine, versions, commit, seed, arrivals."""
     import platform
 
     from conserve import __version__
@@ -340,7 +340,7 @@ def facts(design: "Design") -> dict[str, str]:
 
 
 def played(measured: Measured, sized: "Sized") -> dict[str, str]:
-    """Facts for the report: what was played, the flags that play it again, what was expected."""
+    """Facts for the report: the arrivals, the flags that play them again, the expected load."""
     offered = measured.offered
     return {
         "model": measured.model,

@@ -1,4 +1,4 @@
-"""The model that answers a run's jobs: the one that was named, or the one that they are bound to."""
+"""Model that answers a run's jobs: the one that a flag or setting names, else the one they are bound to."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,13 +10,13 @@ from conserve.store.books.readings import JobReading
 
 
 class Binding(NamedTuple):
-    """What was said about the model that answers: whether it was named, and whether jobs may change theirs."""
+    """Flags about the model: `named` if one was given, `rebind` if jobs may change theirs."""
 
     named: bool = False
     rebind: bool = False
 
     def settled(self, settings: Settings, jobs: Sequence[JobReading]) -> Settings:
-        """The settings with the model that all these jobs are bound to, where no other one was asked for.
+        """Settings with the model that all these jobs are bound to, unless a flag or setting names one.
 
         Raises `JobRefused` where the embedded engine could answer none of them, before it is started.
         """

@@ -1,4 +1,4 @@
-"""How much a query may take, from flags and settings; without them by the machine."""
+"""Bounds of a query's memory, disk, time and threads, from flags, settings or the machine."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ MOST_THREADS = 8
 
 
 def query_bounds(settings: Settings) -> "Bounds":
-    """The bounds of `conserve sql`."""
+    """Bounds of `conserve sql`."""
     from conserve.store.sql.bounds import Bounds
 
     memory, disk = settings.sql_memory, settings.sql_disk
@@ -36,14 +36,14 @@ def query_bounds(settings: Settings) -> "Bounds":
 
 
 def export_bounds(settings: Settings) -> "Bounds":
-    """The bounds of `conserve results`, whose query is our own: threads alone."""
+    """Bounds of `conserve results`: threads alone, since its query is ConServe's own."""
     from conserve.store.sql.bounds import Bounds
 
     return Bounds(threads=threads(settings.sql_threads))
 
 
 def default_memory() -> int:
-    """A quarter of the machine's or the control group's memory, at most 4 GiB."""
+    """Bytes: a quarter of the machine's or the control group's memory, at most 4 GiB."""
     from conserve.engine.runtime.machine import memory_limit
 
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -52,12 +52,12 @@ def default_memory() -> int:
 
 
 def default_disk() -> int:
-    """Half of what is free where temporary files go, at most 20 GiB."""
+    """Bytes: half of the free space for temporary files, at most 20 GiB."""
     return min(MOST_DISK_BYTES, shutil.disk_usage(system_folder()).free // 2)
 
 
 def threads(wanted: int | None) -> int:
-    """As many as wanted, else as there are cores for this process, at most 8."""
+    """Number of threads: as set, else one for each core of this process, at most 8."""
     from conserve.engine.runtime.machine import compute_threads
 
     return wanted or min(MOST_THREADS, compute_threads())

@@ -1,4 +1,4 @@
-"""`conserve check`: find what is damaged in the store, and mend it."""
+"""`conserve check`: find damaged files and records of the store, and repair them."""
 
 import time
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def check(
 def find(
     settings: Settings, jobs: Sequence[str] | None, *, write: bool
 ) -> tuple["Checked", Sequence[str] | None]:
-    """Look at the store; returns what was found, and the ids of the jobs that were asked for."""
+    """Check the store; returns the findings, and the ids of the jobs that the command line names."""
     from conserve.jobs.repair import task_fault
     from conserve.store.books import catalog
     from conserve.store.database.store import Store
@@ -83,7 +83,7 @@ def find(
 
 
 def unnamed_jobs(store: "Store") -> list["Damage"]:
-    """Jobs that a database at this place had, and that this one does not name."""
+    """Jobs that an earlier database at this place named, and this one does not."""
     from conserve.store.upkeep import checking, rebuild
 
     found = [stranger.job_id for stranger in rebuild.strangers(store)]
@@ -95,7 +95,7 @@ def unnamed_jobs(store: "Store") -> list["Damage"]:
 def mend(
     settings: Settings, checked: "Checked", only: Sequence[str] | None, kv_spill: Path | None
 ) -> tuple[list[str], Sequence["Damage"]]:
-    """Repair what is damaged, the database first; returns what was done, and what is damaged still."""
+    """Repair the damage, the database first; returns sentences on the repairs, and the damage that is left."""
     from conserve.store.upkeep.damage import StorePart
 
     said, damages = [], checked.damages
@@ -110,7 +110,7 @@ def mend(
 
 
 def mend_database(settings: Settings) -> list[str]:
-    """Mend the database in place if that is enough, else make a new one of what can be read."""
+    """Repair the database in place if that is enough, else make a new one from its readable parts."""
     from conserve.store.database.store import Store
     from conserve.store.upkeep import checking, mending, rebuild
 
@@ -129,7 +129,7 @@ def mend_database(settings: Settings) -> list[str]:
 
 
 def mend_jobs(settings: Settings, damages: Sequence["Damage"]) -> list[str]:
-    """Repair each job that is damaged."""
+    """Repair each damaged job; returns a sentence on each repair."""
     from conserve.jobs.repair import repair
     from conserve.store.database.store import Store
 
@@ -142,7 +142,7 @@ def mend_jobs(settings: Settings, damages: Sequence["Damage"]) -> list[str]:
 
 
 def spill_damage(folder: Path | None) -> list["Damage"]:
-    """What is wrong with a KV spill, if one was named."""
+    """Damage of the KV spill, if the command line names one."""
     if folder is None:
         return []
     from conserve.engine.runtime import spill_file
@@ -161,7 +161,7 @@ def spill_damage(folder: Path | None) -> list["Damage"]:
 
 
 def discard_spill(folder: Path) -> str:
-    """Remove a KV spill that no server would take in."""
+    """Remove a KV spill that no server would accept."""
     from conserve.engine.runtime import spill_file
 
     with spill_file.claim(folder):
@@ -170,7 +170,7 @@ def discard_spill(folder: Path) -> str:
 
 
 def tell(checked: "Checked", seconds: float) -> None:
-    """Say what was found."""
+    """Print the findings."""
     for damage in checked.damages:
         output.data(damage.sentence)
     looked_at = f"{output.count(checked.jobs, 'job')}, {output.count(checked.files, 'file')}"
@@ -180,7 +180,7 @@ def tell(checked: "Checked", seconds: float) -> None:
 
 
 def tell_repairs(said: Sequence[str], left: Sequence["Damage"]) -> None:
-    """Say what was repaired, and what is damaged still."""
+    """Print the repairs, and the damage that is left."""
     for sentence in said:
         output.data(f"repaired: {sentence}")
     for damage in left:
@@ -188,7 +188,7 @@ def tell_repairs(said: Sequence[str], left: Sequence["Damage"]) -> None:
 
 
 def document(checked: "Checked", said: Sequence[str], left: Sequence["Damage"]) -> dict[str, Any]:
-    """The findings for JSON (docs/scripting.md)."""
+    """Findings as JSON (docs/reference/json.md)."""
     return {
         "jobs": checked.jobs,
         "files": checked.files,

@@ -1,4 +1,4 @@
-"""The commands: the module of each, and its line in the program's help. Loads none of them."""
+"""The commands: the module of each, and its line in the program's help. Imports none of them."""
 
 from importlib import import_module
 from types import ModuleType
@@ -20,7 +20,7 @@ OPTIONS = {
 
 
 class Entry(NamedTuple):
-    """One command; the module has a function of the command's name, and the summary fits on a line of 80."""
+    """One command. The module has a function of the command's name; the summary fits on a line of 80."""
 
     module: str
     summary: str
@@ -56,7 +56,7 @@ COMMANDS = {
 
 
 def overview() -> str:
-    """The program's help; the example first, since that is what most people look for."""
+    """Help of the program; the example first, which is what most readers look for."""
     example = "\n".join(f"  {line}" for line in EXAMPLE.strip().splitlines())
     commands = {name: entry.summary for name, entry in COMMANDS.items()}
     return (
@@ -69,6 +69,6 @@ def overview() -> str:
 
 
 def definitions(terms: dict[str, str]) -> str:
-    """Terms and what they mean, in two columns."""
+    """Terms and their meanings in two columns."""
     width = max(map(len, terms))
     return "\n".join(f"  {term:<{width}}  {meaning}" for term, meaning in terms.items())

@@ -1,4 +1,4 @@
-"""What every command starts from: the settings and the store."""
+"""Context of a command: the settings and the store."""
 
 import shlex
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ class Context:
     home: str | None = None
 
     def settings(self, **flags: Any) -> Settings:
-        """The settings, with these flags on top."""
+        """Settings, with these flags on top."""
         return load({"home": self.home, **flags})
 
     @contextmanager
     def store(self, **flags: Any) -> Iterator["Store"]:
-        """The open store."""
+        """Open the store."""
         from conserve.store.database.store import Store
 
         with closing(Store.open(self.settings(**flags))) as store:
@@ -32,7 +32,7 @@ class Context:
 
     @contextmanager
     def store_to_read(self) -> Iterator["Store"]:
-        """The store, open for commands that change nothing: they work where nothing can be written."""
+        """Open the store for reading, which works where nothing can be written."""
         from conserve.store.database.store import Store
 
         with closing(Store.open_to_read(self.settings())) as store:
@@ -40,24 +40,24 @@ class Context:
 
 
 def bearer(settings: Settings) -> dict[str, str]:
-    """The header for a server's own routes, with whichever key there is."""
+    """Authorization header for a server's own routes, with the API key, else the harvester's key."""
     key = settings.api_key or settings.harvest_key
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
-    """What a command was given, and the vLLM flags behind it; no job id or model begins with a dash."""
+    """Split a command's own words from vLLM's flags behind them; no job id or model begins with a dash."""
     first_flag = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
     return words[:first_flag], words[first_flag:]
 
 
 def engine_flags(settings: Settings, flags: list[str]) -> list[str]:
-    """The embedded engine's flags: those of the settings, then those of the command line."""
+    """Flags of the embedded engine: those of the settings, then those of the command line."""
     return [*shlex.split(settings.engine_args), *flags]
 
 
 def job_ids(incomplete: str) -> list[str]:
-    """Shell completion of a job's id."""
+    """Ids of the jobs that begin like this, for shell completion."""
     import time
 
     from conserve.errors import ConserveError

@@ -52,7 +52,7 @@ def retry(ctx: typer.Context, jobs: Jobs) -> None:
 
 
 def move(context: Context, jobs: list[str], verb: str) -> None:
-    """Tell all these jobs, or none if one of them cannot be told."""
+    """Apply the verb to all these jobs, or to none if one of them refuses it."""
     from conserve.store.books import catalog
 
     with context.store() as store, store.write() as tx:

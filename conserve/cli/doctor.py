@@ -1,4 +1,4 @@
-"""`conserve doctor`: what is installed and set up, what works, and the fix for what does not."""
+"""`conserve doctor`: try the engine, the endpoint, the store and the machine, and name the fix of each fault."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ conserve doctor
 conserve doctor --json
 """
 
-ANSWER_S = 10.0  # for an endpoint
+ANSWER_S = 10.0  # time-out of an endpoint
 Findings = Generator[Finding, None, float | None]
 
 
@@ -46,7 +46,7 @@ def doctor(
 
 
 def show(finding: Finding) -> None:
-    """One line, and the fix below it."""
+    """Print a finding on one line, and its fix below."""
     mark = output.coloured("ok ", "green") if finding.ok else output.coloured("fix", "red")
     output.data(f"{mark} {finding.name:<10} {finding.value}")
     if finding.fix:
@@ -54,7 +54,7 @@ def show(finding: Finding) -> None:
 
 
 def examined(settings: Settings) -> Iterator[Finding]:
-    """Everything, the slowest last: an engine loads while the others are looked at."""
+    """Yield all findings, the slowest last: the engine's library loads meanwhile."""
     began = Clocks.now()
     yield from installation()
     if settings.endpoint is None:
@@ -66,14 +66,14 @@ def examined(settings: Settings) -> Iterator[Finding]:
 
 
 def installation() -> Iterator[Finding]:
-    """ConServe itself and where its settings come from."""
+    """ConServe's version, and the files that its settings come from."""
     files = settings_files(os.environ, Path.cwd())
     yield Finding("conserve", f"{__version__}, Python {platform.python_version()}, {platform.machine()}")
     yield Finding("settings", ", ".join(str(file) for file in files) or "defaults and CONSERVE_* variables")
 
 
 def embedded(settings: Settings) -> Findings:
-    """The engine in this environment and its surroundings; its library loads meanwhile in another process."""
+    """Engine of this environment, store and machine; the engine's library loads meanwhile in another process."""
     from conserve.engine.vllm.compat import describe_engine
     from conserve.engine.vllm.launching.loading import Loading
 
@@ -91,7 +91,7 @@ def embedded(settings: Settings) -> Findings:
 
 
 def endpoint(address: str, api_key: str | None) -> Finding:
-    """Whether the server answers, with the key."""
+    """Ask the server for its models, with the key."""
     import httpx
 
     from conserve.endpoints.discovery import served_models
@@ -114,7 +114,7 @@ def endpoint(address: str, api_key: str | None) -> Finding:
 
 
 def surroundings(settings: Settings) -> Findings:
-    """The store and the machine; returns the newest time in the store."""
+    """Store and machine; returns the newest time in the store, in s since 1970."""
     newest_s = None
     try:
         stored, newest_s = store(settings)
@@ -129,7 +129,7 @@ def surroundings(settings: Settings) -> Findings:
 
 
 def store(settings: Settings) -> tuple[list[Finding], float | None]:
-    """The store: what is in it, how long a commit takes, its server's clock; and its newest time."""
+    """Store: its jobs, the time of a commit, its server's clock. The second value is its newest time."""
     from conserve.store.books.readings import read_jobs
     from conserve.store.database.store import Store
     from conserve.store.database.trial import server_time_s, write_and_remove
@@ -157,12 +157,12 @@ def store(settings: Settings) -> tuple[list[Finding], float | None]:
 
 
 def where(settings: Settings) -> str:
-    """The store's place, without its password."""
+    """URL of the store, without its password."""
     return re.sub(r"(//[^:/@]*):[^@]*@", r"\1:***@", settings.store) if settings.store else str(settings.home)
 
 
 def store_fix(settings: Settings) -> str:
-    """The next command for a store that cannot be used."""
+    """Next command for a store that cannot be used."""
     from importlib.util import find_spec
 
     from conserve.installation import install_line

@@ -1,4 +1,4 @@
-"""What `conserve doctor` says of the embedded engine: its installation, its library, its model, its device."""
+"""Findings on the embedded engine: installation, library, model, cores, memory, number format."""
 
 import os
 import shlex
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def installed(found: "EngineDescription") -> Iterator[Finding]:
-    """The installed engine, and the problems that keep it from working."""
+    """Version of the installed engine, and the problems that keep it from working."""
     name = f"{found.distribution} {found.version}" if found.distribution else "not installed"
     yield Finding("engine", name)
     yield Finding("device", found.device or "none")
@@ -26,7 +26,7 @@ def installed(found: "EngineDescription") -> Iterator[Finding]:
 
 
 def engine(settings: Settings, found: "EngineDescription") -> Iterator[Finding]:
-    """The model, and the memory and cores for it; loads nothing."""
+    """Model, cores, memory and number format; loads nothing."""
     yield model(settings)
     if found.device == "cpu":
         yield cores()
@@ -37,7 +37,7 @@ def engine(settings: Settings, found: "EngineDescription") -> Iterator[Finding]:
 
 
 def library(found: "EngineDescription", loaded: "LoadTrial") -> Finding:
-    """Whether the engine's library loads, and how long that took."""
+    """Result of loading the engine's library, and the seconds it took."""
     from conserve.installation import pip
 
     again = f"{pip('install')} --force-reinstall --no-deps {found.distribution}=={found.version}"
@@ -48,7 +48,7 @@ def library(found: "EngineDescription", loaded: "LoadTrial") -> Finding:
 
 
 def model(settings: Settings) -> Finding:
-    """The model that `conserve run` would load."""
+    """Model that `conserve run` would load."""
     path = Path(settings.model).expanduser()
     if path.is_absolute() and not (path / "config.json").is_file():
         return Finding(
@@ -58,7 +58,7 @@ def model(settings: Settings) -> Finding:
 
 
 def cores() -> Finding:
-    """The cores that the engine computes on, and what limits them."""
+    """Cores that the engine computes on, and their limit."""
     from conserve.engine.runtime.machine import cores, cpu_model
     from conserve.engine.vllm.launching.environment import BINDING
 
@@ -71,7 +71,7 @@ def cores() -> Finding:
 
 
 def memory() -> Finding:
-    """The memory that the engine may take, and what of it would be KV cache."""
+    """Memory that the engine may take, and its share for the KV cache."""
     from conserve.engine.runtime.machine import memory_bytes, memory_limit
     from conserve.engine.vllm.launching.flags import kv_bytes
 
@@ -82,7 +82,7 @@ def memory() -> Finding:
 
 
 def number_format(settings: Settings) -> Finding:
-    """The format that the engine computes in, and the speeds that decided when it was first started."""
+    """Number format of the engine, and the measured speeds that decided it."""
     from conserve.engine.vllm.launching.number_format import names_format, read_config, recall
     from conserve.engine.vllm.model.demo_model import converted
 

@@ -1,4 +1,4 @@
-"""What `conserve doctor` says of the machine: disk, clock, open files, shared memory."""
+"""Findings on the machine: disk, clock, open files, shared memory."""
 
 import os
 import resource
@@ -27,23 +27,23 @@ FUTURE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocks:
-    """The system's clock, which can be set, and the monotonic one, which cannot, at one moment."""
+    """Readings of the system's clock, which can be set, and the monotonic one, which cannot, at one moment."""
 
     wall_s: float
     monotonic_s: float
 
     @classmethod
     def now(cls) -> Self:
-        """Read both."""
+        """Read both clocks."""
         return cls(wall_s=time.time(), monotonic_s=time.monotonic())
 
     def jumped_s(self, later: Self) -> float:
-        """How far the system's clock was set between the two moments."""
+        """Seconds by which the system's clock was set between the two moments."""
         return (later.wall_s - self.wall_s) - (later.monotonic_s - self.monotonic_s)
 
 
 def clock(first: Clocks, last: Clocks, newest_s: float | None) -> Finding:
-    """The system's clock against the monotonic one, and against the newest time in the store."""
+    """Compare the system's clock with the monotonic one, and with the newest time in the store."""
     fix = "let NTP keep this machine's clock (timedatectl set-ntp true): leases expire by it"
     jumped_s = first.jumped_s(last)
     if abs(jumped_s) > JUMP_S:
@@ -58,26 +58,26 @@ def clock(first: Clocks, last: Clocks, newest_s: float | None) -> Finding:
 
 
 def looked(first: Clocks, last: Clocks) -> str:
-    """How long the clocks were compared."""
+    """Words for the time over which the clocks were compared."""
     return output.duration(last.monotonic_s - first.monotonic_s)
 
 
 def database_clock(ahead_s: float, lease_s: float) -> Finding:
-    """How far the database server's clock is ahead of this machine's."""
+    """Judge the database server's clock, which is so many seconds ahead of this machine's."""
     fix = "let NTP keep both clocks (timedatectl set-ntp true): rows of a run change hands by them"
     near = "the same as here" if abs(ahead_s) < 1 else f"{ahead_s:+.1f} s from here"
     return Finding.judged("db clock", near, fix, ok=abs(ahead_s) <= lease_s / 10)
 
 
 def disk(home: Path) -> Finding:
-    """The room for request files and results."""
+    """Free space for request files and results."""
     free = shutil.disk_usage(home).free
     fix = "free some space, or set CONSERVE_HOME to another disk"
     return Finding.judged("disk", f"{free / GIB:.1f} GiB free", fix, ok=free >= LITTLE_DISK_BYTES)
 
 
 def fsync(home: Path, timer: Callable[[], float] = time.perf_counter) -> Finding:
-    """How long the disk takes to make a page durable; raises OSError."""
+    """Time that the disk takes to make a page durable, in ms; raises OSError."""
     taken_s = []
     with NamedTemporaryFile(dir=home, prefix=".doctor-") as file:
         for _ in range(FSYNCS):
@@ -92,7 +92,7 @@ def fsync(home: Path, timer: Callable[[], float] = time.perf_counter) -> Finding
 
 
 def open_files() -> Finding:
-    """How many files and connections a process may have open."""
+    """Number of files and connections that a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     most = "without limit" if hard == unlimited else f"at most {hard:,}"
@@ -104,7 +104,7 @@ def open_files() -> Finding:
 
 
 def shared_memory(folder: Path = SHARED_MEMORY) -> Finding | None:
-    """The shared memory between vLLM's processes; None on systems that keep it elsewhere."""
+    """Shared memory between vLLM's processes; None on systems that keep it elsewhere."""
     if not folder.is_dir():
         return None
     usage = shutil.disk_usage(folder)

@@ -1,4 +1,4 @@
-"""`conserve run --dry-run` and `conserve submit --dry-run`: what would be sent, and whether it fits the model."""
+"""`conserve run --dry-run` and `conserve submit --dry-run`: the requests of a job, and their fit to the model."""
 
 import asyncio
 import json
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from conserve.jobs.requests.preview import Preview
     from conserve.jobs.requests.rehearsal import Rehearsal, Tokens
 
-PROMPTS = ("messages", "prompt")  # fields of a body that are shown by themselves
+PROMPTS = ("messages", "prompt")  # fields of a body that get lines of their own
 
 
 class Counter(NamedTuple):
-    """A tokenizer, or why there is none."""
+    """A tokenizer, or the reason that there is none."""
 
     tokens: "Tokens | None"
     why_none: str = ""
 
 
 def rehearse_run(settings: Settings, jobs: Sequence[JobReading], flags: list[str], *, as_json: bool) -> int:
-    """Say what a run of these jobs would meet; returns 5 if rows cannot be answered, else 0."""
+    """Print how many rows of these jobs can be answered; returns 5 if some cannot, else 0."""
     counter, found = asyncio.run(rehearsed(settings, jobs, flags))
     for one in found:
         for line in told(one, settings, counter):
@@ -40,7 +40,7 @@ def rehearse_run(settings: Settings, jobs: Sequence[JobReading], flags: list[str
 async def rehearsed(
     settings: Settings, jobs: Sequence[JobReading], flags: list[str]
 ) -> "tuple[Counter, list[Rehearsal]]":
-    """Make every request and count its prompt."""
+    """Make every request, and count the tokens of its prompt."""
     from conserve.jobs.requests.rehearsal import rehearse
     from conserve.jobs.task import Task
 
@@ -58,7 +58,7 @@ async def rehearsed(
 
 
 async def counter_of(settings: Settings, flags: list[str]) -> Counter:
-    """The tokenizer of what is to answer."""
+    """Tokenizer of the server, or of the local model."""
     if settings.endpoint is None:
         return local_counter(settings, settings.model, engine_flags(settings, flags))
     if settings.endpoint.startswith("fake:"):
@@ -73,7 +73,7 @@ async def counter_of(settings: Settings, flags: list[str]) -> Counter:
 
 
 def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> Counter:
-    """The tokenizer of a model on this machine."""
+    """Tokenizer of a model on this machine."""
     from conserve.engine.vllm.model.tokenizer import folder_tokens
 
     tokens = folder_tokens(model, settings.models_folder, flags)
@@ -81,7 +81,7 @@ def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> 
 
 
 def told(found: "Rehearsal", settings: Settings, counter: Counter) -> list[str]:
-    """What a run of one job would meet, in sentences."""
+    """Sentences on a job's rows: how many, their longest prompt, those that are too long."""
     lines = [f"{found.job_id}: {output.count(found.rows, 'row')} to run"]
     if found.longest is not None:
         longest = f"the longest {found.longest.tokens:,} (row {found.longest.row_index:,})"
@@ -107,19 +107,19 @@ def told(found: "Rehearsal", settings: Settings, counter: Counter) -> list[str]:
 
 
 def document(found: "Rehearsal") -> dict[str, Any]:
-    """The same for JSON (docs/scripting.md)."""
+    """Rehearsal as JSON (docs/reference/json.md)."""
     values = asdict(found)
     del values["job_id"]
     return {**values, "longest": shown(found.longest), "first_too_long": shown(found.first_too_long)}
 
 
 def shown(length: Any) -> dict[str, Any] | None:
-    """A row's length for JSON."""
+    """Length of a row as JSON."""
     return None if length is None else length._asdict()
 
 
 async def lengths(previews: "Sequence[Preview]", counter: Counter) -> list[int | None]:
-    """Tokens of each prompt that can be counted."""
+    """Tokens of each prompt; None where the tokenizer cannot count it."""
     from conserve.jobs.requests.rehearsal import prompt_tokens
 
     if counter.tokens is None:
@@ -133,7 +133,7 @@ async def lengths(previews: "Sequence[Preview]", counter: Counter) -> list[int |
 def show_previews(
     previews: "Sequence[Preview]", counter: Counter, params: Mapping[str, Any], *, as_json: bool
 ) -> None:
-    """Print requests as they would be sent."""
+    """Print the requests as they would be sent."""
     tokens = asyncio.run(lengths(previews, counter))
     for one, number in zip(previews, tokens, strict=True):
         if as_json:
@@ -145,7 +145,7 @@ def show_previews(
 
 
 def lines_of(preview: "Preview", tokens: int | None, params: Mapping[str, Any]) -> list[str]:
-    """One request for people."""
+    """Lines of one request for a reader."""
     head = f"row {preview.row_index:,}"
     head += f", id {preview.custom_id}" if preview.custom_id is not None else ""
     head += f", {output.count(tokens, 'token')}" if tokens is not None else ""
@@ -155,7 +155,7 @@ def lines_of(preview: "Preview", tokens: int | None, params: Mapping[str, Any]) 
 
 
 def parts_of(body: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
-    """The messages or the prompt of a body, then the fields that only this row has."""
+    """Messages or prompt of a body, then the fields that only this row has."""
     if "messages" in body:
         parts = [spoken(message) for message in body["messages"]]
     else:
@@ -165,13 +165,13 @@ def parts_of(body: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
 
 
 def spoken(message: Mapping[str, Any]) -> str:
-    """One message of a chat."""
+    """One message of a chat, as `role: text`."""
     rest = {name: value for name, value in message.items() if name not in ("role", "content")}
     said = labelled(str(message.get("role")), message.get("content"))
     return f"{said} {json.dumps(rest, ensure_ascii=False)}" if rest else said
 
 
 def labelled(label: str, value: Any) -> str:
-    """Text behind its label, further lines below the first; what is no text is shown as JSON."""
+    """Text behind its label, further lines below the first; other values as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"{label}: {text}".replace("\n", "\n" + " " * (len(label) + 4))

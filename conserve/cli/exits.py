@@ -1,4 +1,4 @@
-"""Exit codes, as docs/scripting.md lists them."""
+"""Exit codes (docs/reference/exit-codes.md)."""
 
 DONE = 0
 FAILED = 1

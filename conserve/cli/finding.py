@@ -1,4 +1,4 @@
-"""What `conserve doctor` reports."""
+"""Finding: one line of `conserve doctor`."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at; `fix` is the next command where it is not well."""
+    """Result of one check; `fix` is the next command if it is not well."""
 
     name: str
     value: str
@@ -16,5 +16,5 @@ class Finding:
 
     @classmethod
     def judged(cls, name: str, value: str, fix: str, *, ok: bool) -> "Finding":
-        """A finding whose fix counts only where it is not well."""
+        """Finding that keeps its fix only if it is not well."""
         return cls(name, value, ok, None if ok else fix)

@@ -1,4 +1,4 @@
-"""`conserve harvest`: drain the queue into a server, for as long as it serves."""
+"""`conserve harvest`: send queued rows to a server that runs already."""
 
 import asyncio
 import sys
@@ -36,7 +36,7 @@ conserve harvest --endpoint http://localhost:8000
 conserve harvest gsm8k-k3f9 --endpoint http://localhost:8000 --until-empty
 """
 
-LOOK_S = 0.5  # how soon it is said that a job began or ended
+LOOK_S = 0.5  # between two looks for jobs that began or ended
 
 
 def harvest(
@@ -90,7 +90,7 @@ def harvest(
 
 
 def open_store(settings: Settings, *, wait: bool) -> "Store":
-    """The store; with `wait`, as soon as it can be reached."""
+    """Open the store; with `wait`, try until it can be reached."""
     from conserve.jobs.harvest.outage import Outage
     from conserve.store.database.store import Store
 
@@ -147,11 +147,11 @@ def work(
     work_s = max(0.0, (harvester.ended_at or time.monotonic()) - ready_at)
     times = Times(start_s=ready_at - begun, work_s=work_s)
     code = report(harvester.tally, settings, interrupted, times, only=only, as_json=as_json)
-    return code if until_empty else exits.DONE  # one that follows has no other end than a signal
+    return code if until_empty else exits.DONE  # a harvester that follows the queue ends by a signal only
 
 
 def server(settings: Settings, window: int | None) -> "Endpoint":
-    """The endpoint that the settings name, told that others use it too."""
+    """Endpoint of the settings, as one that live requests use too."""
     address = settings.endpoint or ""
     if not address.startswith(("http://", "https://")):
         return make_endpoint(settings, [], Pace())
@@ -169,7 +169,7 @@ def server(settings: Settings, window: int | None) -> "Endpoint":
 
 
 async def show(harvester: "Harvester", settings: Settings, only: list[str] | None, *, lines: bool) -> None:
-    """Say what the server is; then the progress of a run, or just a line when a job begins or ends.
+    """Print what kind of server it is; then a run's progress, or a line when a job begins or ends.
 
     Off a terminal the latter is for a harvester that follows the queue: for days, and idle for most of them.
     """
@@ -180,7 +180,7 @@ async def show(harvester: "Harvester", settings: Settings, only: list[str] | Non
 
 
 class Announcer:
-    """Says what has changed since it looked last."""
+    """A line for each job that began or ended since the last look."""
 
     def __init__(self, harvester: "Harvester", settings: Settings, *, jobs: bool = True) -> None:
         self._harvester, self._settings, self._jobs = harvester, settings, jobs
@@ -190,7 +190,7 @@ class Announcer:
         self._refused: set[str] = set()
 
     async def announce(self) -> None:
-        """Look now and then; ends by cancellation, with a last look."""
+        """Look every `LOOK_S`; ends by cancellation, with a last look."""
         try:
             while True:
                 self._look()

@@ -1,4 +1,4 @@
-"""Jobs that a run leaves as they are: what it says of them, and the exit code."""
+"""Jobs that a run has nothing to do for: a sentence on each, and the exit code."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from conserve.store.books.states import JobState
 
 
 class Idle(NamedTuple):
-    """What is to be said of a job without rows to run, and the exit code for it."""
+    """Sentence on a job without rows to run, and its exit code."""
 
     sentence: str
     code: int
 
 
 def idle(job: JobReading) -> Idle:
-    """Why there is nothing to run of a job."""
+    """Reason that a job has nothing to run."""
     if job.state is JobState.PAUSED:
         waiting = output.count(job.waiting, "row")
         return Idle(
@@ -33,7 +33,7 @@ def idle(job: JobReading) -> Idle:
 
 
 def nothing_to_run(jobs: Sequence[JobReading], *, named: bool) -> int:
-    """Say why a run has nothing to do; returns its exit code, which speaks of named jobs alone."""
+    """Print why a run has nothing to do; returns its exit code, which counts named jobs alone."""
     if named:
         found = [idle(job) for job in jobs]
         for one in found:
@@ -51,7 +51,7 @@ def nothing_to_run(jobs: Sequence[JobReading], *, named: bool) -> int:
 
 
 def left_paused(jobs: Sequence[JobReading]) -> bool:
-    """Say which of these jobs were left paused; true if any was."""
+    """Print which of these jobs are paused with rows left; True if any is."""
     paused = [job for job in jobs if job.state is JobState.PAUSED]
     for job in paused:
         output.say(idle(job).sentence)

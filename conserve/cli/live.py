@@ -1,4 +1,4 @@
-"""What `conserve status` shows of the servers that run over this store."""
+"""Lines of `conserve status` on the servers that run over this store."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ ANSWER_S = 2.0
 
 
 def live(settings: Settings) -> list[dict[str, Any]]:
-    """What each server says; just its address where it says nothing."""
+    """Answer of each server's `GET /v1/conserve`; its address alone if it does not answer."""
     return [{"url": server.url, **ask(server, settings)} for server in running(settings)]
 
 
 def ask(server: RunningServer, settings: Settings) -> dict[str, Any]:
-    """Its `GET /v1/conserve`, through the standard library: status starts in a blink."""
+    """Ask a server for `GET /v1/conserve`, through the standard library, which imports faster than httpx."""
     import json
     import urllib.error
     import urllib.request
@@ -32,14 +32,14 @@ def ask(server: RunningServer, settings: Settings) -> dict[str, Any]:
 
 
 def unanswered(error: Exception) -> str:
-    """Why it said nothing."""
+    """Reason that a server did not answer."""
     if getattr(error, "code", None) in (401, 403):  # an HTTPError's
         return "wants another key; set CONSERVE_API_KEY"
     return "does not answer (starting, or starting again)"
 
 
 def lines(servers: list[dict[str, Any]]) -> list[str]:
-    """Both sides of each server and what passes between them, a line each."""
+    """Lines on each server: online, offline, latency model, preemptions, checkpoints."""
     shown: list[str] = []
     for server in servers:
         if "error" in server:
@@ -59,7 +59,7 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
 
 
 def predicted(server: dict[str, Any]) -> list[str]:
-    """Which latency model plans iterations, and how far off it was; a line, or none for an older server."""
+    """Line on the latency model and its error; none for an older server."""
     if "latency_model" not in server:
         return []
     model = server["latency_model"]
@@ -77,7 +77,7 @@ def predicted(server: dict[str, Any]) -> list[str]:
 
 
 def preempted(said: dict[str, Any] | None, offline_tokens: float) -> list[str]:
-    """What became of iterations that were under way when live requests arrived; a line, or none."""
+    """Line on the iterations that rows left for arrivals; none if the server says nothing of them."""
     if said is None:
         return []
     if said["policy"] == "off":
@@ -93,7 +93,7 @@ def preempted(said: dict[str, Any] | None, offline_tokens: float) -> list[str]:
 
 
 def checkpointed(said: dict[str, Any] | None) -> list[str]:
-    """What became of the KV of rows that lost their memory, and of what came from disk: a line each, or none."""
+    """Lines on restored and recomputed KV of evicted rows, and on the KV spill; none without checkpoints."""
     if said is None:
         return []
     spilled = from_disk(said.get("spill"))
@@ -114,7 +114,7 @@ def checkpointed(said: dict[str, Any] | None) -> list[str]:
 
 
 def from_disk(said: dict[str, Any] | None) -> list[str]:
-    """What the last engine left of rows in flight (`--kv-spill`); a line, or none."""
+    """Line on the KV that the last engine left on disk (`--kv-spill`); none without one."""
     if said is None:
         return []
     if said["tokens_taken_in"]:
@@ -125,7 +125,7 @@ def from_disk(said: dict[str, Any] | None) -> list[str]:
 
 
 def pair(latency: dict[str, float | None], slo_ms: float | None) -> str:
-    """P50 and P99, and what was promised."""
+    """P50 and P99 beside the SLO, in ms."""
     if latency["p50"] is None or latency["p99"] is None:
         return "-"
     promised = f" of {slo_ms:,.0f}" if slo_ms is not None else ""

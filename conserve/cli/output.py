@@ -1,4 +1,4 @@
-"""What the user sees: data on stdout, everything else on stderr, colour only on a terminal."""
+"""Output: data on stdout, everything else on stderr, colour only on a terminal."""
 
 import os
 import re
@@ -31,40 +31,40 @@ CODES = {
 
 
 def colourful(stream: TextIO) -> bool:
-    """Whether colour and animation belong on this stream."""
+    """True if colour and animation belong on this stream."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def say(message: str) -> None:
-    """A word to the user, on stderr."""
+    """Print a message on stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
 def visible(text: str, stream: TextIO) -> str:
-    """The text; on a terminal with its control characters spelled out, since there they are commands."""
+    """Text; for a terminal with its control characters spelled out, which are commands there."""
     if not stream.isatty():
         return text
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def warn(message: str) -> None:
-    """A warning, on stderr."""
+    """Print a warning on stderr."""
     say(f"warning: {visible(message, sys.stderr)}")
 
 
 def failed(error: ConserveError) -> int:
-    """Say what went wrong, on stderr; returns the exit code."""
+    """Print an error on stderr; returns its exit code."""
     say(f"{coloured('conserve:', 'red', sys.stderr)} {visible(str(error), sys.stderr)}")
     return error.exit_code
 
 
 def data(text: str) -> None:
-    """One line of data, on stdout."""
+    """Print a line of data on stdout."""
     print(text, flush=True)
 
 
 def data_json(value: Any) -> None:
-    """One JSON document, on stdout."""
+    """Print a JSON document on stdout."""
     import json
 
     print(
@@ -74,19 +74,19 @@ def data_json(value: Any) -> None:
 
 
 def coloured(text: str, colour: str | None, stream: TextIO | None = None) -> str:
-    """The text in a colour, where the stream shows colours."""
+    """Text in a colour, if the stream shows colours."""
     if not colour or not colourful(stream or sys.stdout):
         return text
     return f"\x1b[{CODES[colour]}m{text}\x1b[0m"
 
 
 def state(name: str) -> str:
-    """A job's state in its colour."""
+    """State of a job in its colour."""
     return coloured(name, STATE_COLOURS.get(name))
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Lines of aligned columns; those numbered in `right` hold figures. Cells may carry colour codes."""
+    """Lines of aligned columns; the columns numbered in `right` hold figures. Cells may carry colour codes."""
     plain = [[STYLE.sub("", cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(header, *plain, strict=True)]
 
@@ -102,24 +102,24 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequenc
 
 
 def count(number: int, one: str, many: str | None = None) -> str:
-    """`1 row`, `2 rows`, `12,345 rows`."""
+    """Number with its noun: `1 row`, `2 rows`, `12,345 rows`."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def moment(seconds: float | None) -> str:
-    """A time as the user's clock shows it; a dash for none."""
+    """Local time of a moment in s since 1970; a dash for None."""
     if seconds is None:
         return "-"
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def iso(seconds: float | None) -> str | None:
-    """A time for JSON: ISO 8601, UTC."""
+    """Moment in s since 1970 as ISO 8601 in UTC, for JSON."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def duration(seconds: float) -> str:
-    """`8.2 s`, `4 min 10 s`, `3 h 12 min`."""
+    """Duration in words: `8.2 s`, `4 min 10 s`, `3 h 12 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""`conserve profile`: measure how long this engine's iterations take; `conserve profile show`: what came of it."""
+"""`conserve profile` measures this engine's iterations; `conserve profile show` prints the profile."""
 
 import hashlib
 import sys
@@ -138,7 +138,7 @@ def show(
 
 
 def require_writable(folder: Path) -> None:
-    """Raise before minutes of measuring if their result could not be kept."""
+    """Raise if the profile could not be saved, before minutes are spent measuring."""
     from conserve.errors import ProfileError
 
     try:
@@ -160,7 +160,7 @@ def profiled(
     seed: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> "tuple[Profile, Path]":
-    """Measure and save; an interrupted session is gone on with."""
+    """Measure and save the profile; an interrupted session is continued."""
     from conserve.errors import ProfilingFailed
     from conserve.profiles.book import Book
     from conserve.profiles.points import plan
@@ -202,7 +202,7 @@ def profiled(
 
 
 def say_stretch(stretch: "Stretch") -> None:
-    """Say that the budget is too small, and by how much."""
+    """Print that the budget is too small, and by how many seconds."""
     output.say(
         "the budget is too small for a profile of this engine: measuring takes about "
         f"{output.duration(stretch.more_s)} longer, for {stretch.batches} more batches "
@@ -218,7 +218,7 @@ def plan_digest(limits: "IterationLimits", *, seed: int, max_context: int | None
 
 @contextmanager
 def shown_progress() -> "Iterator[Callable[[SessionProgress], None]]":
-    """A bar on a terminal, a line now and then elsewhere."""
+    """Show a bar on a terminal, and elsewhere a line now and then."""
     if not output.colourful(sys.stderr):
         yield line_now_and_then()
         return
@@ -257,7 +257,7 @@ def line_now_and_then() -> "Callable[[SessionProgress], None]":
 def show_profile(
     profile: "Profile", learned: "Correction | None", others: "Sequence[Profile]", *, as_json: bool
 ) -> None:
-    """The profile for people or for programs, and what `others` on the same machine add to it."""
+    """Print the profile as text or JSON; `others` of the same machine separate k1 from k3."""
     if as_json:
         output.data_json(as_document(profile, learned))
         return
@@ -280,7 +280,7 @@ def show_profile(
 
 
 def as_document(profile: "Profile", learned: "Correction | None") -> dict[str, Any]:
-    """Everything but samples and single residuals."""
+    """Profile as JSON, without samples and single residuals."""
     whole = asdict(profile)
     del whole["samples"]
     models = {
@@ -316,7 +316,7 @@ def heading(profile: "Profile") -> list[str]:
 
 
 def correction_lines(learned: "Correction | None") -> list[str]:
-    """What engines that ran on the profile have learned."""
+    """Lines on the correction that engines have learned while they ran on the profile."""
     if learned is None:
         return []
     return [
@@ -327,7 +327,7 @@ def correction_lines(learned: "Correction | None") -> list[str]:
 
 
 def split_lines(profile: "Profile", others: "Sequence[Profile]") -> list[str]:
-    """k1 and k3, where profiles at several degrees of parallelism tell them apart."""
+    """Lines on k1 and k3, which profiles at several degrees of parallelism tell apart."""
     from conserve.profiles.parallelism import separate, siblings
 
     degrees = siblings(profile, others)
@@ -338,7 +338,7 @@ def split_lines(profile: "Profile", others: "Sequence[Profile]") -> list[str]:
 
 
 def error_table(profile: "Profile") -> list[str]:
-    """Errors on the batches that were held out of the fit."""
+    """Table of errors on the batches that were held out of the fit."""
     rows = [
         [
             name + (" *" if name == profile.best else ""),
@@ -358,7 +358,7 @@ def error_table(profile: "Profile") -> list[str]:
 
 
 def range_words(profile: "Profile") -> list[str]:
-    """Sizes of the measured batches, each beside what the engine takes."""
+    """Sizes of the measured batches, each beside the engine's limit."""
     if (largest := profile.measured) is None or profile.limits is None:
         return []
     return [
@@ -380,7 +380,7 @@ def coefficient_table(profile: "Profile") -> list[str]:
 
 
 def time_table(profile: "Profile") -> list[str]:
-    """Time of a chunk by its size and context, by the best model; ~ where it extrapolates."""
+    """Table of a chunk's time in ms by its size and context, by the best model; ~ marks extrapolation."""
     from conserve.profiles.batch import Batch, Slice
 
     model, measured = profile.model(), profile.measured
@@ -404,7 +404,7 @@ def time_table(profile: "Profile") -> list[str]:
 
 
 def mechanism_lines(profile: "Profile") -> list[str]:
-    """Empty iterations, safepoints and KV copies, if measured."""
+    """Lines on empty iterations, safepoints and KV copies, if measured."""
     lines = []
     if profile.empty_iteration_ms is not None:
         lines.append(f"empty iteration: {profile.empty_iteration_ms:.2f} ms")

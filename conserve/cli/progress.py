@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal; elsewhere a line when something else is done, and every 30 s."""
+"""Progress of a run: a bar on a terminal, elsewhere a line at each new step and every 30 s."""
 
 import asyncio
 import time
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from conserve.jobs.harvest.harvester import Harvester, Tally
 
 BAR_S = 0.25
-LOOK_S = 0.5  # how soon a line says that something else is done
+LOOK_S = 0.5  # between two looks for a new step
 LINE_S = 30.0
 
 
 def first_step(settings: Settings) -> str:
-    """First step of a run, in its endpoint's words; said before anything slow is imported."""
+    """First step of a run, in its endpoint's words; printed before anything slow is imported."""
     address = settings.endpoint
     if address is None:
         return f"starting {settings.model}: importing vLLM"
@@ -28,7 +28,7 @@ def first_step(settings: Settings) -> str:
 
 
 class Progress:
-    """Shows how far a harvester is until it is cancelled; `said` is the step that the user knows of."""
+    """Progress of a harvester; `said` is the step that was printed last."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Progress:
         return self._harvester.tally
 
     async def show(self) -> None:
-        """Keep showing; ends by cancellation."""
+        """Show the progress until cancelled."""
         if output.colourful(self._stream):
             await self._bar()
         while True:
@@ -63,7 +63,7 @@ class Progress:
             await asyncio.sleep(LOOK_S)
 
     def line(self) -> str | None:
-        """The line that is due now, if one is: something else is done than at the last line, or 30 s are over."""
+        """Line that is due: at a new step, or 30 s after the last one; else None."""
         now = self._clock()
         step = self._harvester.doing
         working = step is None and (self._tally.in_flight or self._tally.done)
@@ -79,7 +79,7 @@ class Progress:
         return f"{done:,}/{done + rows_left:,} rows, {self._pace(self._harvester.progress(rows_left))}"
 
     def _pace(self, seen: "QueueProgress") -> str:
-        """Tokens a second, rows in flight, time left, and what is wrong, if so."""
+        """Tokens/s, rows in flight, time left, and the endpoint's fault if there is one."""
         from conserve.jobs.harvest.forecast import left
 
         per_s = self._per_s
@@ -118,17 +118,17 @@ class Progress:
 
 
 def first_wave(seen: "QueueProgress") -> str:
-    """Words for the time before a row has been answered: rows in flight, tokens so far."""
+    """Words for the time before the first answer: rows in flight, tokens so far."""
     return f"first wave of {seen.rows_in_flight:,}: {output.count(seen.tokens_in_flight, 'token')} so far"
 
 
 def time_left(forecast: "Left") -> str:
-    """`about 4 min left`; `at most about 4 min left` where answers may end early."""
+    """Words for the time left: `about 4 min left`; `at most ...` where answers may end early."""
     return f"{'at most ' if forecast.at_most else ''}about {rounded(forecast.seconds)} left"
 
 
 def rounded(seconds: float) -> str:
-    """A duration that claims no more than is known: `20 s`, `4 min`, `2 h 10 min`."""
+    """Duration rounded to what an estimate can tell: `20 s`, `4 min`, `2 h 10 min`."""
     if seconds < 55:
         return f"{max(5, 5 * round(seconds / 5))} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""`conserve results`: a job's answers as a file."""
+"""`conserve results`: the answers of a job as a file."""
 
 import sys
 import time
@@ -69,7 +69,7 @@ def results(
 
 
 def wanted_format(out: Path | None, named: str | None, *, as_json: bool, more: bool) -> "Format":
-    """The format that the flags ask for; `more` says that they ask for more columns."""
+    """Format of the flags; `more` is True if they ask for more columns."""
     from conserve.store.sql.export import Format, format_of
 
     if named is not None and named not in FORMATS:
@@ -85,7 +85,7 @@ def wanted_format(out: Path | None, named: str | None, *, as_json: bool, more: b
 def question(
     context: Context, job: str, wanted: "Format", *, with_inputs: bool, with_prompts: bool
 ) -> "tuple[Job, SnapshotQuery]":
-    """The job, and the query for its results as it stands."""
+    """Job, and the query for the results that it has now."""
     from conserve.cli.bounds import export_bounds
     from conserve.jobs.requests.wording import Tasks
     from conserve.store.books import catalog
@@ -116,7 +116,7 @@ def question(
 
 
 def accept(gap: "LeftOut", left_out: "list[LeftOut]") -> None:
-    """Warn of results that cannot be read; raise where a join with what is missing would drop others."""
+    """Warn of results that cannot be read; raise if joining with the missing part would drop others."""
     if gap.view == "inputs":
         raise UsageError(f"the inputs cannot be joined: {gap.reason}; leave out --with-inputs")
     if gap.view == "requests":
@@ -126,7 +126,7 @@ def accept(gap: "LeftOut", left_out: "list[LeftOut]") -> None:
 
 
 def write(answers: "RowBatches", job: "Job", wanted: "Format", stream: BinaryIO) -> int:
-    """Write the job's results in the wanted format; returns the number of rows."""
+    """Write the results of the job in this format; returns the number of rows."""
     from conserve.jobs.task import Task
     from conserve.store.sql import export
     from conserve.store.sql.openai_lines import openai_line

@@ -82,7 +82,7 @@ def prune(
     trash_bytes = removal.trash_bytes(store.home)
     if not agreed(chosen, trash_bytes, yes=yes, as_json=as_json):
         return
-    trash.empty(store.home, now=now, older_than_s=0.0)  # needs no room, and what follows may
+    trash.empty(store.home, now=now, older_than_s=0.0)  # needs no free space, unlike the removals that follow
     if chosen:
         with context.store() as store:
             for usage in chosen:
@@ -91,7 +91,7 @@ def prune(
 
 
 def agreed(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, yes: bool, as_json: bool) -> bool:
-    """Show what is to be deleted and ask, where that can be; raises `UsageError` where it cannot."""
+    """Show the jobs to be deleted and ask; raises `UsageError` where nothing can be asked."""
     if not chosen and not trash_bytes:
         if as_json:
             output.data_json({"jobs": [], "trash_bytes": 0, "freed_bytes": 0})
@@ -113,12 +113,12 @@ def agreed(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, yes: bool, as_jso
 
 
 def is_terminal() -> bool:
-    """Whether there is someone to ask."""
+    """True if the user can be asked."""
     return sys.stdin.isatty()
 
 
 def summary(chosen: "Sequence[DiskUsage]", trash_bytes: int) -> str:
-    """What is to be deleted, in a few words."""
+    """Words for the jobs and bytes to be deleted."""
     freed = size(sum(usage.bytes for usage in chosen) + trash_bytes)
     parts = [output.count(len(chosen), "job")] if chosen else []
     parts += ["the trash"] if trash_bytes else []
@@ -126,7 +126,7 @@ def summary(chosen: "Sequence[DiskUsage]", trash_bytes: int) -> str:
 
 
 def tell(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, as_json: bool) -> None:
-    """Say what was removed."""
+    """Print what was removed."""
     freed = sum(usage.bytes for usage in chosen) + trash_bytes
     if as_json:
         jobs = [document(usage) for usage in chosen]
@@ -139,7 +139,7 @@ def tell(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, as_json: bool) -> N
 
 
 def seconds(age: str) -> float:
-    """An age as `30d` in seconds."""
+    """Seconds of an age such as `30d`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", age.strip())
     if found is None:
         raise UsageError(f"--older-than {age!r} is no age; write a number with s, m, h, d or w, as 30d")

@@ -1,4 +1,4 @@
-"""`conserve run`: drain the queue."""
+"""`conserve run`: run queued rows until none is left."""
 
 import asyncio
 import contextlib
@@ -39,14 +39,14 @@ FAKE = "CONSERVE_FAKE"  # 1 where rows may be answered with made-up words: in te
 
 
 class Times(NamedTuple):
-    """Seconds until the endpoint was ready, and from then until the last row was durable."""
+    """Seconds until the endpoint was ready, and from there until the last row was durable."""
 
     start_s: float
     work_s: float
 
 
 class Pace(NamedTuple):
-    """What was said about latency profiles."""
+    """Flags about latency profiles."""
 
     tbt_ms: float | None = None
     profile: str | None = None
@@ -130,7 +130,7 @@ def drain(
     dry_run: bool = False,
     as_json: bool,
 ) -> int:
-    """Run the harvester to the end and report; returns the exit code."""
+    """Run the harvester to its end and report; returns the exit code."""
     readings = read_jobs(settings, now=time.time())
     only = [resolve([reading.id for reading in readings], job) for job in jobs] or None
     waiting = unfinished(settings, only)
@@ -170,7 +170,7 @@ def drain(
 
 
 def begin(settings: Settings) -> str | None:
-    """Say what comes first, before slow imports; on a terminal the bar says it. Returns what was said."""
+    """Print the first step before slow imports; on a terminal the bar shows it. Returns the printed words."""
     if output.colourful(sys.stderr):
         return None
     step = first_step(settings)
@@ -179,13 +179,13 @@ def begin(settings: Settings) -> str | None:
 
 
 def unfinished(settings: Settings, only: list[str] | None) -> list[JobReading]:
-    """The jobs that this run may work on."""
+    """Jobs that this run may work on."""
     readings = read_jobs(settings, now=time.time())
     return [r for r in readings if r.state in ("queued", "running") and (only is None or r.id in only)]
 
 
 def make_pacing(settings: Settings, flags: list[str], pace: Pace) -> "Pacing":
-    """How the embedded engine is to be paced."""
+    """Pacing of the embedded engine, from the flags."""
     from conserve.engine.policy.view import Slo
     from conserve.engine.vllm.settings import Pacing
 
@@ -220,7 +220,7 @@ def check_endpoint(settings: Settings, flags: list[str], pace: Pace) -> None:
 
 
 def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint":
-    """The fake, an HTTP server or the embedded engine, as the settings say."""
+    """Make the endpoint of the settings: the fake, an HTTP server or the embedded engine."""
     check_endpoint(settings, flags, pace)
     address = settings.endpoint
     if address is None:
@@ -245,7 +245,7 @@ def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint
 
 
 async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-    """Run the harvester under a display; returns whether it was interrupted."""
+    """Run the harvester beside its display; True if it was interrupted."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -274,7 +274,7 @@ async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, An
 
 
 def unfinished_rows(settings: Settings, only: list[str] | None) -> int:
-    """How many rows of the queue have no result yet."""
+    """Number of queued rows without a result."""
     return sum(reading.rows - reading.done for reading in unfinished(settings, only))
 
 
@@ -287,7 +287,7 @@ def report(
     only: list[str] | None = None,
     as_json: bool,
 ) -> int:
-    """Say what was done; returns the exit code. `only`: the jobs that were named."""
+    """Print the outcome; returns the exit code. `only` are the jobs that the command line names."""
     readings = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
     ours = [readings[job_id] for job_id in tally.jobs if job_id in readings]
     for reason in tally.refused.values():
@@ -312,7 +312,7 @@ def report(
 
 
 def exit_code(tally: "Tally", ours: list[JobReading], *, interrupted: bool, paused: bool) -> int:
-    """The worst of what happened (docs/scripting.md)."""
+    """Exit code of the worst outcome (docs/reference/exit-codes.md)."""
     happened = {
         exits.INTERRUPTED: interrupted,
         exits.FAILED: bool(tally.refused),
@@ -324,7 +324,7 @@ def exit_code(tally: "Tally", ours: list[JobReading], *, interrupted: bool, paus
 
 
 def document(tally: "Tally", ours: list[JobReading], times: Times, interrupted: bool) -> dict[str, object]:
-    """The report for JSON (docs/scripting.md)."""
+    """Report as JSON (docs/reference/json.md)."""
     return {
         "succeeded": tally.succeeded,
         "failed": tally.failed,

@@ -39,7 +39,7 @@ conserve submit nightly.parquet --prompt "{{ q }}"
 """
 VLLMS_KEY = "VLLM_API_KEY"
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # as in the engine's plug-in, which is not imported here
-SPILL_S = 60.0  # that it may take to write KV of rows in flight
+SPILL_S = 60.0  # limit for writing the KV of rows in flight
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
 
@@ -165,7 +165,7 @@ def serve(
 
 
 def drain_s(flags: list[str]) -> float:
-    """How long the server may take to end: what vLLM is told, and some seconds more."""
+    """Seconds that the server may take to end: vLLM's own time-out, and some more."""
     limit = 30.0
     for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
         name, _, joined = flag.partition("=")
@@ -176,7 +176,7 @@ def drain_s(flags: list[str]) -> float:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raise where somebody else listens: their answers would pass for ours."""
+    """Raise if another process listens there: its answers would pass for the server's."""
     import socket
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -189,7 +189,7 @@ def require_free(host: str, port: int) -> None:
 
 
 def refuse_ours(flags: list[str]) -> None:
-    """Raise for flags of vLLM that `conserve serve` decides, or that it cannot watch over."""
+    """Raise for flags of vLLM that `conserve serve` sets itself or cannot supervise."""
     ours = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
     if any(flag.split("=")[0].replace("_", "-") == "--api-key" for flag in flags):
         raise SettingsError("a key among vLLM's flags can be read by all; set CONSERVE_API_KEY instead")
@@ -209,7 +209,7 @@ def refuse_ours(flags: list[str]) -> None:
 def checkpointing(
     flags: list[str], policy: str, host_memory: str | None, spill: Path | None = None
 ) -> list[str]:
-    """The flags of an engine whose KV is checkpointed, if it is to be."""
+    """Flags of an engine whose KV is checkpointed; none if it is not."""
     from conserve.engine.vllm.checkpoint.kv_transfer import with_checkpoints
 
     if policy == NO_CHECKPOINTS:
@@ -227,7 +227,7 @@ def checkpointing(
 
 
 def host_bytes(text: str | None) -> int:
-    """The size in bytes; without one 4 GiB, or a quarter of a small machine or container."""
+    """Bytes of host memory; by default 4 GiB, or a quarter of a machine or container with less than 16 GiB."""
     from conserve.engine.runtime.machine import memory_bytes
 
     whole, _ = memory_bytes()
@@ -241,7 +241,7 @@ def host_bytes(text: str | None) -> int:
 
 
 def milliseconds(flag: str, text: str | None) -> float | None:
-    """A time with its unit, in ms."""
+    """Parse a time with its unit, in ms."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|)", text.strip())
@@ -251,7 +251,7 @@ def milliseconds(flag: str, text: str | None) -> float | None:
 
 
 def keyed(settings: Settings) -> Settings:
-    """Settings with a harvester's key, made for this start unless given; without an API key, with none."""
+    """Settings with a harvester's key, which is made for this start unless given; none without an API key."""
     api_key = settings.api_key or os.environ.get(VLLMS_KEY)
     made = settings.harvest_key or secrets.token_urlsafe(32)
     return replace(settings, api_key=api_key or None, harvest_key=made if api_key else None)
@@ -260,7 +260,7 @@ def keyed(settings: Settings) -> Settings:
 def server_command(
     settings: Settings, section: dict[str, Any], flags: list[str], port: int, front: Front | None = None
 ) -> "ProcessCommand":
-    """vLLM's server with our plug-in."""
+    """Command of vLLM's server with ConServe's plug-in."""
     from conserve.engine.service import ProcessCommand, python
 
     log = os.environ.get("CONSERVE_ENGINE_LOG")
@@ -269,7 +269,7 @@ def server_command(
     return ProcessCommand(
         name="server",
         words=python("conserve.engine.vllm.server.process", *words),
-        # Keys in the environment, since anybody may read a command line.
+        # Keys go into the environment: every user of the machine can read a command line.
         environment={
             "CONSERVE_SERVED": "1",
             VLLMS_KEY: settings.api_key or "",
@@ -280,10 +280,10 @@ def server_command(
 
 
 def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessCommand":
-    """`conserve harvest` on this store."""
+    """Command of `conserve harvest` on this store."""
     from conserve.engine.service import ProcessCommand, python
 
-    # Its model is what the server serves, and its store is ours, whatever its surroundings say.
+    # The server's model and this store win over the environment's.
     environment = {
         "CONSERVE_MODEL": DEMO_MODEL,
         "CONSERVE_STORE": settings.store_url,
@@ -321,7 +321,7 @@ async def supervise(service: "Service", settings: Settings, section: dict[str, A
 
 
 async def spill(settings: Settings, server: "ProcessCommand", url: str) -> None:
-    """Before rows are withdrawn: have the server write their KV to disk, and say what came of it."""
+    """Have the server write the KV of rows in flight to disk before they are withdrawn, and print the result."""
     import httpx
 
     headers = bearer(settings)

@@ -11,7 +11,7 @@ WITHOUT_SLO = ("non-preemptive", "priority")
 
 
 def open_to_all(host: str, settings: Settings) -> list[str]:
-    """A sentence where others than this machine may reach the server without a key."""
+    """Warn if other machines can reach the server without a key."""
     if settings.api_key or is_loopback(host):
         return []
     return [
@@ -29,7 +29,7 @@ def is_loopback(host: str) -> bool:
 
 
 async def warnings(settings: Settings, section: dict[str, Any], url: str) -> list[str]:
-    """What to say once the server serves: of an SLO that cannot be kept, of preemption that cannot be."""
+    """Warnings once the server serves: an SLO that cannot be kept, iterations that rows cannot leave."""
     import httpx
 
     try:
@@ -42,7 +42,7 @@ async def warnings(settings: Settings, section: dict[str, Any], url: str) -> lis
 
 
 def only_counted(section: dict[str, Any]) -> list[str]:
-    """A sentence where the policy knows no SLO although there is one."""
+    """Warn if the policy ignores the SLO that was given."""
     flags = [f"--{name}-slo" for name in ("ttft", "tbt") if section[f"{name}_slo_ms"] is not None]
     if not flags or section["policy"] not in WITHOUT_SLO:
         return []
@@ -50,7 +50,7 @@ def only_counted(section: dict[str, Any]) -> list[str]:
 
 
 def not_preempted(preemption: dict[str, Any], section: dict[str, Any]) -> list[str]:
-    """What to say of iterations that rows cannot leave although they were to."""
+    """Warn if rows cannot leave iterations although preemption is on."""
     why = preemption["why_off"]
     if not why or section.get("preemption") == OFF:
         return []
@@ -58,7 +58,7 @@ def not_preempted(preemption: dict[str, Any], section: dict[str, Any]) -> list[s
 
 
 def too_tight(alone: dict[str, Any] | None, section: dict[str, Any]) -> list[str]:
-    """What to say of an SLO that the model cannot keep even alone."""
+    """Warn if the model cannot keep the SLO even without offline rows."""
     if not alone:
         return []
     found = []

@@ -14,7 +14,7 @@ COMPLETION = "_CONSERVE_COMPLETE"  # set by the shell that asks for completions
 
 
 class Asked(NamedTuple):
-    """A `conserve status` as it was typed."""
+    """Arguments of a `conserve status` command line."""
 
     home: str | None
     job: str | None
@@ -22,7 +22,7 @@ class Asked(NamedTuple):
 
 
 def answered(words: Sequence[str]) -> int | None:
-    """Answer a command line and return its exit code; None for one that typer is to read."""
+    """Answer a command line and return its exit code; None if typer must parse it."""
     if COMPLETION in os.environ:
         return None
     asked = status_asked(words)
@@ -49,7 +49,7 @@ def status_asked(words: Sequence[str]) -> Asked | None:
 
 
 def overview() -> int:
-    """`conserve --help`; returns the exit code."""
+    """Print `conserve --help`; returns the exit code."""
     from conserve.cli import commands
 
     print(commands.overview(), end="", flush=True)
@@ -57,7 +57,7 @@ def overview() -> int:
 
 
 def status(asked: Asked) -> int:
-    """`conserve status`; returns the exit code."""
+    """Print `conserve status`; returns the exit code."""
     from conserve.cli import output, standing
     from conserve.config import load
 

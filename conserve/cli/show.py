@@ -1,4 +1,4 @@
-"""`conserve show`: one row, from its prompt to its answer."""
+"""`conserve show`: one row, with its prompt, its answer and its place."""
 
 import json
 import sys
@@ -62,7 +62,7 @@ def show(
 
 
 def document(job: "Job", asked: "FoundRequest", stands: "Standing") -> dict[str, Any]:
-    """The row for JSON (docs/scripting.md)."""
+    """Row as JSON (docs/reference/json.md)."""
     from conserve.store.books.results import COLUMNS
 
     values = {name: getattr(stands.result, name, None) for name in COLUMNS}
@@ -87,7 +87,7 @@ def document(job: "Job", asked: "FoundRequest", stands: "Standing") -> dict[str,
 
 
 def lines(job: "Job", asked: "FoundRequest", stands: "Standing") -> list[str]:
-    """The row for people."""
+    """Lines on the row for a reader."""
     result = stands.result
     head = [
         f"{job.id} row {asked.request.row_index:,}: {output.state(stands.state)}",
@@ -106,7 +106,7 @@ def lines(job: "Job", asked: "FoundRequest", stands: "Standing") -> list[str]:
 
 
 def finished(result: "Result") -> list[str]:
-    """Times and counts of a row that has its result."""
+    """Lines with times and counts of a finished row."""
     took = output.duration(max(0.0, result.finished_at - result.started_at))
     tokens = f"{result.prompt_tokens:,} prompt ({result.cached_tokens:,} cached)"
     tokens += f", {result.completion_tokens:,} completion ({result.resumed_tokens:,} resumed after a stop)"
@@ -121,7 +121,7 @@ def finished(result: "Result") -> list[str]:
 
 
 def answer(result: "Result") -> str | None:
-    """The answer's text, or all of them where there are several."""
+    """Text of the answer, or of all answers if there are several."""
     if result.choices is None:
         return result.text
     texts = [choice.get("text") for choice in json.loads(result.choices)]
@@ -129,12 +129,12 @@ def answer(result: "Result") -> str | None:
 
 
 def section(title: str, text: str | None) -> list[str]:
-    """A heading and a text as it is; nothing where there is no text."""
+    """Heading and text; no lines without a text."""
     if text is None:
         return []
     return ["", output.coloured(f"{title}:", "bright_black"), visible(text)]
 
 
 def visible(text: str) -> str:
-    """The text, harmless on a terminal."""
+    """Text with its control characters spelled out if stdout is a terminal."""
     return output.visible(text, sys.stdout)

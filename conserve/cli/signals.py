@@ -1,4 +1,4 @@
-"""Signals that end a command: each in order, and none half-way through what must be whole."""
+"""Signals that end a command: its clean-up runs, and a block that must be whole is not interrupted."""
 
 import signal
 import threading
@@ -12,7 +12,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """End the block by SIGTERM and SIGHUP as by Ctrl-C, so that it clears away what it has begun."""
+    """End the block by SIGTERM and SIGHUP as by Ctrl-C, so that it removes its unfinished files."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -23,7 +23,7 @@ def ended_in_order() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Let no signal end the block; one that came meanwhile counts once the block is over."""
+    """Hold signals back during the block; one that arrived is delivered after it."""
     came: list[int] = []
     with handled_by(lambda number, frame: came.append(number), *ENDING):
         yield
@@ -33,13 +33,13 @@ def held_back() -> Iterator[None]:
 
 @contextmanager
 def handled_by(handler: object, *numbers: signal.Signals) -> Iterator[None]:
-    """Give these signals this handler; a thread other than the first cannot, and receives none either."""
+    """Handle these signals by this handler. Only the main thread can, and only it receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     heeded = [
         number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN
-    ]  # nohup ignores one
+    ]  # a signal that nohup ignores stays ignored
     before = {number: signal.signal(number, handler) for number in heeded}  # type: ignore[arg-type]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where the bytes of an answer go: standard output, or a file that appears whole or not at all."""
+"""Sink of an answer's bytes: standard output, or a file that appears whole or not at all."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from conserve.errors import UsageError
 
 @contextmanager
 def sink(path: Path | None) -> Iterator[BinaryIO]:
-    """Open the place for the bytes; without a path it is standard output."""
+    """Open the file at this path; standard output without a path."""
     if path is None:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -34,7 +34,7 @@ def sink(path: Path | None) -> Iterator[BinaryIO]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """A file under another name that takes its own once it is complete and on the disk."""
+    """Open a temporary file that is renamed to `path` once it is complete and on the disk."""
     from conserve.store.files.home import write_durably
     from conserve.store.sql import scratch
 

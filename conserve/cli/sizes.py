@@ -16,7 +16,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def size_bytes(name: str, text: str) -> int:
-    """Bytes of `512MiB`, `2GB` or a number; raises `SettingsError` for zero and for what is no size."""
+    """Parse `512MiB`, `2GB` or a number of bytes; raises `SettingsError` for zero and for other text."""
     found = SIZE.fullmatch(text.strip())
     if found is None or not float(found[1]):
         raise SettingsError(f"{name} takes a size like 4GiB or 500MB, not {text!r}")
@@ -24,7 +24,7 @@ def size_bytes(name: str, text: str) -> int:
 
 
 def size(number: float) -> str:
-    """`12 B`, `3.4 kB`, `56.7 MB`: powers of a thousand, as `df -H` has them."""
+    """Bytes in words: `12 B`, `3.4 kB`, `56.7 MB`; powers of a thousand, as in `df -H`."""
     for unit in UNITS:
         if number < 999.95 or unit == UNITS[-1]:
             break
@@ -33,7 +33,7 @@ def size(number: float) -> str:
 
 
 def table(usages: "Sequence[DiskUsage]") -> list[str]:
-    """One line a job, with what its files take."""
+    """Table of jobs with the bytes of their files."""
     rows = [
         [
             each.job_id,
@@ -52,5 +52,5 @@ def table(usages: "Sequence[DiskUsage]") -> list[str]:
 
 
 def document(usage: "DiskUsage") -> dict[str, Any]:
-    """A job's bytes for JSON (docs/scripting.md)."""
+    """Bytes of a job as JSON (docs/reference/json.md)."""
     return {**asdict(usage), "finished_at": output.iso(usage.finished_at)}

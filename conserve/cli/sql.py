@@ -91,7 +91,7 @@ def sql(
 
 
 def wanted_format(out: Path | None, *, as_json: bool, as_csv: bool) -> "Format | None":
-    """How the answer is written; None for a table."""
+    """Format of the answer; None for a table."""
     from conserve.store.sql.export import SUFFIXES, Format
 
     if as_json and as_csv:
@@ -112,7 +112,7 @@ def question(
     memory: str | None,
     timeout: float | None,
 ) -> "SnapshotQuery":
-    """The query over the store as it is now; with `limit` only that many of its rows."""
+    """Query over the store as it is now; `limit` cuts its rows."""
     from conserve.cli.bounds import query_bounds
     from conserve.jobs.requests.wording import Tasks
     from conserve.store.books import catalog
@@ -138,7 +138,7 @@ def question(
 
 
 def show(rows: "RowBatches") -> None:
-    """The first rows as a table; long values are cut, on a terminal and off it alike."""
+    """Print the first rows as a table; long values are cut, on a terminal and elsewhere."""
     found = list(rows.tuples())
     figures = [n for n, column in enumerate(zip(*found, strict=True)) if all(is_figure(v) for v in column)]
     table = [[cell(value) for value in row] for row in found[:SHOWN_ROWS]]
@@ -149,7 +149,7 @@ def show(rows: "RowBatches") -> None:
 
 
 def is_figure(value: Any) -> bool:
-    """Whether a value lines up at the right."""
+    """True if a value is aligned at the right."""
     return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""Rendering of `conserve status` and `conserve jobs`. Loads no typer: see shortcuts."""
+"""Rendering of `conserve status` and `conserve jobs`. Imports no typer: see shortcuts."""
 
 import dataclasses
 import sys
@@ -15,7 +15,7 @@ TIMES = ("submitted_at", "started_at", "finished_at")
 
 
 class Question(NamedTuple):
-    """Arguments of a `conserve status`."""
+    """Arguments of `conserve status`."""
 
     job: str | None = None
     watch: bool = False
@@ -23,7 +23,7 @@ class Question(NamedTuple):
 
 
 def answer(settings: Settings, question: Question) -> None:
-    """Print how the jobs stand, once or until the work is done and nothing serves."""
+    """Print the jobs' progress, once, or until no job has rows left and no server runs."""
     job, as_json = question.job, question.as_json
     if not question.watch:
         show(selected(settings, job), live.live(settings), job, as_json)
@@ -41,21 +41,21 @@ def answer(settings: Settings, question: Question) -> None:
 
 
 class Oldest(NamedTuple):
-    """First row of a job's input that is not in flight, and how long it has waited."""
+    """First waiting row of a job's input, and the seconds it has waited."""
 
     row_index: int
     waited_s: float
 
 
 class Seen(NamedTuple):
-    """The jobs to show; `oldest` is looked for where one was asked for."""
+    """Jobs to show; `oldest` is set if the command line names one job."""
 
     readings: list[JobReading]
     oldest: Oldest | None = None
 
 
 def selected(settings: Settings, job: str | None) -> Seen:
-    """The one job, or all that are not over; where all are over, the newest."""
+    """The named job, else all unfinished jobs, else the newest."""
     now = time.time()
     readings = read_jobs(settings, now=now)
     if job is None:
@@ -66,7 +66,7 @@ def selected(settings: Settings, job: str | None) -> Seen:
 
 
 def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None:
-    """Which row of the job has waited for longest: all since it was submitted, so the first of the input."""
+    """Row of the job that has waited longest. All wait since submit, so it is the first of the input."""
     if not reading.waiting or reading.state.final:
         return None
     from conserve.jobs.requests.file import first_waiting
@@ -87,12 +87,12 @@ def show(seen: Seen, servers: list[dict[str, Any]], job: str | None, as_json: bo
 
 
 def lines(seen: Seen, job: str | None) -> list[str]:
-    """The readings for people."""
+    """Lines on the jobs for a reader."""
     return detail(seen.readings[0], seen.oldest) if job and seen.readings else table(seen.readings)
 
 
 def table(readings: Sequence[JobReading]) -> list[str]:
-    """One line a job."""
+    """Table of jobs, a line each."""
     tagged = any(reading.tags for reading in readings)
     rows = [
         [
@@ -112,12 +112,12 @@ def table(readings: Sequence[JobReading]) -> list[str]:
 
 
 def tags(reading: JobReading) -> str:
-    """The tags of a job as they were given."""
+    """Tags of a job as `KEY=VALUE`."""
     return " ".join(f"{key}={value}" for key, value in sorted(reading.tags.items()))
 
 
 def detail(reading: JobReading, oldest: Oldest | None) -> list[str]:
-    """Everything about one job."""
+    """Lines with every detail of one job."""
     pairs = [
         ("job", reading.id),
         ("state", output.state(reading.state) + (f" ({reading.error})" if reading.error else "")),
@@ -144,7 +144,7 @@ def detail(reading: JobReading, oldest: Oldest | None) -> list[str]:
 
 
 def tokens(reading: JobReading) -> str:
-    """Token counts in words."""
+    """Words for a job's token counts."""
     share = "" if reading.hit_rate is None else f", {100 * reading.hit_rate:.1f} %"
     parts = [f"{reading.prompt_tokens:,} prompt ({reading.cached_tokens:,} cached{share})"]
     parts.append(
@@ -154,37 +154,37 @@ def tokens(reading: JobReading) -> str:
 
 
 def waited(oldest: Oldest | None) -> str:
-    """The row that has waited for longest, in words."""
+    """Words for the row that has waited longest."""
     if oldest is None:
         return "-"
     return f"row {oldest.row_index:,} of the input has waited for {output.duration(oldest.waited_s)}"
 
 
 def waiting(oldest: Oldest | None) -> dict[str, Any] | None:
-    """The document for JSON."""
+    """Longest waiting row as JSON."""
     return None if oldest is None else oldest._asdict()
 
 
 def percent(reading: JobReading) -> str:
-    """Share that is done, in percent; 100 only when all is."""
+    """Finished share of the rows, in percent; 100 only if all are finished."""
     return f"{100 * reading.done // reading.rows} %" if reading.rows else "-"
 
 
 def document(reading: JobReading) -> dict[str, Any]:
-    """A reading for JSON (docs/scripting.md)."""
+    """Job as JSON (docs/reference/json.md)."""
     fields = dataclasses.asdict(reading)
     return {**fields, **{name: output.iso(fields[name]) for name in TIMES}, "hit_rate": reading.hit_rate}
 
 
 class Repaint:
-    """Writes each picture over the last one, on a terminal."""
+    """Lines that overwrite the last ones on a terminal."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._height = 0
 
     def before(self, picture: Sequence[str]) -> None:
-        """Make room for the next picture where the last one stands."""
+        """Clear the last lines, so that the next ones take their place."""
         if self._enabled and self._height:
             sys.stdout.write(f"\x1b[{self._height}F\x1b[J")
         self._height = len(picture)

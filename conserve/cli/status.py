@@ -1,4 +1,4 @@
-"""`conserve status`: what the queue or one job is doing."""
+"""`conserve status`: progress of the queue or of one job."""
 
 from typing import Annotated
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class OutputClosed(SystemExit):
-    """The reader of a pipe has enough: the command ends quietly, as `SIGPIPE` would end it."""
+    """Raised if the reader of a pipe has gone: the command ends quietly, as by `SIGPIPE`."""
 
 
 class OutputLost(ConserveError):
-    """Standard output cannot be written; `reason` says why."""
+    """Raised if standard output cannot be written, for this `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -32,12 +32,12 @@ class OutputLost(ConserveError):
 
 
 class Stdout(io.FileIO):
-    """File descriptor 1. After the first error it swallows what is still written while the command ends."""
+    """File descriptor 1. After the first error, later writes are dropped while the command ends."""
 
     lost = False
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Write some of the data; returns how much."""
+        """Write some of the data; returns the number of bytes."""
         if self.lost:
             return len(memoryview(data).cast("B"))
         try:
@@ -53,10 +53,10 @@ class Stdout(io.FileIO):
 
 
 class Stderr(io.FileIO):
-    """File descriptor 2. What cannot be written is dropped: there is no place left to say so."""
+    """File descriptor 2. Data that cannot be written is dropped: no stream is left to report it on."""
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Write the data, or nothing; returns its length."""
+        """Write the data or drop it; returns its length."""
         try:
             return super().write(data) or 0
         except OSError:
@@ -64,19 +64,19 @@ class Stderr(io.FileIO):
 
 
 def guard() -> None:
-    """Replace the standard streams, and make sure that 0, 1 and 2 are nobody else's.
+    """Replace the standard streams, and open 0, 1 and 2 where they are closed.
 
-    A file opened while one of them is closed would get its number, and with it what is printed.
+    A file opened while one of them is closed would get its number, and with it the printed text.
     """
     for number in (0, 1, 2):
-        if not is_open(number):  # to be read, so that writing to it is an error
+        if not is_open(number):  # opened for reading, so that writing to it is an error
             os.open(os.devnull, os.O_RDONLY)
     sys.stdout = text_stream(Stdout(1, "w", closefd=False), sys.stdout, line_buffering=os.isatty(1))
     sys.stderr = text_stream(Stderr(2, "w", closefd=False), sys.stderr, line_buffering=True)
 
 
 def text_stream(raw: io.FileIO, old: TextIO | None, *, line_buffering: bool) -> TextIO:
-    """A text stream like the old one, if there was one."""
+    """Text stream with the encoding of the old one, if there was one."""
     encoding, errors = (old.encoding, old.errors) if old is not None else ("utf-8", "backslashreplace")
     return io.TextIOWrapper(
         io.BufferedWriter(raw), encoding=encoding, errors=errors, line_buffering=line_buffering
@@ -93,14 +93,14 @@ def is_open(number: int) -> bool:
 
 
 def wait_until_writable(number: int) -> None:
-    """Wait until a file descriptor takes data."""
+    """Wait until a file descriptor accepts data."""
     import select
 
     select.select([], [number], [])
 
 
 def flushed(run: Callable[[], int]) -> int:
-    """Run a command and write what it has printed; returns the exit code."""
+    """Run a command and flush its output; returns the exit code."""
     try:
         code = run()
         sys.stdout.flush()

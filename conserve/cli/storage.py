@@ -1,4 +1,4 @@
-"""`conserve store size`: how much room the jobs take."""
+"""`conserve store size`: the bytes of each job and of the rest of the store."""
 
 from typing import Annotated
 

@@ -40,7 +40,7 @@ WHERE = {
     "do not write into it",
     "reference": "the rows stay in the file: leave it as it is until the job is done and its answers are joined",
 }
-"""What to know of an input that was not copied."""
+"""Sentences on an input that was not copied."""
 
 Files = Annotated[
     list[str] | None,
@@ -176,7 +176,7 @@ def submit(
 def preview(
     settings: Settings, given: "Input", task: "Task", rows: int, *, constant_prompt: bool, as_json: bool
 ) -> None:
-    """Show the first requests of what would be queued."""
+    """Show the first requests of the job that would be queued."""
     from conserve.cli.dry_run import local_counter, show_previews
     from conserve.jobs.requests.preview import previews
 
@@ -185,7 +185,7 @@ def preview(
 
 
 def tell(done: "Submitted") -> None:
-    """Say what was queued."""
+    """Print what was queued."""
     output.say(f"queued {output.count(done.rows, 'row')}; run them with: conserve run")
     if done.kept in WHERE:
         output.say(f"{WHERE[done.kept]}; --keep-input copy keeps a copy in the store")
@@ -197,12 +197,12 @@ def tell(done: "Submitted") -> None:
 
 
 class UnprintedJob(ConserveError):
-    """A job whose id nobody could read."""
+    """Raised if the id of a job could not be printed."""
 
 
 @contextmanager
 def withdrawn_unless_printed(store: "Store", job_id: str) -> Iterator[None]:
-    """Take the job back if its id cannot be printed: a script could neither wait for it nor cancel it."""
+    """Withdraw the job if its id cannot be printed: a script could neither wait for it nor cancel it."""
     from conserve.cli.stdout import OutputClosed, OutputLost
     from conserve.store.books.withdraw import withdraw
 
@@ -215,7 +215,7 @@ def withdrawn_unless_printed(store: "Store", job_id: str) -> Iterator[None]:
 
 
 def taken(name: str, done: "Submitted") -> str:
-    """The sentence for a name that other jobs have too."""
+    """Sentence on a name that other jobs have too."""
     others = output.count(len(done.namesakes), "job")
     return (
         f"{others} before it had the name {one_line(name)}, {done.namesakes[-1]} last; "

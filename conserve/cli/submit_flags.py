@@ -1,4 +1,4 @@
-"""What the flags of `conserve submit` ask for: the input, the task and its parameters."""
+"""Flags of `conserve submit` as an input, a task and its parameters."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def read_input(
     files: list[str], sql: str | None, form: str | None, keep: str | None, settings: Settings
 ) -> "Input":
-    """What is to be submitted, from the flags."""
+    """Input of the job, from the flags."""
     from conserve.jobs.inputs.files import Form
     from conserve.jobs.inputs.keeping import Keep
     from conserve.jobs.inputs.source import Input
@@ -37,7 +37,7 @@ def read_input(
 
 
 def read_name(name: str | None) -> str | None:
-    """The beginning of the job's id."""
+    """Name that the job's id begins with."""
     from conserve.jobs.requests.submit import slug
 
     if name is None:
@@ -48,7 +48,7 @@ def read_name(name: str | None) -> str | None:
 
 
 def read_tags(pairs: list[str]) -> dict[str, str]:
-    """The tags of --tag."""
+    """Tags of --tag."""
     tags: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -60,7 +60,7 @@ def read_tags(pairs: list[str]) -> dict[str, str]:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
-    """The template, given or from its file."""
+    """Template, from the flag or its file."""
     if prompt_file is None:
         return prompt
     if prompt is not None:
@@ -79,7 +79,7 @@ def make_task(
     id_column: str | None,
     params: dict[str, Any],
 ) -> "Task":
-    """What to ask of each row, from the flags."""
+    """Task of the job, from the flags."""
     from conserve.endpoints.protocol import Url
     from conserve.jobs.task import Kind, Task
 
@@ -100,7 +100,7 @@ def make_task(
 
 
 def in_order(task: "Task", wanted: str) -> "Task":
-    """The task with the order of --order."""
+    """Task with the order of --order."""
     from conserve.jobs.task import Order
 
     name, colon, seed = wanted.partition(":")
@@ -119,7 +119,7 @@ def request_params(
     param: list[str] | None,
     **plain: Any,
 ) -> dict[str, Any]:
-    """The body fields that the flags set."""
+    """Body fields that the flags set."""
     params = {key: value for key, value in plain.items() if value not in (None, [])}
     if logprobs is not None:
         params |= {"logprobs": logprobs} if completions else {"logprobs": True, "top_logprobs": logprobs}
@@ -135,7 +135,7 @@ def request_params(
 
 
 def json_or_text(value: str) -> Any:
-    """A parameter's value: JSON if it is that, else the text itself."""
+    """Value of a parameter: parsed if it is JSON, else the text itself."""
     try:
         return json.loads(value, parse_constant=not_json)
     except ValueError:
@@ -150,7 +150,7 @@ def not_json(constant: str) -> NoReturn:
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """A JSON schema, inline or from a file."""
+    """Read a JSON schema, inline or from a file."""
     try:
         source = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
         schema = json.loads(source, parse_constant=not_json)
