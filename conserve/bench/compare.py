@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from conserve.bench.answers import tbts_ms, ttfts_ms
 from conserve.bench.deployment import OFF, Deployment
-from conserve.bench.load import Plan, Target, play_apart
-from conserve.bench.measure import ONLINE_ONLY, Block, Limits, by_policy, online_only_p99s, percentiles
+from conserve.bench.load import LoadPlan, Target, play_apart
+from conserve.bench.measure import ONLINE_ONLY, Block, LatencyLimits, by_policy, online_only_p99s, percentiles
 from conserve.bench.traces import Trace
 
 LEAD_S = 2.5  # until the load generator's process is up
@@ -25,7 +25,7 @@ class Design:
     rounds: int
     block_s: float
     settle_s: float = 3.0  # time under a policy before its block counts
-    slo: Limits | None = None
+    slo: LatencyLimits | None = None
     slo_scale: float = 1.0  # of online-only's P99s, where no SLO is given
     seed: int = 0
     preemption: str = OFF  # of policies that do not name theirs (`conserve/just-enough`)
@@ -81,10 +81,10 @@ def order(policies: Sequence[str], number: int) -> list[str]:
     return [*first, *others[turn:], *others[:turn]]
 
 
-def limits(blocks: Sequence[Block], scale: float) -> Limits | None:
+def limits(blocks: Sequence[Block], scale: float) -> LatencyLimits | None:
     """SLO after conserve-2026, section 6.2: `scale` times the P99s of online-only so far."""
     p99s = online_only_p99s(by_policy(blocks))
-    return Limits(scale * p99s.ttft_ms, scale * p99s.tbt_ms) if p99s is not None else None
+    return LatencyLimits(scale * p99s.ttft_ms, scale * p99s.tbt_ms) if p99s is not None else None
 
 
 async def one_block(
@@ -93,7 +93,7 @@ async def one_block(
     """Play the arrivals once. Offline tokens count while requests arrive, answers until the last is complete."""
     loop = asyncio.get_running_loop()
     start_at = loop.time() + LEAD_S
-    plan = Plan(trace=trace, target=target, seed=seed, start_at=start_at, cores=design.load_cores)
+    plan = LoadPlan(trace=trace, target=target, seed=seed, start_at=start_at, cores=design.load_cores)
     async with beside(play_apart(plan)) as playing:
         await asyncio.sleep(max(0.0, start_at - loop.time()))
         first, began = await deployment.counters(), loop.time()

@@ -7,7 +7,7 @@ from typing import Any, Self
 import httpx
 
 from conserve.bench.forecast import Engine
-from conserve.bench.measure import CONSERVE, Limits
+from conserve.bench.measure import CONSERVE, LatencyLimits
 from conserve.errors import EndpointUnusable
 from conserve.profiles.profile import MODELS
 
@@ -71,7 +71,7 @@ class Deployment:
         self._preempts: bool | None = None  # True if the server can preempt; None if not asked yet
         self._checkpoints = False  # True if it can checkpoint
 
-    async def follow(self, name: str, slo: Limits | None = None, *, preemption: str = OFF) -> Counters:
+    async def follow(self, name: str, slo: LatencyLimits | None = None, *, preemption: str = OFF) -> Counters:
         """Switch the scheduler to this policy, with this SLO or the one it has; returns its counters.
 
         A policy may name its preemption (`conserve/just-enough`); otherwise `preemption` applies. KV is

@@ -8,7 +8,7 @@ import numpy as np
 
 from conserve.bench import svg
 from conserve.bench.answers import Answer, Floats, Status, ttfts_ms
-from conserve.bench.measure import ORDER, Block, Limits, by_policy
+from conserve.bench.measure import ORDER, Block, LatencyLimits, by_policy
 from conserve.bench.svg import Scale
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000.0, 70.0, 16.0, 28.0, 44.0
@@ -25,7 +25,7 @@ class Stage(NamedTuple):
     blocks: Sequence[Block]  # in order of time
     x: Scale
     bin_s: float
-    slo: Limits | None
+    slo: LatencyLimits | None
     colours: Mapping[str, str]
 
     def colour(self, block: Block) -> str:
@@ -68,7 +68,7 @@ def colours(policies: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def timeline(blocks: Sequence[Block], slo: Limits | None) -> str:
+def timeline(blocks: Sequence[Block], slo: LatencyLimits | None) -> str:
     """Draw online requests, TTFT, TBT and offline tokens over the same time."""
     blocks = sorted(blocks, key=lambda block: block.started_s)
     end_s = max(block.started_s + block.duration_s for block in blocks) - blocks[0].started_s

@@ -67,7 +67,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class BlockForecast:
     """Simulation of one block under online-only."""
 
     block_s: float
@@ -86,7 +86,7 @@ class Forecast:
         return max((one.token_at_s[0] if one.token_at_s else inf for one in self.requests), default=0.0)
 
 
-def play(trace: Trace | None, engine: Engine, block_s: float, *, until_s: float = inf) -> Forecast:
+def play(trace: Trace | None, engine: Engine, block_s: float, *, until_s: float = inf) -> BlockForecast:
     """Simulate the answers to these arrivals; without a trace the engine is idle."""
     requests = [Request(*arrival) for arrival in trace or ()]
     due, running = deque(requests), list[Request]()
@@ -105,7 +105,7 @@ def play(trace: Trace | None, engine: Engine, block_s: float, *, until_s: float 
         for one, tokens in scheduled:
             if one.advance(tokens, now_s):
                 running.remove(one)
-    return Forecast(block_s=block_s, requests=requests, busy_s=busy_s, ended_s=now_s)
+    return BlockForecast(block_s=block_s, requests=requests, busy_s=busy_s, ended_s=now_s)
 
 
 def _schedule(running: list[Request], waiting: deque[Request], engine: Engine) -> list[tuple[Request, int]]:
@@ -134,7 +134,7 @@ def _batch(scheduled: Iterable[tuple[Request, int]]) -> Batch:
     return batch
 
 
-def p99s_ms(forecasts: Iterable[Forecast]) -> tuple[float, float]:
+def p99s_ms(forecasts: Iterable[BlockForecast]) -> tuple[float, float]:
     """P99 TTFT and TBT over all blocks, in ms; 0 without answers."""
     answered = [one for forecast in forecasts for one in forecast.requests if one.token_at_s]
     ttft_ms = np.array([(one.token_at_s[0] - one.at_s) * 1e3 for one in answered])

@@ -23,7 +23,7 @@ import numpy as np
 
 from conserve.bench import raw
 from conserve.bench.answers import Answer, Status
-from conserve.bench.stream import Reply, post
+from conserve.bench.stream import StreamedReply, post
 from conserve.bench.traces import Arrival, Trace
 from conserve.errors import ConserveError, InputError
 
@@ -48,7 +48,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LoadPlan:
     """Plan of one load generator process; `start_at` as in `play`, `cores` to pin it to, if any."""
 
     trace: Trace
@@ -58,13 +58,13 @@ class Plan:
     cores: tuple[int, ...] = ()
 
 
-class Choice(msgspec.Struct):
+class ChunkChoice(msgspec.Struct):
     """A chunk's addition to the answer; `token_ids` only from servers that were asked for them."""
 
     token_ids: list[int] | None = None
 
 
-class Usage(msgspec.Struct):
+class ChunkUsage(msgspec.Struct):
     """Number of the answer's tokens so far."""
 
     completion_tokens: int = 0
@@ -73,8 +73,8 @@ class Usage(msgspec.Struct):
 class Chunk(msgspec.Struct):
     """One server-sent event of /v1/completions."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ChunkChoice] = []
+    usage: ChunkUsage | None = None
     error: Any = None
 
 
@@ -138,7 +138,7 @@ async def play(trace: Trace, target: Target, *, seed: int, start_at: float | Non
     ]
 
 
-async def play_apart(plan: Plan) -> list[Answer]:
+async def play_apart(plan: LoadPlan) -> list[Answer]:
     """Play the plan in a process of its own, which takes about a second to start; raises `ConserveError`."""
     with TemporaryDirectory(prefix="conserve-load-") as folder:
         path = Path(folder) / "answers.parquet"
@@ -181,7 +181,7 @@ async def _ask(url: SplitResult, host: str, target: Target, body: bytes) -> Exch
     return exchange
 
 
-async def _take(reply: Reply, exchange: Exchange) -> None:
+async def _take(reply: StreamedReply, exchange: Exchange) -> None:
     """Note the time of each token until the server ends the answer."""
     async for line in reply.lines():
         if not line.startswith(b"data:"):
@@ -208,7 +208,7 @@ def _new_tokens(chunk: Chunk, known: int) -> int:
     return chunk.usage.completion_tokens - known if chunk.usage else 1
 
 
-async def _take_refusal(reply: Reply, exchange: Exchange) -> None:
+async def _take_refusal(reply: StreamedReply, exchange: Exchange) -> None:
     said = [str(reply.status)]
     with suppress(EOFError, ValueError):
         said += [line.decode(errors="replace") async for line in reply.lines()]
@@ -257,7 +257,7 @@ async def _resolved(url: SplitResult) -> str:
 def main(plan_name: str, answers_name: str) -> None:
     """Play the plan in the file of this name, `-` for stdin, and write the answers."""
     content = sys.stdin.buffer.read() if plan_name == "-" else Path(plan_name).read_bytes()
-    plan = msgspec.json.decode(content, type=Plan)
+    plan = msgspec.json.decode(content, type=LoadPlan)
     if plan.cores:
         os.sched_setaffinity(0, plan.cores)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

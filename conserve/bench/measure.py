@@ -48,7 +48,7 @@ class Block:
     offline_series: tuple[tuple[float, int], ...] = ()
 
 
-class Limits(NamedTuple):
+class LatencyLimits(NamedTuple):
     """Limits of TTFT and TBT, in ms: an SLO, or a reference."""
 
     ttft_ms: float
@@ -120,7 +120,7 @@ class Ratios:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PolicyOutcome:
     """Figures of one policy over its pooled blocks; `spread` compares the blocks."""
 
     blocks: int
@@ -153,8 +153,8 @@ class Outcome:
 class Comparison:
     """Figures of all policies; attainment is relative to `reference`."""
 
-    reference: Limits | None
-    policies: Mapping[str, Outcome]
+    reference: LatencyLimits | None
+    policies: Mapping[str, PolicyOutcome]
     ratios: Mapping[str, Ratios]
     harm: Mapping[str, Harm]
 
@@ -168,7 +168,7 @@ class Comparison:
         }
 
 
-def compare(blocks: Sequence[Block], *, reference: Limits | None = None, seed: int = 0) -> Comparison:
+def compare(blocks: Sequence[Block], *, reference: LatencyLimits | None = None, seed: int = 0) -> Comparison:
     """Compare the policies of these blocks.
 
     Attainment is relative to `reference`: the P99s of online-only, unless given. The seed is the bootstrap's.
@@ -201,12 +201,12 @@ def rank(name: str) -> tuple[int, str]:
     return (ORDER.index(policy) if policy in ORDER else len(ORDER), name)
 
 
-def outcome(blocks: Sequence[Block], reference: Limits | None) -> Outcome:
+def outcome(blocks: Sequence[Block], reference: LatencyLimits | None) -> PolicyOutcome:
     """Figures of one policy's pooled blocks."""
     answers = [answer for block in blocks for answer in block.answers]
     failures = [answer.status.value for answer in answers if answer.status is not Status.OK]
     duration_s = sum(block.duration_s for block in blocks)
-    return Outcome(
+    return PolicyOutcome(
         blocks=len(blocks),
         duration_s=duration_s,
         requests=len(answers),
@@ -234,12 +234,12 @@ def percentiles(values_ms: Floats) -> Percentiles | None:
     return Percentiles(float(p50), float(p90), float(p99), float(most))
 
 
-def attainments(answers: Sequence[Answer], reference: Limits | None) -> dict[str, Attainment]:
+def attainments(answers: Sequence[Answer], reference: LatencyLimits | None) -> dict[str, Attainment]:
     """Attainment by scale; empty without a reference."""
     return {str(scale): attainment(answers, reference, scale) for scale in SCALES} if reference else {}
 
 
-def attainment(answers: Sequence[Answer], reference: Limits, scale: float) -> Attainment:
+def attainment(answers: Sequence[Answer], reference: LatencyLimits, scale: float) -> Attainment:
     """Shares within `scale` times the reference; a failed request misses once in each."""
     failed = sum(answer.status is not Status.OK for answer in answers)
     complete = [answer for answer in answers if answer.status is Status.OK]
@@ -297,14 +297,14 @@ def _spread(values: Sequence[float]) -> Spread | None:
     return Spread(min(values), float(np.median(values)), max(values)) if values else None
 
 
-def online_only_p99s(named: Mapping[str, Sequence[Block]]) -> Limits | None:
+def online_only_p99s(named: Mapping[str, Sequence[Block]]) -> LatencyLimits | None:
     """P99s of online-only, the reference that the comparison measures itself."""
     answers = [answer for block in named.get(ONLINE_ONLY, ()) for answer in block.answers]
     ttft, tbt = percentiles(ttfts_ms(answers)), percentiles(tbts_ms(answers))
-    return Limits(ttft.p99, tbt.p99) if ttft and tbt else None
+    return LatencyLimits(ttft.p99, tbt.p99) if ttft and tbt else None
 
 
-def ratios(name: str, policies: Mapping[str, Outcome]) -> Ratios:
+def ratios(name: str, policies: Mapping[str, PolicyOutcome]) -> Ratios:
     """Ratios of this policy to the ones that the papers compare with."""
     this = policies[name]
     alone, unbounded, priority = (policies.get(other) for other in (ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY))

@@ -15,8 +15,8 @@ from conserve.bench.measure import (
     SCALES,
     Block,
     Comparison,
-    Limits,
-    Outcome,
+    LatencyLimits,
+    PolicyOutcome,
 )
 from conserve.bench.svg import figure
 
@@ -136,7 +136,7 @@ def page(
     blocks: Sequence[Block],
     *,
     title: str = "Policies compared",
-    slo: Limits | None = None,
+    slo: LatencyLimits | None = None,
     facts: Mapping[str, str] | None = None,
     stopped: str | None = None,
 ) -> str:
@@ -192,7 +192,7 @@ def _tables(comparison: Comparison) -> list[tuple[str, str, Table]]:
     return found
 
 
-def _latencies(outcome: Outcome) -> list[str]:
+def _latencies(outcome: PolicyOutcome) -> list[str]:
     ttft, tbt = outcome.ttft_ms, outcome.tbt_ms
     return [
         *((figure(ttft.p50), figure(ttft.p99), figure(ttft.max)) if ttft else (NOTHING,) * 3),

@@ -11,7 +11,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from conserve.bench.compare import LEAD_S, Design, Source
-from conserve.bench.forecast import Engine, Forecast, p99s_ms, play
+from conserve.bench.forecast import BlockForecast, Engine, p99s_ms, play
 from conserve.bench.measure import NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY, Block
 from conserve.bench.presets import Preset
 from conserve.errors import InputError, Overloaded
@@ -70,7 +70,7 @@ class Sized:
     rate: float
     lengths: float  # times the preset's
     chosen: bool  # True if the machine's speed decided
-    forecasts: Sequence[Forecast]  # one a round; none if the engine's speed is unknown
+    forecasts: Sequence[BlockForecast]  # one a round; none if the engine's speed is unknown
     takes_s: float = 0.0
 
     @property
@@ -210,7 +210,9 @@ def _with_forecasts(sized: Sized, engine: Engine) -> Sized:
     return replace(sized, forecasts=forecasts, takes_s=_takes_s(sized.design, forecasts, engine))
 
 
-def _forecasts(source: Source, design: Design, engine: Engine, *, until_s: float = inf) -> list[Forecast]:
+def _forecasts(
+    source: Source, design: Design, engine: Engine, *, until_s: float = inf
+) -> list[BlockForecast]:
     """Forecast of each round's arrivals under online-only."""
     found = []
     for number in range(design.rounds):
@@ -222,7 +224,7 @@ def _forecasts(source: Source, design: Design, engine: Engine, *, until_s: float
     return found
 
 
-def _load(forecasts: Sequence[Forecast], block_s: float) -> Load:
+def _load(forecasts: Sequence[BlockForecast], block_s: float) -> Load:
     """Load with the mean of the rounds' busy shares and the longest of their queues."""
     last_s = max(one.last_first_token_s for one in forecasts)
     return Load(_mean([one.busy for one in forecasts]), last_s, block_s)
@@ -259,7 +261,7 @@ def _rate(preset: Preset, offered: Offered, design: Design, engine: Engine, busy
     return min(tried, key=lambda rate: abs(tried[rate]))
 
 
-def _takes_s(design: Design, forecasts: Sequence[Forecast], engine: Engine) -> float:
+def _takes_s(design: Design, forecasts: Sequence[BlockForecast], engine: Engine) -> float:
     """Estimate the seconds of the comparison: every block, and its longest answers after the last arrival.
 
     Beside unbounded offline rows each token of an answer takes a full iteration, under ConServe as long as the SLO.

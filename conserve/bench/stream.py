@@ -16,7 +16,7 @@ PIECE_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class StreamedReply:
     """A reply whose head was read and whose body is still arriving."""
 
     status: int
@@ -45,7 +45,9 @@ class Reply:
 
 
 @asynccontextmanager
-async def post(url: SplitResult, host: str, headers: Mapping[str, str], body: bytes) -> AsyncIterator[Reply]:
+async def post(
+    url: SplitResult, host: str, headers: Mapping[str, str], body: bytes
+) -> AsyncIterator[StreamedReply]:
     """Send the request to `host` (the URL's, resolved) on a connection of its own and wait for the head.
 
     Raises OSError without a connection, EOFError or ValueError when what comes is no HTTP reply.
@@ -62,7 +64,7 @@ async def post(url: SplitResult, host: str, headers: Mapping[str, str], body: by
         writer.write(_head(url, {**headers, "Content-Length": str(len(body))}) + body)
         await writer.drain()
         status = int((await reader.readuntil(b"\n")).split(maxsplit=2)[1])
-        yield Reply(status, await _headers(reader), reader)
+        yield StreamedReply(status, await _headers(reader), reader)
     finally:
         writer.transport.abort()  # the reply was read or given up: nothing is left to flush
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from conserve.bench.harm import Change
-from conserve.bench.measure import NON_PREEMPTIVE, ONLINE_ONLY, Comparison, Outcome
+from conserve.bench.measure import NON_PREEMPTIVE, ONLINE_ONLY, Comparison, PolicyOutcome
 from conserve.bench.svg import figure
 
 NOTHING = "-"
@@ -90,7 +90,7 @@ def _column(
     return Column(heading, unit, bars, bars[mark].length if mark is not None and marked else None)
 
 
-def _clients(outcome: Outcome, ttft: Change | None, tbt: Change | None) -> str:
+def _clients(outcome: PolicyOutcome, ttft: Change | None, tbt: Change | None) -> str:
     """Words for the two P99s; "P99" is spelled out."""
     if outcome.ttft_ms is None:
         return "no client got a token"

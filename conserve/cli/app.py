@@ -25,7 +25,7 @@ def example_first(self: Any, ctx: Any, formatter: Any) -> None:
     self.format_options(ctx, formatter)
 
 
-class Command(TyperCommand):
+class ExampleCommand(TyperCommand):
     """A command whose help shows an example first."""
 
     format_help = example_first
@@ -35,7 +35,7 @@ PASSING_ON = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": T
 SETTINGS = {"serve": PASSING_ON, "bench": PASSING_ON}  # words behind MODEL go to vLLM
 
 
-class Group(TyperGroup):
+class ExampleGroup(TyperGroup):
     """Commands in the order in which one needs them."""
 
     format_help = example_first
@@ -44,12 +44,12 @@ class Group(TyperGroup):
         return list(self.commands)
 
 
-class Program(Group):
+class Program(ExampleGroup):
     """The program; a command's module is imported when the command is called."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = Loaded()  # type: ignore[assignment]
+        self.commands = LazyCommands()  # type: ignore[assignment]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(overview())
@@ -61,7 +61,7 @@ class Program(Group):
             raise typer.Exit(exits.INTERRUPTED) from None
 
 
-class Loaded(Mapping[str, Any]):
+class LazyCommands(Mapping[str, Any]):
     """Commands by name; each is made when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
@@ -75,7 +75,7 @@ class Loaded(Mapping[str, Any]):
         alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
         alone.command(
             name,
-            cls=Command,
+            cls=ExampleCommand,
             epilog=example,
             short_help=entry.summary,
             context_settings=SETTINGS.get(name),
@@ -92,7 +92,7 @@ class Loaded(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-class MeasuringGroup(Group):
+class MeasuringGroup(ExampleGroup):
     """`conserve profile MODEL` is short for `conserve profile measure MODEL`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -112,8 +112,8 @@ def measuring(module: Any, summary: str) -> Any:
         rich_markup_mode=None,
         add_completion=False,
     )
-    profiles.command("measure", cls=Command, epilog=module.EXAMPLE)(module.measure)
-    profiles.command("show", cls=Command, epilog=module.SHOW_EXAMPLE)(module.show)
+    profiles.command("measure", cls=ExampleCommand, epilog=module.EXAMPLE)(module.measure)
+    profiles.command("show", cls=ExampleCommand, epilog=module.SHOW_EXAMPLE)(module.show)
     return typer.main.get_command(profiles)
 
 
@@ -121,7 +121,7 @@ def storing(module: Any, summary: str) -> Any:
     """`conserve store`, a group of its own."""
     group = typer.Typer(
         name="store",
-        cls=Group,
+        cls=ExampleGroup,
         help=summary,
         short_help=summary,
         epilog=module.EXAMPLE,
@@ -130,7 +130,7 @@ def storing(module: Any, summary: str) -> Any:
         no_args_is_help=True,
     )
     group.callback()(lambda: None)  # makes typer keep a group although it has one command
-    group.command("size", cls=Command, epilog=module.EXAMPLE)(module.show_size)
+    group.command("size", cls=ExampleCommand, epilog=module.EXAMPLE)(module.show_size)
     return typer.main.get_command(group)
 
 

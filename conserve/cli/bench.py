@@ -27,7 +27,7 @@ from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
-    from conserve.bench.measure import Block, Comparison, Limits
+    from conserve.bench.measure import Block, Comparison, LatencyLimits
     from conserve.bench.presets import Preset
     from conserve.bench.sizing import Sized
 
@@ -233,18 +233,18 @@ def section(settings: Settings, policies: Sequence[str]) -> dict[str, Any]:
     return {"policy": ONLINE_ONLY, "profile": None, "profiles": profiles, "control": True, **preemption}
 
 
-def limits(ttft_slo: str | None, tbt_slo: str | None) -> "Limits | None":
+def limits(ttft_slo: str | None, tbt_slo: str | None) -> "LatencyLimits | None":
     """SLO of the flags, if they give one."""
-    from conserve.bench.measure import Limits
+    from conserve.bench.measure import LatencyLimits
 
     if (ttft_slo is None) != (tbt_slo is None):
         raise SettingsError("give --ttft-slo and --tbt-slo together, or neither for online-only's P99s")
     ttft_ms, tbt_ms = milliseconds("--ttft-slo", ttft_slo), milliseconds("--tbt-slo", tbt_slo)
-    return Limits(ttft_ms, tbt_ms) if ttft_ms is not None and tbt_ms is not None else None
+    return LatencyLimits(ttft_ms, tbt_ms) if ttft_ms is not None and tbt_ms is not None else None
 
 
 def make_design(
-    preset: "Preset", policies: list[str], slo: "Limits | None", slo_scale: float, seed: int
+    preset: "Preset", policies: list[str], slo: "LatencyLimits | None", slo_scale: float, seed: int
 ) -> "Design":
     """Design of the comparison, from the flags."""
     from conserve.bench.compare import Design

@@ -15,8 +15,8 @@ import typer
 from conserve import __version__
 from conserve.cli import doctor_engine, doctor_machine, exits, output
 from conserve.cli.context import Context
+from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
-from conserve.cli.finding import Finding
 from conserve.config import Settings, settings_files
 from conserve.errors import ConserveError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conserve.cli import output
+from conserve.cli.doctor_finding import GIB, Finding
 from conserve.cli.doctor_machine import shared_memory
-from conserve.cli.finding import GIB, Finding
 from conserve.config import DEMO_MODEL, Settings
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tempfile import NamedTemporaryFile
 from typing import Self
 
 from conserve.cli import output
-from conserve.cli.finding import GIB, Finding
+from conserve.cli.doctor_finding import GIB, Finding
 
 LITTLE_DISK_BYTES = GIB
 SLOW_FSYNC_MS = 100.0  # a save waits for two or three of them

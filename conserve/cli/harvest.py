@@ -10,9 +10,9 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.binding import Binding
 from conserve.cli.context import Context, job_ids
-from conserve.cli.idle import nothing_to_run
+from conserve.cli.idle_jobs import nothing_to_run
 from conserve.cli.options import Rebind, Utility
-from conserve.cli.progress import Progress
+from conserve.cli.progress import RunProgress
 from conserve.cli.run import (
     Pace,
     Times,
@@ -175,7 +175,7 @@ async def show(harvester: "Harvester", settings: Settings, only: list[str] | Non
     """
     if not lines:
         await Announcer(harvester, settings).announce()
-    progress = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr)
+    progress = RunProgress(harvester, lambda: unfinished_rows(settings, only), sys.stderr)
     await asyncio.gather(progress.show(), Announcer(harvester, settings, jobs=False).announce())
 
 

@@ -7,7 +7,7 @@ import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.cli.standing import document, table
+from conserve.cli.status_report import document, table
 from conserve.store.books.readings import JobReading, read_jobs
 
 EXAMPLE = """

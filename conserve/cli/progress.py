@@ -27,7 +27,7 @@ def first_step(settings: Settings) -> str:
     return f"asking {address.rstrip('/').removesuffix('/v1')} what it serves"
 
 
-class Progress:
+class RunProgress:
     """Progress of a harvester; `said` is the step that was printed last."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Progress:
     async def _bar(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn
-        from rich.progress import Progress as Bar
+        from rich.progress import RunProgress as Bar
 
         columns = (
             SpinnerColumn(),

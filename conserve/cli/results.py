@@ -51,7 +51,7 @@ def results(
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format jsonl.")] = False,
 ) -> None:
     """Write the answers a job has so far, in the order of its input rows."""
-    from conserve.cli.asking import answer
+    from conserve.cli.queries import answer
     from conserve.cli.sink import sink
 
     wanted = wanted_format(out, format, as_json=as_json, more=with_inputs or with_prompts)

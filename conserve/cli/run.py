@@ -16,9 +16,9 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.binding import Binding
 from conserve.cli.context import Context, engine_flags, job_ids, split_flags
-from conserve.cli.idle import left_paused, nothing_to_run
+from conserve.cli.idle_jobs import left_paused, nothing_to_run
 from conserve.cli.options import Rebind, Utility
-from conserve.cli.progress import Progress, first_step
+from conserve.cli.progress import RunProgress, first_step
 from conserve.config import DEMO_MODEL, Settings
 from conserve.errors import SettingsError
 from conserve.store.books.readings import JobReading, read_jobs, resolve
@@ -159,7 +159,7 @@ def drain(
             rebind=binding.rebind,
         )
         begun = time.monotonic()
-        progress = Progress(harvester, lambda: unfinished_rows(settings, only), sys.stderr, said=said)
+        progress = RunProgress(harvester, lambda: unfinished_rows(settings, only), sys.stderr, said=said)
         interrupted = asyncio.run(supervise(harvester, progress.show))
         ready_at = harvester.ready_at or time.monotonic()
         ended_at = harvester.ended_at or time.monotonic()

@@ -13,7 +13,7 @@ from conserve.errors import ConserveError
 COMPLETION = "_CONSERVE_COMPLETE"  # set by the shell that asks for completions
 
 
-class Asked(NamedTuple):
+class StatusCommand(NamedTuple):
     """Arguments of a `conserve status` command line."""
 
     home: str | None
@@ -34,7 +34,7 @@ def answered(words: Sequence[str]) -> int | None:
         return exits.INTERRUPTED
 
 
-def status_asked(words: Sequence[str]) -> Asked | None:
+def status_asked(words: Sequence[str]) -> StatusCommand | None:
     """Parse `[--home DIR] status [JOB] [--watch] [--json]`; None for anything else."""
     home = None
     if len(words) > 2 and words[0] == "--home" and not words[1].startswith("-"):
@@ -45,7 +45,7 @@ def status_asked(words: Sequence[str]) -> Asked | None:
     jobs = [word for word in words[1:] if not word.startswith("-")]
     if flags - {"--watch", "--json"} or len(jobs) > 1:
         return None
-    return Asked(home, jobs[0] if jobs else None, flags)
+    return StatusCommand(home, jobs[0] if jobs else None, flags)
 
 
 def overview() -> int:
@@ -56,14 +56,14 @@ def overview() -> int:
     return exits.DONE
 
 
-def status(asked: Asked) -> int:
+def status(asked: StatusCommand) -> int:
     """Print `conserve status`; returns the exit code."""
-    from conserve.cli import output, standing
+    from conserve.cli import output, status_report
     from conserve.config import load
 
-    question = standing.Question(asked.job, "--watch" in asked.flags, "--json" in asked.flags)
+    question = status_report.StatusArguments(asked.job, "--watch" in asked.flags, "--json" in asked.flags)
     try:
-        standing.answer(load({"home": asked.home}), question)
+        status_report.answer(load({"home": asked.home}), question)
     except ConserveError as error:
         return output.failed(error)
     return exits.DONE

@@ -63,7 +63,7 @@ def sql(
     ] = None,
 ) -> None:
     """Query the views jobs, results, inputs and requests with DuckDB; nothing else can be read or written."""
-    from conserve.cli.asking import answer, say_left_out
+    from conserve.cli.queries import answer, say_left_out
     from conserve.cli.sink import sink
     from conserve.store.sql import export
 

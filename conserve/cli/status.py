@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from conserve.cli import standing
+from conserve.cli import status_report
 from conserve.cli.context import Context, job_ids
 
 EXAMPLE = """
@@ -31,4 +31,4 @@ def status(
 ) -> None:
     """Show how far the jobs are, all that are unfinished or one in detail, and how live requests fare."""
     context: Context = ctx.obj
-    standing.answer(context.settings(), standing.Question(job, watch, as_json))
+    status_report.answer(context.settings(), status_report.StatusArguments(job, watch, as_json))

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from conserve.bench.deployment import Counters
-from conserve.bench.measure import Limits
+from conserve.bench.measure import LatencyLimits
 from conserve.bench.offline import like_papers
 from conserve.bench.presets import CPU
 from conserve.bench.traces import Trace, find_trace, gamma, on_off, read
@@ -148,9 +148,9 @@ class Seen:
         ]
 
     @property
-    def slo(self) -> Limits:
+    def slo(self) -> LatencyLimits:
         """The P99s."""
-        return Limits(ttft_ms=p99(self.ttft_ms), tbt_ms=p99(self.tbt_ms))
+        return LatencyLimits(ttft_ms=p99(self.ttft_ms), tbt_ms=p99(self.tbt_ms))
 
     @property
     def worst_ms(self) -> float:
@@ -162,7 +162,7 @@ def p99(blocks: Sequence[Floats]) -> float:
     return float(np.percentile(np.concatenate(blocks), 99, method="inverted_cdf"))
 
 
-def simulate(setting: Setting, policy: str, slo: Limits | None = None) -> Seen:
+def simulate(setting: Setting, policy: str, slo: LatencyLimits | None = None) -> Seen:
     """Block after block on one engine, which has run offline rows alone before."""
     from conserve.engine.vllm.settings import WORKER
     from tests.bare_scheduler import RESIDUALS, Clock, engine_config

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from conserve.bench.answers import Answer, Status
 from conserve.bench.harm import change, clusters, p99, resampled_p99s
-from conserve.bench.measure import Limits, attainment, percentiles
+from conserve.bench.measure import LatencyLimits, attainment, percentiles
 from conserve.bench.svg import Scale, log_ticks, ticks
 from conserve.bench.traces import Arrival, Trace, gamma, on_off
 from tests.reach import reached
@@ -124,12 +124,12 @@ limits_ms = st.floats(1, 1e5)
 
 @given(
     st.lists(answers(), min_size=1, max_size=30),
-    st.builds(Limits, limits_ms, limits_ms),
+    st.builds(LatencyLimits, limits_ms, limits_ms),
     st.floats(0.1, 5),
     st.floats(0, 5),
 )
 def test_attainment_grows_with_the_scale(
-    given_answers: list[Answer], reference: Limits, scale: float, more: float
+    given_answers: list[Answer], reference: LatencyLimits, scale: float, more: float
 ) -> None:
     one = attainment(given_answers, reference, scale)
     other = attainment(given_answers, reference, scale + more)

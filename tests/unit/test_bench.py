@@ -23,8 +23,8 @@ from conserve.bench.answers import Answer, Status
 from conserve.bench.compare import Design
 from conserve.bench.deployment import Counters, Deployment
 from conserve.bench.figures import colours
-from conserve.bench.load import Plan, Target, play, play_apart, prompt_ids, request_body
-from conserve.bench.measure import Block, Limits, attainment, compare, lateness
+from conserve.bench.load import LoadPlan, Target, play, play_apart, prompt_ids, request_body
+from conserve.bench.measure import Block, LatencyLimits, attainment, compare, lateness
 from conserve.bench.offline import like_papers, rows
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.bench import facts, lengths, preempts, which
@@ -372,7 +372,7 @@ def test_a_plan_is_played_in_a_process_of_its_own() -> None:
     async def go() -> list[Answer]:
         async with serving(three_tokens) as base_url:
             target = Target(base_url=base_url, model="m", extra={"priority": 0})
-            plan = Plan(trace=even(4), target=target, seed=0, cores=(0,))
+            plan = LoadPlan(trace=even(4), target=target, seed=0, cores=(0,))
             return await play_apart(plan)
 
     answers = asyncio.run(go())
@@ -381,7 +381,7 @@ def test_a_plan_is_played_in_a_process_of_its_own() -> None:
 
 
 def test_a_process_that_fails_says_why() -> None:
-    plan = Plan(trace=even(1), target=Target(base_url="nowhere", model="m"), seed=0)
+    plan = LoadPlan(trace=even(1), target=Target(base_url="nowhere", model="m"), seed=0)
     with pytest.raises(ConserveError, match="nowhere is no server's URL"):
         asyncio.run(play_apart(plan))
 
@@ -480,7 +480,7 @@ def test_a_missing_reference_leaves_ratios_open() -> None:
     assert set(found["ratios"]["conserve"].values()) == {None}
     assert (found["reference"], found["harm"]) == (None, {})
     assert report.attainment_rows(comparison).rows == []
-    given = compare(four_policies()[:1], reference=Limits(151, 20.5)).document()
+    given = compare(four_policies()[:1], reference=LatencyLimits(151, 20.5)).document()
     assert given["policies"]["conserve"]["attainment"]["1.0"] == {
         "ttft": 0.75,
         "tbt": 1.0,
@@ -490,9 +490,9 @@ def test_a_missing_reference_leaves_ratios_open() -> None:
 
 def test_a_failed_request_is_a_miss_and_counted() -> None:
     answers = [answer(10), answer(10), answer(10), failed()]
-    assert attainment(answers, Limits(100, 100), 1.0) == (0.75, 0.9, 0.75)
-    assert attainment([failed()], Limits(100, 100), 2.0) == (0.0, 0.0, 0.0)
-    assert attainment([], Limits(100, 100), 2.0) == (None, None, None)
+    assert attainment(answers, LatencyLimits(100, 100), 1.0) == (0.75, 0.9, 0.75)
+    assert attainment([failed()], LatencyLimits(100, 100), 2.0) == (0.0, 0.0, 0.0)
+    assert attainment([], LatencyLimits(100, 100), 2.0) == (None, None, None)
     outcome = compare([block("conserve", answers)]).policies["conserve"]
     assert (outcome.requests, outcome.failed, outcome.failures) == (4, 1, {"http_error": 1})
 
@@ -667,7 +667,7 @@ def test_every_block_says_policy_and_preemption_and_the_end_restores_them() -> N
         deployment = deployed(server)
         before = await deployment.regime()
         for name in ("conserve/just-enough", "online-only", "conserve", "conserve/off"):
-            await deployment.follow(name, Limits(5.0, 6.0), preemption="prompt")
+            await deployment.follow(name, LatencyLimits(5.0, 6.0), preemption="prompt")
         await deployment.restore(before)
         await deployment.close()
 
@@ -739,7 +739,7 @@ def test_the_page_holds_everything_it_shows() -> None:
     sampled = block("conserve", [failed(1.0)], started_s=80.0, offline_tokens=9)
     blocks.append(sampled)
     page = report.page(
-        compare(blocks), blocks, slo=Limits(1500, 100), facts={"command": "conserve bench <x>"}
+        compare(blocks), blocks, slo=LatencyLimits(1500, 100), facts={"command": "conserve bench <x>"}
     )
     assert len(drawings(page)) == 1
     assert not re.findall(r"(?:src|href|url)\s*[=(]", page)

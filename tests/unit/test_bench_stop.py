@@ -17,7 +17,7 @@ import pytest
 from conserve.bench import compare, presets
 from conserve.bench.answers import Answer, Status
 from conserve.bench.deployment import Deployment
-from conserve.bench.load import Plan
+from conserve.bench.load import LoadPlan
 from conserve.cli import bench
 from conserve.config import Settings
 from conserve.errors import ServiceFailed
@@ -57,7 +57,7 @@ class World:
         self.came_s = asyncio.get_running_loop().time()
         os.kill(os.getpid(), self.number)
 
-    async def play(self, plan: Plan) -> list[Answer]:
+    async def play(self, plan: LoadPlan) -> list[Answer]:
         """The load generator: three tokens for every request, or a block in which the signal comes."""
         self.playing += 1
         try:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from conserve.cli import doctor, doctor_engine, doctor_machine
+from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
-from conserve.cli.finding import Finding
 from conserve.config import Settings
 from conserve.engine.vllm import compat
 from conserve.engine.vllm.compat import EngineDescription

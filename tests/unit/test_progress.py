@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.cli.progress import LINE_S, Progress, first_step, rounded
+from conserve.cli.progress import LINE_S, RunProgress, first_step, rounded
 from conserve.cli.run import Pace, make_endpoint
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
@@ -32,7 +32,7 @@ class Run:
         self.endpoint = FakeEndpoint()
         self.harvester = Harvester(store, self.endpoint)
         self.tally = self.harvester.tally
-        self.display = Progress(
+        self.display = RunProgress(
             self.harvester,
             lambda: self.rows - self.tally.done,
             io.StringIO(),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from conserve.cli import live, serve_notices
 from conserve.cli import serve as serving
+from conserve.cli import serve_notices, server_status
 from conserve.cli.app import app
 from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
@@ -124,14 +124,14 @@ def test_status_says_what_preemption_did() -> None:
         "policy": "prompt", "why_off": None, "preemptions": 12, "tokens_redone": 340,
         "reaction_ms": {"p50": 3.0, "p99": 14.2},
     }  # fmt: skip
-    assert live.lines([server(counted)])[3] == (
+    assert server_status.lines([server(counted)])[3] == (
         "  since the start 12 preemptions, 340 tokens redone (0.4% of offline tokens), reaction P99 14 ms"
     )
     none = {**counted, "preemptions": 0, "tokens_redone": 0, "reaction_ms": {"p50": None, "p99": None}}
-    assert live.lines([server(none, offline_tokens=0)])[3] == "  since the start 0 preemptions"
-    assert live.lines([server({"policy": "off", "why_off": WHY})])[3] == f"  no preemption: {WHY}"
-    assert live.lines([server({"policy": "off", "why_off": None})])[3] == "  no preemption"
-    assert len(live.lines([server(None)])) == 4  # a server that knows none: nothing, and the blank line
+    assert server_status.lines([server(none, offline_tokens=0)])[3] == "  since the start 0 preemptions"
+    assert server_status.lines([server({"policy": "off", "why_off": WHY})])[3] == f"  no preemption: {WHY}"
+    assert server_status.lines([server({"policy": "off", "why_off": None})])[3] == "  no preemption"
+    assert len(server_status.lines([server(None)])) == 4  # an older server: no line, and the blank one
 
 
 def test_status_says_what_became_of_kv() -> None:
@@ -141,18 +141,20 @@ def test_status_says_what_became_of_kv() -> None:
         "tokens_recomputed": 77, "blocks_failed": 1, "blocks_refused": 0, "spill": disk,
     }  # fmt: skip
     line = "  tokens of KV 4,096 saved, 2,048 restored, 77 recomputed, 1 block not copied"
-    assert live.checkpointed(counted) == [line]
+    assert server_status.checkpointed(counted) == [line]
     came = {**counted, "spill": {**disk, "tokens_taken_in": 640}}
-    assert live.checkpointed(came) == [line, "  640 tokens of KV from disk"]
+    assert server_status.checkpointed(came) == [line, "  640 tokens of KV from disk"]
     late = {
         **counted,
         "spill": {**disk, "tokens_taken_in": 640, "refused": WHY},
     }  # and nothing was written since
-    assert live.checkpointed(late) == live.checkpointed(came)
+    assert server_status.checkpointed(late) == server_status.checkpointed(came)
     refused = {**counted, "spill": {**disk, "refused": WHY}}
-    assert live.checkpointed(refused) == [line, f"  nothing from disk: {WHY}"]
-    assert live.checkpointed({**counted, "policy": "off", "why_off": WHY}) == [f"  no KV checkpoints: {WHY}"]
-    assert live.checkpointed(None) == []
+    assert server_status.checkpointed(refused) == [line, f"  nothing from disk: {WHY}"]
+    assert server_status.checkpointed({**counted, "policy": "off", "why_off": WHY}) == [
+        f"  no KV checkpoints: {WHY}"
+    ]
+    assert server_status.checkpointed(None) == []
 
 
 def test_status_says_which_model_plans_and_how_far_off_it_was() -> None:
@@ -161,17 +163,17 @@ def test_status_says_which_model_plans_and_how_far_off_it_was() -> None:
         "off": {"iterations": 1000, "p50": 0.061, "p99": 0.314},
     }  # fmt: skip
     said = {**server(None), "latency_model": model}
-    assert live.lines([said])[3] == (
+    assert server_status.lines([said])[3] == (
         "  model    conserve from the warm-up, off by 6%, P99 31%, of the last 1,000 iterations"
     )
     model["off"] = {"iterations": 0, "p50": None, "p99": None}
-    assert live.lines([said])[3] == "  model    conserve from the warm-up, no iteration compared yet"
+    assert server_status.lines([said])[3] == "  model    conserve from the warm-up, no iteration compared yet"
     without = {**server(None), "latency_model": None}
-    assert live.lines([without])[3] == "  no latency model: no SLO is kept until there is one"
-    assert live.lines([{**without, "policy": "online-only"}])[3] == "  no latency model"
-    assert live.predicted({"policy": "conserve"}) == []
+    assert server_status.lines([without])[3] == "  no latency model: no SLO is kept until there is one"
+    assert server_status.lines([{**without, "policy": "online-only"}])[3] == "  no latency model"
+    assert server_status.predicted({"policy": "conserve"}) == []
     older = {"name": "conserve", "coefficients": {}, "scale": 1.0}
-    assert live.predicted({"policy": "conserve", "latency_model": older}) == []
+    assert server_status.predicted({"policy": "conserve", "latency_model": older}) == []
 
 
 # Keys.

@@ -22,9 +22,9 @@ from conserve.bench import compare, traces
 from conserve.bench.answers import Answer, Status
 from conserve.bench.compare import Design, alternate
 from conserve.bench.deployment import Deployment
-from conserve.bench.forecast import Engine, Forecast, p99s_ms, play
+from conserve.bench.forecast import BlockForecast, Engine, p99s_ms, play
 from conserve.bench.load import Target
-from conserve.bench.measure import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY, Block, Limits
+from conserve.bench.measure import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY, Block, LatencyLimits
 from conserve.bench.presets import CPU, FULL, Preset
 from conserve.bench.sizing import LEAST_REQUESTS, Load, Offered, judge, measured, size
 from conserve.bench.traces import Arrival, Trace
@@ -78,7 +78,7 @@ def ms_of(*slices: Slice) -> float:
     return ENGINE.ms(Batch.of(slices))
 
 
-def foretold(*given_arrivals: Arrival, block_s: float = 10.0, engine: Engine = ENGINE) -> Forecast:
+def foretold(*given_arrivals: Arrival, block_s: float = 10.0, engine: Engine = ENGINE) -> BlockForecast:
     return play(Trace(name="t", duration_s=block_s, arrivals=given_arrivals), engine, block_s)
 
 
@@ -198,7 +198,7 @@ def test_what_is_given_stays() -> None:
     found = size(asked(block_s=10.0, lengths=0.25, rounds=2), CPU, design(block_s=10.0, rounds=2), engine)
     assert (found.design.block_s, found.lengths, found.design.rounds) == (10.0, 0.25, 2)
     assert 0.2 <= found.load.busy <= 0.8  # few requests, but the rate is still set
-    slo = size(asked(), CPU, design(slo=Limits(1500.0, 90.0)), slower(1)).design.slo
+    slo = size(asked(), CPU, design(slo=LatencyLimits(1500.0, 90.0)), slower(1)).design.slo
     assert slo == (1500.0, 90.0)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from conserve.cli import live, output
+from conserve.cli import output, server_status
 from conserve.config import Settings
 from conserve.store.books.readings import JobReading, read_jobs, resolve
 
@@ -14,7 +14,7 @@ WATCH_S = 1.0
 TIMES = ("submitted_at", "started_at", "finished_at")
 
 
-class Question(NamedTuple):
+class StatusArguments(NamedTuple):
     """Arguments of `conserve status`."""
 
     job: str | None = None
@@ -22,17 +22,17 @@ class Question(NamedTuple):
     as_json: bool = False
 
 
-def answer(settings: Settings, question: Question) -> None:
+def answer(settings: Settings, question: StatusArguments) -> None:
     """Print the jobs' progress, once, or until no job has rows left and no server runs."""
     job, as_json = question.job, question.as_json
     if not question.watch:
-        show(selected(settings, job), live.live(settings), job, as_json)
+        show(selected(settings, job), server_status.read_servers(settings), job, as_json)
         return
     job = resolve([reading.id for reading in read_jobs(settings, now=time.time())], job) if job else None
     repaint = Repaint(enabled=not as_json and output.colourful(sys.stdout))
     while True:
-        seen, servers = selected(settings, job), live.live(settings)
-        repaint.before([*live.lines(servers), *lines(seen, job)] if not as_json else [])
+        seen, servers = selected(settings, job), server_status.read_servers(settings)
+        repaint.before([*server_status.lines(servers), *lines(seen, job)] if not as_json else [])
         show(seen, servers, job, as_json)
         over = all(reading.state.final or reading.state == "paused" for reading in seen.readings)
         if over and (job is not None or not servers):
@@ -47,22 +47,22 @@ class Oldest(NamedTuple):
     waited_s: float
 
 
-class Seen(NamedTuple):
+class ShownJobs(NamedTuple):
     """Jobs to show; `oldest` is set if the command line names one job."""
 
     readings: list[JobReading]
     oldest: Oldest | None = None
 
 
-def selected(settings: Settings, job: str | None) -> Seen:
+def selected(settings: Settings, job: str | None) -> ShownJobs:
     """The named job, else all unfinished jobs, else the newest."""
     now = time.time()
     readings = read_jobs(settings, now=now)
     if job is None:
-        return Seen([reading for reading in readings if not reading.state.final] or readings[-1:])
+        return ShownJobs([reading for reading in readings if not reading.state.final] or readings[-1:])
     wanted = resolve([reading.id for reading in readings], job)
     (reading,) = [reading for reading in readings if reading.id == wanted]
-    return Seen([reading], oldest(settings, reading, now))
+    return ShownJobs([reading], oldest(settings, reading, now))
 
 
 def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None:
@@ -75,18 +75,18 @@ def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None
     return None if row_index is None else Oldest(row_index, now - reading.submitted_at)
 
 
-def show(seen: Seen, servers: list[dict[str, Any]], job: str | None, as_json: bool) -> None:
+def show(seen: ShownJobs, servers: list[dict[str, Any]], job: str | None, as_json: bool) -> None:
     """Print the servers and the readings."""
     if as_json:
         documents = [document(reading) for reading in seen.readings]
         output.data_json({**documents[0], "oldest_waiting": waiting(seen.oldest)} if job else documents)
     elif seen.readings or servers:
-        output.data("\n".join([*live.lines(servers), *lines(seen, job)]))
+        output.data("\n".join([*server_status.lines(servers), *lines(seen, job)]))
     else:
         output.say('no jobs yet; queue one with: conserve submit data.parquet --prompt "..."')
 
 
-def lines(seen: Seen, job: str | None) -> list[str]:
+def lines(seen: ShownJobs, job: str | None) -> list[str]:
     """Lines on the jobs for a reader."""
     return detail(seen.readings[0], seen.oldest) if job and seen.readings else table(seen.readings)
 

@@ -10,7 +10,7 @@ from conserve.jobs.harvest.services import RunningServer, running
 ANSWER_S = 2.0
 
 
-def live(settings: Settings) -> list[dict[str, Any]]:
+def read_servers(settings: Settings) -> list[dict[str, Any]]:
     """Answer of each server's `GET /v1/conserve`; its address alone if it does not answer."""
     return [{"url": server.url, **ask(server, settings)} for server in running(settings)]
 
