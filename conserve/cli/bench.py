@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import exits, output
-from conserve.cli.bench_arrivals import arrivals
-from conserve.cli.bench_servers import Measured, enqueue_rows, on_own_server, on_server, until_stopped
+from conserve.cli.bench_server import enqueue_rows, on_own_server
 from conserve.cli.context import Context, engine_flags
 from conserve.cli.serve import checkpointing, milliseconds
 from conserve.config import Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE, SERVING
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
-from conserve.errors import SettingsError
+from conserve.errors import ConserveError, SettingsError
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
     from conserve.bench.measure import Block, Comparison, LatencyLimits
+    from conserve.bench.playing import Measurement
     from conserve.bench.presets import Preset
     from conserve.bench.sizing import Sized
 
@@ -117,6 +117,8 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
     """Play live traffic under each policy in turn, on one engine that also has offline rows to run."""
+    from conserve.bench.arrivals import arrivals
+    from conserve.bench.playing import Measurement, on_server
     from conserve.bench.presets import PRESETS
 
     words = model or []
@@ -137,7 +139,7 @@ def bench(
     settings = context.settings(model=words[0] if words else None)
     given = {"rounds": rounds, "block_s": block_s}
     offered = arrivals(chosen, trace, gamma, on_off, rate, speed, times, seed, given=given)
-    measured = Measured(offered=offered)
+    measurement = Measurement(offered=offered)
     names = which(policies, preemption=preemption)
     design = make_design(chosen, names, limits(ttft_slo, tbt_slo), slo_scale, seed)
     with interruptible():
@@ -148,12 +150,37 @@ def bench(
             own = replace(settings, home=folder.absolute() / "store", store=None)  # never the user's queue
             enqueue_rows(own, chosen, seed)
             engine = section(settings, names)
-            work = on_own_server(own, engine, flags, chosen, design, measured, overload=overload)
+            work = on_own_server(own, engine, flags, chosen, design, measurement, overload=overload)
         else:
-            work = on_server(endpoint, settings, chosen, design, measured, overload=overload)
+            work = on_server(
+                endpoint, settings, chosen, design, measurement, overload=overload, say=output.say
+            )
         asyncio.run(until_stopped(work))
     said = {"offline rows": f"{offline} tokens"} if offline is not None else {}
-    raise typer.Exit(conclude(measured, folder, {"preset": preset, **said}, as_json=as_json))
+    raise typer.Exit(conclude(measurement, folder, {"preset": preset, **said}, as_json=as_json))
+
+
+async def until_stopped(work: Coroutine[Any, Any, None]) -> bool:
+    """Run the work until Ctrl-C or SIGTERM; True if it ended by itself.
+
+    Stopped work is cancelled, once; errors while it ends come from ended processes.
+    """
+    task, stopped = asyncio.ensure_future(work), False
+
+    def stop() -> None:
+        nonlocal stopped
+        if not stopped:
+            output.say("stopping: the block under way is dropped")
+            stopped = task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        await task
+    except (asyncio.CancelledError, ConserveError):
+        if not stopped:
+            raise
+    return not stopped
 
 
 @contextlib.contextmanager
@@ -167,15 +194,15 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def conclude(measured: Measured, folder: Path, said: Mapping[str, str], *, as_json: bool) -> int:
+def conclude(measurement: "Measurement", folder: Path, said: Mapping[str, str], *, as_json: bool) -> int:
     """Report the measured blocks, if there are any; returns the exit code."""
-    if measured.sized is None or not measured.blocks:
+    if measurement.sized is None or not measurement.blocks:
         output.say("stopped before the first block was measured: there is no page")
         return exits.INTERRUPTED
-    design = measured.sized.design
-    stopped = missing(measured.blocks, design)
-    said = {**facts(design), **played(measured, measured.sized), **said}
-    report(measured.blocks, design, folder, said, stopped=stopped, as_json=as_json)
+    design = measurement.sized.design
+    stopped = missing(measurement.blocks, design)
+    said = {**facts(design), **played(measurement, measurement.sized), **said}
+    report(measurement.blocks, design, folder, said, stopped=stopped, as_json=as_json)
     return exits.INTERRUPTED if stopped else exits.DONE
 
 
@@ -339,13 +366,13 @@ def facts(design: "Design") -> dict[str, str]:
     }
 
 
-def played(measured: Measured, sized: "Sized") -> dict[str, str]:
+def played(measurement: "Measurement", sized: "Sized") -> dict[str, str]:
     """Facts for the report: the arrivals, the flags that play them again, the expected load."""
-    offered = measured.offered
+    offered = measurement.offered
     return {
-        "model": measured.model,
+        "model": measurement.model,
         "arrivals": f"{offered.name} {sized.flags(offered, sized.rate)}".strip(),
         "set by": "the machine's speed" if sized.chosen else "the command line",
         **({"expected": sized.sentence()} if sized.forecasts else {}),
-        **({"latency model": measured.engine.description()} if measured.engine else {}),
+        **({"latency model": measurement.engine.description()} if measurement.engine else {}),
     }

@@ -16,11 +16,11 @@ from conserve.cli import exits, output
 from conserve.cli.context import Context, engine_flags, split_flags
 
 if TYPE_CHECKING:
+    from conserve.engine.profiling import Rig, SessionProgress
     from conserve.profiles.correction import Correction
     from conserve.profiles.itinerary import Stretch
     from conserve.profiles.points import IterationLimits
     from conserve.profiles.profile import Profile
-    from conserve.profiles.session import Rig, SessionProgress
 
 EXAMPLE = """
 conserve profile smollm2-demo
@@ -161,12 +161,12 @@ def profiled(
     clock: Callable[[], float] = time.perf_counter,
 ) -> "tuple[Profile, Path]":
     """Measure and save the profile; an interrupted session is continued."""
+    from conserve.engine.profiling import conclude
+    from conserve.engine.profiling import measure as measure_points
     from conserve.errors import ProfilingFailed
     from conserve.profiles.book import Book
     from conserve.profiles.points import plan
     from conserve.profiles.record import Header, Record
-    from conserve.profiles.session import conclude
-    from conserve.profiles.session import measure as measure_points
 
     book = Book(folder)
     points = plan(rig.limits, seed=seed, max_context=max_context)

@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from conserve.config import load
+from conserve.engine.profiling import conclude
+from conserve.engine.profiling import measure as measure_points
 from conserve.engine.vllm.profiling.rig import EngineRig
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel
@@ -25,8 +27,6 @@ from conserve.profiles.fit import Errors, Samples, errors, fit
 from conserve.profiles.points import IterationLimits, plan, write_slices
 from conserve.profiles.profile import MODELS, Profile
 from conserve.profiles.record import Header, Record
-from conserve.profiles.session import conclude
-from conserve.profiles.session import measure as measure_points
 from tests.benchmarks.report import RAW, Figure
 
 COMMAND = "python -m tests.benchmarks latency_model"

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from conserve.bench.arrivals import arrivals
 from conserve.bench.compare import Design
 from conserve.bench.forecast import Engine
 from conserve.bench.measure import NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.bench.presets import CPU
 from conserve.bench.sizing import Sized, size
-from conserve.cli.bench_arrivals import arrivals
 from conserve.profiles.conserve import ConServeModel
 from tests.benchmarks.simulation import DEMO, FASTER
 

@@ -133,7 +133,10 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Do
 
     def go(world: World, *more: str) -> Done:
         transport = httpx.MockTransport(world.serve)
-        monkeypatch.setattr("conserve.bench.deployment.Deployment", partial(Deployment, transport=transport))
+        for module in ("deployment", "playing"):
+            monkeypatch.setattr(
+                f"conserve.bench.{module}.Deployment", partial(Deployment, transport=transport)
+            )
         monkeypatch.setattr("conserve.engine.service.Service", SlowService)
         monkeypatch.setattr(SlowService, "world", world, raising=False)
         monkeypatch.setattr(compare, "play_apart", world.play)

@@ -14,10 +14,10 @@ from conserve.profiles.correction import (
     margin_near,
     quantile_margin,
 )
+from conserve.profiles.evaluation import noise_of, overruns, relative_spread
 from conserve.profiles.fit import errors
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.record import Header, Record, Visit
-from conserve.profiles.session import noise_of, overruns, relative_spread
 from conserve.profiles.worth import Worth
 
 MS_PER_TOKEN = ConServeModel.of(1, 0, 0, 0, 0, 0, 0, 10)  # and 10 ms for each iteration

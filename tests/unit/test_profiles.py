@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from conserve.cli.profile import profiled
+from conserve.engine.profiling import conclude, measure
 from conserve.engine.vllm.profiling.warm_up import WarmUp
 from conserve.errors import (
     ConserveError,
@@ -26,7 +27,6 @@ from conserve.profiles.parallelism import separate, siblings
 from conserve.profiles.points import IterationLimits, plan
 from conserve.profiles.profile import Profile, read, write
 from conserve.profiles.record import Header, Record
-from conserve.profiles.session import conclude, measure
 from tests.commands import conserve
 from tests.fake_rig import KEY, LIMITS, TRUTH, FakeRig
 

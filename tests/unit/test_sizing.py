@@ -20,18 +20,18 @@ from hypothesis import strategies as st
 
 from conserve.bench import compare, traces
 from conserve.bench.answers import Answer, Status
+from conserve.bench.arrivals import arrivals
 from conserve.bench.compare import Design, alternate
 from conserve.bench.deployment import Deployment
 from conserve.bench.forecast import BlockForecast, Engine, p99s_ms, play
 from conserve.bench.load import Target
 from conserve.bench.measure import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY, Block, LatencyLimits
+from conserve.bench.playing import Measurement
 from conserve.bench.presets import CPU, FULL, Preset
 from conserve.bench.sizing import LEAST_REQUESTS, Load, Offered, judge, measured, size
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.app import main
 from conserve.cli.bench import played as played_facts
-from conserve.cli.bench_arrivals import arrivals
-from conserve.cli.bench_servers import Measured
 from conserve.errors import EndpointUnusable, Overloaded, SettingsError
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
@@ -512,11 +512,11 @@ def test_a_server_that_is_asked_too_much_is_left_alone_and_the_command_exits_2(
 def test_the_document_says_what_was_set_and_on_which_engine() -> None:
     offered, engine = asked(), slower(5)
     sized = size(offered, CPU, design(), engine)
-    said = played_facts(Measured(offered=offered, engine=engine), sized)
+    said = played_facts(Measurement(offered=offered, engine=engine), sized)
     assert said["arrivals"] == f"--trace {BURSTY} {sized.flags(offered, sized.rate)}"
     assert said["set by"] == "the machine's speed"
     assert said["expected"] == sized.sentence()
     assert said["latency model"].startswith("conserve: compute 3.191, ")
     given_rate = size(asked(rate=0.2), CPU, design(), engine)
-    said = played_facts(Measured(offered=asked(rate=0.2), engine=engine), given_rate)
+    said = played_facts(Measurement(offered=asked(rate=0.2), engine=engine), given_rate)
     assert (said["arrivals"], said["set by"]) == (f"--trace {BURSTY} --rate 0.2", "the command line")

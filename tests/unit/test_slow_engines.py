@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from conserve.cli.profile import heading, profiled, time_table
+from conserve.engine.profiling import RESERVE_S, VISITS, conclude, measure
 from conserve.errors import ProfilingFailed
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel, Residual
@@ -21,7 +22,6 @@ from conserve.profiles.itinerary import Stretch
 from conserve.profiles.points import FITTED, Point, first_points, plan
 from conserve.profiles.profile import Profile, read, read_sample
 from conserve.profiles.record import Header, Record
-from conserve.profiles.session import RESERVE_S, VISITS, conclude, measure
 from tests.fake_rig import LIMITS, TRUTH, FakeRig
 
 DEFAULT_S = 180.0

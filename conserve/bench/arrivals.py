@@ -1,20 +1,19 @@
-"""The live arrivals of `conserve bench`: what the command line says of them."""
+"""Live arrivals of a comparison, from the words of its command line: a trace, a Gamma process, ON/OFF phases."""
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from conserve.bench import traces
+from conserve.bench.compare import Source
+from conserve.bench.presets import Preset
+from conserve.bench.sizing import Offered
+from conserve.bench.traces import Trace
 from conserve.errors import SettingsError
-
-if TYPE_CHECKING:
-    from conserve.bench.compare import Source
-    from conserve.bench.presets import Preset
-    from conserve.bench.sizing import Offered
-    from conserve.bench.traces import Trace
 
 
 def arrivals(
-    preset: "Preset",
+    preset: Preset,
     trace: str | None,
     gamma: str | None,
     on_off: str | None,
@@ -24,8 +23,13 @@ def arrivals(
     seed: int,
     *,
     given: Mapping[str, Any],
-) -> "Offered":
-    """The arrivals that are asked for; `given` are other settings, None for those left to the preset."""
+) -> Offered:
+    """Arrivals of the command line; raises `SettingsError`.
+
+    Exactly one of `trace` (a file or a bundled name), `gamma` (`RATE,CV,IN,OUT`) and `on_off`
+    (`RATE,ON_S,OFF_S,IN,OUT`) is given; `rate` in requests/s. `given` are other settings by name, None for each
+    that is left to the preset.
+    """
     if sum(kind is not None for kind in (trace, gamma, on_off)) != 1:
         raise SettingsError("say what arrives: one of --trace FILE, --gamma RATE,CV,IN,OUT and --on-off ...")
     if trace is None and (rate is not None or speed is not None or lengths is not None):
@@ -48,16 +52,13 @@ def arrivals(
     return replace(found, given=found.given | fixed, lengths=lengths or 1.0)
 
 
-def of_trace(preset: "Preset", name: str, rate: float | None, speed: float | None, seed: int) -> "Offered":
-    """Of a trace: thinned to a rate where the preset thins it, otherwise stretched in time."""
-    from conserve.bench import traces
-    from conserve.bench.sizing import Offered
-
+def of_trace(preset: Preset, name: str, rate: float | None, speed: float | None, seed: int) -> Offered:
+    """Arrivals of a trace: thinned to a rate if the preset thins it, otherwise stretched in time."""
     whole = traces.read(traces.find_trace(name), seed=seed)
     thins = preset.rate is not None and speed is None
     as_recorded = rate is None and speed is None
 
-    def source(preset: "Preset", wanted: float | None) -> "Source":
+    def source(preset: Preset, wanted: float | None) -> Source:
         wanted = rate if wanted is None else wanted
         if thins:
             thinned = replace(preset, rate=preset.rate if wanted is None else wanted)
@@ -81,14 +82,11 @@ def of_trace(preset: "Preset", name: str, rate: float | None, speed: float | Non
     )
 
 
-def of_gamma(text: str, seed: int) -> "Offered":
-    """Of a Gamma process."""
-    from conserve.bench import traces
-    from conserve.bench.sizing import Offered
-
+def of_gamma(text: str, seed: int) -> Offered:
+    """Arrivals of a Gamma process."""
     per_s, cv, prompt, answer = numbers("--gamma", text, 4)
 
-    def source(preset: "Preset", rate: float | None) -> "Source":
+    def source(preset: Preset, rate: float | None) -> Source:
         return lambda number: traces.gamma(
             rate or per_s, cv, preset.block_s, int(prompt), int(answer), seed + number
         )
@@ -97,14 +95,11 @@ def of_gamma(text: str, seed: int) -> "Offered":
     return Offered(name="", source=source, flags=lambda rate: f"--gamma {rate:g},{rest}", rate=per_s)
 
 
-def of_on_off(text: str, seed: int) -> "Offered":
-    """Of ON/OFF phases; the rate is that of the ON phases."""
-    from conserve.bench import traces
-    from conserve.bench.sizing import Offered
-
+def of_on_off(text: str, seed: int) -> Offered:
+    """Arrivals of ON/OFF phases; the rate is that of the ON phases."""
     per_s, on_s, off_s, prompt, answer = numbers("--on-off", text, 5)
 
-    def source(preset: "Preset", rate: float | None) -> "Source":
+    def source(preset: Preset, rate: float | None) -> Source:
         return lambda number: traces.on_off(
             rate or per_s, on_s, off_s, preset.block_s, int(prompt), int(answer), seed + number
         )
@@ -113,15 +108,15 @@ def of_on_off(text: str, seed: int) -> "Offered":
     return Offered(name="", source=source, flags=lambda rate: f"--on-off {rate:g},{rest}", rate=per_s)
 
 
-def nth_part(trace: "Trace", number: int, preset: "Preset") -> "Trace":
-    """The next stretch of the trace, from its beginning again once it is over."""
+def nth_part(trace: Trace, number: int, preset: Preset) -> Trace:
+    """Part of the trace for block `number`; after its end the trace begins again."""
     parts = max(1, int(trace.duration_s // preset.block_s))
     part = trace.cut(number % parts * preset.block_s, preset.block_s)
     return part.shortened(preset.input_factor, preset.output_factor, max_input=preset.longest * 3 // 4)
 
 
 def numbers(flag: str, text: str, count: int) -> list[float]:
-    """Comma-separated positive numbers."""
+    """Parse `count` positive numbers with commas between; raises `SettingsError`."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
