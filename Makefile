@@ -9,7 +9,7 @@ PATHS ?=
 SINCE ?=
 BREAK ?=
 
-.PHONY: help setup demo test test-full soak break mutants check format bench bench-serve clean
+.PHONY: help setup demo test test-full soak break mutants check format bench bench-serve reference docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,11 +45,17 @@ format: setup  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## Measure what docs/benchmarks.md reports (about an hour)
+bench: setup  ## Measure what docs/benchmarks reports (about an hour)
 	$(BIN)/python -m tests.benchmarks
 
 bench-serve: setup  ## Compare the policies of a served engine on two cores (about 10 minutes)
 	$(BIN)/conserve bench --trace azure_code_2023_10min_bursty --policies all --preset cpu --output .bench/serve
 
-clean:  ## Remove .venv, the demo's store and all caches
-	rm -rf .venv .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+reference: setup  ## Write the commands' page and the charts of the documentation
+	$(BIN)/python -m tools.docs
+
+docs:  ## Build the documentation into site/; a broken link fails
+	@PYTHON=$(PYTHON) bash tools/site.sh
+
+clean:  ## Remove .venv, the built documentation, the demo's store and all caches
+	rm -rf .venv .docs site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

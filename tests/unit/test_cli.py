@@ -154,7 +154,7 @@ def test_help_begins_with_an_example_and_the_docs_name_the_command(name: str) ->
     assert shown.splitlines()[0] == "Example:"
     assert f"conserve {name}" in shown.splitlines()[1]
     assert shown == conserve(name, "--help").stdout
-    assert f"conserve {name}" in (DOCS / "cli.md").read_text()
+    assert f"conserve {name}" in (DOCS / "reference" / "commands.md").read_text()
 
 
 @pytest.mark.usefixtures("no_library")

@@ -1,0 +1,92 @@
+"""The documentation: generated parts are up to date, links lead somewhere, every page is in the site."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.docs.generated import DOCS, FILES
+from tools.docs.tables import numbers, tables
+
+REPOSITORY = DOCS.parent
+PAGES = sorted(DOCS.rglob("*.md"))
+SITE = tomllib.loads((REPOSITORY / "zensical.toml").read_text())["project"]
+LINK = re.compile(r"(?<!\\)\]\(([^()\s]+)\)")
+
+
+def lines_outside_of_code(page: Path) -> Iterator[str]:
+    """Lines of a page that are no code."""
+    fenced = False
+    for line in page.read_text().splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith("    "):
+            yield re.sub(r"`[^`]*`", lambda code: code[0].replace("](", "] ("), line)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings."""
+    headings = [line.lstrip("# ") for line in lines_outside_of_code(page) if re.match(r"#+ ", line)]
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", words) for words in plain}
+
+
+def in_site(nav: list[Any]) -> Iterator[str]:
+    """Pages that the site's navigation names."""
+    for entry in nav:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for below in entry.values():
+                yield from in_site(below if isinstance(below, list) else [below])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_generated_part_is_up_to_date(path: Path) -> None:
+    assert path.read_text() == FILES[path](), "run: make reference"
+
+
+def test_every_page_is_in_the_site() -> None:
+    assert sorted(in_site(SITE["nav"])) == [str(page.relative_to(DOCS)) for page in PAGES]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"],
+    ids=lambda page: str(page.relative_to(REPOSITORY)),
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for line in lines_outside_of_code(page):
+        for link in LINK.findall(line):
+            if re.match(r"[a-z]+:", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            assert target.is_file(), f"{link} leads nowhere"
+            assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
+
+
+def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
+    for page in PAGES:
+        for line in lines_outside_of_code(page):
+            for link in LINK.findall(line):
+                if not re.match(r"[a-z]+:|#", link):
+                    assert (page.parent / link.partition("#")[0]).resolve().is_relative_to(DOCS), (
+                        f"{page}: {link}"
+                    )
+
+
+def test_a_table_is_read_from_its_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One\n\n| a | b |\n|---|---|\n| x | **1,234** ms, -0.5 |\n\ntext\n\n| c |\n|---|\n| y |\n"
+    )
+    one, other = tables(page)
+    assert one.header == ["a", "b"]
+    assert numbers(one.row("x")[1]) == [1234.0, -0.5]
+    assert other.rows == [["y"]]
+    with pytest.raises(LookupError):
+        one.row("z")
