@@ -154,7 +154,7 @@ def no_server(base_url: str, error: httpx.HTTPError) -> EndpointUnusable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoServingReport:
-    """The used part of the answer to ``GET /v1/conserve`` (docs/scripting.md)."""
+    """The used part of the answer to ``GET /v1/conserve`` (docs/reference/json.md)."""
 
     identity: Annotated[str, Meta(max_length=4096, pattern="^[^\\x00]+$")]  # no database takes more
     max_num_seqs: Annotated[int, Meta(ge=1, le=1_000_000)]

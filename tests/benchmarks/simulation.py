@@ -36,7 +36,7 @@ ALONE, OURS, UNINTERRUPTED = "online-only", "conserve", "conserve/never"
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 # As `conserve profile` measured the demo model with the flags of the CPU preset and its worker on one core, in an
-# hour in which the machine was about half as fast as in those of the comparisons in docs/benchmarks.md.
+# hour in which the machine was about half as fast as in those of the comparisons in docs/benchmarks.
 DEMO = (1.404, 3.811e-4, 8.629e-4, 4.952e-3, 0.2298, 2.274, 0.0, 30.07)
 FASTER = 2.2
 DEMO_LAYERS, DEMO_KV_BYTES = 30, 2 * 30 * 3 * 64 * 2  # a token's: 30 layers, 3 heads of 64, bf16

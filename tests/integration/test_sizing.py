@@ -65,7 +65,7 @@ def played(tmp_path: Path, clock: Any) -> Played:
 
 
 def slower(times: float) -> Engine:
-    """On a machine so many times slower than that of docs/benchmarks.md."""
+    """On a machine so many times slower than that of docs/benchmarks."""
     model = ConServeModel.of(*(times * ms / FASTER for ms in DEMO))
     return Engine(model=model, max_tokens=2048, max_requests=128)
 

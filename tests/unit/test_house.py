@@ -1,4 +1,4 @@
-"""The house stands as docs/design.md says: what loads what, what ships, how a store comes to be."""
+"""The house stands as docs/explanation/house.md says: what loads what, what ships, how a store comes to be."""
 
 import subprocess
 import sys

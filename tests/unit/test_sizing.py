@@ -43,7 +43,7 @@ NOTHING: dict[str, Any] = {"rounds": None, "block_s": None}
 
 
 def slower(times: float, **more: Any) -> Engine:
-    """The engine of docs/benchmarks.md on a machine so many times slower."""
+    """The engine of docs/benchmarks on a machine so many times slower."""
     model = ConServeModel.of(*(times * ms / FASTER for ms in DEMO))
     return Engine(model=model, **{"max_tokens": 2048, "max_requests": 128, **more})
 
@@ -206,7 +206,7 @@ def test_what_is_given_stays() -> None:
 def test_the_rate_of_the_fixed_preset_plays_what_it_played(times: float | None) -> None:
     sized = size(asked(rate=0.8), CPU, design(), None if times is None else slower(times))
     requests = [len(sized.source(number)) for number in range(12)]
-    assert (sum(requests[:2]), sum(requests[:4]), sum(requests)) == (44, 85, 228)  # as in docs/benchmarks.md
+    assert (sum(requests[:2]), sum(requests[:4]), sum(requests)) == (44, 85, 228)  # as in docs/benchmarks
     first = sized.source(0)
     assert first.duration_s == pytest.approx(25.0)
     assert (max(a.input_tokens for a in first), max(a.output_tokens for a in first)) == (930, 48)

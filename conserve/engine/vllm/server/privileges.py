@@ -1,4 +1,4 @@
-"""Privileges: which key may use which route and which field of a request (the table in docs/cli.md).
+"""Privileges: which key may use which route and which field of a request (the table in docs/how-to/keys.md).
 
 There are two keys. Clients send the API key. The harvester has a key of its own, made anew at each start. On a
 server without an API key every request may do everything.
