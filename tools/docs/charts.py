@@ -8,7 +8,7 @@ from conserve.bench import svg
 from tools.docs.tables import Table, numbers, tables
 
 WIDTH = 720.0
-NAMES = 170.0  # pixels of the names at the left
+LETTER = 7.5  # pixels of a letter, about
 BAR = 18.0
 STEP = 26.0  # from bar to bar
 PANEL = 34.0  # pixels of a panel's heading
@@ -49,15 +49,16 @@ class Chart(NamedTuple):
 def draw(docs: Path, chart: Chart) -> str:
     """The chart as SVG, from the page in `docs`/benchmarks."""
     panels = chart.panels(tables(docs / "benchmarks" / chart.page))
+    left = LETTER * max(len(bar.name) for one in panels for bar in one.bars) + 16
     parts = [svg.element("style", STYLE)]
     if chart.side_by_side:
-        middle = NAMES + (WIDTH - NAMES) / 2
+        middle = left + (WIDTH - left) / 2
         height = PANEL + STEP * len(panels[0].bars) + 8
-        parts += [panel(panels[0], 0, NAMES, middle - 20), panel(panels[1], 0, middle, WIDTH, named=False)]
+        parts += [panel(panels[0], 0, left, middle - 20), panel(panels[1], 0, middle, WIDTH, named=False)]
     else:
         height = 0.0
         for one in panels:
-            parts.append(panel(one, height, NAMES, WIDTH))
+            parts.append(panel(one, height, left, WIDTH))
             height += PANEL + STEP * len(one.bars) + 8
     return svg.picture("".join(parts), WIDTH, height, chart.label) + "\n"
 
@@ -65,7 +66,7 @@ def draw(docs: Path, chart: Chart) -> str:
 def panel(shown: Panel, top: float, left: float, right: float, *, named: bool = True) -> str:
     """Bars from `left` on, their longest with its text ending at `right`."""
     longest = max([bar.value for bar in shown.bars] + ([shown.limit] if shown.limit is not None else []))
-    room = right - left - 8 * max(len(bar.text) for bar in shown.bars) - 8
+    room = right - left - LETTER * max(len(bar.text) for bar in shown.bars) - 8
     parts = [svg.text(shown.heading, left, top + 20, "heading")]
     y = top + PANEL
     for bar in shown.bars:
