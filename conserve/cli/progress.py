@@ -93,7 +93,7 @@ class RunProgress:
     async def _bar(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn
-        from rich.progress import RunProgress as Bar
+        from rich.progress import Progress as Bar
 
         columns = (
             SpinnerColumn(),
