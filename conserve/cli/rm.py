@@ -10,7 +10,7 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
-from conserve.cli.job_sizes import document, size, table
+from conserve.cli.sizes import document, size, table
 from conserve.errors import JobRefused, UsageError
 
 if TYPE_CHECKING:

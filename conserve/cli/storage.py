@@ -6,7 +6,7 @@ import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.cli.job_sizes import document, size, table
+from conserve.cli.sizes import document, size, table
 
 EXAMPLE = """
 conserve store size

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from conserve.cli.job_sizes import size
 from conserve.cli.rm import seconds
+from conserve.cli.sizes import size
 from conserve.errors import JobRefused, UsageError
 from conserve.jobs.harvest.owner import this_process
 from conserve.store.books import catalog, shards
