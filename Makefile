@@ -58,4 +58,4 @@ docs:  ## Build the documentation into site/; a broken link fails
 	@PYTHON=$(PYTHON) bash tools/site.sh
 
 clean:  ## Remove .venv, the built documentation, the demo's store and all caches
-	rm -rf .venv .docs site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
