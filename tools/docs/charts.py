@@ -66,7 +66,7 @@ def draw(docs: Path, chart: Chart) -> str:
 def panel(shown: Panel, top: float, left: float, right: float, *, named: bool = True) -> str:
     """Bars from `left` on, their longest with its text ending at `right`."""
     longest = max([bar.value for bar in shown.bars] + ([shown.limit] if shown.limit is not None else []))
-    room = right - left - LETTER * max(len(bar.text) for bar in shown.bars) - 8
+    room = right - left - LETTER * max(len(bar.text) for bar in shown.bars) - 14
     parts = [svg.text(shown.heading, left, top + 20, "heading")]
     y = top + PANEL
     for bar in shown.bars:
