@@ -1,7 +1,7 @@
 """The four places of a job's positions: never leased, `request`, `journal`, shards.
 
-Each position is in exactly one of them (docs/explanation/rows.md). So the positions of an unreadable shard are known: they
-were leased once and are in no other place.
+Each position is in exactly one of them (docs/explanation/rows.md). So the positions of an unreadable shard are
+known: they were leased once and are in no other place.
 """
 
 from collections.abc import Iterable
