@@ -10,7 +10,7 @@ from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.jobs.harvest.expiry import JUMP_S, Expiry, WallClock
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.ledger import Ledger
-from conserve.jobs.harvest.recorder import Outbox
+from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import Work
 from conserve.jobs.requests.submit import submit

@@ -7,7 +7,8 @@ import pytest
 from conserve.errors import StoreError
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.outage import StoreFile
-from conserve.jobs.harvest.recorder import Outbox, Recorder
+from conserve.jobs.harvest.outbox import Outbox
+from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.retry import RetryDecision
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import Work

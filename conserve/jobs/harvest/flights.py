@@ -10,8 +10,8 @@ from conserve.endpoints.protocol import Endpoint
 from conserve.errors import EndpointError, EndpointFault, EndpointUnusable, one_line
 from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.outage import Outage
+from conserve.jobs.harvest.outbox import Recording
 from conserve.jobs.harvest.outcome import failure, success
-from conserve.jobs.harvest.recording import Recording
 from conserve.jobs.harvest.retry import RetryDecision, decide
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import Work

@@ -1,6 +1,6 @@
 """The harvester: leases rows, keeps an endpoint busy with them, and makes every answer durable once.
 
-    feed ──> flights (one task a row) ──> outbox ──> recording (a transaction a batch) ──> shards
+    feed ──> flights (one task a row) ──> outbox ──> recorder (journal, a transaction a batch) ──> shards
                        ^
               watch: renew leases, notice pause and cancel, take back rows of dead owners
 
@@ -23,8 +23,7 @@ from conserve.jobs.harvest.forecast import QueueProgress
 from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.outage import Outage, elapsed_or_set
-from conserve.jobs.harvest.recorder import Outbox
-from conserve.jobs.harvest.recording import Recording
+from conserve.jobs.harvest.outbox import Outbox, Recording
 from conserve.jobs.harvest.retry import SUSPECT_FAILURES
 from conserve.jobs.harvest.tally import Tally as Tally
 from conserve.jobs.harvest.workload import Work

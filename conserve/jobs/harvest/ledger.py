@@ -8,7 +8,8 @@ from conserve.errors import JobNotFound, StoreDamaged
 from conserve.jobs.harvest import owner as owners
 from conserve.jobs.harvest.expiry import Expiry
 from conserve.jobs.harvest.outage import StoreFile
-from conserve.jobs.harvest.recorder import Outbox, Recorder
+from conserve.jobs.harvest.outbox import Outbox
+from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import Work, Workload
 from conserve.jobs.window.lookahead import Lookahead

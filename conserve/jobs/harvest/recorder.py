@@ -1,35 +1,13 @@
-"""The outbox: outcomes of rows, gathered and made durable in one transaction at a time."""
+"""Makes an outbox durable: one transaction, in which `journal.commit` writes the results."""
 
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from conserve.jobs.harvest.retry import RetryDecision
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.outbox import Outbox
 from conserve.store.books import journal, queue, shards
-from conserve.store.books.journal import Committed, Finished
-from conserve.store.books.queue import SavedTokens
+from conserve.store.books.journal import Committed
 from conserve.store.database.store import Store
-
-
-@dataclass(slots=True)
-class Outbox:
-    """Outcomes and saved tokens that wait for the next transaction."""
-
-    finished: list[Finished] = field(default_factory=list)
-    returned: list[tuple[Work, RetryDecision]] = field(default_factory=list)
-    saved: dict[tuple[str, int], SavedTokens] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.finished or self.returned or self.saved)
-
-    @property
-    def epochs(self) -> Counter[int]:
-        """Number of rows that end with this outbox, by lease."""
-        rows = Counter(f.epoch for f in self.finished)
-        rows.update(work.epoch for work, _ in self.returned)
-        return rows
 
 
 class Recorder:

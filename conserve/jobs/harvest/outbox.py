@@ -1,12 +1,12 @@
-"""Recording: outcomes are gathered in the event loop and written in one transaction a batch."""
+"""The outbox: outcomes of rows, gathered in the event loop until `recorder` makes them durable in batches."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from conserve.jobs.harvest.outage import Outage, elapsed_or_set
-from conserve.jobs.harvest.recorder import Outbox
 from conserve.jobs.harvest.retry import RetryDecision
 from conserve.jobs.harvest.workload import Work
 from conserve.store.books import queue
@@ -16,6 +16,25 @@ from conserve.store.books.results import Result
 
 FLUSH_ROWS = 512  # results that make a transaction without waiting for more
 FLUSH_S = 0.25  # longest wait of a result for others; a crash costs at most that much work
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Outcomes and saved tokens that wait for the next transaction."""
+
+    finished: list[Finished] = field(default_factory=list)
+    returned: list[tuple[Work, RetryDecision]] = field(default_factory=list)
+    saved: dict[tuple[str, int], SavedTokens] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished or self.returned or self.saved)
+
+    @property
+    def epochs(self) -> Counter[int]:
+        """Number of rows that end with this outbox, by lease."""
+        rows = Counter(f.epoch for f in self.finished)
+        rows.update(work.epoch for work, _ in self.returned)
+        return rows
 
 
 class Recording:
