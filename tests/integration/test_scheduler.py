@@ -498,14 +498,15 @@ def test_five_hundred_online_requests_at_once_leave_no_time_for_offline_ones(mak
 def test_ten_thousand_waiting_offline_requests_are_not_looked_through(make: Make) -> None:
     engine = make("conserve")
     offline = [engine.add(100, 4, offline=True) for _ in range(10_000)]
-    looked: list[str] = []
-    found = engine.scheduler.kv_cache_manager.get_computed_blocks
+    looked: list[int] = []
+    coordinator = engine.scheduler.kv_cache_manager.coordinator
+    found = coordinator.find_longest_cache_hit
 
-    def counting(request: Any) -> Any:
-        looked.append(request.request_id)
-        return found(request)
+    def counting(hashes: Any, most: int) -> Any:
+        looked.append(most)
+        return found(hashes, most)
 
-    engine.scheduler.kv_cache_manager.get_computed_blocks = counting
+    coordinator.find_longest_cache_hit = counting
     for policy in ("conserve", "paced"):
         engine.scheduler.conserve({"policy": policy})
         for _ in range(10):

@@ -1,11 +1,13 @@
 """What a policy sees: the engine's requests, its free room, its latency model and the promises to keep."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from conserve.profiles.model import LatencyModel
+
+T = TypeVar("T")
 
 OFFLINE_PRIORITY = 1000  # vLLM's `priority` from which on a request is offline
 TTFT_ARGUMENT = "conserve_ttft_ms"  # in a request\'s `vllm_xargs`: a TTFT promise of its own
@@ -15,16 +17,16 @@ class Candidate(NamedTuple):
     """One request that could compute something in the next iteration."""
 
     name: str
-    tokens: int  # that it would compute if nothing held it back, at least one
-    context: int  # tokens whose KV is there: computed, or found in the prefix cache
+    tokens: int  # tokens it would compute if nothing limited it, at least one
+    context: int  # tokens with their KV on the device: computed, or found in the prefix cache
     decode: bool = False
-    blocks: int = 0  # KV blocks that it has, or will share with requests that run
-    age_ms: float = 0.0  # since it arrived
+    blocks: int = 0  # KV blocks that the request has, or will share with running requests
+    age_ms: float = 0.0  # time since its arrival
     answered: bool = False  # its first token is out
-    surcharge_ms: float = 0.0  # what one of its tokens takes beyond the model (prompt logprobs)
-    saved: bool = False  # it would hardly lose anything with its memory: host memory has its KV
-    restorable: int = 0  # of the tokens, first ones whose KV host memory has
-    prefix: Sequence[Hashable] = ()  # its full KV blocks; equal for two requests that begin alike up to there
+    surcharge_ms: float = 0.0  # time of one of its tokens beyond the model's prediction (prompt logprobs)
+    saved: bool = False  # host memory has its KV, so that an eviction costs next to nothing
+    restorable: int = 0  # first tokens after `context` with their KV in host memory
+    prefix: Sequence[Hashable] = ()  # one name per full KV block; equal names mean equal tokens up to there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,34 +37,53 @@ class Slo:
     tbt_ms: float = inf
 
 
+class Lazy(Generic[T]):
+    """A sequence that is made as far as it is read, and only once: every reading gives the same values."""
+
+    def __init__(self, source: Iterator[T]) -> None:
+        self._source = source
+        self._read: list[T] = []
+
+    def __iter__(self) -> Iterator[T]:
+        read, source = self._read, self._source
+        place = 0
+        while True:
+            if place == len(read):
+                try:
+                    read.append(next(source))
+                except StopIteration:
+                    return
+            yield read[place]
+            place += 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The engine between two iterations; requests are in the order in which they should be served.
+    """The engine between two iterations. Requests are in the order in which they are served.
 
-    `waiting_offline` may be long and is only read as far as requests fit.
+    Reading a view changes nothing in the engine. The waiting queues may hold thousands of requests; a request is
+    looked at when it is read, so a policy should read as far as requests fit.
     """
 
     online: Sequence[Candidate] = ()  # running
     offline: Sequence[Candidate] = ()  # running
     waiting_online: Iterable[Candidate] = ()
     waiting_offline: Iterable[Candidate] = ()
-    queued_online: int = 0  # online requests that wait, also those that cannot start yet
+    queued_online: int = 0  # waiting online requests, with the ones that cannot start yet
     model: LatencyModel
     slo: Slo
-    prompt_tokens: int = 0  # of a typical online request of late
-    arrivals_per_s: float = 0.0  # of online requests of late
-    preemptible: bool = False  # offline rows can leave the iteration for those who arrive while it runs
-    resumable: bool = False  # and go on later where they left
+    prompt_tokens: int = 0  # median prompt of recent online requests
+    arrivals_per_s: float = 0.0  # online requests, mean of the last 60 s
+    preemptible: bool = False  # offline rows can leave the iteration when an online request arrives
+    resumable: bool = False  # and join a later iteration at the layer where they left
     max_tokens: int  # of one iteration
-    free_slots: int  # sequences that could be added to those running
-    reserved_slots: int = (
-        0  # of them, for online requests to come: preempting for each costs its victim's work
-    )
+    free_slots: int  # sequences that could be added to the running ones
+    reserved_slots: int = 0  # of these, kept for online requests to come: an eviction would cost work
     free_blocks: int
-    reserved_blocks: int = 0  # of them, for the same; those of rows that are saved can be taken back instead
-    used_blocks: int | None = None  # that are not free, each counted once
-    watermark_blocks: int = 0  # of the free ones: vLLM admits nobody into them while somebody runs
-    held: Sequence[Candidate] = ()  # waiting offline requests that have their KV back: it can be taken again
-    coming: frozenset[Hashable] = frozenset()  # KV blocks that are on their way back for some request
-    unwritten_blocks: int = 0  # of the free ones: prompts under way will want them, and no restore takes them
+    reserved_blocks: int = 0  # of these, kept for the same; evicting rows that are saved can make up for them
+    used_blocks: int | None = None  # blocks that are not free, each counted once
+    watermark_blocks: int = 0  # of the free ones: vLLM admits no request into them while another one runs
+    held: Sequence[Candidate] = ()  # waiting offline requests whose KV has come back; they can be evicted
+    coming: frozenset[Hashable] = frozenset()  # names of KV blocks that are being restored
+    unwritten_blocks: int = 0  # of the free ones: running prompts will need them, and no restore takes them
     block_tokens: int

@@ -72,7 +72,7 @@ INTERNALS = {
     "vllm.v1.request.{Request,RequestStatus}": "counters: num_{tokens,tokens_with_spec,computed_tokens,"
     "prompt_tokens,output_placeholders,stale_output_tokens}, next_decode_eligible_step, drop_stale_output, "
     "arrival_time, priority; block_hashes",
-    "KVCacheManager.get_computed_blocks": "how much of a waiting prompt is cached",
+    "KVCacheManager.coordinator.find_longest_cache_hit": "how much of a waiting prompt is cached",
     "KVCacheManager.{coordinator.single_type_managers,block_pool,watermark_blocks}": "blocks held and free",
     "KVCacheManager.prefix_cache_lookup_enabled, BlockPool.hash_block_size": "whether equal hashes are shared",
     "VllmConfig.additional_config": "carries the profile to the engine core's process",

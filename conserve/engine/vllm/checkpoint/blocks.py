@@ -139,15 +139,22 @@ class Checkpoints:
     def restorable(self, request: Request, local: int) -> int:
         """Number of tokens after the first `local` ones, which are on the device, that can be restored.
 
-        A row that never ran here may find KV that other rows left, if its own would be equal.
+        A row that never ran here may find KV that other rows left, if its own would be equal. Changes nothing.
         """
-        if not self.on or not saveable(request) or local % self.block_tokens:
+        if not self._could_restore(request, local):
             return 0
         name = request.request_id
-        if not is_online(request):
-            self.saved.adopt(request)
-        tokens = min(self.saved.tokens(name), request.num_tokens - 1) - local
+        saved = self.saved.tokens(name) if is_online(request) else self.saved.tokens_found(request)
+        tokens = min(saved, request.num_tokens - 1) - local
         return tokens if tokens >= min(self.block_tokens, max(1, self.saved.tail_tokens(name))) else 0
+
+    def keep_for(self, request: Request, local: int) -> None:
+        """Hold the blocks that `restorable` has found for an offline row without a checkpoint of its own."""
+        if self._could_restore(request, local) and not is_online(request):
+            self.saved.adopt(request)
+
+    def _could_restore(self, request: Request, local: int) -> bool:
+        return self.on and saveable(request) and not local % self.block_tokens
 
     def reset(self) -> bool:
         """Forget all checkpoints and void copies under way; False if rows are being restored: then do nothing."""
@@ -180,6 +187,7 @@ class Checkpoints:
         if self.allowed is not None and name not in self.allowed:
             return 0
         self._local[name] = local
+        self.keep_for(request, local)
         return self.restorable(request, local)
 
     def restore(self, request: Request, tokens: int) -> None:

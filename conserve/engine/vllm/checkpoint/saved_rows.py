@@ -150,20 +150,30 @@ class SavedRows:
         return host
 
     def adopt(self, request: Request) -> None:
-        """Give a row without a checkpoint one of the blocks in host memory that hold its first tokens."""
-        if not self._shared or request.request_id in self._rows:
-            return
-        found = []
+        """Hold what host memory has of the tokens that a row without a checkpoint begins with."""
+        if request.request_id not in self._rows and (found := self._found(request)):
+            for host in found:
+                self.memory.hold(host)
+            self._rows[request.request_id] = Checkpoint(request, found)
+
+    def tokens_found(self, request: Request) -> int:
+        """How many of the row's first tokens host memory has: its own, or what it could adopt."""
+        if request.request_id in self._rows:
+            return self.tokens(request.request_id)
+        return len(self._found(request)) * self._block_tokens
+
+    def _found(self, request: Request) -> list[int]:
+        """Host blocks that have arrived with the tokens that the row begins with, whichever row they are of."""
+        if not self._shared:
+            return []
+        found: list[int] = []
         each = self._hashes_a_block
         for key in islice(request.block_hashes, each - 1, None, each):
             host = self.memory.find(key)
             if host is None or not self.memory.is_written(host):
                 break
             found.append(host)
-        if found:
-            for host in found:
-                self.memory.hold(host)
-            self._rows[request.request_id] = Checkpoint(request, found)
+        return found
 
     # Removal.
 

@@ -50,12 +50,12 @@ class Iterations:
 
     @property
     def surcharge_ms(self) -> float:
-        """What a prompt token with logprobs takes beyond what the model says."""
-        if self._surcharge_ms is None and self.model is not None:
-            tokens = 512
-            whole, empty = Batch.of([Slice(tokens, 0)]), Batch()
-            self._surcharge_ms = SURCHARGE * (self.model.predict(whole) - self.model.predict(empty)) / tokens
-        return self._surcharge_ms or 0.0
+        """Time of a prompt token with logprobs beyond the model's prediction; a guess until one was seen."""
+        if self._surcharge_ms is not None or self.model is None:
+            return self._surcharge_ms or 0.0
+        tokens = 512
+        whole, empty = Batch.of([Slice(tokens, 0)]), Batch()
+        return SURCHARGE * (self.model.predict(whole) - self.model.predict(empty)) / tokens
 
     def begin(
         self,

@@ -1,4 +1,4 @@
-"""vLLM's scheduler as a policy sees it."""
+"""vLLM's scheduler as a policy sees it: a lazy picture. Looking at it changes no request, queue or KV block."""
 
 from __future__ import annotations
 
@@ -7,146 +7,97 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, filterfalse
 from typing import Any
 
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
-from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Slo, View
+from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Lazy, Slo, View
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.lane import is_online
-from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.profiles.model import LatencyModel
 
-MOST_PASSED = 32  # waiting requests whose restore has to wait, before others are not looked at either
+MOST_PASSED = (
+    32  # waiting requests that are passed over because their restore has to wait; then the queue ends
+)
 
 
-def observe(scheduler: Any, iterations: Iterations, traffic: Traffic, slo: Slo, model: LatencyModel) -> View:
-    """The requests that could compute something next, and the room for them."""
-    manager = scheduler.kv_cache_manager
-    kind = manager.coordinator.single_type_managers[0]
-    blocks_of = kind.req_to_blocks
-    decode_tokens = 1 + scheduler.num_spec_tokens
-    now = time.time()
-    moment = time.monotonic()
-    free_blocks = manager.block_pool.get_num_free_blocks()
-    expected, typical = traffic.expected(now=moment), traffic.typical_prompt(now=moment)
-    # Who waits for a grammar arrives once more when it is compiled, and nobody is told.
-    grammar = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    preemptible = scheduler.preemptions.acts and all(r.status != grammar for r in scheduler.waiting.online)
-    online: list[Candidate] = []
-    offline: list[Candidate] = []
-    holding = list(scheduler.kv_holding_waiting)
-    checkpoints = scheduler.checkpoints
-    loading = sum(not _is_ready(scheduler, request) for request in holding)
-    for request in scheduler.running:
-        context = request.num_computed_tokens
-        tokens = request.num_tokens_with_spec + request.num_output_placeholders - context
-        if tokens < 1 or _is_held_back(scheduler, request):
-            continue
-        name = request.request_id
-        blocks = len(blocks_of.get(name, ()))
-        lane = online if request.priority < OFFLINE_PRIORITY else offline
-        saved = checkpoints is not None and lane is offline and checkpoints.has_all_of(name)
-        if tokens <= decode_tokens and context >= request.num_prompt_tokens:
-            lane.append(Candidate(name, tokens, context, True, blocks, 0.0, True, 0.0, saved))
-        else:
+class Picture:
+    """The scheduler between two iterations. It holds until a plan is applied.
+
+    Requests that wait for a grammar or for their KV are taken as they are: asking vLLM about them would change
+    them (`CoServing._make_ready` does that before).
+    """
+
+    def __init__(self, scheduler: Any, traffic: Traffic, *, surcharge_ms: float) -> None:
+        """`surcharge_ms`: time of a prompt token with logprobs beyond that of one without."""
+        self.looked: list[
+            tuple[Request, int]
+        ] = []  # waiting offline requests that were read, and their context
+        self._scheduler, self._traffic = scheduler, traffic
+        self._manager = scheduler.kv_cache_manager
+        self._blocks_of = self._manager.coordinator.single_type_managers[0].req_to_blocks
+        self._surcharge_ms = surcharge_ms
+        self._now = time.time()
+
+    def view(self, slo: Slo, model: LatencyModel) -> View:
+        """All that a policy is told. The waiting requests are looked at as far as they are read."""
+        scheduler = self._scheduler
+        online, offline = self._running()
+        holding = list(
+            scheduler.kv_holding_waiting
+        )  # waiting requests that have KV blocks, or are getting them
+        lanes = scheduler.waiting
+        preemptible = scheduler.preemptions.acts and not scheduler.online_grammars_compile
+        return View(
+            online=online,
+            offline=offline,
+            waiting_online=Lazy(self._waiting(chain(filter(is_online, holding), lanes.online))),
+            waiting_offline=Lazy(self._waiting(chain(filterfalse(is_online, holding), lanes.offline))),
+            queued_online=len(lanes.online),
+            model=model,
+            slo=slo,
+            preemptible=preemptible,
+            resumable=preemptible and scheduler.preemptions.separable,
+            max_tokens=scheduler.max_num_scheduled_tokens,
+            held=self._held(holding),
+            **self._room(sum(self._is_blocked(request) for request in holding)),
+        )
+
+    def _running(self) -> tuple[list[Candidate], list[Candidate]]:
+        """Running requests with something to compute, online and offline."""
+        scheduler, blocks_of = self._scheduler, self._blocks_of
+        decode_tokens = 1 + scheduler.num_spec_tokens
+        checkpoints = scheduler.checkpoints
+        online: list[Candidate] = []
+        offline: list[Candidate] = []
+        for request in scheduler.running:
+            context = request.num_computed_tokens
+            tokens = request.num_tokens_with_spec + request.num_output_placeholders - context
+            if tokens < 1 or self._is_skipped(request):
+                continue
+            name = request.request_id
+            blocks = len(blocks_of.get(name, ()))
+            lane = online if request.priority < OFFLINE_PRIORITY else offline
+            saved = checkpoints is not None and lane is offline and checkpoints.has_all_of(name)
+            if tokens <= decode_tokens and context >= request.num_prompt_tokens:
+                lane.append(Candidate(name, tokens, context, True, blocks, 0.0, True, 0.0, saved))
+                continue
             if lane is offline and (cap := scheduler.preemptions.chunk(name)) is not None:
                 tokens = min(tokens, cap)
-            age_ms = (now - request.arrival_time) * 1e3
-            extra_ms = iterations.surcharge_ms if surcharged(request) else 0.0
-            answered = traffic.answered(name)
-            prefix = prefix_of(scheduler, request)
-            lane.append(
-                Candidate(
-                    *(name, tokens, context, False, blocks, age_ms, answered, extra_ms),
-                    saved=saved,
-                    prefix=prefix,
-                )
-            )
-    return View(
-        online=online,
-        offline=offline,
-        waiting_online=waiting(
-            scheduler, chain(filter(is_online, holding), scheduler.waiting.online), iterations, traffic, now
-        ),
-        waiting_offline=waiting(
-            scheduler,
-            chain(filterfalse(is_online, holding), scheduler.waiting.offline),
-            iterations,
-            traffic,
-            now,
-        ),
-        queued_online=len(scheduler.waiting.online),
-        model=model,
-        slo=slo,
-        prompt_tokens=typical,
-        arrivals_per_s=traffic.arrivals_per_s(now=moment),
-        preemptible=preemptible,
-        resumable=preemptible and scheduler.preemptions.separable,
-        max_tokens=scheduler.max_num_scheduled_tokens,
-        free_slots=scheduler.max_num_running_reqs - len(scheduler.running) - loading,
-        reserved_slots=min(expected, scheduler.max_num_running_reqs // 2),
-        free_blocks=free_blocks,
-        used_blocks=manager.block_pool.num_gpu_blocks - 1 - free_blocks,  # one is vLLM's own
-        watermark_blocks=manager.watermark_blocks if scheduler.running else 0,
-        reserved_blocks=min(
-            expected * -(-typical // kind.block_size), manager.block_pool.num_gpu_blocks // 2
-        ),
-        unwritten_blocks=scheduler._inflight_prefill_reserved_blocks()
-        if checkpoints is not None and checkpoints.any_saved
-        else 0,
-        held=[
-            Candidate(
-                r.request_id,
-                1,
-                r.num_computed_tokens,
-                blocks=len(blocks_of.get(r.request_id, ())),
-                saved=True,
-            )
-            for r in holding
-            if not is_online(r)
-            and r.num_computed_tokens
-            and not scheduler._is_blocked_waiting_status(r.status)
-        ],
-        coming=checkpoints.coming if checkpoints is not None else frozenset(),
-        block_tokens=kind.block_size,
-    )
+            lane.append(self._prompt(request, tokens, context, blocks, saved=saved))
+        return online, offline
 
-
-def _is_ready(scheduler: Any, request: Request) -> bool:
-    """Whether vLLM could start it. Asking is what makes it ready once its grammar or its KV is there."""
-    return bool(
-        not scheduler._is_blocked_waiting_status(request.status)
-        or scheduler._handle_blocked_waiting_request(request)
-    )
-
-
-def _is_held_back(scheduler: Any, request: Request) -> bool:
-    """Whether vLLM skips it as of now: the step under way may be its last, or its token is not back yet."""
-    under_way = request.num_output_placeholders
-    last = request.num_prompt_tokens + request.max_tokens
-    return bool(
-        (under_way and request.num_computed_tokens + 2 - under_way >= last)
-        or scheduler.current_step + 1 < request.next_decode_eligible_step
-    )
-
-
-def waiting(
-    scheduler: Any, lane: Iterable[Request], iterations: Iterations, traffic: Traffic, now: float
-) -> Iterator[Candidate]:
-    """The waiting requests that vLLM could start, one at a time since there may be thousands."""
-    blocks_of = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-    passed = 0
-    for request in lane:
-        if not _is_ready(scheduler, request):
-            continue
-        if request.num_stale_output_tokens and not request.drop_stale_output:
-            continue  # preempted with a token under way, which has to arrive first
-        restorable = 0
-        if context := request.num_computed_tokens:  # its KV was brought to it
-            blocks = len(blocks_of.get(request.request_id, ()))
-        else:
-            found, context, _ = scheduler.kv_cache_manager.get_computed_blocks(request)
-            blocks = sum(block.ref_cnt > 0 for block in found.blocks[0]) if context else 0
-            if (checkpoints := scheduler.checkpoints) is not None:
+    def _waiting(self, requests: Iterable[Request]) -> Iterator[Candidate]:
+        """Waiting requests that vLLM could start; a generator, since there may be thousands."""
+        scheduler, checkpoints = self._scheduler, self._scheduler.checkpoints
+        passed = 0
+        for request in requests:
+            if self._is_blocked(request):
+                continue
+            if request.num_stale_output_tokens and not request.drop_stale_output:
+                continue  # evicted with a token under way, which has to arrive first
+            blocks, context = self._found(request)
+            restorable = 0
+            if checkpoints is not None and not request.num_computed_tokens:
+                self.looked.append((request, context))
                 restorable = checkpoints.restorable(request, context)
                 later = restorable and scheduler.restores_pause
                 if later or checkpoints.is_being_saved(request.request_id):
@@ -154,35 +105,106 @@ def waiting(
                     if passed == MOST_PASSED:
                         return
                     continue
-        tokens = max(1, request.num_tokens - context)
-        if tokens == 1:
-            tokens += scheduler.num_spec_tokens  # vLLM may make it as long as a decode step
-        yield Candidate(
+            tokens = max(1, request.num_tokens - context)
+            if tokens == 1:
+                tokens += scheduler.num_spec_tokens  # vLLM may make it as long as a decode step
+            yield self._prompt(request, tokens, context, blocks, restorable=restorable)
+
+    def _held(self, holding: Sequence[Request]) -> list[Candidate]:
+        """Waiting offline requests whose KV has come back."""
+        return [
+            Candidate(request.request_id, 1, context, blocks=self._blocks(request), saved=True)
+            for request in holding
+            if not is_online(request)
+            and (context := request.num_computed_tokens)
+            and not self._is_blocked(request)
+        ]
+
+    def _room(self, loading: int) -> dict[str, Any]:
+        """Slots and KV blocks, with `loading` of the slots spoken for, and what arrivals will want of both."""
+        scheduler, manager, pool = self._scheduler, self._manager, self._manager.block_pool
+        moment = time.monotonic()
+        expected = self._traffic.expected(now=moment)
+        typical = self._traffic.typical_prompt(now=moment)
+        slots, free_blocks = scheduler.max_num_running_reqs, pool.get_num_free_blocks()
+        block_tokens = manager.coordinator.single_type_managers[0].block_size
+        checkpoints = scheduler.checkpoints
+        restores = checkpoints is not None and checkpoints.any_saved
+        return {
+            "prompt_tokens": typical,
+            "arrivals_per_s": self._traffic.arrivals_per_s(now=moment),
+            "free_slots": slots - len(scheduler.running) - loading,
+            "reserved_slots": min(expected, slots // 2),
+            "free_blocks": free_blocks,
+            "used_blocks": pool.num_gpu_blocks - 1 - free_blocks,  # one is vLLM's own
+            "reserved_blocks": min(expected * -(-typical // block_tokens), pool.num_gpu_blocks // 2),
+            "watermark_blocks": manager.watermark_blocks if scheduler.running else 0,
+            "unwritten_blocks": scheduler._inflight_prefill_reserved_blocks() if restores else 0,
+            "coming": checkpoints.coming if checkpoints is not None else frozenset(),
+            "block_tokens": block_tokens,
+        }
+
+    def _prompt(
+        self,
+        request: Request,
+        tokens: int,
+        context: int,
+        blocks: int,
+        *,
+        saved: bool = False,
+        restorable: int = 0,
+    ) -> Candidate:
+        """A request whose prompt, or what it had computed before an eviction, is not computed yet."""
+        return Candidate(
             request.request_id,
             tokens,
             context,
             False,
             blocks,
-            (now - request.arrival_time) * 1e3,
-            traffic.answered(request.request_id),
-            iterations.surcharge_ms if surcharged(request) else 0.0,
-            restorable=restorable,
-            prefix=prefix_of(scheduler, request),
+            (self._now - request.arrival_time) * 1e3,
+            self._traffic.answered(request.request_id),
+            self._surcharge_ms if surcharged(request) else 0.0,
+            saved,
+            restorable,
+            self._prefix(request),
+        )
+
+    def _found(self, request: Request) -> tuple[int, int]:
+        """KV blocks that a waiting request has, or would share with running ones, and its tokens in KV blocks."""
+        if context := request.num_computed_tokens:  # its KV was brought back
+            return self._blocks(request), context
+        if not self._manager.prefix_cache_lookup_enabled(request):
+            return 0, 0
+        # Not `get_computed_blocks`, which tells subscribers of KV events that it was asked.
+        coordinator = self._manager.coordinator
+        found, context, _ = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        return (sum(block.ref_cnt > 0 for block in found[0]) if context else 0), context
+
+    def _blocks(self, request: Request) -> int:
+        return len(self._blocks_of.get(request.request_id, ()))
+
+    def _prefix(self, request: Request) -> Sequence[bytes]:
+        """Hashes of the request's full blocks, by which the prefix cache finds them; none if it is not asked."""
+        kind, pool = self._manager.coordinator.single_type_managers[0], self._manager.block_pool
+        same = pool.hash_block_size == kind.block_size  # they differ where layers are of several kinds
+        hashes: Sequence[bytes] = request.block_hashes
+        return hashes if same and self._manager.prefix_cache_lookup_enabled(request) else ()
+
+    def _is_blocked(self, request: Request) -> bool:
+        """True if the request waits for a grammar, for its KV or for input."""
+        return bool(self._scheduler._is_blocked_waiting_status(request.status))
+
+    def _is_skipped(self, request: Request) -> bool:
+        """True if vLLM skips the running request: this may be its last step, or its token is not back yet."""
+        under_way = request.num_output_placeholders
+        last = request.num_prompt_tokens + request.max_tokens
+        return bool(
+            (under_way and request.num_computed_tokens + 2 - under_way >= last)
+            or self._scheduler.current_step + 1 < request.next_decode_eligible_step
         )
 
 
-def prefix_of(scheduler: Any, request: Request) -> Sequence[bytes]:
-    """The names that vLLM's prefix cache has for the request's full blocks; none if it is not to look there."""
-    manager = scheduler.kv_cache_manager
-    kind = manager.coordinator.single_type_managers[0]
-    same = (
-        manager.block_pool.hash_block_size == kind.block_size
-    )  # they differ where layers are of several kinds
-    hashes: Sequence[bytes] = request.block_hashes
-    return hashes if same and manager.prefix_cache_lookup_enabled(request) else ()
-
-
 def surcharged(request: Request) -> bool:
-    """Whether its prompt takes longer than its tokens tell: logits and logprobs for each of them."""
+    """True if the request wants logprobs of its prompt, which take time for each token beyond the model's."""
     params = request.sampling_params
     return params is not None and params.prompt_logprobs is not None

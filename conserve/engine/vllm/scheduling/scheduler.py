@@ -32,11 +32,11 @@ from conserve.engine.vllm.preemption.arrivals import Preemptions
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
-from conserve.engine.vllm.scheduling.observation import observe, surcharged
+from conserve.engine.vllm.scheduling.observation import Picture, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.settings import EngineSettings, finite, slo_of
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.model import TIMELESS
+from conserve.profiles.model import TIMELESS, LatencyModel
 
 SHORT_PROMPT = 128  # tokens
 RESTORES_PAUSE = 8  # iterations
@@ -68,6 +68,7 @@ class CoServing:
         self._traffic = Traffic()
         self._offline: set[str] = set()  # requests in the engine
         self._with_logprobs: set[str] = set()  # those whose prompts take longer than their tokens tell
+        self._grammars: dict[str, Request] = {}  # requests that wait for one to be compiled
         self._leaving: list[str] = []  # requests that are over, whose last tokens are not counted yet
         self._most_tokens = self.max_num_scheduled_tokens
         self._caps: Mapping[str, int] | None = None  # the plan's tokens, while it is applied
@@ -138,6 +139,8 @@ class CoServing:
         self.preemptions.arrived(request.request_id)
         if surcharged(request):
             self._with_logprobs.add(request.request_id)
+        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            self._grammars[request.request_id] = request
         if self._warms_up(request):
             return
         if is_online(request):
@@ -157,6 +160,7 @@ class CoServing:
         self._offline.discard(request.request_id)
         self._offline_tokens.forget(request.request_id)
         self._with_logprobs.discard(request.request_id)
+        self._grammars.pop(request.request_id, None)
         self._leaving.append(request.request_id)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
@@ -252,11 +256,37 @@ class CoServing:
         elif stalled:
             plan = self._online_alone() if policy.holds_offline else None
         else:
-            view = observe(self, self._iterations, self._traffic, self._slo, model or TIMELESS)
-            self._reserve(view.reserved_blocks)
-            return policy.plan(view)
+            return self._plan_by_policy(model or TIMELESS)
         self._reserve(0)
         return plan
+
+    def _plan_by_policy(self, model: LatencyModel) -> Plan | None:
+        self._make_ready()
+        surcharge_ms = self._iterations.surcharge_ms if self._with_logprobs else 0.0
+        picture = Picture(self, self._traffic, surcharge_ms=surcharge_ms)
+        view = picture.view(self._slo, model)
+        plan = self._policy.plan(view)
+        if self.checkpoints is not None:
+            self.checkpoints.reserved_blocks = view.reserved_blocks
+            for request, context in picture.looked:
+                self.checkpoints.keep_for(request, context)
+        return plan
+
+    def _make_ready(self) -> None:
+        """Have vLLM see which grammars are compiled and whose KV has come: asking is what makes requests ready."""
+        for request in self.kv_holding_waiting:
+            if self._is_blocked_waiting_status(request.status):
+                self._handle_blocked_waiting_request(request)
+        for name, request in list(self._grammars.items()):
+            if not self._is_blocked_waiting_status(request.status) or self._handle_blocked_waiting_request(
+                request
+            ):
+                del self._grammars[name]
+
+    @property
+    def online_grammars_compile(self) -> bool:
+        """True if an online request waits for its grammar: it will want an iteration, and no call will say so."""
+        return any(map(is_online, self._grammars.values()))
 
     def _online_alone(self) -> Plan:
         """An iteration that vLLM composes as it likes, of online requests."""
