@@ -88,6 +88,12 @@ def serve(
             metavar="DIR", help="Where a clean stop leaves the KV of rows in flight for the next start."
         ),
     ] = None,
+    record_views: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write what the policy sees and plans, for a bug report; at most 1 GiB."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     api_key: Annotated[
@@ -136,6 +142,8 @@ def serve(
         "profiles": str(settings.profiles_folder),
         "control": allow_control,
     }
+    if record_views is not None:
+        section["record_views"] = str(recording_at(record_views))
     if not preemption or not (policy == SERVING[0] or allow_control):  # others never preempt
         section["preemption"] = OFF
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
@@ -186,6 +194,14 @@ def require_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise SettingsError(f"cannot listen at {host}:{port} ({error}); give another --port") from error
+
+
+def recording_at(file: Path) -> Path:
+    """The file's absolute path; raises `SettingsError` if nothing can be written there."""
+    path = file.expanduser().absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        raise SettingsError(f"--record-views {file} is no file in a folder that exists; name one")
+    return path
 
 
 def refuse_ours(flags: list[str]) -> None:

@@ -9,7 +9,7 @@ most, as long as residuals stay as they were.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp, inf, log
 from pathlib import Path
@@ -35,6 +35,11 @@ class Residual(NamedTuple):
 
     predicted_ms: float
     ratio: float  # measured / predicted
+
+
+def step_of(at_ms: float) -> int:
+    """The step of time for which one margin is kept: a quarter of a doubling."""
+    return round(STEPS * log(at_ms, 2))
 
 
 def margin_near(residuals: Sequence[Residual], at_ms: float, share: float) -> float:
@@ -141,12 +146,17 @@ class CorrectedModel:
 
         It is larger if no iteration was as long, neither in the profile nor since.
         """
-        step = round(STEPS * log(at_ms, 2))
+        step = step_of(at_ms)
         if step not in self._margins:
             rounded_ms = 2 ** (step / STEPS)
             near = margin_near(self._residuals, rounded_ms, self.overrun_share)
             self._margins[step] = margin_beyond(near, rounded_ms, self._longest_ms)
         return self._margins[step]
+
+    @property
+    def margins(self) -> Mapping[int, float]:
+        """The margins that were asked for since they were last computed, by `step_of` their time."""
+        return self._margins
 
     @property
     def error(self) -> float:
@@ -203,3 +213,23 @@ class CorrectedModel:
             self._longest_ms = predicted
         if self._seen % REFRESH == 0:
             self._margins.clear()
+
+
+class FrozenModel(CorrectedModel):
+    """A corrected model as it was at one moment. It learns nothing.
+
+    For a time whose margin was not asked for then, it takes that of the nearest time; 1 if there is none.
+    """
+
+    def __init__(self, model: LatencyModel, *, scale: float, margins: Mapping[int, float]) -> None:
+        super().__init__(model)
+        self._scale, self._margins = scale, dict(margins)
+
+    def margin(self, at_ms: float) -> float:
+        """Factor on predictions of about `at_ms`."""
+        step = step_of(at_ms)
+        nearest = min(self._margins, key=lambda known: abs(known - step), default=None)
+        return 1.0 if nearest is None else self._margins[nearest]
+
+    def observe(self, batch: Batch, ms: float) -> None:
+        """Nothing: the model stays as it was."""

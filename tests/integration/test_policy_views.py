@@ -222,3 +222,50 @@ def test_rows_that_were_looked_at_keep_what_host_memory_has_of_them(make: Any) -
     assert not any(request.request_id in checkpoints.saved for request in alike)
     engine.step()
     assert all(len(checkpoints.saved.blocks(request.request_id)) == 4 for request in alike)
+
+
+@pytest.mark.parametrize("policy", ["conserve", "online-only", "paced"])
+def test_recorded_views_are_planned_the_same_by_their_policy_and_planned_by_every_other(
+    make: Any, tmp_path: Path, policy: str
+) -> None:
+    from conserve.engine.policy.policies import POLICIES
+    from conserve.engine.policy.recorded import read
+
+    file = tmp_path / "views.jsonl"
+    engine = make(policy=policy, blocks=40, record_views=str(file))
+    engine.scheduler.checkpoints = with_checkpoints(engine)
+    busy, planned = Busy(engine, seed=9), []
+    plan = engine.scheduler._policy.plan
+
+    def remembered(view: Any) -> Any:
+        planned.append(plan(view))
+        return planned[-1]
+
+    engine.scheduler._policy.plan = remembered
+    for _ in range(150):
+        busy.step()
+        save_some(engine, engine.scheduler.checkpoints)
+    engine.scheduler.checkpoints = None
+    engine.scheduler.shutdown()
+    lines = [*read(file)]
+    assert [one.plan for one in lines] == planned
+    assert len(lines) > 100
+    restored = 0
+    for one in lines:
+        assert one.policy == policy
+        assert POLICIES[policy]().plan(one.view) == one.plan
+        assert one.plan is not None
+        restored += len(one.plan.restored)
+        for other in POLICIES:
+            other_plan = POLICIES[other]().plan(one.view)
+            assert other_plan is None or other_plan.total <= one.view.max_tokens
+    assert policy != "conserve" or restored
+
+
+def test_nothing_is_recorded_and_no_thread_runs_unless_asked(make: Any) -> None:
+    import threading
+
+    engine = make()
+    Busy(engine, seed=1).step()
+    assert engine.scheduler._recording is None
+    assert "conserve-recording" not in [thread.name for thread in threading.enumerate()]

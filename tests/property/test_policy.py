@@ -17,6 +17,7 @@ from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Plan, Policy
 from conserve.engine.policy.policies import POLICIES, SERVING
 from conserve.engine.policy.priority import Priority
+from conserve.engine.policy.recorded import line_of, recorded
 from conserve.engine.policy.view import Candidate, Slo, View
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
@@ -649,3 +650,14 @@ def test_offline_work_is_always_finished_and_little_of_it_done_twice(data: st.Da
         engine.step()
         assert engine.computed <= 3 * work, f"{engine.preemptions} preemptions"
     assert all(work.done == work.output for work in works)
+
+
+@pytest.mark.parametrize("policy", PLANNING)
+@settings(max_examples=EXAMPLES)
+@given(view=views())
+def test_a_recorded_view_is_planned_the_same(policy: Policy, view: View) -> None:
+    plan = policy.plan(view)
+    line = line_of(view, plan, policy="any", at=0.0)
+    again = recorded(line)
+    assert again.plan == plan == policy.plan(again.view)
+    assert line_of(again.view, again.plan, policy="any", at=0.0) == line

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,22 @@ def test_policies_that_never_preempt_leave_vllms_worker_alone(
 ) -> None:
     assert section_of(monkeypatch, "--policy", policy)["preemption"] == "off"
     assert "preemption" not in section_of(monkeypatch, "--policy", policy, "--allow-control")
+
+
+def test_views_are_recorded_in_a_file_that_the_server_finds_from_wherever_it_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "record_views" not in section_of(monkeypatch)
+    assert section_of(monkeypatch, "--record-views", "views.jsonl")["record_views"] == str(
+        tmp_path / "views.jsonl"
+    )
+
+
+@pytest.mark.parametrize("file", ["nowhere/views.jsonl", "."])
+def test_a_file_that_cannot_be_recorded_in_is_refused_before_the_server_starts(file: str) -> None:
+    with pytest.raises(SettingsError, match=r"--record-views .* is no file in a folder that exists"):
+        serving.recording_at(Path(file))
 
 
 def test_preemption_that_cannot_be_is_said_in_a_sentence_unless_it_was_not_wanted() -> None:

@@ -44,6 +44,11 @@ class Lazy(Generic[T]):
         self._source = source
         self._read: list[T] = []
 
+    @property
+    def known(self) -> int:
+        """How many of its values have been read."""
+        return len(self._read)
+
     def __iter__(self) -> Iterator[T]:
         read, source = self._read, self._source
         place = 0

@@ -40,6 +40,7 @@ WRITTEN = (
     "control",
     "preemption",
     "safepoint_every",
+    "record_views",
 )  # keys that a user may write into the section
 
 
@@ -56,6 +57,7 @@ class Pacing:
     control: bool = False  # True: policy and SLO may be changed over HTTP
     preemption: str = OFF
     safepoint_every: int | None = None  # layers; None for as many as the reaction time allows
+    record_views: str | None = None  # file that views and plans are written to
 
     def install(self, config: VllmConfig) -> None:
         """Write them into the configuration of an engine that starts; raises `ProfileError` and `SettingsError`."""
@@ -72,6 +74,7 @@ class Pacing:
             "control": self.control,
             "preemption": self.preemption,
             "safepoint_every": self.safepoint_every,
+            "record_views": self.record_views,
             "command": self.command,
             **self.source(config),
         }
@@ -110,6 +113,7 @@ class EngineSettings:
     correction_file: Path | None = None
     preemption: str = OFF
     safepoint_every: int | None = None
+    record_views: Path | None = None  # file that views and plans are written to
 
     @classmethod
     def read(cls, config: VllmConfig) -> Self:
@@ -121,8 +125,16 @@ class EngineSettings:
         slo = slo_of({"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")})
         preemption = section.get("preemption", OFF if policy == "paced" else PREEMPTION)
         every = section.get("safepoint_every")
+        views = Path(section["record_views"]) if section.get("record_views") else None
         if section["model"] is None:
-            return cls(policy=policy, slo=slo, model=None, preemption=preemption, safepoint_every=every)
+            return cls(
+                policy=policy,
+                slo=slo,
+                model=None,
+                preemption=preemption,
+                safepoint_every=every,
+                record_views=views,
+            )
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
         earlier = Correction.load(file, of=section["of"]) if section["keep_correction"] else None
@@ -137,6 +149,7 @@ class EngineSettings:
             correction_file=file,
             preemption=preemption,
             safepoint_every=every,
+            record_views=views,
         )
 
 
@@ -178,6 +191,9 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
     every = section.get("safepoint_every")
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise SettingsError(f"additional_config.conserve.safepoint_every takes layers from 1, not {every!r}")
+    views = section.get("record_views")
+    if views is not None and not isinstance(views, str):
+        raise SettingsError(f"additional_config.conserve.record_views takes a file, not {views!r}")
     return Pacing(
         folder=Path(section.get("profiles") or default_home() / "profiles"),
         command=command,
@@ -187,4 +203,5 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         control=bool(section.get("control")),
         preemption=preemption,
         safepoint_every=every,
+        record_views=views,
     )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -24,6 +25,8 @@ from vllm.v1.request import Request, RequestStatus
 from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import POLICIES
+from conserve.engine.policy.recorded import line_of
+from conserve.engine.runtime.recording import Recording
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.blocks import CopyCounts, checkpoints_of
 from conserve.engine.vllm.iteration import outcome_of
@@ -82,6 +85,7 @@ class CoServing:
         self.restores_pause = 0  # iterations for which none begins, since vLLM had no room for one
         self._caching_waits = False  # for blocks to be computed: iterations that may be preempted
         self._uncached: set[int] = set()  # id()s of their SchedulerOutputs
+        self._recording = recording_of(vllm_config, installed.record_views)
         self._follow(installed.policy)
 
     def _follow(self, name: str) -> None:
@@ -270,6 +274,8 @@ class CoServing:
             self.checkpoints.reserved_blocks = view.reserved_blocks
             for request, context in picture.looked:
                 self.checkpoints.keep_for(request, context)
+        if self._recording is not None and self._recording.on:
+            self._recording.add(line_of(view, plan, policy=self._policy_name, at=time.time()))
         return plan
 
     def _make_ready(self) -> None:
@@ -471,6 +477,8 @@ class CoServing:
         """Save what was learned."""
         self.preemptions.close()
         self._iterations.save()
+        if self._recording is not None:
+            self._recording.close()
         super().shutdown()  # type: ignore[misc]
 
     def _batch(self, output: SchedulerOutput) -> Batch:
@@ -499,6 +507,14 @@ class CoServing:
         """Tokens of prompts whose logprobs are wanted."""
         tokens = output.num_scheduled_tokens
         return sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
+
+
+def recording_of(vllm_config: Any, path: Path | None) -> Recording | None:
+    """Where this engine's views are recorded, if they are; data parallel engines behind the first add a number."""
+    if path is None:
+        return None
+    number = vllm_config.parallel_config.data_parallel_index
+    return Recording(path.with_name(f"{path.name}.{number}") if number else path)
 
 
 class Synchronous(CoServing, Scheduler):  # type: ignore[misc]

@@ -1,0 +1,184 @@
+"""Views and plans as lines of JSON, and back: what a policy saw, complete enough to be planned again.
+
+One line an iteration: `{"version", "at", "policy", "view", "plan"}`. A candidate is an array of the fields of
+`Candidate`. KV blocks are numbered within a line, in the order in which they are seen, and lists of them are runs
+`[first, count]`: two requests share exactly the blocks with equal numbers. No line has a token of a prompt.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.view import Candidate, Lazy, Slo, View
+from conserve.profiles.batch import Batch
+from conserve.profiles.correction import CorrectedModel, FrozenModel
+from conserve.profiles.model import TIMELESS, LatencyModel, LinearModel
+from conserve.profiles.profile import MODELS
+
+VERSION = 1
+READ_ON = (
+    32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
+)
+QUEUES = ("online", "offline", "waiting_online", "waiting_offline", "held")
+NUMBERS = [
+    field.name for field in fields(View) if field.name not in (*QUEUES, "model", "slo", "coming")
+]  # and truth values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """One iteration as it was planned."""
+
+    at: float  # seconds since 1970
+    policy: str
+    view: View
+    plan: Plan | None  # None where the policy left the iteration to vLLM
+
+
+class _Blocks:
+    """Numbers for the names of KV blocks."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+
+    def place(self, name: Hashable) -> float:
+        """The block's number; behind all others if it has none yet."""
+        return self._numbers.get(name, inf)
+
+    def runs(self, names: Iterable[Hashable]) -> list[list[int]]:
+        """The blocks' numbers as runs [first, count]; hashes of one prompt mostly make one run."""
+        runs: list[list[int]] = []
+        numbers = self._numbers
+        for name in names:
+            number = numbers.setdefault(name, len(numbers))
+            if runs and runs[-1][0] + runs[-1][1] == number:
+                runs[-1][1] += 1
+            else:
+                runs.append([number, 1])
+        return runs
+
+
+def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
+    """The view and its plan as one line of JSON, without the line's end.
+
+    Waiting requests are read further than the policy may have read them: as many as another policy could admit.
+    """
+    return msgspec.json.encode(
+        {"version": VERSION, "at": at, "policy": policy, "view": _view(view), "plan": _plan(plan)}
+    )
+
+
+def recorded(line: bytes) -> Recorded:
+    """What `line_of` has written; raises ValueError for anything else."""
+    try:
+        said = msgspec.json.decode(line)
+        if said["version"] != VERSION:
+            raise ValueError(
+                f"this ConServe reads recorded views of version {VERSION}, not {said['version']}"
+            )
+        view, plan = _view_of(said["view"]), _plan_of(said["plan"])
+        return Recorded(at=said["at"], policy=said["policy"], view=view, plan=plan)
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"this is no recorded view ({type(error).__name__}: {error})") from error
+
+
+def read(path: Path) -> Iterator[Recorded]:
+    """The iterations of a file in their order. A line that a crash has cut short is left out."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.rstrip().endswith(b"}"):
+                yield recorded(line)
+
+
+def _view(view: View) -> dict[str, Any]:
+    blocks = _Blocks()
+    most = max(0, view.free_slots) + READ_ON
+    queues = (view.online, view.offline, _read(view.waiting_online, most), _read(view.waiting_offline, most))
+    return {
+        "model": _model(view.model),
+        "slo": {"ttft_ms": _ms(view.slo.ttft_ms), "tbt_ms": _ms(view.slo.tbt_ms)},
+        **{name: getattr(view, name) for name in NUMBERS},
+        **{
+            name: [(*one[:-1], blocks.runs(one.prefix)) for one in queue]
+            for name, queue in zip(QUEUES, (*queues, view.held), strict=True)
+        },
+        "coming": blocks.runs(sorted(view.coming, key=blocks.place)),
+    }
+
+
+def _view_of(said: Mapping[str, Any]) -> View:
+    return View(
+        model=_model_of(said["model"]),
+        slo=Slo(**{name: float(ms) for name, ms in said["slo"].items()}),
+        coming=frozenset(_blocks_of(said["coming"])),
+        **{name: said[name] for name in NUMBERS},
+        **{name: [Candidate(*one[:-1], _blocks_of(one[-1])) for one in said[name]] for name in QUEUES},
+    )
+
+
+def _read(queue: Iterable[Candidate], most: int) -> list[Candidate]:
+    """What the policy has read of a queue, or its first requests, whichever is more."""
+    read = queue.known if isinstance(queue, Lazy) else 0
+    return list(islice(queue, max(read, most)))
+
+
+def _blocks_of(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(number for first, count in runs for number in range(first, first + count))
+
+
+def _model(model: LatencyModel) -> dict[str, Any] | None:
+    linear = model.model if isinstance(model, CorrectedModel) else model
+    if not isinstance(linear, LinearModel):
+        return None
+    said: dict[str, Any] = {"name": linear.name, "coefficients": linear.coefficients}
+    if isinstance(model, CorrectedModel):
+        said |= {"scale": model.scale, "margins": [*model.margins.items()]}
+    return said
+
+
+def _model_of(said: Mapping[str, Any] | None) -> LatencyModel:
+    if said is None:
+        return TIMELESS
+    linear = MODELS[said["name"]](said["coefficients"])
+    if "scale" not in said:
+        return linear
+    return FrozenModel(linear, scale=said["scale"], margins=dict(said["margins"]))
+
+
+def _plan(plan: Plan | None) -> dict[str, Any] | None:
+    if plan is None:
+        return None
+    return {
+        "tokens": plan.tokens,
+        "batch": {field.name: getattr(plan.batch, field.name) for field in fields(Batch)},
+        "admitted": plan.admitted,
+        "restored": plan.restored,
+        "evicted": plan.preempted,
+        "predicted_ms": plan.predicted_ms,
+        "limit_ms": None if plan.limit_ms is None else _ms(plan.limit_ms),
+    }
+
+
+def _plan_of(said: Mapping[str, Any] | None) -> Plan | None:
+    if said is None:
+        return None
+    return Plan(
+        tokens=said["tokens"],
+        batch=Batch(**said["batch"]),
+        admitted=said["admitted"],
+        restored=said["restored"],
+        preempted=said["evicted"],
+        predicted_ms=said["predicted_ms"],
+        limit_ms=None if said["limit_ms"] is None else float(said["limit_ms"]),
+    )
+
+
+def _ms(ms: float) -> float | str:
+    """A time for JSON, which knows no infinity."""
+    return "inf" if ms == inf else ms
