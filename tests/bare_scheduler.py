@@ -78,6 +78,7 @@ class Clock:
     READERS: ClassVar = (
         "scheduling.scheduler",
         "scheduling.observation",
+        "scheduling.report",
         "preemption.arrivals",
     )  # of the adapter's modules
 

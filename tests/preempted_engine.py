@@ -353,7 +353,6 @@ class PreemptedEngine:
             "scheduler": [
                 scheduler._offline,
                 scheduler._offline_tokens._had,
-                scheduler._uncached,
                 scheduler._inflight_prefills,
             ],
             "preemptions": [part for part in vars(preemptions).values() if isinstance(part, dict)],

@@ -139,7 +139,7 @@ class Watch:
         if running is None:
             return
         raised.append(time.monotonic())
-        preemptions._flag.raise_for(running.iteration, ALL_ROWS)
+        preemptions._flag.raise_for(running.stamp.iteration, ALL_ROWS)
 
     def _begins(self, *args: Any, **kw: Any) -> None:
         self._begin(*args, **kw)

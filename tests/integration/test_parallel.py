@@ -138,7 +138,7 @@ class Ranks:
                 continue
             some = dice.choice([len(running.rows), dice.randint(1, len(running.rows)), ALL_ROWS])
             running.asked, running.raised_at = some, time.monotonic()
-            self.preemptions._flag.raise_for(running.iteration, some)
+            self.preemptions._flag.raise_for(running.stamp.iteration, some)
 
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory

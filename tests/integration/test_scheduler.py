@@ -127,7 +127,7 @@ class History:
             lane = [request for request in scheduler.running if request.priority]
             assert lane == sorted(lane), "who came later would keep its memory for longer"
         self.planned += 1
-        self.stalls += scheduler._stalled
+        self.stalls += scheduler._last.stalled
         assert all(output.num_scheduled_tokens.get(name, 0) <= n for name, n in plan.tokens.items())
         assert set(output.num_scheduled_tokens) <= set(plan.tokens)
         if output.num_scheduled_tokens != plan.tokens:
@@ -155,12 +155,13 @@ class History:
 
 
 def assert_nothing_is_left(scheduler: Any) -> None:
-    traffic, iterations = scheduler._traffic, scheduler._iterations
+    traffic = scheduler._traffic
     assert not scheduler._offline
     assert not scheduler._with_logprobs
     assert not traffic._arrived_at
     assert not traffic._last_token_at
-    assert not iterations._under_way
+    assert not scheduler._finished
+    assert not scheduler._grammars
 
 
 def live_history(engine: Any, seed: int, steps: int, *, ahead: int = 0, **kinds: Any) -> History:
@@ -402,9 +403,9 @@ def test_an_iteration_that_vllm_composes_alone_is_online_only_too(make: Make) ->
     engine.scheduler.conserve({"policy": "online-only"})
     offline.append(engine.add(100, 50, offline=True))
     online = [engine.add(300, 6) for _ in range(2)]
-    engine.scheduler._stalled = True
+    engine.scheduler._last.stalled = True
     assert set(engine.step().num_scheduled_tokens) == set(names(online))
-    engine.scheduler._stalled = True
+    engine.scheduler._last.stalled = True
     assert set(engine.step().num_scheduled_tokens) == set(names(online))
     history = [engine.step() for _ in range(8)]
     assert not set(names(offline)) & {name for output in history for name in output.num_scheduled_tokens}

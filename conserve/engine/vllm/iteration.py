@@ -1,17 +1,23 @@
-"""What the scheduler and the workers tell each other about an iteration that can be preempted."""
+"""The record of an iteration: from its plan in the scheduler, through the workers, to its settlement."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from conserve.engine.policy.plan import Plan
+    from conserve.profiles.batch import Batch
 
 NAME = "conserve"  # of the attribute on vLLM's SchedulerOutput and ModelRunnerOutput; both are pickled whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """On a `SchedulerOutput`: safepoints are on for this iteration."""
+    """What the workers are told: safepoints are on for this iteration."""
 
     iteration: int
     flag: str  # name of the shared memory
@@ -21,25 +27,80 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """On the `ModelRunnerOutput`: what became of it."""
+    """What the workers answer, on their `ModelRunnerOutput`."""
 
-    left: frozenset[str] = (
-        frozenset()
-    )  # requests that computed nothing: their tokens are to be scheduled again
-    kept: Mapping[str, int] = field(
-        default_factory=dict
-    )  # those that go on where they left -> at which layer
-    joined: int = 0  # rows that did: the iteration took less time than its tokens tell
-    layers_run: int = 0  # by who left, before they left
+    left: frozenset[str] = frozenset()  # requests that left; their tokens are scheduled again
+    kept: Mapping[str, int] = field(default_factory=dict)  # rows that can join later -> the layer to join at
+    joined: int = 0  # rows that joined: the iteration took less time than its tokens tell
+    layers_run: int = 0  # by the rows that left, before they left
     layers: int = 0  # of the model
-    separable: bool = False  # rows can leave while others go on
-    safepoints: int = 0  # in the model; none means that nobody can leave
+    separable: bool = False  # rows can leave while others stay
+    safepoints: int = 0  # in the model; without any, no row can leave
     heard: bool = True  # the flag could be read
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Iteration:
+    """One pass of the model over a batch.
+
+    The scheduler makes the record and puts it on vLLM's `SchedulerOutput`; it is filled in as the iteration goes
+    on. Pickled, on its way to a worker's process, it is its stamp alone.
+    """
+
+    # Planned.
+    started: float = 0.0  # monotonic seconds
+    plan: Plan | None = None  # None where vLLM composes the iteration
+    registers_late: bool = (
+        False  # KV blocks become reusable when they are computed, not when they are allocated
+    )
+    # Scheduled.
+    tokens: Mapping[str, int] = field(default_factory=dict)  # request -> tokens that it computes
+    batch: Batch | None = None  # the same for the latency model; None where it learns nothing
+    surcharged: int = 0  # of the tokens, prompt tokens with logprobs, whose time no latency model knows
+    stalled: bool = False  # the plan gave tokens, and vLLM could use none of them
+    # Stamped, if rows may leave.
+    stamp: Stamp | None = None
+    rows: Sequence[tuple[Request, int]] = ()  # the stamp's rows and their tokens
+    spare_tokens: float = 0.0  # offline tokens that may be thrown away for an arrival's comfort
+    asked: int = 0  # rows that were told to leave
+    raised_at: float = 0.0  # monotonic seconds; of the first row's order to leave
+    # Settled.
+    outcome: Outcome | None = None
+    took_s: float = 0.0
+
+    @property
+    def limit_ms(self) -> float | None:
+        """The time that offline tokens had to fit into; None where there were none."""
+        return self.plan.limit_ms if self.plan is not None else None
+
+    @property
+    def left(self) -> frozenset[str]:
+        """Requests that left before the last layer."""
+        return self.outcome.left if self.stamp is not None and self.outcome is not None else frozenset()
+
+    @property
+    def whole(self) -> bool:
+        """True if all layers ran on all tokens, so that the time taken is that of the batch."""
+        return self.outcome is None or not (self.left or self.outcome.joined)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _for_worker, (self.stamp,)
+
+
+def _for_worker(stamp: Stamp | None) -> Iteration:
+    return Iteration(stamp=stamp)
+
+
+def iteration_of(output: Any) -> Iteration:
+    """The record on vLLM's `SchedulerOutput`."""
+    iteration: Iteration = getattr(output, NAME)
+    return iteration
+
+
 def stamp_of(output: Any) -> Stamp | None:
-    """The stamp of vLLM's `SchedulerOutput`, if it has one."""
-    return getattr(output, NAME, None)
+    """The stamp of vLLM's `SchedulerOutput`; None where no row may leave, or another scheduler made it."""
+    iteration: Iteration | None = getattr(output, NAME, None)
+    return iteration.stamp if iteration is not None else None
 
 
 def outcome_of(output: Any) -> Outcome | None:
@@ -47,6 +108,6 @@ def outcome_of(output: Any) -> Outcome | None:
     return getattr(output, NAME, None)
 
 
-def put(output: Any, note: Stamp | Outcome) -> None:
-    """Attach it to vLLM's object."""
+def put(output: Any, note: Iteration | Outcome) -> None:
+    """Attach the record or the outcome to vLLM's object."""
     setattr(output, NAME, note)

@@ -1,8 +1,8 @@
-"""The scheduler's side of layer-wise preemption: the arrival monitor, and what a preemption leaves behind.
+"""The scheduler's side of layer-wise preemption: the arrival monitor, stamps, and counts of rows that left.
 
-While the model runs, vLLM's I/O thread brings requests in. For an online one, what is left of the iteration is
-estimated there and then, and the flag is raised if its offline rows are to leave. Source: conserve-2026
-Algorithm 2, conserve-2024 Algorithm 2.
+While the model runs, vLLM's I/O thread brings requests in. When an online one arrives, the rest of the iteration is
+estimated at once, and the flag is raised if offline rows are to leave. Source: conserve-2026 Algorithm 2,
+conserve-2024 Algorithm 2.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -23,28 +23,16 @@ from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.leavers import Leavers, Lost
 from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
 from conserve.engine.runtime.traffic import quantiles
-from conserve.engine.vllm.iteration import Outcome, Stamp, put
+from conserve.engine.vllm.iteration import Iteration, Outcome, Stamp
 from conserve.engine.vllm.settings import CONNECTOR, WORKER
-from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.batch import Slice
 from conserve.profiles.model import LatencyModel
 
 log = logging.getLogger("vllm.conserve")
-REACTION_SHARE = 0.005  # of the TTFT promise between two safepoints
-LARGEST_STEP = 8  # layers between two safepoints
+REACTION_SHARE = 0.005  # most time between two safepoints, as a share of the TTFT promise
+LARGEST_STEP = 8  # most layers between two safepoints
 FORGET_S = 10.0  # after which an arrival that never reached the scheduler is no longer expected
-REMEMBERED = 1000  # reactions
-
-
-@dataclass(slots=True, kw_only=True)
-class Running:
-    """An iteration with offline rows, while it runs."""
-
-    iteration: int
-    started: float  # monotonic seconds
-    batch: Batch
-    rows: Sequence[tuple[Request, int]]  # that may leave, and their tokens
-    asked: int = 0  # of them, to leave
-    raised_at: float = 0.0  # monotonic seconds
+REMEMBERED = 1000  # reaction times
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +45,9 @@ class Expected:
 
 
 class Preemptions:
-    """Stamps iterations, raises the flag, counts.
+    """Stamps iterations, raises the flag for arrivals, and counts rows that left.
 
-    `arriving` is called in vLLM's I/O thread, everything else in its main one.
+    `arriving` is called in vLLM's I/O thread, every other method in its main thread.
     """
 
     def __init__(self, config: Any, *, policy: str, every: int | None = None) -> None:
@@ -67,126 +55,128 @@ class Preemptions:
         self.name = OFF if self.why_not else policy
         self.policy = LEAVE_RULES[policy]() if policy != OFF else None
         self.layers = config.model_config.get_num_layers(config.parallel_config)
-        self.separable = False  # until a worker says so
-        self._seen = False  # that a worker has safepoints and reads the flag
+        self.separable = False  # rows can leave while others stay; known from the first outcome
+        self._seen = False  # a worker has answered that it has safepoints and reads the flag
         self.preemptions = self.abandoned = self.rows_left = self.layers_run = self.tokens_redone = 0
         self.tokens_wasted = 0.0
         self._every = every
         self._flag = LeaveFlag.create() if self.why_not is None else None
         self._lock = threading.Lock()
-        self._iterations = 0
-        self._running: Running | None = None
+        self._iterations = 0  # stamped so far
+        self._running: Iteration | None = None  # the stamped iteration that the model runs
         self._expected: dict[str, Expected] = {}
         self._leavers = Leavers()
         self._reactions_ms: deque[float] = deque(maxlen=REMEMBERED)
         self._model: LatencyModel | None = None
         self._slo = Slo()
-        self._offline_tokens = 0
 
     @property
     def on(self) -> bool:
-        """Whether iterations are preempted at all."""
+        """True if rows may leave iterations at all."""
         return self.name != OFF
 
     def follow(self, name: str) -> None:
-        """Use another policy from now on, where there can be one."""
+        """Use another rule from now on, where rows can leave at all."""
         if self._flag is not None:
             self.name = name
             self.policy = LEAVE_RULES[name]() if name != OFF else None
 
     @property
     def acts(self) -> bool:
-        """Whether the next iteration can be preempted, as far as is known."""
+        """True if rows can leave the next iteration, as far as is known."""
         return self.on and self._seen and (self.separable or not self._leavers.any_sheltered())
 
     def chunk(self, request: str) -> int | None:
-        """The most tokens that the next chunk of a row should have, if it has left an iteration."""
+        """Largest next chunk of a row that has left an iteration, in tokens; None for any other row."""
         return self._leavers.chunk(request) if self.on else None
 
     # In the main thread.
 
     def begin(
         self,
-        output: Any,
+        iteration: Iteration,
         *,
-        started: float,
-        batch: Batch,
         offline: Iterable[tuple[Request, int]],
         model: LatencyModel,
         slo: Slo,
         offline_tokens: int,
     ) -> None:
-        """An iteration starts: stamp it, and look once more who came while it was composed."""
+        """Stamp the iteration, then re-check for requests that arrived while it was planned.
+
+        `offline` are the iteration's offline rows and their tokens, `offline_tokens` all that were ever computed.
+        Without a row that may leave there is no stamp.
+        """
+        rows = self._may_leave(offline)
+        if not rows:
+            return
         assert self._flag is not None
+        assert iteration.batch is not None
+        self._iterations += 1
+        self._model, self._slo = model, slo
+        iteration.rows = rows
+        iteration.spare_tokens = spare_tokens(offline_tokens, self.tokens_wasted)
+        iteration.stamp = Stamp(
+            iteration=self._iterations,
+            flag=self._flag.name,
+            rows=[request.request_id for request, _ in rows],
+            every=self._every or self._step(model.predict(iteration.batch), slo),
+        )
+        self._running = iteration
+        if self._expected:
+            self._consider()
+
+    def _may_leave(self, offline: Iterable[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Rows without the sheltered ones, the first to leave first; none if one has to stay and so all have."""
         rows = list(offline)
         if self._leavers and self._leavers.any_sheltered():
             staying = [row for row in rows if self._leavers.is_sheltered(row[0].request_id)]
             if staying and not self.separable:
-                return
+                return []
             rows = [row for row in rows if row not in staying]
-        if not rows:
-            return
-        # Prompts leave before decode steps, which take less time; those who came last before others.
+        # Leave order: prefill chunks before decode steps (they save more time), then latest arrival first.
         rows.reverse()
         rows.sort(key=lambda row: -row[1])
-        self._iterations += 1
-        self._model, self._slo, self._offline_tokens = model, slo, offline_tokens
-        put(
-            output,
-            Stamp(
-                iteration=self._iterations,
-                flag=self._flag.name,
-                rows=[request.request_id for request, _ in rows],
-                every=self._every or self._step(model.predict(batch), slo),
-            ),
-        )
-        self._running = Running(
-            iteration=self._iterations,
-            started=started,
-            batch=batch,
-            rows=rows,
-        )
-        if self._expected:
-            self._consider()
+        return rows
 
     def arrived(self, request: str) -> None:
-        """The scheduler has it: the next plan will know."""
+        """The scheduler has the request, so the next plan sees it."""
         self._expected.pop(request, None)
 
-    def end(self, outcome: Outcome | None, tokens: Mapping[str, int]) -> frozenset[str]:
-        """The iteration is over; returns those who computed nothing."""
+    def end(self, iteration: Iteration) -> None:
+        """Take in the outcome of an iteration that was to be stamped: learn of the worker, and count who left."""
         with self._lock:
             running, self._running = self._running, None
-        left = outcome.left if outcome is not None else frozenset()
+        outcome, left, tokens = iteration.outcome, iteration.left, iteration.tokens
         self._leavers.computed(
             {name: n for name, n in tokens.items() if name not in left} if left else tokens
         )
         if outcome is None or running is None:
-            return frozenset()
+            return
         self.separable, self.layers = outcome.separable, max(1, outcome.layers)
         self._believe(outcome)
-        if not left:
-            return left
-        self.preemptions += 1
-        self.abandoned += len(left) == len(tokens)
-        self.rows_left += len(left)
-        self.layers_run += outcome.layers_run
-        self._reactions_ms.append((time.monotonic() - running.raised_at) * 1e3)
-        for name in left:
-            layer = outcome.kept.get(name, 0)
-            self._count(
-                self._leavers.left(
-                    name, tokens[name], layer=layer, layers_run=outcome.layers_run, layers=self.layers
-                )
-            )
-        return left
+        if left:
+            self._count_left(iteration, outcome)
 
     def computed(self, tokens: Mapping[str, int]) -> None:
-        """These were in an iteration without safepoints."""
+        """Take in an iteration that rows could not leave: these requests computed so many tokens each."""
         self._leavers.computed(tokens)
 
+    def _count_left(self, iteration: Iteration, outcome: Outcome) -> None:
+        left = iteration.left
+        self.preemptions += 1
+        self.abandoned += len(left) == len(iteration.tokens)
+        self.rows_left += len(left)
+        self.layers_run += outcome.layers_run
+        self._reactions_ms.append((time.monotonic() - iteration.raised_at) * 1e3)
+        for name in left:
+            layer = outcome.kept.get(name, 0)
+            lost = self._leavers.left(
+                name, iteration.tokens[name], layer=layer, layers_run=outcome.layers_run, layers=self.layers
+            )
+            self._count(lost)
+
     def lost_memory(self, request: str) -> None:
-        """The row's KV blocks are gone."""
+        """The row was evicted: its KV blocks are gone."""
         self._count(self._leavers.evicted(request, self.layers))
 
     def _count(self, lost: Lost) -> None:
@@ -194,7 +184,7 @@ class Preemptions:
         self.tokens_wasted += lost.worth
 
     def _believe(self, outcome: Outcome) -> None:
-        """A worker has answered: see whether it can be preempted at all."""
+        """A worker has answered: give up for good if it has no safepoints or cannot read the flag."""
         self._seen = True
         if not outcome.safepoints or not outcome.heard:
             self.why_not = (
@@ -204,7 +194,7 @@ class Preemptions:
             self.close()
 
     def forget(self, request: str) -> None:
-        """The request is gone."""
+        """The request has finished."""
         self._expected.pop(request, None)
         self._leavers.forget(request)
 
@@ -234,8 +224,8 @@ class Preemptions:
     # In the I/O thread.
 
     def arriving(self, request: Request, ttft_ms: float | None, *, arrived: float) -> None:
-        """An online request has come."""
-        if self.policy is None or request.use_structured_output:  # whose grammar is not compiled yet
+        """Raise the flag if rows are to leave for this online request; `arrived` in monotonic seconds."""
+        if self.policy is None or request.use_structured_output:  # its grammar is not compiled yet
             return
         tokens = max(1, request.num_prompt_tokens)
         promise = self._slo.ttft_ms if ttft_ms is None else ttft_ms
@@ -246,15 +236,15 @@ class Preemptions:
     # In either.
 
     def _consider(self) -> None:
+        """Ask the rule how many rows are to leave for the expected requests, and raise the flag for them."""
         with self._lock:
             running, policy, model = self._running, self.policy, self._model
             now = time.monotonic()
-            for name, one in list(self._expected.items()):
-                if one.arrived < now - FORGET_S:
-                    self._expected.pop(name, None)
-            waiting = list(self._expected.values())
+            waiting = self._still_expected(now)
             if running is None or policy is None or model is None or not waiting or self._flag is None:
                 return
+            assert running.batch is not None
+            assert running.stamp is not None
             rows = policy.leaving(
                 UnderWay(
                     batch=running.batch,
@@ -266,17 +256,24 @@ class Preemptions:
                     prompts=[one.prompt for one in waiting],
                     slack_ms=min(one.ttft_ms - (now - one.arrived) * 1e3 for one in waiting),
                     ttft_ms=min(one.ttft_ms for one in waiting),
-                    spare_tokens=spare_tokens(self._offline_tokens, self.tokens_wasted),
+                    spare_tokens=running.spare_tokens,
                 ),
                 model,
             )
             if rows > running.asked:
                 running.asked, running.raised_at = rows, running.raised_at or now
                 alone = rows == running.batch.requests or not self.separable
-                self._flag.raise_for(running.iteration, ALL_ROWS if alone else rows)
+                self._flag.raise_for(running.stamp.iteration, ALL_ROWS if alone else rows)
+
+    def _still_expected(self, now: float) -> list[Expected]:
+        """Online requests on their way to the scheduler, without the ones that never got there."""
+        for name, one in list(self._expected.items()):
+            if one.arrived < now - FORGET_S:
+                self._expected.pop(name, None)
+        return list(self._expected.values())
 
     def _step(self, iteration_ms: float, slo: Slo) -> int:
-        """Layers between two safepoints: the most that pass within the reaction time wanted."""
+        """Layers between two safepoints: as many as run within `REACTION_SHARE` of the TTFT promise."""
         if slo.ttft_ms == inf:
             return LARGEST_STEP
         layer_ms = iteration_ms / max(1, self.layers)
@@ -284,7 +281,7 @@ class Preemptions:
 
 
 def slice_of(request: Request, tokens: int) -> Slice:
-    """The request's part in an iteration that was scheduled, and is not over."""
+    """The request's part in an iteration that was scheduled and is not settled."""
     context = max(0, request.num_computed_tokens - tokens)
     return Slice(tokens, context, tokens == 1 and context >= request.num_prompt_tokens)
 
@@ -296,7 +293,7 @@ def connector_of(config: Any) -> str | None:
 
 
 def why_not(config: Any) -> str | None:
-    """Why iterations of this engine cannot be preempted; None if they can."""
+    """Why no row can leave an iteration of this engine; None if rows can."""
     parallel, model = config.parallel_config, config.model_config
     reasons = {
         "the worker is not ConServe's (--worker-cls)": parallel.worker_cls != WORKER,

@@ -1,15 +1,13 @@
-"""The engine's iterations, timed: the latency model learns from them, and overruns are counted."""
+"""Times of iterations: the latency model learns from them, and the ones that took too long are counted."""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
-
-from conserve.engine.policy.plan import Plan
 from conserve.engine.runtime.traffic import quantiles
+from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.profiling.warm_up import WarmUp
 from conserve.engine.vllm.settings import EngineSettings
 from conserve.profiles.batch import Batch, Slice
@@ -19,21 +17,14 @@ from conserve.profiles.worth import Worth
 
 log = logging.getLogger(__name__)
 SAVE_S = 30.0  # between two saves of what was learned
-SURCHARGE = 3.0  # of a token with prompt logprobs, in times of a token without, until it is known
-SURCHARGE_SHARE = 0.2  # of the newest iteration in what is known
-
-
-class Scheduled(NamedTuple):
-    """An iteration under way."""
-
-    started: float  # monotonic seconds
-    batch: Batch | None = None  # None where nothing is learned from it
-    limit_ms: float | None = None  # that it was planned to stay within
-    surcharged: int = 0  # tokens that take longer than the model knows
+SURCHARGE = (
+    3.0  # time of a prompt token with logprobs beyond one without, in times of the latter, until measured
+)
+SURCHARGE_SHARE = 0.2  # weight of the newest iteration in what was measured
 
 
 class Iterations:
-    """Keeps the model, follows the machine with it, and remembers how often it was wrong."""
+    """The latency model, corrected by every iteration that was computed whole, and counts of overruns."""
 
     def __init__(self, installed: EngineSettings) -> None:
         self.model: CorrectedModel | None = installed.model
@@ -43,9 +34,8 @@ class Iterations:
         self._correction_file = installed.correction_file
         self._source = installed.source
         self._surcharge_ms: float | None = None
-        self._under_way: dict[int, Scheduled] = {}  # by id() of vLLM's SchedulerOutput
-        self._ended = 0.0
-        self._busy_s = 0.0  # spent in iterations
+        self._ended = 0.0  # monotonic seconds, of the last iteration
+        self._busy_s = 0.0  # time in iterations
         self._save_at = time.monotonic() + SAVE_S
 
     @property
@@ -57,34 +47,20 @@ class Iterations:
         whole, empty = Batch.of([Slice(tokens, 0)]), Batch()
         return SURCHARGE * (self.model.predict(whole) - self.model.predict(empty)) / tokens
 
-    def begin(
-        self,
-        output: SchedulerOutput,
-        started: float,
-        *,
-        batch: Batch | None = None,
-        plan: Plan | None = None,
-        surcharged: int = 0,
-    ) -> None:
-        """An iteration starts; without a `batch` only its time is counted."""
-        limit_ms = plan.limit_ms if plan is not None else None
-        self._under_way[id(output)] = Scheduled(started, batch, limit_ms, surcharged)
-
-    def end(self, output: SchedulerOutput, ended: float, *, whole: bool = True) -> None:
-        """It is over: learn from the time it took, if it was all computed."""
-        scheduled = self._under_way.pop(id(output))
-        # Where batches overlap (asynchronous scheduling), one begins in earnest when the last has ended.
-        took_s = ended - max(scheduled.started, self._ended)
+    def end(self, iteration: Iteration, ended: float) -> None:
+        """Note the time that the iteration took, and learn from it if all of its tokens were computed."""
+        # Where iterations overlap (asynchronous scheduling), one begins in earnest when the last has ended.
+        iteration.took_s = ended - max(iteration.started, self._ended)
         self._ended = ended
-        if output.total_num_scheduled_tokens:
-            self._busy_s += took_s
-            if whole and scheduled.batch is not None:
-                self._learn(scheduled, scheduled.batch, took_s * 1e3)
+        if iteration.tokens:
+            self._busy_s += iteration.took_s
+            if iteration.whole and iteration.batch is not None:
+                self._learn(iteration, iteration.batch, iteration.took_s * 1e3)
         if self._correction_file is not None and ended >= self._save_at:
             self.save()
 
     def save(self) -> None:
-        """Keep what was learned; never raises."""
+        """Write the correction to its file; never raises."""
         self._save_at = time.monotonic() + SAVE_S
         if self.model is None or self._correction_file is None:
             return
@@ -94,12 +70,12 @@ class Iterations:
             log.warning("what was learned about iteration times could not be saved: %s", error)
 
     def end_warm_up(self) -> None:
-        """Fit a model to what was seen, if that is enough by now."""
+        """Fit a model to the iterations of the warm-up, if there are enough of them."""
         if self.warm_up is not None and (model := self.warm_up.fitted()) is not None:
             self.model, self.warm_up, self.worth = model, None, Worth.by(model)
 
     def described(self) -> dict[str, Any] | None:
-        """The latency model as it is now and how far off it was, for JSON; None while there is none."""
+        """The latency model and its last errors, for JSON; None while there is no model."""
         linear = self.model.model if self.model is not None else None
         if self.model is None or not isinstance(linear, LinearModel):
             return None
@@ -121,16 +97,16 @@ class Iterations:
             "busy_s": self._busy_s,
         }
 
-    def _learn(self, scheduled: Scheduled, batch: Batch, ms: float) -> None:
+    def _learn(self, iteration: Iteration, batch: Batch, ms: float) -> None:
         self.counted += 1
-        if scheduled.limit_ms is not None:
+        if iteration.limit_ms is not None:
             self.planned += 1
-            self.overruns += ms > scheduled.limit_ms
+            self.overruns += ms > iteration.limit_ms
         if self.model is None:
             if self.warm_up is not None:
                 self.warm_up.add(batch, ms)
-        elif scheduled.surcharged:
-            beyond_ms = max(0.0, ms - self.model.predict(batch)) / scheduled.surcharged
+        elif iteration.surcharged:
+            beyond_ms = max(0.0, ms - self.model.predict(batch)) / iteration.surcharged
             self._surcharge_ms = self.surcharge_ms + SURCHARGE_SHARE * (beyond_ms - self.surcharge_ms)
         else:
             self.model.observe(batch, ms)

@@ -1,0 +1,151 @@
+"""A plan applied to vLLM's scheduler, the only place that writes into it (docs/adr/0005).
+
+vLLM's own `schedule` runs with the requests that the plan admits as all that waits, with each request capped at the
+plan's tokens, and after the plan's evictions. What a plan knows nothing of (LoRA limits, encoder inputs, grammars,
+speculative tokens) is decided by vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.request import Request, RequestStatus
+
+from conserve.engine.policy.plan import Plan
+from conserve.engine.vllm.iteration import Iteration
+from conserve.engine.vllm.lane import is_running
+
+RESTORES_PAUSE = 8  # iterations without a restore, after vLLM had no room for one
+
+
+def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
+    """Have vLLM's `schedule` do what the iteration's plan says."""
+    plan = iteration.plan
+    assert plan is not None
+    evict(scheduler, plan.preempted, iteration.started)
+    admitted = [scheduler.requests[name] for name in plan.admitted]
+    restored = [scheduler.requests[name] for name in plan.restored]
+    out_of_order = any(request.status == RequestStatus.PREEMPTED for request in admitted)
+    out_of_order = out_of_order or _overtaken(scheduler, admitted)
+    late = (
+        registered_late(scheduler.kv_cache_manager) if iteration.registers_late else contextlib.nullcontext()
+    )
+    with alone_waiting(scheduler, [*restored, *admitted]), limited_to(scheduler, plan), late:
+        output = schedule()
+    scheduler.restores_pause = max(0, scheduler.restores_pause - 1)
+    if any(request.status != RequestStatus.WAITING_FOR_REMOTE_KVS for request in restored):
+        scheduler.restores_pause = RESTORES_PAUSE
+    if out_of_order:  # vLLM evicts from the end, where the last arrivals should be
+        scheduler.running.sort()
+    # Some requests take all of their tokens or none: then vLLM composes the next iteration alone. Not after
+    # evictions, which free less than planned where blocks are shared: the next ones free more.
+    iteration.stalled = bool(plan.total and not plan.preempted) and not output.total_num_scheduled_tokens
+    return output
+
+
+def evict(scheduler: Any, names: Sequence[str], now: float) -> None:
+    """Free the KV blocks of requests that run, or that wait and have got their KV back."""
+    for name in names:
+        request = scheduler.requests[name]
+        if is_running(request):
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, now)
+        else:  # host memory still has its KV
+            scheduler.kv_holding_waiting.remove_requests([request])
+            scheduler.kv_cache_manager.free(request)
+            scheduler._inflight_prefills.discard(request)
+            request.num_computed_tokens = 0
+            scheduler.waiting.add_request(request)
+
+
+@contextlib.contextmanager
+def alone_waiting(scheduler: Any, requests: Sequence[Request]) -> Iterator[None]:
+    """Let only these requests wait, in this order; the ones that vLLM does not take wait in their lanes again."""
+    lanes, holding = scheduler.waiting, scheduler.kv_holding_waiting
+    with_kv = set(holding)
+    here = [request for request in requests if request in with_kv]
+    others = [request for request in requests if request not in with_kv]
+    holding.remove_requests(here)
+    lanes.take(others)
+    scheduler.waiting, scheduler.kv_holding_waiting = FCFSRequestQueue(others), FCFSRequestQueue(here)
+    try:
+        yield
+    finally:
+        lanes.prepend_requests(scheduler.waiting)
+        holding.prepend_requests(scheduler.kv_holding_waiting)
+        scheduler.waiting, scheduler.kv_holding_waiting = lanes, holding
+
+
+@contextlib.contextmanager
+def limited_to(scheduler: Any, plan: Plan) -> Iterator[None]:
+    """Give vLLM the plan's total as its budget, cap each request, and let only the plan's restores begin."""
+    most_tokens, checkpoints = scheduler.max_num_scheduled_tokens, scheduler.checkpoints
+    before_lookahead, aligned = caps(scheduler, plan.tokens)
+    scheduler.max_num_scheduled_tokens = min(most_tokens, plan.total + bool(plan.restored))
+    scheduler._reserve_prefill_lookahead = before_lookahead
+    scheduler._mamba_block_aligned_split = aligned
+    if checkpoints is not None:
+        checkpoints.allowed = plan.restored
+    try:
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens = most_tokens
+        del scheduler._reserve_prefill_lookahead, scheduler._mamba_block_aligned_split
+        if checkpoints is not None:
+            checkpoints.allowed = None
+
+
+def caps(scheduler: Any, planned: Mapping[str, int]) -> tuple[Callable[..., int], Callable[..., int]]:
+    """Stand-ins for two methods that vLLM asks about each request's tokens before it allocates blocks for them."""
+    lookahead, split = scheduler._reserve_prefill_lookahead, scheduler._mamba_block_aligned_split
+    spec_tokens, looks_ahead = scheduler.num_spec_tokens, bool(scheduler.num_prefill_lookahead)
+
+    def capped(request: Request, tokens: int) -> int:
+        cap = planned.get(request.request_id)
+        if cap is None:  # deferred; a waiting one is not the plan's (a KV transfer that has arrived)
+            return 0 if is_running(request) else tokens
+        if spec_tokens and tokens == 1 + spec_tokens and not is_running(request):
+            return tokens  # vLLM has made one token as long as a decode step, and insists on it
+        return cap if cap < tokens else tokens
+
+    def before_lookahead(request: Request, computed: int, tokens: int) -> int:
+        cap = None if spec_tokens else planned.get(request.request_id)
+        if cap is None:
+            tokens = capped(request, tokens)
+        elif cap < tokens:  # as in `capped`, without another call for each request
+            tokens = cap
+        return int(lookahead(request, computed, tokens)) if looks_ahead else tokens
+
+    def aligned(request: Request, tokens: int, *args: Any, **kwargs: Any) -> int:
+        tokens = capped(request, tokens)
+        return int(split(request, tokens, *args, **kwargs)) if tokens else 0
+
+    return before_lookahead, aligned
+
+
+@contextlib.contextmanager
+def registered_late(manager: Any) -> Iterator[None]:
+    """Allocate KV blocks without registering them for reuse: a row that leaves never computes them."""
+    allocate = manager.allocate_slots
+
+    def allocate_slots(*args: Any, delay_cache_blocks: bool = True, **kwargs: Any) -> Any:
+        return allocate(*args, delay_cache_blocks=True, **kwargs)
+
+    manager.allocate_slots = allocate_slots
+    try:
+        yield
+    finally:
+        manager.allocate_slots = allocate
+
+
+def _overtaken(scheduler: Any, admitted: Sequence[Request]) -> bool:
+    """True if an offline request is admitted behind a later arrival, since it was deferred for its prefix."""
+    offline = scheduler._offline
+    last = next((request for request in reversed(scheduler.running) if request.request_id in offline), None)
+    turn = [one for one in (last, *admitted) if one is not None and one.request_id in offline]
+    return any(later < earlier for earlier, later in pairwise(turn))

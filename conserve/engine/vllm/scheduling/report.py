@@ -1,0 +1,51 @@
+"""What the scheduler says of itself: the JSON of `GET /v1/conserve`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from conserve.engine.policy.checkpointing import OFF
+from conserve.engine.vllm.checkpoint.blocks import CopyCounts
+from conserve.engine.vllm.settings import finite
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.model import LatencyModel
+
+SHORT_PROMPT = 128  # tokens
+
+
+def report(scheduler: Any) -> dict[str, Any]:
+    """Policy, SLO and latency model, the last 60 s of both lanes, and counts since the start."""
+    iterations, slo = scheduler._iterations, scheduler._slo
+    traffic = scheduler._traffic.report(slo, now=time.monotonic())
+    traffic["offline"]["work"] = scheduler._offline_tokens.work
+    return {
+        "policy": scheduler._policy_name,
+        "slo": {name: finite(ms) for name, ms in asdict(slo).items()},
+        "alone": alone(iterations.model) if iterations.model is not None else None,
+        "latency_model": iterations.described(),
+        "max_num_batched_tokens": scheduler._most_tokens,
+        **traffic,
+        **iterations.report(),
+        "preemption": scheduler.preemptions.report(),
+        "checkpoint": {**checkpoints(scheduler), "tokens_recomputed": scheduler._offline_tokens.again},
+    }
+
+
+def alone(model: LatencyModel) -> dict[str, Any]:
+    """TTFT and TBT of a short request with the engine to itself, in ms; no SLO below that can be kept."""
+    return {
+        "prompt_tokens": SHORT_PROMPT,
+        "ttft_ms": model.predict(Batch.of([Slice(SHORT_PROMPT, 0)])),
+        "tbt_ms": model.predict(Batch.of([Slice(1, SHORT_PROMPT, True)])),
+    }
+
+
+def checkpoints(scheduler: Any) -> dict[str, Any]:
+    """Counts of KV blocks saved and restored; `why_off` where nothing is checkpointed."""
+    if scheduler.checkpoints is not None:
+        said: dict[str, Any] = scheduler.checkpoints.report()
+        return said
+    off = {"policy": OFF, "why_off": scheduler.why_no_checkpoints}
+    return {**off, **asdict(CopyCounts()), "blocks_refused": 0, "tokens_saved": 0}
