@@ -131,7 +131,7 @@ class History:
         assert all(output.num_scheduled_tokens.get(name, 0) <= n for name, n in plan.tokens.items())
         assert set(output.num_scheduled_tokens) <= set(plan.tokens)
         if output.num_scheduled_tokens != plan.tokens:
-            beyond = set(output.preempted_req_ids or ()) - set(plan.preempted)
+            beyond = set(output.preempted_req_ids or ()) - set(plan.evicted)
             self.deviations.append((plan, output.num_scheduled_tokens, beyond))
 
     def drain(self, *, ahead: int = 0) -> None:

@@ -168,8 +168,8 @@ class Judged:
         self.online = [*view.online, *view.waiting_online]
         self.offline = {request.name for request in (*view.offline, *view.waiting_offline)}
         self.offline_tokens = sum(tokens for name, tokens in plan.tokens.items() if name in self.offline)
-        self.slots_left = view.free_slots + len(plan.preempted) - len(plan.admitted) - len(plan.restored)
-        freed = sum(self.running[name].blocks for name in plan.preempted)
+        self.slots_left = view.free_slots + len(plan.evicted) - len(plan.admitted) - len(plan.restored)
+        freed = sum(self.running[name].blocks for name in plan.evicted)
         taken = sum(map(self.blocks_taken, [*plan.tokens, *plan.restored]))
         self.blocks_left = view.free_blocks + freed - taken
         self.tokens_left = view.max_tokens - sum(plan.tokens.values()) - bool(plan.restored)
@@ -232,7 +232,7 @@ class Judged:
 
     def next_in_order(self, kept: Iterable[Candidate], waiting: Iterable[Candidate]) -> Candidate | None:
         """The first request of phase 2 that did not get all it wanted; last those held out for their prefix."""
-        left = [request for request in kept if request.name not in self.plan.preempted]
+        left = [request for request in kept if request.name not in self.plan.evicted]
         ordered = sorted(left, key=lambda request: not request.decode)
         held, others = [], []
         for request in waiting:
@@ -254,7 +254,7 @@ class Judged:
             needed = self.blocks_for(request, request.tokens) + reserve
             return self.slots_left >= 1 and needed <= self.blocks_left
         later = prompts[prompts.index(request) + 1 :] if request in prompts else []
-        room = self.blocks_left + sum(r.blocks for r in later if r.name not in self.plan.preempted)
+        room = self.blocks_left + sum(r.blocks for r in later if r.name not in self.plan.evicted)
         most = min(request.tokens, self.tokens_left)
         while self.ms(request, most) > limit_ms:
             most -= 1
@@ -272,8 +272,8 @@ def test_no_plan_exceeds_what_there_is(view: View, policy: Policy) -> None:
     assert judged.slots_left >= 0
     assert len(set(plan.admitted)) == len(plan.admitted)
     assert list(plan.admitted) == [name for name in plan.tokens if name in judged.waiting]
-    assert not set(plan.preempted) & set(plan.tokens)
-    assert len(set(plan.preempted)) == len(plan.preempted)
+    assert not set(plan.evicted) & set(plan.tokens)
+    assert len(set(plan.evicted)) == len(plan.evicted)
     assert judged.blocks_left >= 0 or beyond_memory(judged, policy)
 
 
@@ -297,12 +297,12 @@ def beyond_memory(judged: Judged, policy: Policy) -> bool:
 def test_only_running_offline_requests_are_preempted_the_last_first(view: View, policy: Policy) -> None:
     plan = Judged(view, policy.plan(view)).plan
     names = [request.name for request in view.offline]
-    if not reached("rows are preempted", plan.preempted):
+    if not reached("rows are evicted", plan.evicted):
         return
-    assert set(plan.preempted) <= set(names)
+    assert set(plan.evicted) <= set(names)
     for decode, saved in product((True, False), repeat=2):
         kind = [r.name for r in view.offline if r.decode == decode and r.saved == saved]
-        lost = [name for name in kind if name in plan.preempted]
+        lost = [name for name in kind if name in plan.evicted]
         assert lost == kind[len(kind) - len(lost) :]
 
 
@@ -449,7 +449,7 @@ def test_offline_rows_begin_only_beside_what_is_kept_for_online_ones(
     assert judged.slots_left >= slots
     if len(begun) == len(set(plan.tokens) & judged.offline) < 2:
         return  # one may always run
-    revocable = [request for request in view.offline if request.saved and request.name not in plan.preempted]
+    revocable = [request for request in view.offline if request.saved and request.name not in plan.evicted]
     assert judged.blocks_left >= blocks - sum(request.blocks for request in revocable)
 
 
@@ -471,8 +471,8 @@ def test_a_paced_iteration_leaves_out_nothing_that_would_fit(view: View) -> None
 @given(st.one_of(views(), full_views()), st.sampled_from([Conserve(), OnlineOnly(), Paced()]))
 def test_nobody_is_preempted_for_nothing(view: View, policy: Policy) -> None:
     judged = Judged(view, policy.plan(view))
-    if reached("rows are preempted", judged.plan.preempted):
-        last = judged.running[judged.plan.preempted[-1]]
+    if reached("rows are evicted", judged.plan.evicted):
+        last = judged.running[judged.plan.evicted[-1]]
         own = judged.blocks_for(last, last.tokens) if last.decode else 0  # it would have grown itself
         assert judged.blocks_left - last.blocks - own < view.watermark_blocks or judged.slots_left < 1
 
@@ -481,8 +481,8 @@ def test_nobody_is_preempted_for_nothing(view: View, policy: Policy) -> None:
 @given(full_views(online=False))
 def test_somebody_survives_the_growth_of_others(view: View) -> None:
     plan = Judged(view, Conserve().plan(view)).plan
-    if reached("rows are preempted", plan.preempted):
-        assert len(plan.preempted) < len(view.offline)
+    if reached("rows are evicted", plan.evicted):
+        assert len(plan.evicted) < len(view.offline)
 
 
 @settings(max_examples=EXAMPLES)
@@ -587,7 +587,7 @@ class Engine:
         assert plan is not None
         assert plan.tokens, "the engine stands still"
         by_name = {work.name: work for work in (*self.running, *self.waiting)}
-        for name in plan.preempted:
+        for name in plan.evicted:
             victim = by_name[name]
             victim.blocks = victim.computed = 0
             self.preemptions += 1

@@ -42,12 +42,12 @@ class TestOnlineShare:
         under_way = Candidate("prompt", 100, 32, False, 2)
         plan = plan_of(online=[under_way], offline=ROWS, free_slots=0)
         assert plan.tokens == {"prompt": 100, "row0": 1, "row1": 1, "row2": 1}
-        assert (plan.admitted, plan.preempted) == ([], [])
+        assert (plan.admitted, plan.evicted) == ([], [])
 
     def test_decode_steps_take_missing_slots_from_the_last_rows(self) -> None:
         """Requests whose KV is on its way back take slots too, so there may be fewer than none."""
         plan = plan_of(online=decodes(1), offline=ROWS, free_slots=-1)
-        assert plan.preempted == ["row2"]
+        assert plan.evicted == ["row2"]
 
     def test_a_restored_request_needs_a_single_free_token_of_the_iteration(self) -> None:
         back = PROMPT._replace(restorable=99)
@@ -97,23 +97,23 @@ class TestGrowth:
     def test_no_row_is_preempted_for_an_offline_prompt(self) -> None:
         prompt = Candidate("prompt", 100, 0, False, 1)
         plan = plan_of(offline=[*decodes(1), prompt], free_blocks=0)
-        assert (plan.tokens, plan.preempted) == ({"decode0": 1}, [])
+        assert (plan.tokens, plan.evicted) == ({"decode0": 1}, [])
 
     def test_the_last_saved_row_makes_room_or_the_last_row_where_none_is_saved(self) -> None:
         rows = growing(4, blocks=4)
         saved = [row._replace(saved=True) for row in rows[:3]]
-        assert plan_of(offline=[*saved, rows[3]], free_blocks=0).preempted == ["row2"]
-        assert plan_of(offline=rows, free_blocks=0).preempted == ["row3"]
+        assert plan_of(offline=[*saved, rows[3]], free_blocks=0).evicted == ["row2"]
+        assert plan_of(offline=rows, free_blocks=0).evicted == ["row3"]
 
     def test_a_preempted_row_needs_no_block_itself(self) -> None:
         """Three rows want a block each; the two blocks of one row are enough for the others."""
         plan = plan_of(offline=growing(3, blocks=2), free_blocks=0)
-        assert (plan.tokens, plan.preempted) == ({"row0": 1, "row1": 1}, ["row2"])
+        assert (plan.tokens, plan.evicted) == ({"row0": 1, "row1": 1}, ["row2"])
 
     def test_a_prompt_under_way_makes_room_for_decode_steps_before_it(self) -> None:
         prompt = Candidate("prompt", 100, 0, False, 1)
         plan = plan_of(offline=[*growing(2, blocks=1), prompt], free_blocks=1)
-        assert (plan.tokens, plan.preempted) == ({"row0": 1, "row1": 1}, ["prompt"])
+        assert (plan.tokens, plan.evicted) == ({"row0": 1, "row1": 1}, ["prompt"])
 
 
 class TestOfflineShare:

@@ -26,7 +26,7 @@ class TestArrivalLimit:
         assert arrival_limit_ms(view_of()) == inf
 
     def test_an_iteration_that_rows_can_leave_may_waste_2_percent_on_its_constant_part(self) -> None:
-        view = view_of(slo=self.slo, preemptible=True, resumable=True, prompt_tokens=990)
+        view = view_of(slo=self.slo, rows_leave=True, rows_join=True, prompt_tokens=990)
         assert arrival_limit_ms(view) == pytest.approx(10 / 0.02, rel=0.1)
 
     @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ class TestArrivalLimit:
         assert bearable_ms(view_of(slo=tight, prompt_tokens=10), 10) == 30
 
     def test_one_that_begins_anew_is_as_long_as_costs_the_least(self) -> None:
-        view = view_of(slo=self.slo, preemptible=True, arrivals_per_s=20)
+        view = view_of(slo=self.slo, rows_leave=True, arrivals_per_s=20)
         assert cheapest_ms(view, 10) == sqrt(2 * 10 * 50)
         assert arrival_limit_ms(view) == cheapest_ms(view, 11)
-        seldom = view_of(slo=self.slo, preemptible=True, arrivals_per_s=1)
+        seldom = view_of(slo=self.slo, rows_leave=True, arrivals_per_s=1)
         assert arrival_limit_ms(seldom) == pytest.approx(110), "an arrival may still have to wait it out"
 
     def test_where_nobody_came_one_arrival_a_minute_is_expected(self) -> None:
@@ -72,7 +72,7 @@ class TestFirstTokens:
 
     def test_offline_tokens_beside_it_add_a_fiftieth_of_the_promise_where_rows_can_leave(self) -> None:
         prompt = Candidate("prompt", 100, 0)  # 110 ms
-        can_leave = {"preemptible": True, "resumable": True}
+        can_leave = {"rows_leave": True, "rows_join": True}
         assert self.limit_ms(waiting_online=[prompt], **can_leave) == 110 + 20
         assert self.limit_ms(waiting_online=[prompt._replace(age_ms=880)], **can_leave) == 120
         assert self.limit_ms(waiting_online=[prompt._replace(answered=True)], **can_leave) == pytest.approx(
@@ -148,7 +148,7 @@ class TestComingBack:
         full = [Candidate(f"full{n}", 1, 64, True, 4) for n in range(2)]
         small = Candidate("small", 16, 0, restorable=15)
         plan = plan_of(offline=full, waiting_offline=[small], free_blocks=0)
-        assert (plan.preempted, plan.restored) == (["full1"], [])
+        assert (plan.evicted, plan.restored) == (["full1"], [])
 
     def test_is_not_brought_twice_where_another_brings_its_beginning(self) -> None:
         row = ROW._replace(prefix=[f"p{n}" for n in range(6)])
@@ -164,7 +164,7 @@ class TestComingBack:
     def test_a_row_that_gave_its_kv_away_again_just_now_does_not_start(self) -> None:
         held = Candidate("held", 1, 320, blocks=20)
         plan = plan_of(waiting_online=[ROW], waiting_offline=[held], held=[held], free_blocks=6)
-        assert (plan.restored, plan.preempted, plan.tokens) == (["row"], ["held"], {})
+        assert (plan.restored, plan.evicted, plan.tokens) == (["row"], ["held"], {})
 
     def test_paced_engines_bring_rows_back_too(self) -> None:
         plan = Paced().plan(view_of(waiting_offline=[ROW]))
@@ -198,7 +198,7 @@ class TestMakingRoom:
     def preempted(self, **changes: Any) -> list[str]:
         plan = plan_of(waiting_online=[self.prompt], **changes)
         assert plan.admitted[:1] == ["prompt"]
-        return list(plan.preempted)
+        return list(plan.evicted)
 
     @pytest.mark.parametrize(
         ("free_blocks", "lost"),
@@ -249,19 +249,19 @@ class TestMakingRoom:
     )
     def test_none_is_preempted_where_that_is_not_enough(self, short: dict[str, Any]) -> None:
         plan = plan_of(waiting_online=[self.prompt], waiting_offline=[FRESH], **short)
-        assert (plan.preempted, plan.tokens) == ([], {})
+        assert (plan.evicted, plan.tokens) == ([], {})
 
     def test_prompts_under_way_and_decode_steps_take_what_they_need(self) -> None:
         under_way = Candidate("prompt", 100, 32, False, 2)  # 9 blocks, less the two it has
         for request in (under_way, Candidate("decode", 1, 64, True, 4)._replace(name="prompt")):
             plan = plan_of(online=[request], offline=self.rows, free_blocks=0)
             assert plan.tokens["prompt"] == request.tokens
-            assert plan.preempted == (["row2", "row1"] if request is under_way else ["row2"])
+            assert plan.evicted == (["row2", "row1"] if request is under_way else ["row2"])
 
     def test_one_that_comes_back_takes_them_too(self) -> None:
         back = self.prompt._replace(restorable=99)
         plan = plan_of(waiting_online=[back], offline=self.rows, free_blocks=3)
-        assert (plan.restored, plan.preempted) == (["prompt"], ["row2"])
+        assert (plan.restored, plan.evicted) == (["prompt"], ["row2"])
         assert not plan_of(waiting_online=[back], waiting_offline=[FRESH], free_blocks=6).tokens
         assert not plan_of(waiting_online=[back], online=decodes(1), max_tokens=1).restored
 
@@ -466,12 +466,12 @@ def test_nobody_is_preempted_for_decode_steps_that_there_is_no_time_for() -> Non
     offline = [Candidate(f"off-{n}", 1, 64, True, 4) for n in range(3)]
     online = [Candidate("on", 1, 20, True, 2)]
     view = spacious(online=online, offline=offline, slo=Slo(tbt_ms=1.0), free_blocks=0)
-    assert not Conserve().plan(view).preempted
+    assert not Conserve().plan(view).evicted
 
 
 def test_the_last_running_request_is_not_preempted_for_its_own_growth() -> None:
     view = spacious(offline=[Candidate("r", 1, 64, True, 4)], free_blocks=0)
-    assert not Conserve().plan(view).preempted
+    assert not Conserve().plan(view).evicted
 
 
 @pytest.mark.parametrize("count", [1, 2, 39, 40, 41, 200])
@@ -610,7 +610,7 @@ def test_kv_that_came_back_to_a_row_that_waits_is_taken_again_for_a_live_request
     )
     for policy in (Conserve(), OnlineOnly()):
         plan = policy.plan(view)
-        assert plan.preempted == ["row"]
+        assert plan.evicted == ["row"]
         assert plan.tokens == {"live": 400}
 
 
@@ -624,7 +624,7 @@ def test_a_row_that_grows_alone_takes_the_room_of_one_that_waits() -> None:
         block_tokens=16,
     )
     plan = Conserve().plan(view)
-    assert plan.preempted == ["held"]
+    assert plan.evicted == ["held"]
     assert "row" in plan.tokens
 
 

@@ -49,7 +49,7 @@ class Composer:
             batch=self.batch,
             admitted=self.admitted,
             restored=self.restored,
-            preempted=self.evicted,
+            evicted=self.evicted,
             predicted_ms=self.predicted_ms if self.tokens else 0.0,
             limit_ms=None if self._online_requests == self.batch.requests else self.limit_ms,
         )

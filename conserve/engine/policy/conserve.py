@@ -40,10 +40,10 @@ def arrival_limit_ms(view: View) -> float:
     if view.slo.ttft_ms == inf:
         return inf
     constant_ms = smallest_ms(view.model)
-    if view.resumable:  # rows leave at once and lose nothing, so an arrival does not wait
+    if view.rows_join:  # rows leave at once and lose nothing, so an arrival does not wait
         return constant_ms / LEAST_LOSS
     limit_ms = bearable_ms(view, constant_ms)
-    return min(limit_ms, cheapest_ms(view, constant_ms)) if view.preemptible else limit_ms
+    return min(limit_ms, cheapest_ms(view, constant_ms)) if view.rows_leave else limit_ms
 
 
 def cheapest_ms(view: View, constant_ms: float) -> float:

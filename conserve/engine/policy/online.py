@@ -50,7 +50,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
         if not request.answered:
             first_tokens += 1
             first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
-    if view.preemptible and first_tokens_ms < inf:  # offline tokens delay it by `PATIENCE` at most
+    if view.rows_leave and first_tokens_ms < inf:  # offline tokens delay it by `PATIENCE` at most
         first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + PATIENCE * view.slo.ttft_ms)
     return OnlineShare(composer.free_blocks >= 0, min(limit_ms, first_tokens_ms), _left(view, composer))
 

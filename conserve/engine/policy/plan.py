@@ -1,4 +1,4 @@
-"""What a policy answers, and what all policies have in common."""
+"""Plan: the result of a policy. Policy: the protocol that all policies implement."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from conserve.profiles.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One iteration. Running requests without tokens are held out and keep their KV blocks."""
+    """One iteration. A running request without tokens is deferred, and keeps its KV blocks."""
 
-    tokens: Mapping[str, int]  # request -> tokens it computes, at least one
+    tokens: Mapping[str, int]  # request -> tokens that it computes, at least one
     batch: Batch  # the same, as the latency model sees it
-    admitted: Sequence[str] = ()  # those of them that were waiting, in order
+    admitted: Sequence[str] = ()  # requests with tokens that were waiting, in order
     restored: Sequence[str] = ()  # waiting requests whose KV begins to come back; they compute nothing yet
-    preempted: Sequence[str] = ()  # running offline requests that give up slot and KV blocks first
+    evicted: Sequence[str] = ()  # offline requests whose KV blocks, and slots if they run, are freed before
     predicted_ms: float = 0.0
-    limit_ms: float | None = None  # what offline tokens had to fit into; None if there were none
+    limit_ms: float | None = None  # time that offline tokens had to fit into; None if there were none
 
     @property
     def total(self) -> int:
@@ -29,9 +29,9 @@ class Plan:
 class Policy(Protocol):
     """Composes iterations."""
 
-    decides: bool  # False: vLLM's own schedule, and `plan` is not asked
-    holds_offline: bool  # offline requests never run, with a latency model or without
-    spares_offline: bool  # vLLM takes memory back from who was admitted last, not from offline requests
+    decides: bool  # False: vLLM's own schedule, and `plan` is not called
+    holds_offline: bool  # offline requests are always deferred, with a latency model or without
+    spares_offline: bool  # vLLM evicts the request that was admitted last, rather than an offline one
 
     def plan(self, view: View) -> Plan | None:
-        """The next iteration; None leaves it to vLLM."""
+        """Plan the next iteration; None leaves it to vLLM. A policy keeps no state: equal views get equal plans."""

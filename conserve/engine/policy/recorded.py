@@ -159,7 +159,7 @@ def _plan(plan: Plan | None) -> dict[str, Any] | None:
         "batch": {field.name: getattr(plan.batch, field.name) for field in fields(Batch)},
         "admitted": plan.admitted,
         "restored": plan.restored,
-        "evicted": plan.preempted,
+        "evicted": plan.evicted,
         "predicted_ms": plan.predicted_ms,
         "limit_ms": None if plan.limit_ms is None else _ms(plan.limit_ms),
     }
@@ -173,7 +173,7 @@ def _plan_of(said: Mapping[str, Any] | None) -> Plan | None:
         batch=Batch(**said["batch"]),
         admitted=said["admitted"],
         restored=said["restored"],
-        preempted=said["evicted"],
+        evicted=said["evicted"],
         predicted_ms=said["predicted_ms"],
         limit_ms=None if said["limit_ms"] is None else float(said["limit_ms"]),
     )

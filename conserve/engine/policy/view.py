@@ -79,8 +79,8 @@ class View:
     slo: Slo
     prompt_tokens: int = 0  # median prompt of recent online requests
     arrivals_per_s: float = 0.0  # online requests, mean of the last 60 s
-    preemptible: bool = False  # offline rows can leave the iteration when an online request arrives
-    resumable: bool = False  # and join a later iteration at the layer where they left
+    rows_leave: bool = False  # offline rows can leave the iteration when an online request arrives
+    rows_join: bool = False  # and join a later iteration at the layer where they left
     max_tokens: int  # of one iteration
     free_slots: int  # sequences that could be added to the running ones
     reserved_slots: int = 0  # of these, kept for online requests to come: an eviction would cost work

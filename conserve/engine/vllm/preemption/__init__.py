@@ -1,1 +1,1 @@
-"""Layer-wise preemption: rows that leave an iteration between two layers, and join a later one."""
+"""Layer-wise preemption: rows leave an iteration between two layers, and join a later one there."""

@@ -1,11 +1,10 @@
 """Rows that leave a forward pass between two layers, and join a later one where they left (eager mode).
 
-A layer takes hidden states of some tokens and returns them for the next. So which tokens are in the pass may
-change from layer to layer: everything with one entry a token is cut down when rows leave and filled up when rows
-join, and the attention metadata that the layers share is built anew for those who are in. What a row takes along
-is its input to the layer that it did not run; the keys and values of the layers before lie in its KV blocks.
-After the last layer the hidden states get their full size back, so that vLLM's sampler finds its rows where they
-were.
+A layer takes hidden states of some tokens and returns them for the next layer, so the tokens in the pass may change
+from layer to layer. Everything with one entry a token is cut down when rows leave and filled up when rows join, and
+the attention metadata that the layers share is built anew for the rows in the pass. A row that leaves keeps its
+input to the next layer; the keys and values of the layers before are in its KV blocks. After the last layer the
+hidden states get their full size back, so that vLLM's sampler finds each row in its place.
 """
 
 from __future__ import annotations
@@ -24,33 +23,35 @@ from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.preemption.safepoints import Abandoned, Safepoints
 
 log = logging.getLogger("vllm.conserve")
-Key = int | str  # of a layer's argument: its place or its name
+Key = int | str  # place or name of a layer's argument
 
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """What a row needs to go on where it left."""
+    """A row's inputs to the layer that it joins at."""
 
-    layer: int  # that it runs next
-    start: int  # tokens of the request computed before
-    tokens: int  # of the chunk
+    layer: int  # the next that the row runs
+    start: int  # tokens of the request before the chunk
+    tokens: int  # in the chunk
     inputs: Mapping[Key, torch.Tensor]  # (tokens, ...) each: hidden states, residual
 
 
 class Rows:
-    """The rows of vLLM's model runner (V1), while the decoder layers run."""
+    """Rows of vLLM's model runner (V1) while the decoder layers run."""
 
     def __init__(self, runner: Any, safepoints: Safepoints) -> None:
-        self.left: frozenset[str] = frozenset()  # who left this iteration
-        self.joined = 0  # rows that began in the middle
-        self.busy = False  # the next pass is watched
-        self.possible = True  # the layers' inputs are such that rows can leave
+        self.left: frozenset[str] = frozenset()  # rows that left this iteration
+        self.joined = 0  # rows that joined at a layer behind the first
+        self.busy = False  # rows may leave or join the pass
+        self.possible = True  # the layers' inputs can be cut down
         self._runner = runner
         self._safepoints = safepoints
         self._suspended: dict[str, Suspended] = {}
-        self._joining: dict[int, list[str]] = {}  # layer -> who goes on there
-        self._absent: set[str] = set()  # who has left, or is yet to join
-        self._in: torch.Tensor | None = None  # tokens in the pass, (tokens in,), ascending; None for all
+        self._joining: dict[int, list[str]] = {}  # layer -> rows that join at it
+        self._absent: set[str] = set()  # rows that have left, or are yet to join
+        self._in: torch.Tensor | None = (
+            None  # indices of tokens in the pass, (tokens in,), ascending; None: all
+        )
         self._total = 0  # tokens of the iteration
         self._returns: tuple[bool, ...] | None = (
             None  # which of a layer's outputs are tensors; () for one alone
@@ -61,7 +62,7 @@ class Rows:
             self._remember(group)
 
     def begin(self, output: Any, *, watched: bool) -> None:
-        """An iteration begins; who finished or lost its memory will not go on."""
+        """Begin an iteration; rows that finished or were evicted will not join one any more."""
         if self._suspended:
             gone = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
             gone += [*output.scheduled_cached_reqs.resumed_req_ids]
@@ -75,11 +76,11 @@ class Rows:
 
     @property
     def suspended(self) -> dict[str, int]:
-        """Who can go on where it left, and at which layer that is."""
+        """Rows that can join a later iteration, and the layers at which they do."""
         return {name: one.layer for name, one in self._suspended.items()}
 
     def end(self, scheduled: Mapping[str, int]) -> None:
-        """The pass is over: who ran only the beginning of what it had keeps the rest."""
+        """End the pass; a row that ran part of its chunk keeps the remaining tokens."""
         self.busy = False
         for name in self._suspended.keys() & scheduled.keys() - self.left:
             one, ran = self._suspended.pop(name), scheduled[name]
@@ -90,7 +91,7 @@ class Rows:
     def run(
         self, index: int, last: bool, forward: Callable[..., Any], args: Sequence[Any], kw: dict[str, Any]
     ) -> Any:
-        """A decoder layer, on those who are in by then."""
+        """Run one decoder layer on the rows that are in the pass by then; rows leave and join before it."""
         if self._returns is None and not self._suits([*args, *kw.values()]):
             self.possible = self.busy = False
             log.info("rows cannot leave after all: the layers get tensors inside of others")
@@ -98,7 +99,7 @@ class Rows:
             return forward(*args, **kw)
         rows = self._safepoints.rows_to_leave(index)
         if self._in is None and not rows and not (index == 0 and self._suspended):
-            return self._learning(forward(*args, **kw))  # everybody is in, and stays
+            return self._learning(forward(*args, **kw))  # all rows are in, and stay
         inputs: dict[Key, Any] = dict(enumerate(args))
         inputs.update(kw)
         self._cut_whole(inputs, is_hidden)  # what the model passes to each layer
@@ -108,7 +109,7 @@ class Rows:
             self._join(self._joining.pop(index), inputs)
         if rows:
             self._leave(rows, index, inputs)
-        if self._in is not None and not len(self._in):  # all of them join later
+        if self._in is not None and not len(self._in):  # all rows of the pass join later
             passing = next(value for value in inputs.values() if is_hidden(value))
             return tuple(passing if kept else None for kept in self._returns) if self._returns else passing
         self._cut_whole(inputs, is_index)  # positions
@@ -119,7 +120,7 @@ class Rows:
         return tuple(map(self._whole, out)) if isinstance(out, tuple) else self._whole(out)
 
     def _suits(self, inputs: Sequence[Any]) -> bool:
-        """Whether these are inputs that can be cut: tensors themselves, none hidden in something else."""
+        """True if a layer's inputs can be cut down: no tensor is inside of a list, tuple or dict."""
         return not any(isinstance(value, list | tuple | dict) for value in inputs)
 
     def _learning(self, out: Any) -> Any:
@@ -127,7 +128,7 @@ class Rows:
         return out
 
     def _cut_whole(self, inputs: dict[Key, Any], of_kind: Callable[[Any], bool]) -> None:
-        """Cut what has an entry for every token of the iteration down to those who are in."""
+        """Cut inputs with an entry for every token of the iteration down to the tokens in the pass."""
         if self._in is None or len(self._in) == self._total:
             return
         for key, value in inputs.items():
@@ -139,9 +140,9 @@ class Rows:
 
     @contextlib.contextmanager
     def discarded(self) -> Iterator[None]:
-        """While vLLM samples: whose token is thrown away draws no random number and ends no prompt logprobs.
+        """While vLLM samples, rows that left draw no random number and end no prompt logprobs.
 
-        For chunks of prompts, too: vLLM would rewind their generators, which on a CPU is an error.
+        Chunks of prompts draw none either: vLLM would rewind their generators, which on a CPU is an error.
         """
         runner = self._runner
         batch, discarded = runner.input_batch, runner.discard_request_mask.np
@@ -154,10 +155,10 @@ class Rows:
             wanted.update(logprobs)
             batch.generators.update(unused)
 
-    # Who is in.
+    # Rows in the pass.
 
     def _settle_joining(self, inputs: dict[Key, Any]) -> None:
-        """Before the first layer: who of the batch goes on in the middle."""
+        """Before the first layer, find the rows of the batch that join at a later one."""
         batch = self._runner.input_batch
         for index, name in enumerate(batch.req_ids):
             one = self._suspended.get(name)
@@ -192,7 +193,7 @@ class Rows:
         )
 
     def _leave(self, rows: int, index: int, inputs: dict[Key, Any]) -> None:
-        """Take the first of the stamp's rows out, and keep what they have; raises `Abandoned` if nobody stays."""
+        """Take the stamp's first rows out and keep their inputs; raises `Abandoned` if no row stays."""
         stamp = self._safepoints.stamp
         assert stamp is not None
         batch = self._runner.input_batch
@@ -225,7 +226,7 @@ class Rows:
     def _change(
         self, inputs: dict[Key, Any], coming: tuple[torch.Tensor, list[dict[Key, torch.Tensor]]] | None = None
     ) -> None:
-        """Other rows are in from here on: change the layer's inputs, and what all layers share."""
+        """Rows have left or joined: change the layer's inputs, and the metadata that all layers share."""
         batch = self._runner.input_batch
         requests = [index for index, name in enumerate(batch.req_ids) if name not in self._absent]
         device = self._runner.device
@@ -297,17 +298,17 @@ class Rows:
 
 
 def is_hidden(value: Any) -> bool:
-    """A tensor of floating-point numbers, as hidden states are."""
+    """True for a tensor of floating-point numbers, as hidden states are."""
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.is_floating_point()
 
 
 def is_index(value: Any) -> bool:
-    """A tensor of whole numbers, as positions are."""
+    """True for a tensor of integers, as positions are."""
     return isinstance(value, torch.Tensor) and value.ndim > 0 and not value.is_floating_point()
 
 
 def groups_of(runner: Any) -> Iterator[Any]:
-    """The layers that share attention metadata."""
+    """Groups of layers that share attention metadata."""
     for groups in runner.attn_groups:
         yield from groups
 

@@ -1,9 +1,9 @@
-"""Safepoints in vLLM's models: between decoder layers, or in each attention call where there are no others.
+"""Safepoints in vLLM's models: between decoder layers, or in attention calls where layers cannot be wrapped.
 
-Between layers works where the model runs as written (eager mode); there, rows can leave while the others go on.
-A compiled model runs in pieces that share one number of tokens; but attention is called from between the pieces,
-and so can look at the flag. Where a whole pass is one CUDA graph (`CUDAGraphMode.FULL`, decode steps only), no
-Python runs within it: no safepoints, and nothing to do about it, since no iteration is shorter.
+A safepoint between layers needs a model that runs as written (eager mode); there, rows can leave while others stay.
+A compiled model runs in pieces that share one number of tokens. Attention is called between the pieces, so a
+safepoint there can abandon the whole iteration. Where a pass is one CUDA graph (`CUDAGraphMode.FULL`, decode steps
+only), no Python runs within it and there are no safepoints; no iteration is shorter than these.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ if TYPE_CHECKING:
 
 
 class Abandoned(BaseException):
-    """Unwinds a forward pass that nobody wants any more; no `Exception`, so that no model swallows it."""
+    """Unwinds a forward pass that all requests have left; no `Exception`, so that no model swallows it."""
 
 
 class Orders(Protocol):
-    """Tells all ranks alike who is to leave."""
+    """Tells every rank the same number of rows that are to leave."""
 
     def rows_to_leave(self, stamp: Stamp) -> int:
-        """How many of the stamp's rows, or `ALL_ROWS`."""
+        """How many of the stamp's first rows are to leave, or `ALL_ROWS`."""
 
     @property
     def heard(self) -> bool:
-        """Whether orders can be heard at all."""
+        """True if orders can be read."""
 
 
 class Safepoints:
-    """Looks at the orders before every N-th layer of an iteration that has a stamp."""
+    """Reads the orders before every N-th layer of a stamped iteration."""
 
     def __init__(self, orders: Orders, layers: int, launches: Launches | None = None) -> None:
         self.layers = layers
-        self.left_before = 0  # the layer before which somebody left first
+        self.left_before = 0  # layer before which the first row left
         self.stamp: Stamp | None = None
         self._orders = orders
         self._launches = launches  # None where the host itself computes
-        self._asked = 0  # rows that were told to leave
+        self._asked = 0  # rows that were told to leave so far
 
     def arm(self, stamp: Stamp) -> None:
-        """An iteration begins."""
+        """Begin a stamped iteration."""
         self.stamp = stamp
         self.left_before = self._asked = 0
         if self._launches is not None:
             self._launches.begin()
 
     def disarm(self) -> None:
-        """It is over; the next one has no safepoints until they are armed."""
+        """End it; no safepoint looks until the next `arm`."""
         self.stamp = None
 
     def rows_to_leave(self, layer: int) -> int:
-        """The safepoint before this layer: how many of the stamp's rows are to leave now, if that is news."""
+        """The safepoint before this layer: number of the stamp's first rows that are to leave; 0 if no news."""
         stamp = self.stamp
         if stamp is None or layer % stamp.every:
             return 0
@@ -76,22 +76,22 @@ class Safepoints:
 
     @property
     def heard(self) -> bool:
-        """Whether orders can be heard at all."""
+        """True if orders can be read."""
         return self._orders.heard
 
     def finish_launched(self) -> None:
-        """Wait for the device before buffers are written that it may still read."""
+        """Wait for the device, which may still read the buffers that are about to be written."""
         if self._launches is not None:
             self._launches.finish()
 
     def abandon_if_asked(self, layer: int) -> None:
-        """The same where rows cannot leave on their own: raises `Abandoned`."""
+        """The safepoint where rows cannot leave on their own: raises `Abandoned` if any is to leave."""
         if self.rows_to_leave(layer):
             raise Abandoned
 
 
 def decoder_layers(model: nn.Module, count: int) -> Sequence[nn.Module] | None:
-    """The model's decoder layers in order: the one list of that length whose members hold attention."""
+    """The model's decoder layers: its outermost list of `count` modules with attention; None without one."""
     found = [
         module
         for module in model.modules()
@@ -104,7 +104,7 @@ def decoder_layers(model: nn.Module, count: int) -> Sequence[nn.Module] | None:
 
 
 def between_layers(layers: Sequence[nn.Module], safepoints: Safepoints, rows: Rows | None) -> None:
-    """Put a safepoint before each layer, and have it run on the rows that are in."""
+    """Put a safepoint before each layer, and run the layer on the rows that are in the pass."""
     last = len(layers) - 1
     for index, layer in enumerate(layers):
         forward = layer.forward
@@ -138,5 +138,5 @@ def in_attention(context: Mapping[str, Any], safepoints: Safepoints) -> int:
 
 
 def calls_of(attention: Any) -> list[str]:
-    """The names under which an attention implementation is called: one, or two with latent attention (MLA)."""
+    """Methods under which an attention implementation is called: one, or two with latent attention (MLA)."""
     return [name for name in ("forward", "forward_mqa", "forward_mha") if hasattr(attention, name)]

@@ -1,4 +1,4 @@
-"""vLLM's worker, whose iterations can be preempted (conserve-2026 section 4.3, conserve-2024 section 4.3)."""
+"""vLLM's worker, whose iterations rows can leave (conserve-2026 section 4.3, conserve-2024 section 4.3)."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ log = logging.getLogger("vllm.conserve")
 
 
 class TensorParallelOrders:
-    """Implements `safepoints.Orders`: the first rank reads the flag, the others hear it from that one."""
+    """Implements `safepoints.Orders`: the first rank reads the flag and tells the other ranks."""
 
     def __init__(self) -> None:
         self._group = get_tp_group()
         self._alone = self._group.world_size == 1
         self._flag: LeaveFlag | None = None
         self.heard = True  # the flag could be read, so far
-        self._lost: str | None = None  # a flag that cannot be read: its engine core is on another machine
+        self._lost: str | None = (
+            None  # name of a flag that cannot be read: its engine core is on another machine
+        )
 
     def rows_to_leave(self, stamp: Stamp) -> int:
-        """The same answer on every rank, since every rank asks at the same safepoints."""
+        """Rows that are to leave; every rank gets the same number, since every rank asks at the same safepoints."""
         if self._alone:
             return self._read(stamp)
         # vLLM's queue in shared memory: 7 us for two ranks on two cores, where gloo's broadcast takes 100 to 300.
@@ -64,22 +66,25 @@ class TensorParallelOrders:
 
 
 class Worker(VllmWorker):  # type: ignore[misc]
-    """What `--worker-cls` names. Iterations without a stamp run as vLLM's own."""
+    """The class that `--worker-cls` names. Iterations without a stamp run as in vLLM's own worker."""
 
     _safepoints: Safepoints | None = None
     _rows: Rows | None = None
     _abandoned: ModelRunnerOutput | None = None
     _outcome: Outcome | None = None
-    _kv_output: Any = None  # of vLLM's KV connector, for the iteration under way
+    _kv_output: Any = None  # of vLLM's KV connector, for the iteration that runs
 
     def compile_or_warm_up_model(self) -> Any:
-        """As vLLM's own; then the model gets its safepoints."""
+        """Compile and warm up as vLLM does; then put the safepoints into the model."""
         times = super().compile_or_warm_up_model()
         self._install()
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """As vLLM's own; returns None where the iteration was abandoned, and `sample_tokens` says so."""
+        """Run the iteration as vLLM does, with safepoints if it has a stamp.
+
+        Returns None where the iteration was abandoned; `sample_tokens` then returns an output without tokens.
+        """
         stamp, safepoints, rows = stamp_of(scheduler_output), self._safepoints, self._rows
         self._outcome = None
         if rows is not None:
@@ -91,32 +96,23 @@ class Worker(VllmWorker):  # type: ignore[misc]
         if stamp is not None:
             safepoints.arm(stamp)
         scheduled = scheduler_output.num_scheduled_tokens
-        abandoned = False
+        left: frozenset[str] | None = None  # known where the iteration was abandoned
         try:
             return super().execute_model(scheduler_output)
         except Abandoned:
-            abandoned = True
+            left = frozenset(scheduled)
             self._abandoned = nothing_sampled(list(scheduled))
             self._abandoned.kv_connector_output = self._transferred(scheduler_output)
             return None
         finally:
             safepoints.disarm()
-            left = frozenset(scheduled) if abandoned else rows.left if rows is not None else frozenset()
             if rows is not None:
                 rows.end(scheduled)
-            self._outcome = Outcome(
-                left=left,
-                kept={n: at for n, at in rows.suspended.items() if n in left} if rows is not None else {},
-                joined=rows.joined if rows is not None else 0,
-                layers_run=safepoints.left_before if left else 0,
-                layers=safepoints.layers,
-                separable=rows is not None and rows.possible,
-                safepoints=safepoints.layers,
-                heard=safepoints.heard,
-            )
+                left = rows.left if left is None else left
+            self._outcome = outcome(safepoints, rows, left or frozenset())
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As vLLM's own, with a note of who has left."""
+        """Sample as vLLM does, and attach the outcome."""
         output, self._abandoned = self._abandoned, None
         if output is None:
             with self._rows.discarded() if self._rows is not None else contextlib.nullcontext():
@@ -126,7 +122,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         return output
 
     def _keep_kv_output(self) -> None:
-        """See what KV connectors tell of an iteration even where it is abandoned and vLLM's runner loses it."""
+        """Keep the KV connector's output of each iteration, which vLLM's runner loses when one is abandoned."""
         runner = self.model_runner
         if not hasattr(runner, "maybe_get_kv_connector_output"):
             return
@@ -141,7 +137,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         runner.maybe_get_kv_connector_output = asking
 
     def _transferred(self, scheduler_output: Any) -> Any:
-        """What KV connectors tell of the iteration that was just abandoned."""
+        """The KV connector's output of the iteration that was just abandoned."""
         output, self._kv_output = self._kv_output, None
         if getattr(self, "use_v2_model_runner", False):
             return self.model_runner.kv_connector.post_forward(scheduler_output.finished_req_ids)
@@ -173,8 +169,23 @@ class Worker(VllmWorker):  # type: ignore[misc]
         log.info("%d safepoints between layers, where %s", len(layers), how)
 
 
+def outcome(safepoints: Safepoints, rows: Rows | None, left: frozenset[str]) -> Outcome:
+    """The answer to the scheduler after an iteration that these requests left."""
+    kept = rows.suspended if rows is not None and left else {}
+    return Outcome(
+        left=left,
+        kept={name: layer for name, layer in kept.items() if name in left},
+        joined=rows.joined if rows is not None else 0,
+        layers_run=safepoints.left_before if left else 0,
+        layers=safepoints.layers,
+        separable=rows is not None and rows.possible,
+        safepoints=safepoints.layers,
+        heard=safepoints.heard,
+    )
+
+
 def rows_can_leave(worker: Any) -> bool:
-    """Whether a batch of this model can be cut down between layers."""
+    """True if a batch of this model can be cut down between layers."""
     config, runner = worker.vllm_config, worker.model_runner
     builders = [builder for group in groups_of(runner) for builder in group.metadata_builders]
     return not (
@@ -190,7 +201,7 @@ def rows_can_leave(worker: Any) -> bool:
 
 
 def nothing_sampled(requests: list[str]) -> ModelRunnerOutput:
-    """The output of an iteration that computed nothing."""
+    """The output of an iteration that sampled no token."""
     return ModelRunnerOutput(
         req_ids=requests,
         req_id_to_index={name: index for index, name in enumerate(requests)},

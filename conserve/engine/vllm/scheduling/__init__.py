@@ -1,1 +1,1 @@
-"""vLLM's scheduler with a policy: observe, plan, apply."""
+"""vLLM's scheduler with a policy: look, plan, apply, settle."""

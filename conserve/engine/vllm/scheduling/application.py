@@ -27,7 +27,7 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     """Have vLLM's `schedule` do what the iteration's plan says."""
     plan = iteration.plan
     assert plan is not None
-    evict(scheduler, plan.preempted, iteration.started)
+    evict(scheduler, plan.evicted, iteration.started)
     admitted = [scheduler.requests[name] for name in plan.admitted]
     restored = [scheduler.requests[name] for name in plan.restored]
     out_of_order = any(request.status == RequestStatus.PREEMPTED for request in admitted)
@@ -44,7 +44,7 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
         scheduler.running.sort()
     # Some requests take all of their tokens or none: then vLLM composes the next iteration alone. Not after
     # evictions, which free less than planned where blocks are shared: the next ones free more.
-    iteration.stalled = bool(plan.total and not plan.preempted) and not output.total_num_scheduled_tokens
+    iteration.stalled = bool(plan.total and not plan.evicted) and not output.total_num_scheduled_tokens
     return output
 
 

@@ -1,4 +1,4 @@
-"""vLLM's waiting queue as two lanes, so that ten thousand offline requests cost an online one nothing."""
+"""vLLM's waiting queue as two lanes: ten thousand offline requests cost an iteration no time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conserve.engine.vllm.lane import is_online
 
 
 class Lanes(RequestQueue):  # type: ignore[misc]
-    """Implements vLLM's queue: by priority, then arrival. Both lanes are sorted; the first is the next."""
+    """Implements vLLM's `RequestQueue` by priority, then arrival. Both lanes are sorted, the next request first."""
 
     def __init__(self) -> None:
         self.online: list[Request] = []
@@ -23,33 +23,33 @@ class Lanes(RequestQueue):  # type: ignore[misc]
         return self.online if is_online(request) else self.offline
 
     def add_request(self, request: Request) -> None:
-        """Put it in its place."""
+        """Insert the request in its place."""
         insort(self._lane(request), request)
 
     def prepend_request(self, request: Request) -> None:
-        """The same: a preempted request comes before others because it arrived before them."""
+        """Insert an evicted request in its place: it arrived before the others, so it comes before them."""
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        """The same for many."""
+        """Insert requests in their places."""
         for request in requests:
             self.add_request(request)
 
     def peek_request(self) -> Request:
-        """The next one, which stays."""
+        """Return the next request; it stays."""
         return (self.online or self.offline)[0]
 
     def pop_request(self) -> Request:
-        """The next one, taken out."""
+        """Remove the next request and return it."""
         return (self.online or self.offline).pop(0)
 
     def take(self, requests: Iterable[Request]) -> None:
-        """Take out requests that are here, most of them near the front."""
+        """Remove waiting requests, most of which are near the front; raises ValueError as `remove_request` does."""
         for request in requests:
             self.remove_request(request)
 
     def remove_request(self, request: Request) -> None:
-        """Take it out, wherever it stands."""
+        """Remove the request; raises ValueError if it is not waiting."""
         lane = self._lane(request)
         place = bisect_left(lane, request)
         if place == len(lane) or lane[place] is not request:
@@ -57,7 +57,7 @@ class Lanes(RequestQueue):  # type: ignore[misc]
         del lane[place]
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Take out those that are here."""
+        """Remove the requests that are waiting; ignore the others."""
         gone = set(requests)
         self.online = [request for request in self.online if request not in gone]
         self.offline = [request for request in self.offline if request not in gone]

@@ -45,7 +45,7 @@ class Picture:
             scheduler.kv_holding_waiting
         )  # waiting requests that have KV blocks, or are getting them
         lanes = scheduler.waiting
-        preemptible = scheduler.preemptions.acts and not scheduler.online_grammars_compile
+        rows_leave = scheduler.preemptions.acts and not scheduler.online_grammars_compile
         return View(
             online=online,
             offline=offline,
@@ -54,8 +54,8 @@ class Picture:
             queued_online=len(lanes.online),
             model=model,
             slo=slo,
-            preemptible=preemptible,
-            resumable=preemptible and scheduler.preemptions.separable,
+            rows_leave=rows_leave,
+            rows_join=rows_leave and scheduler.preemptions.separable,
             max_tokens=scheduler.max_num_scheduled_tokens,
             held=self._held(holding),
             **self._room(sum(self._is_blocked(request) for request in holding)),

@@ -1,4 +1,4 @@
-"""Tokens computed for offline requests: how many, what they are worth, and how many of them were computed twice."""
+"""Tokens computed for offline requests: their number, their worth, and how many were computed twice."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 class OfflineTokens:
-    """Counts them as they are scheduled; what a request computes again counts for nothing.
+    """Counts offline tokens as they are scheduled. Tokens that a request computes again do not count.
 
-    Exact in tokens. In work, a row that comes back with one token missing may count that as a prompt's or as a
-    step; of speculated tokens only the step counts.
+    Tokens are exact. Work is not: a row that was evicted with one token missing may count it as a prompt's token or
+    as a decode step, and of speculated tokens only the step counts.
     """
 
     def __init__(self, step: int = 1) -> None:
         """A decode step has `step` tokens at most."""
-        self.work = 0.0  # tokens of prompts, and decode steps as so many of them as they cost
-        self.again = 0  # tokens that were computed again, since their request had lost its memory
+        self.work = 0.0  # prompt tokens, and decode steps as the number of prompt tokens that cost as much
+        self.again = 0  # tokens that were computed again after an eviction
         self._step = step
-        self._had: dict[str, int] = {}  # tokens that requests had when they lost it
+        self._had: dict[str, int] = {}  # tokens that evicted requests had computed
 
     def loses(self, request: Request) -> None:
-        """It loses its memory."""
+        """Note how far an evicted request had got."""
         had = self._had.get(request.request_id, 0)
         self._had[request.request_id] = max(had, request.num_computed_tokens)
 
     def forget(self, name: str) -> None:
-        """It is over."""
+        """Forget a finished request."""
         self._had.pop(name, None)
 
     def count(
@@ -43,9 +43,9 @@ class OfflineTokens:
         batch: Batch,
         worth: Worth,
     ) -> int:
-        """These were scheduled just now, by request, which makes this batch; returns the offline ones' new tokens.
+        """Count the offline tokens of an iteration that was scheduled just now; returns the new ones.
 
-        From the batch's sums, less what is not theirs: there may be hundreds of them in every iteration.
+        They are the batch's sums less the online requests' part, since there may be hundreds of offline requests.
         """
         tokens, prompts = batch.tokens, batch.prefill_tokens
         steps, contexts = batch.requests - batch.prefills, batch.context - batch.prefill_context
@@ -66,7 +66,7 @@ class OfflineTokens:
         return tokens - again
 
     def left(self, request: Request, part: Slice, worth: Worth) -> int:
-        """The request left the iteration before it had computed its part; returns how many tokens had counted."""
+        """Uncount the part of a request that left the iteration; returns the tokens that had counted."""
         again = self._again(request, part.tokens)
         self.again -= again
         self.work -= worth.of(1, part.context) if part.decode else part.tokens - again
