@@ -76,6 +76,7 @@ INTERNALS = {
     "KVCacheManager.{coordinator.single_type_managers,block_pool,watermark_blocks}": "blocks held and free",
     "KVCacheManager.prefix_cache_lookup_enabled, BlockPool.hash_block_size": "whether equal hashes are shared",
     "VllmConfig.additional_config": "carries the profile to the engine core's process",
+    "parallel_config.data_parallel_index": "the number in the name of a further engine's recorded views",
     # layer-wise preemption
     "parallel_config.worker_cls": "names our worker",
     "vllm.v1.worker.{gpu_worker.Worker,cpu_worker.CPUWorker}": "subclassed: execute_model, sample_tokens, "
