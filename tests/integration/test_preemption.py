@@ -257,7 +257,9 @@ class TestWithPrefixCaching(Rows):
         self, engine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The negative control: with vLLM's own registration the answers above are wrong, and are seen to be."""
-        monkeypatch.setattr(engine.scheduler, "_caching_later", nullcontext)
+        from conserve.engine.vllm.scheduling import application
+
+        monkeypatch.setattr(application, "registered_late", nullcontext)
         answers, wanted = shared_prefixes(engine)
         wrong = {name for name, answer in answers.items() if answer != wanted[name]}
         assert "on1" in wrong

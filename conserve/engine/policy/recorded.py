@@ -113,12 +113,15 @@ def _view(view: View) -> dict[str, Any]:
 
 
 def _view_of(said: Mapping[str, Any]) -> View:
+    queues: dict[str, Any] = {
+        name: [Candidate._make((*one[:-1], _blocks_of(one[-1]))) for one in said[name]] for name in QUEUES
+    }
     return View(
         model=_model_of(said["model"]),
         slo=Slo(**{name: float(ms) for name, ms in said["slo"].items()}),
         coming=frozenset(_blocks_of(said["coming"])),
         **{name: said[name] for name in NUMBERS},
-        **{name: [Candidate(*one[:-1], _blocks_of(one[-1])) for one in said[name]] for name in QUEUES},
+        **queues,
     )
 
 

@@ -56,6 +56,8 @@ class CoServing:
     block_size: int
     max_num_scheduled_tokens: int
     num_spec_tokens: int
+    _is_blocked_waiting_status: Any
+    _handle_blocked_waiting_request: Any
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -206,11 +208,9 @@ class CoServing:
 
     def _make_ready(self) -> None:
         """Have vLLM see whose KV has come and which grammars are compiled: asking makes a request ready."""
-        waiting = [*self.kv_holding_waiting, *self._grammars.values()]
-        for request in waiting:
-            if not self._is_blocked_waiting_status(request.status) or self._handle_blocked_waiting_request(
-                request
-            ):
+        for request in [*self.kv_holding_waiting, *self._grammars.values()]:
+            blocked = self._is_blocked_waiting_status(request.status)
+            if not blocked or self._handle_blocked_waiting_request(request):
                 self._grammars.pop(request.request_id, None)
 
     @property
