@@ -99,6 +99,10 @@ class Settings:
 def model_name(model: str) -> str:
     """Name by which jobs are bound to a model: the absolute path of a folder, else the name as given."""
     try:
+        model.encode()
+    except UnicodeEncodeError as error:
+        raise SettingsError(f"{model!r} is no name of a model; correct --model") from error
+    try:
         folder = Path(model).expanduser()
         return str(folder.resolve()) if folder.is_dir() else model
     except (OSError, RuntimeError, ValueError):  # not a path, or ~ of an unknown user

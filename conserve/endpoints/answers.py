@@ -31,8 +31,10 @@ def nested(levels: int) -> Any:
 
 if TYPE_CHECKING:
     Logprobs = Mapping[str, Any]
+    ToolCalls = list[Mapping[str, Any]]
 else:
     Logprobs = dict[str, nested(LEVELS - 1)]
+    ToolCalls = list[dict[str, nested(LEVELS - 2)]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,8 @@ class Message:
     """The answer to a chat."""
 
     content: str | None
+    tool_calls: ToolCalls | None = None
+    refusal: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,7 @@ class ChatChoice:
     """One of the answers to a chat."""
 
     message: Message
+    index: int | None = None
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
 
@@ -70,14 +75,24 @@ class ChatChoice:
     def text(self) -> str | None:
         return self.message.content
 
+    @property
+    def beside(self) -> Mapping[str, Any]:
+        """Tool calls and a refusal, where there are any."""
+        return beside(self.message.tool_calls, self.message.refusal)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextChoice:
     """One of the answers to a bare prompt."""
 
     text: str | None
+    index: int | None = None
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
+
+    @property
+    def beside(self) -> Mapping[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +128,25 @@ def completion(call: Call, content: bytes) -> Completion:
     if len(answer.choices) != (wanted or len(answer.choices) or 1):
         raise EndpointFault(f"the answer has {len(answer.choices)} choices, not {wanted or 1}")
     choices = tuple(
-        Choice(text=c.text or "", finish_reason=c.finish_reason or "stop", logprobs=c.logprobs)
-        for c in answer.choices
+        Choice(
+            text=c.text or "", finish_reason=c.finish_reason or "stop", logprobs=c.logprobs, beside=c.beside
+        )
+        for c in in_order(answer.choices)
     )
     return with_usage(choices, answer.usage, answer.model)
+
+
+def in_order(choices: Sequence[ChatChoice | TextChoice]) -> Sequence[ChatChoice | TextChoice]:
+    """Choices by their `index`; as they came if not all have one."""
+    if any(choice.index is None for choice in choices):
+        return choices
+    return sorted(choices, key=lambda choice: choice.index or 0)
+
+
+def beside(tool_calls: Sequence[Mapping[str, Any]] | None, refusal: str | None) -> dict[str, Any]:
+    """What an answer holds beside its text; servers send empty lists and nulls where it holds nothing."""
+    found = {"tool_calls": list(tool_calls or ()), "refusal": refusal}
+    return {name: value for name, value in found.items() if value}
 
 
 def with_usage(choices: tuple[Choice, ...], usage: TokenUsage | None, model: str | None) -> Completion:

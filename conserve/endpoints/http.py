@@ -4,14 +4,23 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import httpx
 
 from conserve.endpoints.answers import UNREADABLE
 from conserve.endpoints.discovery import MOST_ROWS, Mode, Server, discover, healthy, metrics, served_models
-from conserve.endpoints.exchange import SILENT_S, AnswerLimits, chunks, complaint, look, open_client, whole
+from conserve.endpoints.exchange import (
+    SILENT_S,
+    AnswerLimits,
+    WholeResponse,
+    chunks,
+    complaint,
+    look,
+    open_client,
+    whole,
+)
 from conserve.endpoints.other_routes import read
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url
 from conserve.endpoints.refusals import refusal, untrusted
@@ -61,6 +70,7 @@ class HttpEndpoint:
         self._server: Server | None = None
         self._window = CongestionWindow(high=MOST_ROWS)
         self._streams = True
+        self._answered = False  # with this key, this model
         self._in_flight = 0
         self._streamed: set[Pieces] = set()
         self._look_again = False  # the server may be another one by now
@@ -142,7 +152,7 @@ class HttpEndpoint:
         )
         if self._server is None or server.most_rows != self._window.high:
             self._window = CongestionWindow(high=server.most_rows)
-        self._server, self._look_again = server, False
+        self._server, self._look_again, self._answered = server, False, False
         self.notice = server.notice(self.base_url)
 
     async def _see_that_it_is_the_same(self, call: Call) -> None:
@@ -226,8 +236,18 @@ class HttpEndpoint:
         ):
             if answer.status_code != httpx.codes.OK:
                 said = await complaint(answer)
-                raise refusal(said, answer.request.url, call.url, now=time.time())
+                doubtful = answer.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
+                answers = doubtful and await self._answers_others()
+                raise refusal(said, answer.request.url, call.url, now=time.time(), answers=answers)
             yield answer
+        self._answered = True
+
+    async def _answers_others(self) -> bool:
+        """True if the server answers with this key and this model, so that a refusal is about one request."""
+        if not self._answered:
+            with suppress(httpx.HTTPError):
+                self._answered = (await self._probe()).status == httpx.codes.OK
+        return self._answered
 
     async def _trouble(self, error: httpx.HTTPError | TimeoutError, *, begun: bool) -> EndpointError:
         """The error for a connection that broke or took too long.
@@ -284,12 +304,16 @@ class HttpEndpoint:
 
     async def _probe_s(self) -> float | None:
         """Time of a completion of one token, in seconds; None if the server is in trouble."""
-        message = {"role": "user", "content": "a"}
-        body = {"model": self.server.model, "messages": [message], "max_tokens": 1}
         begun = time.monotonic()
         try:
-            answer = await look(self._client, "POST", Url.CHAT, json=body, seconds=PROBE_S)
+            answer = await self._probe()
         except httpx.HTTPError:
             return None
         in_trouble = answer.status == httpx.codes.TOO_MANY_REQUESTS or answer.status >= 500
         return None if in_trouble else time.monotonic() - begun
+
+    async def _probe(self) -> WholeResponse:
+        """The answer to a chat of one token; raises `httpx.HTTPError` without one."""
+        message = {"role": "user", "content": "a"}
+        body = {"model": self.server.model, "messages": [message], "max_tokens": 1}
+        return await look(self._client, "POST", Url.CHAT, json=body, seconds=PROBE_S)

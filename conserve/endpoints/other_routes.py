@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from conserve.endpoints import answers
-from conserve.endpoints.answers import Count, PromptDetails, TokenUsage, excerpt, with_usage
+from conserve.endpoints.answers import Count, PromptDetails, TokenUsage, beside, excerpt, with_usage
 from conserve.endpoints.protocol import Call, Choice, Completion, Url
 from conserve.errors import EndpointFault, one_line
 
@@ -31,6 +31,7 @@ class MessagePart(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +39,9 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str
     content: list[MessagePart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
 
 
 class Incomplete(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,15 +112,22 @@ def response(content: bytes) -> Completion:
     answer = RESPONSES.decode(content)
     if answer.status not in ("completed", "incomplete"):
         raise EndpointFault(f"the response is {one_line(answer.status)}, not completed")
-    parts = (part for item in answer.output if item.type == "message" for part in item.content or ())
+    parts = [part for item in answer.output if item.type == "message" for part in item.content or ()]
     text = "".join(part.text or "" for part in parts if part.type == "output_text")
+    refusal = "".join(part.refusal or "" for part in parts if part.type == "refusal")
+    calls = [
+        {"type": item.type, "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+        for item in answer.output
+        if item.type == "function_call"
+    ]
     usage = answer.usage or ResponseUsage()
     counts = TokenUsage(
         prompt_tokens=usage.input_tokens,
         completion_tokens=usage.output_tokens,
         prompt_tokens_details=usage.input_tokens_details,
     )
-    return with_usage((Choice(text=text, finish_reason=finish_reason(answer)),), counts, answer.model)
+    choice = Choice(text=text, finish_reason=finish_reason(answer), beside=beside(calls, refusal))
+    return with_usage((choice,), counts, answer.model)
 
 
 def finish_reason(answer: ResponsesAnswer) -> str:

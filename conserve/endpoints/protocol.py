@@ -1,7 +1,7 @@
 """The seam between jobs and engines: a request goes in; its completion, or its tokens so far, come out."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -36,11 +36,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One of a completion's `n` answers; `logprobs` is the route's OpenAI object, if asked for."""
+    """One of a completion's `n` answers; `logprobs` is the route's OpenAI object, if asked for.
+
+    `beside` is what an answer holds beside its text, under OpenAI's names: `tool_calls`, a `refusal`.
+    """
 
     text: str
     finish_reason: str  # "stop", "length", ...
     logprobs: Mapping[str, Any] | None = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,14 +27,19 @@ ENGINE_DEAD = ("enginecore encountered an issue", "enginedeaderror")  # of vLLM,
 MOST_RETRY_AFTER_S = 60.0  # longest wait that a server may ask for
 
 
-def refusal(reply: WholeResponse, asked: httpx.URL, route: str, *, now: float) -> EndpointError:
-    """The error for a response with a status other than 200."""
+def refusal(
+    reply: WholeResponse, asked: httpx.URL, route: str, *, now: float, answers: bool = False
+) -> EndpointError:
+    """The error for a response with a status other than 200; `answers` if key and model are good for others."""
     if 300 <= reply.status < 400:
         return redirected(reply, asked, route)
-    return error_of(reply.status, error_message(reply.content), retry_after_s(reply.headers, now=now))
+    wait_s = retry_after_s(reply.headers, now=now)
+    return error_of(reply.status, error_message(reply.content), wait_s, answers=answers)
 
 
-def error_of(status: int, said: str, retry_after_s: float | None = None) -> EndpointError:
+def error_of(
+    status: int, said: str, retry_after_s: float | None = None, *, answers: bool = False
+) -> EndpointError:
     """The error for a status, of a response or of an event within a stream."""
     message = f"HTTP {status}: {said}"
     lowered = said.lower()
@@ -44,9 +49,9 @@ def error_of(status: int, said: str, retry_after_s: float | None = None) -> Endp
         return EndpointBusy(message, retry_after_s=retry_after_s)
     if status in (httpx.codes.BAD_GATEWAY, httpx.codes.GATEWAY_TIMEOUT):
         return EndpointUnavailable(message)
-    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+    if status == httpx.codes.UNAUTHORIZED or (status == httpx.codes.FORBIDDEN and not answers):
         return EndpointUnusable(f"{message}; check CONSERVE_API_KEY")
-    if status == httpx.codes.NOT_FOUND and "model" in lowered:
+    if status == httpx.codes.NOT_FOUND and "model" in lowered and not answers:
         return EndpointUnusable(f"{message}; correct --model")
     if status == httpx.codes.REQUEST_TIMEOUT or not 400 <= status < 500:
         return EndpointFault(message)

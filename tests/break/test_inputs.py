@@ -458,8 +458,8 @@ def test_every_input_is_queued_or_refused_and_every_queued_row_ends_once(
     attempts: Attempts, rounds: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(home, "sync", lambda path: None)  # fsyncs would take most of the time
-    made = functools.cache(lambda name, make=app.Loaded.__getitem__: make(app.Loaded(), name))
-    monkeypatch.setattr(app.Loaded, "__getitem__", lambda self, name: made(name))
+    made = functools.cache(lambda name, make=app.LazyCommands.__getitem__: make(app.LazyCommands(), name))
+    monkeypatch.setattr(app.LazyCommands, "__getitem__", lambda self, name: made(name))
     number = rounds * PER_ROUND
 
     @hypothesis.seed(seed)

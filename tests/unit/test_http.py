@@ -270,6 +270,53 @@ def test_a_model_that_is_not_served_is_no_rows_fault() -> None:
         ask(answering(404, {"error": {"message": "The model `x` does not exist."}}))
 
 
+CALLS = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
+
+
+@pytest.mark.parametrize(
+    ("message", "beside"),
+    [
+        ({"content": None, "tool_calls": CALLS, "refusal": None}, {"tool_calls": CALLS}),
+        ({"content": None, "refusal": "No."}, {"refusal": "No."}),
+        ({"content": "yes", "tool_calls": [], "refusal": None}, {}),
+    ],
+)
+def test_what_is_beside_a_text_is_kept(message: dict[str, Any], beside: dict[str, Any]) -> None:
+    answer = ask(answering(200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}))
+    (choice,) = answer.choices
+    assert (choice.text, choice.beside) == (message["content"] or "", beside)
+
+
+def test_choices_come_in_the_order_of_their_index() -> None:
+    choices = [{"index": n, "message": {"content": str(n)}} for n in (1, 0, 2)]
+    asked = Call(key="1", url=Url.CHAT, body={"n": 3})
+    assert [c.text for c in ask(answering(200, {"choices": choices}), asked).choices] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(403, "blocked by content policy"), (404, "The model lacks this")]
+)
+@pytest.mark.parametrize("others", [200, 401])
+def test_a_refusal_is_one_rows_where_others_are_answered(status: int, said: str, others: int) -> None:
+    def serve(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            found = request.url.path == "/v1/models"
+            return httpx.Response(200 if found else 404, json={"data": [{"id": "served"}]})
+        refused = json.loads(request.content).get("user") == "refused"
+        return httpx.Response(status if refused else others, json={"error": {"message": said}})
+
+    async def go() -> None:
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve))
+        await endpoint.start()
+        try:
+            await endpoint.complete(Call(key="1", url=Url.CHAT, body={"messages": [], "user": "refused"}))
+        finally:
+            await endpoint.close()
+
+    with pytest.raises(RequestRejected if others == 200 else EndpointUnusable):
+        asyncio.run(go())
+
+
 def test_an_answer_that_the_server_gave_up_is_none() -> None:
     choice = {"message": {"content": "hal"}, "finish_reason": "abort"}
     with pytest.raises(EndpointUnavailable):

@@ -17,6 +17,7 @@ from conserve.cli.harvest import Announcer
 from conserve.config import Settings, load, model_name
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import model_of
+from conserve.errors import SettingsError
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.tally import Tally
@@ -217,6 +218,11 @@ def test_a_claim_that_was_rolled_back_binds_nothing(store: Store) -> None:
     with pytest.raises(Mistake):
         claim_and_fail()
     assert bound(store, "job-1") is None
+
+
+def test_a_name_that_is_no_text_is_no_model() -> None:
+    with pytest.raises(SettingsError, match="--model"):
+        model_name("a\udcff")
 
 
 def test_a_folder_is_one_model_wherever_it_is_named_from(

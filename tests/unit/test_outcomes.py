@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
@@ -27,6 +28,7 @@ from conserve.store.books.catalog import Job, Source
 from conserve.store.books.journal import Committed, Finished
 from conserve.store.books.queue import LeasedRow, pack_tokens
 from conserve.store.books.states import JobState
+from conserve.store.sql.openai_lines import body_of
 from tests.store_rows import result
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
@@ -169,6 +171,31 @@ def test_json_is_kept_where_the_answer_is_some(text: str, kept: str | None) -> N
     found = success(work(task=task), answer, now=0.0)
     assert (found.text, found.json) == (text, kept)
     assert success(work(), answer, now=0.0).json is None, "which nobody asked for"
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ({"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}, None),
+        ({"refusal": "No."}, None),
+    ],
+)
+def test_tool_calls_and_refusals_are_kept_and_come_back_as_openai_has_them(
+    beside: dict[str, object], message: None
+) -> None:
+    choice = Choice(text="", finish_reason="tool_calls", beside=beside)
+    found = success(work(), replace(ANSWER, choices=[choice]), now=0.0)
+    assert json.loads(found.choices or "") == [{"text": "", "finish_reason": "tool_calls", **beside}]
+    row = {
+        **{name: getattr(found, name) for name in ("text", "choices", "finish_reason", "model", "engine")},
+        **dict.fromkeys(("prompt_tokens", "completion_tokens", "cached_tokens"), 1),
+        "job_id": "job-1", "row_index": 0, "finished_at": datetime(2026, 1, 1, tzinfo=UTC), "logprobs": None,
+    }  # fmt: skip
+    (answer,) = body_of(row, "/v1/chat/completions")["choices"]
+    assert answer["message"] == {"role": "assistant", "content": message, **beside}
+    output = body_of(row, "/v1/responses")["output"]
+    assert len(output) == 1
+    assert str(next(iter(beside.values()))).strip("[]{}")[:5] in str(output)
 
 
 def test_several_choices_are_kept_with_their_logprobs() -> None:

@@ -14,13 +14,13 @@ MOST_SAID = 10_000  # characters of an error
 def success(work: Work, completion: Completion, *, now: float) -> Result:
     """Result of a row that was answered."""
     first = completion.choices[0]
-    several = len(completion.choices) > 1
+    more = len(completion.choices) > 1 or bool(first.beside)  # than one text
     return Result(
         row_index=work.request.row_index,
         custom_id=work.request.custom_id,
         text=first.text,
         json=valid_json(first.text) if work.wants_json else None,
-        choices=to_json([choice_document(choice) for choice in completion.choices]) if several else None,
+        choices=to_json([choice_document(choice) for choice in completion.choices]) if more else None,
         finish_reason=first.finish_reason,
         model=completion.model,
         engine=work.call.identity if work.call else None,
@@ -52,7 +52,7 @@ def failure(work: Work, error_type: str, error: str, *, now: float) -> Result:
 
 def choice_document(choice: Choice) -> dict[str, Any]:
     """A choice as it stands in the `choices` column."""
-    document = {"text": choice.text, "finish_reason": choice.finish_reason}
+    document = {"text": choice.text, "finish_reason": choice.finish_reason, **choice.beside}
     return document if choice.logprobs is None else {**document, "logprobs": choice.logprobs}
 
 

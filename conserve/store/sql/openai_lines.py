@@ -53,6 +53,11 @@ def response_body(row: dict[str, Any]) -> dict[str, Any]:
     whole = row["finish_reason"] in ("stop", "tool_calls")
     part = {"type": "output_text", "text": row["text"], "annotations": []}
     message = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
+    (choice,) = msgspec.json.decode(row["choices"]) if row["choices"] is not None else [{}]
+    output = [message] if row["text"] or not choice else []
+    if "refusal" in choice:
+        output.append({**message, "content": [{"type": "refusal", "refusal": choice["refusal"]}]})
+    output += [{**call, "status": "completed"} for call in choice.get("tool_calls", ())]
     return {
         "id": f"{row['job_id']}-{row['row_index']}",
         "object": "response",
@@ -60,7 +65,7 @@ def response_body(row: dict[str, Any]) -> dict[str, Any]:
         "model": row["model"],
         "status": "completed" if whole else "incomplete",
         "incomplete_details": None if whole else {"reason": "max_output_tokens"},
-        "output": [message],
+        "output": output,
         "usage": {
             "input_tokens": row["prompt_tokens"],
             "output_tokens": row["completion_tokens"],
@@ -94,7 +99,13 @@ def openai_body(row: dict[str, Any], *, chat: bool) -> dict[str, Any]:
 
 def openai_choice(index: int, choice: dict[str, Any], *, chat: bool) -> dict[str, Any]:
     """One entry of `choices` in the shape of its route."""
-    text = {"message": {"role": "assistant", "content": choice["text"]}} if chat else {"text": choice["text"]}
+    beside: dict[str, Any] = {name: choice[name] for name in ("tool_calls", "refusal") if name in choice}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if beside and not choice["text"] else choice["text"],
+        **beside,
+    }
+    text = {"message": message} if chat else {"text": choice["text"]}
     return {
         "index": index,
         **text,

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from conserve.endpoints.answers import beside
 from conserve.endpoints.protocol import Choice, Completion
 from conserve.engine.vllm.requests.token_watch import TokenWatch
 from conserve.errors import RequestRejected
@@ -124,9 +125,17 @@ class Serving:
                 text=text or "",
                 finish_reason=choice.finish_reason or "stop",
                 logprobs=choice.logprobs.model_dump() if choice.logprobs is not None else None,
+                beside=beside_of(choice),
             )
             for text, choice in zip(texts, response.choices, strict=True)
         ]
+
+
+def beside_of(choice: Any) -> dict[str, Any]:
+    """Tool calls and the refusal of one of vLLM's choices, where it has any."""
+    message = getattr(choice, "message", None)
+    calls = [call.model_dump() for call in getattr(message, "tool_calls", None) or ()]
+    return beside(calls, getattr(message, "refusal", None))
 
 
 async def _once(output: RequestOutput) -> AsyncIterator[RequestOutput]:
