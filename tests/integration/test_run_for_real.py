@@ -67,7 +67,7 @@ def test_a_killed_run_continues_its_long_row_and_the_rest_is_right(
             time.sleep(0.1)
         engine = psutil.Process(first.pid).children(recursive=True)
         first.kill()
-        _, alive = psutil.wait_procs(engine, timeout=30)
+        _, alive = psutil.wait_procs(engine, timeout=60)
         assert alive == [], "the engine outlives the run"
         said = "".join(first.communicate())
     assert "EngineCore" not in said

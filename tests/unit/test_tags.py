@@ -58,6 +58,8 @@ def test_tags_are_shown_filtered_and_queried(write_input: WriteInput) -> None:
         "sql", "--json", "select id, tags['team'] as team from jobs where tags['team'] = 'search'"
     )
     assert json.loads(told.stdout) == {"id": tagged, "team": "search"}
+    told = conserve("sql", "--json", "select tags from jobs where tags['team'] = 'search'")
+    assert json.loads(told.stdout)["tags"] == {"empty": "", "team": "search", "ticket": "a=b c"}
 
 
 def test_without_tags_the_table_has_no_column_for_them(write_input: WriteInput) -> None:

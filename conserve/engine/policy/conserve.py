@@ -11,7 +11,9 @@ from conserve.engine.policy.view import View
 from conserve.profiles.batch import Batch, Slice
 
 LARGEST_LOSS = 0.1  # largest share of throughput given up for short iterations
-LEAST_LOSS = 0.02  # the same where rows can leave: then an arrival waits for one layer at most
+LEAST_LOSS = (
+    0.02  # the same where rows join again at their layer: an arrival then waits for one layer at most
+)
 LEAST_ARRIVALS_PER_S = 1 / 60  # assumed rate after a minute without arrivals
 
 

@@ -51,8 +51,9 @@ def unique(names: Sequence[str]) -> list[str]:
 
 def values(column: pa.Array) -> list[Any]:
     """Values of a column as Python objects; text where Python has no type, as for dates beyond the year 9999."""
+    named = pa.types.is_map(column.type) and pa.types.is_string(column.type.key_type)
     try:
-        found: list[Any] = column.to_pylist()
+        found: list[Any] = column.to_pylist(maps_as_pydicts="strict" if named else None)
     except UNKNOWN_TO_PYTHON:
         found = [value_of(scalar) for scalar in column]
     return found

@@ -29,15 +29,17 @@ T = TypeVar("T")
 
 
 class Watchdog:
-    """Kills the engine core when this process dies, even by SIGKILL; the workers follow their core.
+    """Kills the engine core and its workers when this process dies, even by SIGKILL.
 
     vLLM's engine core waits for its front end for ever. Only this process holds the pipe to the shell's standard
     input: its `read` fails when this process ends. (PR_SET_PDEATHSIG would fire when the launching thread ends.)
+    Workers would follow their core, but only once their iteration is over.
     """
 
     def __init__(self, process_id: int) -> None:
+        workers = f"$(cat /proc/{process_id}/task/*/children 2>/dev/null)"
         self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", f"trap '' INT TERM HUP; read _ || kill -9 {process_id}"],
+            ["/bin/sh", "-c", f"trap '' INT TERM HUP; read _ || kill -9 {process_id} {workers}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
