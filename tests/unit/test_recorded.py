@@ -136,18 +136,23 @@ class TestFile:
     """The file grows, is bounded, and fails alone."""
 
     @pytest.fixture
-    def said(self) -> Any:
-        """What the log says; vLLM's logger passes nothing on."""
+    def said(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """What the log says; vLLM's logger passes nothing on, and other tests set its level."""
         found: list[str] = []
+        log = logging.getLogger("vllm.conserve")
+        monkeypatch.setattr(log, "disabled", False)
+        before = log.level
+        log.setLevel(logging.WARNING)
 
         class Listener(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
                 found.append(record.getMessage())
 
         listener = Listener()
-        logging.getLogger("vllm.conserve").addHandler(listener)
+        log.addHandler(listener)
         yield found
-        logging.getLogger("vllm.conserve").removeHandler(listener)
+        log.removeHandler(listener)
+        log.setLevel(before)
 
     def written(self, path: Path, *lines: bytes, **bound: int) -> Recording:
         recording = Recording(path, **bound)
