@@ -30,7 +30,7 @@ class Preset:
     offline_window: int | None = None
 
     def arrivals(self, trace: Trace, seed: int) -> Trace:
-        """Whole trace compressed into a block of `block_s`, thinned and shortened."""
+        """Compress the whole trace into a block of `block_s`, thin it and shorten its requests."""
         speed = trace.duration_s / self.block_s
         if self.rate is not None:  # first, since the other steps take time in proportion to the arrivals
             trace = trace.thinned(min(1.0, self.rate / (trace.rate * speed)), seed)

@@ -144,7 +144,7 @@ def in_order(choices: Sequence[ChatChoice | TextChoice]) -> Sequence[ChatChoice 
 
 
 def beside(tool_calls: Sequence[Mapping[str, Any]] | None, refusal: str | None) -> dict[str, Any]:
-    """What an answer holds beside its text; servers send empty lists and nulls where it holds nothing."""
+    """Tool calls and a refusal, where there are any: servers send empty lists and nulls for none."""
     found = {"tool_calls": list(tool_calls or ()), "refusal": refusal}
     return {name: value for name, value in found.items() if value}
 

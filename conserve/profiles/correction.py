@@ -19,7 +19,7 @@ import msgspec
 
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
-from conserve.profiles.whole import write_whole
+from conserve.whole import write_whole
 
 HALF_LIFE = 48  # iterations after which half of a drift is corrected
 WINDOW = 1000  # iterations that the margin is taken from

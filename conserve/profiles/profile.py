@@ -16,7 +16,7 @@ from conserve.profiles.fit import Errors
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.model import LinearModel
 from conserve.profiles.points import IterationLimits, Point
-from conserve.profiles.whole import write_whole
+from conserve.whole import write_whole
 
 FORMAT = 1
 MODELS: Mapping[str, type[LinearModel]] = {

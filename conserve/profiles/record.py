@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from conserve.profiles.whole import write_whole
+from conserve.whole import write_whole
 
 
 class Visit(NamedTuple):

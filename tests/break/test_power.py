@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.config import load
-from conserve.profiles.whole import write_whole
 from conserve.store.database.store import Store
+from conserve.whole import write_whole
 from tests.acceptance.aimed import Shot
 from tests.acceptance.forks import Forks
 

@@ -18,6 +18,7 @@ from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from conserve.store.files import home
 from conserve.store.files.marks import MARK
+from conserve.whole import sync
 from tests.store_rows import select
 
 
@@ -276,7 +277,7 @@ def test_a_job_is_flushed_before_it_gets_its_name_and_the_name_afterwards(
 def test_files_and_folders_are_flushed_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[int] = []
     monkeypatch.setattr("os.fsync", flushed.append)
-    home.sync(tmp_path)
+    sync(tmp_path)
     (descriptor,) = flushed
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

@@ -74,7 +74,7 @@ class Eager:
         self._rows = rows
 
     def blocks_to_checkpoint(self, pressure: Pressure) -> Mapping[str, int]:
-        """As many blocks as the copy budget and host memory allow."""
+        """Choose blocks as far as the copy budget and host memory allow."""
         rows = [row for row in self._rows if not row.online]
         if pressure.share_free < LITTLE:
             rows += [row for row in self._rows if row.online]

@@ -16,7 +16,7 @@ class Paced:
     spares_offline = False
 
     def plan(self, view: View) -> Plan:
-        """As many tokens as fit into the limit, at least one."""
+        """Plan the tokens that fit into the limit, at least one."""
         composer = Composer(view)
         running = [*view.online, *view.offline]
         waiting = chain(view.waiting_online, view.waiting_offline)

@@ -75,7 +75,7 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
 
 
 def recorded(line: bytes) -> Recorded:
-    """What `line_of` has written; raises ValueError for anything else."""
+    """Read a line that `line_of` has written; raises ValueError for anything else."""
     try:
         said = msgspec.json.decode(line)
         if said["version"] != VERSION:
@@ -126,7 +126,7 @@ def _view_of(said: Mapping[str, Any]) -> View:
 
 
 def _read(queue: Iterable[Candidate], most: int) -> list[Candidate]:
-    """What the policy has read of a queue, or its first requests, whichever is more."""
+    """Requests of a queue that the policy has read, or its first ones, whichever are more."""
     read = queue.known if isinstance(queue, Lazy) else 0
     return list(islice(queue, max(read, most)))
 

@@ -46,7 +46,7 @@ class Lazy(Generic[T]):
 
     @property
     def known(self) -> int:
-        """How many of its values have been read."""
+        """Number of values that have been read."""
         return len(self._read)
 
     def __iter__(self) -> Iterator[T]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from conserve.errors import SettingsError, SpillRefused
-from conserve.store.files.home import sync
+from conserve.whole import sync
 
 FORMAT = 1
 INDEX, LOCK = "index.json", "lock"

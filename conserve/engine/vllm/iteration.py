@@ -17,7 +17,7 @@ NAME = "conserve"  # of the attribute on vLLM's SchedulerOutput and ModelRunnerO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """What the workers are told: safepoints are on for this iteration."""
+    """Message to the workers: safepoints are on for this iteration."""
 
     iteration: int
     flag: str  # name of the shared memory
@@ -27,7 +27,7 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the workers answer, on their `ModelRunnerOutput`."""
+    """Answer of the workers, on their `ModelRunnerOutput`."""
 
     left: frozenset[str] = frozenset()  # requests that left; their tokens are scheduled again
     kept: Mapping[str, int] = field(default_factory=dict)  # rows that can join later -> the layer to join at
@@ -50,9 +50,7 @@ class Iteration:
     # Planned.
     started: float = 0.0  # monotonic seconds
     plan: Plan | None = None  # None where vLLM composes the iteration
-    registers_late: bool = (
-        False  # KV blocks become reusable when they are computed, not when they are allocated
-    )
+    registers_late: bool = False  # KV blocks become reusable once computed, not once allocated
     # Scheduled.
     tokens: Mapping[str, int] = field(default_factory=dict)  # request -> tokens that it computes
     batch: Batch | None = None  # the same for the latency model; None where it learns nothing

@@ -25,7 +25,7 @@ def announce(settings: Settings, url: str) -> Iterator[None]:
     import msgspec
 
     from conserve.jobs.harvest.owner import this_process
-    from conserve.profiles.whole import write_whole
+    from conserve.whole import write_whole
 
     path = settings.home / FOLDER / f"{os.getpid()}.json"
     write_whole(path, msgspec.json.encode(RunningServer(url=url, owner=this_process())))

@@ -12,7 +12,6 @@ HOME/verified.json               which files were found whole today (`digests`)
 """
 
 import errno
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 from conserve.errors import StoreError, StoreFull, StoreReadOnly
 from conserve.store.files import marks
 from conserve.store.files.marks import Mark
+from conserve.whole import sync
 
 REQUESTS = "requests.parquet"
 INPUTS = "inputs.parquet"
@@ -106,15 +106,6 @@ def write_durably(path: Path, scratch: Path) -> None:
     sync(scratch)
     scratch.rename(path)
     sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ class SavedRows:
             self._rows[request.request_id] = Checkpoint(request, found)
 
     def tokens_found(self, request: Request) -> int:
-        """How many of the row's first tokens host memory has: its own, or what it could adopt."""
+        """Number of the row's first tokens in host memory: its own, or KV that it could adopt."""
         if request.request_id in self._rows:
             return self.tokens(request.request_id)
         return len(self._found(request)) * self._block_tokens

@@ -12,7 +12,7 @@ import msgspec
 from conserve.engine.runtime.machine import compute_threads, cpu_model
 from conserve.engine.runtime.number_format import Products, Shapes, Speed, choose, measure
 from conserve.engine.vllm.compat import installed_engine, installed_version
-from conserve.profiles.whole import write_whole
+from conserve.whole import write_whole
 
 if TYPE_CHECKING:
     import torch

@@ -197,10 +197,10 @@ class Rows:
         stamp = self._safepoints.stamp
         assert stamp is not None
         batch = self._runner.input_batch
-        everybody = rows == ALL_ROWS
+        all_leave = rows == ALL_ROWS
         leaving = (
             set(batch.req_ids)
-            if everybody
+            if all_leave
             else {name for name in stamp.rows[:rows] if name in batch.req_id_to_index}
         )
         leaving -= self.left

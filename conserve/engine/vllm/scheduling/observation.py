@@ -28,9 +28,7 @@ class Picture:
 
     def __init__(self, scheduler: Any, traffic: Traffic, *, surcharge_ms: float) -> None:
         """`surcharge_ms`: time of a prompt token with logprobs beyond that of one without."""
-        self.looked: list[
-            tuple[Request, int]
-        ] = []  # waiting offline requests that were read, and their context
+        self.looked: list[tuple[Request, int]] = []  # waiting offline requests that were read, their context
         self._scheduler, self._traffic = scheduler, traffic
         self._manager = scheduler.kv_cache_manager
         self._blocks_of = self._manager.coordinator.single_type_managers[0].req_to_blocks
@@ -41,9 +39,7 @@ class Picture:
         """All that a policy is told. The waiting requests are looked at as far as they are read."""
         scheduler = self._scheduler
         online, offline = self._running()
-        holding = list(
-            scheduler.kv_holding_waiting
-        )  # waiting requests that have KV blocks, or are getting them
+        holding = list(scheduler.kv_holding_waiting)  # they have KV blocks, or are getting them
         lanes = scheduler.waiting
         rows_leave = scheduler.preemptions.acts and not scheduler.online_grammars_compile
         return View(
