@@ -32,6 +32,9 @@ SERVERS = frozenset(
 )
 """Modules whose tests start vLLM's engine in processes of its own."""
 
+# A library of vLLM's API server sets the level of the root logger, and of pytest's handler, to this or to ERROR.
+os.environ["SAGEMAKER_CONTAINER_LOG_LEVEL"] = "WARNING"
+
 # Of the examples that a property names, a run of minutes tries a quarter and one before a release twice as many.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("local", deadline=None, max_examples=25)
