@@ -34,6 +34,7 @@ SERVERS = frozenset(
 
 # A library of vLLM's API server sets the level of the root logger, and of pytest's handler, to this or to ERROR.
 os.environ["SAGEMAKER_CONTAINER_LOG_LEVEL"] = "WARNING"
+os.environ["CONSERVE_FORK_SERVER"] = "keep"  # engines of one process import vLLM once
 
 # Of the examples that a property names, a run of minutes tries a quarter and one before a release twice as many.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
@@ -128,6 +129,7 @@ def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("CONSERVE_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("CONSERVE_FAKE", "1")
+    monkeypatch.setenv("CONSERVE_FORK_SERVER", "keep")
     monkeypatch.setenv("CONSERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 

@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import json
+import os
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +15,14 @@ import pytest
 
 from conserve.endpoints.protocol import Call, Completion, InFlight, OnTokens, Url
 from conserve.engine.vllm.embedded import EmbeddedEndpoint
+from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import engine_log
 from conserve.engine.vllm.launching.phases import told
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL
 from conserve.errors import EndpointUnusable, EngineDied, RequestRejected, SettingsError
 
 T = TypeVar("T")
+Cores = frozenset[int]
 
 # SWIG's and torch's own while vLLM is imported, and one that vLLM raises on every chat request.
 pytestmark = [
@@ -78,11 +82,16 @@ def started(model: str, cache_dir: Path, *flags: str) -> Iterator[Engine]:
 
 
 def processes_left() -> list[str]:
-    """Our children, but for the one that multiprocessing keeps for itself."""
+    """Our children, but for those that are kept for the next engine, and the one that multiprocessing keeps."""
+    kept = (
+        ("resource_tracker", "ForkServer", "read _ || kill")
+        if fork_server.SERVER.environment
+        else ("resource_tracker",)
+    )
     return [
         line
         for child in psutil.Process().children(recursive=True)
-        if (line := cmdline(child)) and "resource_tracker" not in line
+        if (line := cmdline(child)) and not any(word in line for word in kept)
     ]
 
 
@@ -355,7 +364,11 @@ def test_a_bad_engine_flag_is_one_sentence(
 
 # vLLM's half-built client closes its sockets and forgets their context.
 @pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
-def test_cancelling_the_start_leaves_no_process(tiny_llama: Path, tmp_path: Path) -> None:
+def test_cancelling_the_start_leaves_no_process(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(fork_server.SWITCH)
+
     async def cancel_start() -> None:
         endpoint = EmbeddedEndpoint(str(tiny_llama), cache_dir=tmp_path)
         starting = asyncio.create_task(endpoint.start())
@@ -366,4 +379,56 @@ def test_cancelling_the_start_leaves_no_process(tiny_llama: Path, tmp_path: Path
 
     asyncio.run(cancel_start())
     gc.collect()
+    assert fork_server.SERVER.environment is None
     assert processes_left() == []
+
+
+class TestForked:
+    """Core and worker are forked off one process that has imported vLLM."""
+
+    def run(self, model: Path, folder: Path) -> tuple[list[psutil.Process], list[Counter[Cores]], str]:
+        """Start an engine; the ids of its processes' parents, which cores their threads are bound to, and text."""
+
+        async def run() -> Any:
+            endpoint = EmbeddedEndpoint(str(model), cache_dir=folder)
+            await endpoint.start()
+            processes = [child for child in psutil.Process().children(recursive=True) if is_engines(child)]
+            bound = [threads(process) for process in processes]
+            parents = [process.parent() for process in processes]
+            body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
+            completion = await endpoint.complete(Call(key="row", url=Url.COMPLETIONS, body=body))
+            await endpoint.close()
+            return parents, bound, completion.choices[0].text
+
+        return asyncio.run(run())
+
+    def test_both_are_forked_and_the_worker_computes_on_its_cores(
+        self, tiny_llama: Path, tmp_path: Path
+    ) -> None:
+        parents, (_, worker), _ = self.run(tiny_llama, tmp_path)
+        assert len({parent.pid for parent in parents}) == 1
+        assert parents[0].pid == fork_server.pythons_server()._forkserver_pid
+        first, *_ = sorted(os.sched_getaffinity(0))
+        assert frozenset({first}) in worker
+
+    @pytest.mark.full
+    def test_threads_and_answers_are_as_if_spawned(
+        self, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, (_, forked), answer = self.run(tiny_llama, tmp_path)
+        fork_server.SERVER.stop()
+        monkeypatch.setenv(fork_server.SWITCH, fork_server.OFF)
+        _, (_, spawned), same = self.run(tiny_llama, tmp_path)
+        assert {cores for cores in spawned if len(cores) == 1} == {
+            cores for cores in forked if len(cores) == 1
+        }
+        assert answer == same
+
+
+def is_engines(process: psutil.Process) -> bool:
+    return any(name in cmdline(process) for name in ("EngineCore", "Worker"))
+
+
+def threads(process: psutil.Process) -> Counter[Cores]:
+    """How many threads of the process are bound to which cores."""
+    return Counter(frozenset(os.sched_getaffinity(thread.id)) for thread in process.threads())

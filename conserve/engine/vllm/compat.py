@@ -27,6 +27,9 @@ INTERNALS = {
     "AsyncLLM.engine_core.resources.ctx": "the ZeroMQ context that its shutdown leaves open",
     "vllm.v1.engine.exceptions.{EngineDeadError,EngineGenerateError}": "how generate() fails",
     "multiprocessing child named EngineCore*": "its id, so that it dies with us even when we are killed",
+    "vllm.{utils.system_utils,v1.engine.utils,v1.executor.multiproc_executor}.get_mp_context": "replaced on a CPU: "
+    "core and worker are forked off one process that has imported vLLM",
+    "vllm.utils.ompmultiprocessing.OMPProcessManager.configure_omp_envs": "the variables of a CPU worker",
     # requests
     "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest": "validates a chat body",
     "vllm.entrypoints.openai.completion.protocol.CompletionRequest": "validates a completion body",

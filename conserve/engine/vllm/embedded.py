@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens
 from conserve.engine.vllm.compat import require_engine
+from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import (
     engine_log,
     prepare_environment,
@@ -146,6 +147,7 @@ class EmbeddedEndpoint:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError, ConserveError):
             await (await running).stop()
+        fork_server.release()
         # The engine and its OpenAI layer refer to each other. Left to the interpreter's exit, the engine's
         # finaliser would run half torn down and print a traceback.
         del running
@@ -196,6 +198,7 @@ class _Engine:
     ) -> _Engine:
         phases.begin(IMPORTING)
         prepare_environment(offline=Path(path).exists())
+        await asyncio.to_thread(fork_server.start_early)
         quiet_warnings()
         arguments = await asyncio.to_thread(parse_flags, path, flags)
         log = engine_log()

@@ -8,7 +8,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +17,9 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeVar
 
+from conserve.engine.vllm.launching import fork_server
+from conserve.engine.vllm.launching.watchdog import Watchdog
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -26,30 +28,6 @@ if TYPE_CHECKING:
     from conserve.engine.vllm.settings import Pacing
 
 T = TypeVar("T")
-
-
-class Watchdog:
-    """Kills the engine core and its workers when this process dies, even by SIGKILL.
-
-    vLLM's engine core waits for its front end for ever. Only this process holds the pipe to the shell's standard
-    input: its `read` fails when this process ends. (PR_SET_PDEATHSIG would fire when the launching thread ends.)
-    Workers would follow their core, but only once their iteration is over.
-    """
-
-    def __init__(self, process_id: int) -> None:
-        workers = f"$(cat /proc/{process_id}/task/*/children 2>/dev/null)"
-        self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", f"trap '' INT TERM HUP; read _ || kill -9 {process_id} {workers}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-        )
-
-    def dismiss(self) -> None:
-        """End the watchdog without killing anything."""
-        with contextlib.suppress(BrokenPipeError):
-            self._shell.communicate(b"\n")
 
 
 class Launch:
@@ -97,6 +75,7 @@ class Launch:
         gc.freeze()
         if self._pacing is not None:
             await on_thread(partial(self._pacing.install, config))
+        await on_thread(partial(fork_server.prepare, config))
         with output_to(self._log_descriptor):
             building = asyncio.ensure_future(on_thread(lambda: _build(config, self._arguments)))
             cores = await self._wait_for_cores(building, config.parallel_config.data_parallel_size_local)

@@ -12,6 +12,7 @@ import msgspec
 from conserve.engine.runtime.machine import compute_threads, cpu_model
 from conserve.engine.runtime.number_format import Products, Shapes, Speed, choose, measure
 from conserve.engine.vllm.compat import installed_engine, installed_version
+from conserve.engine.vllm.launching.fork_server import wait_until_idle
 from conserve.whole import write_whole
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def format_of(model: str) -> Chosen | None:
     if known is not None:
         return known
     own = own_format(config)
+    wait_until_idle()
     speeds = measure(vllms_products, shapes, supported(own, FLOAT32))
     if not speeds:
         return None

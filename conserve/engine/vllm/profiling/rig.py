@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from conserve.engine.vllm.compat import require_engine
+from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import (
     engine_log,
     prepare_environment,
@@ -62,6 +63,7 @@ class EngineRig:
         require_engine()
         path = resolve_model(model, cache_dir)
         prepare_environment(offline=Path(path).exists(), served=served)
+        fork_server.start_early()
         quiet_warnings()
         defaults = synchronous(engine_flags) if served else []
         arguments = parse_flags(path, [*defaults, *engine_flags, "--worker-extension-cls", PROBE])
@@ -83,6 +85,7 @@ class EngineRig:
         """Stop the engine and its workers."""
         with contextlib.suppress(Exception):
             self._core.shutdown()
+        fork_server.release()
 
     def measure(self, slices: Sequence[Slice], repeats: int) -> list[float]:
         """Run this batch `repeats` times and return each time in ms; decode steps advance by a token each time."""
@@ -206,6 +209,7 @@ async def build_core(config: VllmConfig, log_descriptor: int) -> EngineCore:
         if config.max_concurrent_batches > 1:
             # Overlapping batches would make a step more than one iteration.
             config.scheduler_config.async_scheduling = False
+        fork_server.prepare(config)
         return EngineCore(config, Executor.get_class(config), log_stats=False)
 
     with output_to(log_descriptor):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.runtime.front import HARVEST_KEY, Front
 from conserve.engine.vllm.compat import require_engine
+from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
 from conserve.engine.vllm.launching.flags import cpu_defaults, synchronous
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
@@ -84,7 +85,9 @@ def engine_config(args: Namespace, flags: Sequence[str], section: dict[str, Any]
     return AsyncEngineArgs.from_cli_args(args).create_engine_config()
 
 
-def settle_profile(args: Namespace, flags: Sequence[str], section: dict[str, Any], command: str) -> None:
+def settle_profile(
+    args: Namespace, flags: Sequence[str], section: dict[str, Any], command: str
+) -> VllmConfig:
     """Write the engine's latency profile into its configuration; without one, the engine learns at the start."""
     config = engine_config(args, flags, section)
     if config.scheduler_config.async_scheduling and synchronous(flags):
@@ -99,6 +102,7 @@ def settle_profile(args: Namespace, flags: Sequence[str], section: dict[str, Any
     args.additional_config = config.additional_config
     args.scheduler_cls = config.scheduler_config.scheduler_cls
     args.worker_cls = config.parallel_config.worker_cls
+    return config
 
 
 def put_in_front(args: Namespace, front: Front) -> None:
@@ -154,8 +158,10 @@ def main(words: Sequence[str]) -> int:
         prepare_environment(offline=offline, served=True)
         quiet_warnings()
         allow_plugin()
+        fork_server.start_early()
         args = arguments(model, flags, section, models_folder=Path(models_folder))
-        settle_profile(args, flags, section, f"conserve profile --served {shlex.join([model, *flags])}")
+        command = f"conserve profile --served {shlex.join([model, *flags])}"
+        fork_server.prepare(settle_profile(args, flags, section, command))
         put_in_front(args, front)
     except ConserveError as error:
         print(f"conserve: {error}", file=sys.stderr)

@@ -1,0 +1,268 @@
+"""Forks the engine's processes off one that has imported vLLM, instead of importing vLLM in each of them.
+
+Importing vLLM takes 11 s of processor time, and an engine has three processes. On a CPU vLLM spawns core and
+worker one after the other. Here both are forked off Python's fork server, which imports while this process does.
+
+Libraries read their variables while they are loaded: OMP_NUM_THREADS, GOMP_CPU_AFFINITY, LD_PRELOAD. A process is
+forked only if the fork server was started with the variables that vLLM gives it; any other process is spawned.
+To be early, the fork server starts with the variables of the last such start, and again if they were wrong.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix, reduction
+from multiprocessing.context import ForkServerContext, ForkServerProcess, get_spawning_popen
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from conserve.engine.vllm.compat import installed_engine
+from conserve.engine.vllm.launching.watchdog import Watchdog
+from conserve.whole import write_whole
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+IMPORTED = "conserve.engine.vllm.launching.imported"
+SWITCH = "CONSERVE_FORK_SERVER"
+OFF, KEEP = "0", "keep"  # values of the switch: spawn as vLLM does; stay for the next engine of this process
+READ_LATER = ("CONSERVE_", "PYTEST_", "XDG_CONFIG_HOME", "LINES", "COLUMNS")  # not while a library is loaded
+USERS = (
+    "vllm.utils.system_utils",
+    "vllm.v1.engine.utils",
+    "vllm.v1.executor.multiproc_executor",
+)  # vLLM's modules that start processes, by `get_mp_context`
+CORES = ("VLLM_CPU", "OMP_", "GOMP_", "KMP_")  # variables that decide which cores compute
+
+Environment = Mapping[str, str]
+Changes = dict[str, str | None]  # variable to its new value, or None where it is removed
+
+
+class Server:
+    """The fork server of this process, or the one that this process was forked off."""
+
+    def __init__(self) -> None:
+        self.environment: Environment | None = None  # that it was started with; None: there is none
+        self.fits: tuple[Environment, ...] = ()  # of the processes that may be forked
+        self._watchdog: Watchdog | None = None
+
+    def start(self, environment: Environment) -> None:
+        """Start it; the terminal's Ctrl-C reaches neither it nor what is forked off it."""
+        self.stop()
+        own = dict(os.environ)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            replace_environment(environment)
+            forkserver.set_forkserver_preload([IMPORTED])
+            forkserver.ensure_running()
+        finally:
+            replace_environment(own)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        self._watchdog = Watchdog(pythons_server()._forkserver_pid)
+        atexit.register(self.stop)
+        self.environment = environment
+
+    def stop(self) -> None:
+        """End it. Processes that were forked off it would be taken for dead."""
+        atexit.unregister(self.stop)
+        if self._watchdog is not None:
+            self._watchdog.dismiss()
+            os.kill(pythons_server()._forkserver_pid, signal.SIGKILL)  # it may be importing
+            pythons_server()._stop()
+        self.environment, self.fits, self._watchdog = None, (), None
+
+    @property
+    def in_use(self) -> bool:
+        """True if a process forked by this one runs."""
+        return any(isinstance(child, Forked) for child in multiprocessing.active_children())
+
+    @property
+    def allowed(self) -> bool:
+        """True on the CPU build, where vLLM spawns, if neither the user nor another fork server is against it."""
+        engine = installed_engine()
+        if engine is None or not ("cpu" in engine.version or engine.distribution.endswith("cpu")):
+            return False
+        others = self.environment is None and pythons_server()._forkserver_pid is not None
+        return os.environ.get(SWITCH) != OFF and not others
+
+
+SERVER = Server()
+_before: Environment = {}  # this process's variables when the fork server could first be started
+
+
+def pythons_server() -> Any:
+    """Python's fork server, of which a process has one."""
+    return forkserver._forkserver
+
+
+def start_early() -> None:
+    """Start the fork server beside this process's own imports, if an earlier start told its variables."""
+    global _before
+    if SERVER.environment is not None or not SERVER.allowed:
+        return
+    _before = variables()
+    changes = recalled()
+    if changes is not None:
+        SERVER.start(changed(_before, changes))
+
+
+def prepare(config: VllmConfig) -> None:
+    """Have vLLM fork the processes of this engine; call it when the configuration is final."""
+    if not SERVER.allowed:
+        return
+    own, computing = variables(), workers_environment(config)
+    if SERVER.environment != computing:
+        if SERVER.in_use:
+            return
+        SERVER.start(computing)
+        remember(differences(_before, computing))
+    SERVER.fits = (own, computing)
+    adopt()
+
+
+def release() -> None:
+    """End the fork server when an engine was closed, unless another uses it or the user keeps it."""
+    if os.environ.get(SWITCH) != KEEP and not SERVER.in_use:
+        SERVER.stop()
+
+
+def wait_until_idle() -> None:
+    """Wait for the end of the fork server's imports, beside which no speed can be measured."""
+    if SERVER.environment is not None:
+        answered = multiprocessing.get_context("forkserver").Process(target=bool)
+        answered.start()
+        answered.join()
+
+
+def variables() -> Environment:
+    """The variables of this process that a library may read while it is loaded."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(READ_LATER)}
+
+
+def workers_environment(config: VllmConfig) -> Environment:
+    """The environment that vLLM gives the first worker."""
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    with OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0):
+        return variables()
+
+
+def adopt() -> None:
+    """Make vLLM start its processes in our context."""
+    for name in USERS:
+        module = sys.modules.get(name)
+        if module is not None:
+            setattr(module, "get_mp_context", lambda: CONTEXT)  # noqa: B010 - mypy knows no such attribute
+
+
+class Forked(ForkServerProcess):
+    """A process that is forked if the fork server has its environment, else spawned."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802 - its name in multiprocessing
+        if variables() in SERVER.fits:
+            return popen_forkserver.Popen(process_obj)
+        return popen_spawn_posix.Popen(process_obj)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not isinstance(get_spawning_popen(), popen_forkserver.Popen):
+            return self.__dict__
+        # First, so that they are restored before vLLM's objects are unpickled.
+        return {"_surroundings": Surroundings(), **self.__dict__}
+
+
+class Context(ForkServerContext):
+    """The fork server's context, whose processes take their surroundings along."""
+
+    Process = Forked
+
+
+CONTEXT = Context()
+
+
+class Surroundings:
+    """What a spawned process inherits from the one that starts it, and a forked one from the fork server."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        outputs = [reduction.DupFd(number) for number in (1, 2)]
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        return restore, (dict(os.environ), outputs, sorted(blocked))
+
+
+def restore(environment: Environment, outputs: list[Any], blocked: list[signal.Signals]) -> Surroundings:
+    """Take over variables, outputs and blocked signals."""
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output.detach(), number)
+    replace_environment(environment)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    if IMPORTED in sys.modules:
+        join(sys.modules[IMPORTED])
+    return Surroundings()
+
+
+def join(imported: Any) -> None:
+    """Be a process of this fork server: fork others off it, and compute where OpenMP was bound to, if this does."""
+    # Python would start another fork server here, since this one is no child of this process.
+    pythons_server().ensure_running = lambda: None
+    SERVER.environment, SERVER.fits = imported.ENVIRONMENT, (imported.ENVIRONMENT,)
+    if variables() == imported.ENVIRONMENT:
+        os.sched_setaffinity(0, imported.BOUND_TO)
+
+
+def replace_environment(wanted: Environment) -> None:
+    """Make the variables of this process these."""
+    for name in set(os.environ) - set(wanted):
+        del os.environ[name]
+    os.environ.update(wanted)
+
+
+def differences(before: Environment, after: Environment) -> Changes:
+    """Variables that were set, changed or removed."""
+    return {name: after.get(name) for name in {*before, *after} if before.get(name) != after.get(name)}
+
+
+def changed(environment: Environment, changes: Changes) -> Environment:
+    """The environment after these changes."""
+    merged = {**environment, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def recalled() -> Changes | None:
+    """The changes that the last such start made to the variables; None if none is known."""
+    return known_changes().get(kind_of_start())
+
+
+def remember(changes: Changes) -> None:
+    """Keep the changes. If the folder cannot be written, the next start begins to fork later."""
+    with contextlib.suppress(OSError):
+        write_whole(changes_file(), msgspec.json.encode({**known_changes(), kind_of_start(): changes}))
+
+
+def known_changes() -> dict[str, Changes]:
+    """The changes of each kind of start."""
+    try:
+        return msgspec.json.decode(changes_file().read_bytes(), type=dict[str, Changes])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def kind_of_start() -> str:
+    """The installed libraries, and what was said about the cores before the start."""
+    said = [f"{name}={value}" for name, value in sorted(_before.items()) if name.startswith(CORES)]
+    return " ".join([sys.prefix, *(installed_engine() or ()), *said])
+
+
+def changes_file() -> Path:
+    """File of the remembered changes, shared by all stores of the user."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("conserve") / "fork-server.json"

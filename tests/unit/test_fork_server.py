@@ -1,0 +1,100 @@
+"""Processes that are forked off one that has imported vLLM: when, and what of their starter they take along."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conserve.engine.vllm.compat import InstalledEngine
+from conserve.engine.vllm.launching import fork_server
+from conserve.engine.vllm.launching.fork_server import (
+    SWITCH,
+    Server,
+    changed,
+    differences,
+    recalled,
+    remember,
+    variables,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+NAMES = st.sampled_from(["OMP_NUM_THREADS", "LD_PRELOAD", "HOME", "LANG"])
+ENVIRONMENTS = st.dictionaries(NAMES, st.sampled_from(["", "0", "0 1"]))
+
+
+@given(before=ENVIRONMENTS, after=ENVIRONMENTS)
+def test_remembered_changes_lead_to_the_same_environment(
+    before: dict[str, str], after: dict[str, str]
+) -> None:
+    assert changed(before, differences(before, after)) == after
+
+
+def test_changes_of_each_kind_of_start_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cache" / "fork-server.json"
+    monkeypatch.setattr(fork_server, "changes_file", lambda: file)
+    kinds: list[dict[str, str]] = [{"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, {"HOME": "/root"}]
+    assert recalled() is None
+    for number, kind in enumerate(kinds):
+        monkeypatch.setattr(fork_server, "_before", kind)
+        remember({"OMP_NUM_THREADS": str(number), "GONE": None})
+    for number, kind in enumerate(kinds):
+        monkeypatch.setattr(fork_server, "_before", kind)
+        assert recalled() == {"OMP_NUM_THREADS": str(number), "GONE": None}
+    file.write_bytes(b"{")
+    assert recalled() is None
+
+
+def test_variables_of_ours_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = variables()
+    monkeypatch.setenv("CONSERVE_HOME", "elsewhere")
+    assert variables() == before
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert variables() != before
+
+
+@pytest.mark.parametrize(
+    ("engine", "switch", "allowed"),
+    [
+        (InstalledEngine("vllm-cpu", "0.32.0"), "", True),
+        (InstalledEngine("vllm", "0.32.0+cpu"), "keep", True),
+        (InstalledEngine("vllm-cpu", "0.32.0"), "0", False),
+        (InstalledEngine("vllm", "0.32.0"), "", False),  # a GPU's processes are started as vLLM does
+        (None, "", False),
+    ],
+)
+def test_only_a_cpus_processes_are_forked(
+    engine: InstalledEngine | None, switch: str, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "installed_engine", lambda: engine)
+    monkeypatch.setattr(fork_server, "pythons_server", lambda: SimpleNamespace(_forkserver_pid=None))
+    monkeypatch.setenv(SWITCH, switch)
+    assert Server().allowed is allowed
+
+
+def test_processes_take_the_surroundings_of_their_starter_along() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != SWITCH}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.forking"],
+        cwd=REPOSITORY,
+        env={**environment, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    *said, last = map(json.loads, ran.stdout.splitlines())
+    assert said == [
+        {"name": "idle", "forked": True, "threads": None, "blocks Ctrl-C": False},
+        {"name": "nested", "forked": True, "threads": "3", "blocks Ctrl-C": True},
+        {"name": "computing", "forked": True, "threads": "3", "blocks Ctrl-C": True},
+        {"name": "other", "forked": False, "threads": "4", "blocks Ctrl-C": True},
+    ]
+    assert last == {"left": False}
+    assert ran.stderr.count("complaint") == len(said)
