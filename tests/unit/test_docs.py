@@ -69,6 +69,29 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
 
 
+@pytest.mark.parametrize("name", ["deploy.md", "choose-an-slo.md"])
+def test_flags_in_a_recipe_exist(name: str) -> None:
+    known = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", (DOCS / "reference/commands.md").read_text()))
+    others = {
+        *("--max-model-len", "--shutdown-timeout"),  # vLLM
+        *("--signal", "--kill-after"),  # timeout
+        *("--no-cache-dir", "--no-install-recommends"),  # pip, apt
+    }
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (DOCS / "how-to" / name).read_text()))
+    assert used & known
+    assert not used - known - others
+
+
+def test_reasons_on_the_page_of_modes_are_the_programs_own() -> None:
+    sources = "".join(path.read_text() for path in (REPOSITORY / "conserve/engine/vllm").rglob("*.py"))
+    page = (DOCS / "reference/modes.md").read_text()
+    section = page.partition("## Reasons in the report")[2].partition("\n## ")[0]
+    reasons = [words for words in re.findall(r"^(?:\||-) `([^`]+)`", section, re.MULTILINE) if " " in words]
+    assert len(reasons) >= 15
+    for reason in reasons:
+        assert reason.partition(" with xxhash")[0] in sources, reason
+
+
 def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
     for page in PAGES:
         for line in lines_outside_of_code(page):
