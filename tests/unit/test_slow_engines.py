@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import typer
 
-from conserve.cli.profile import heading, profiled, time_table
+from conserve.cli.profile import profiled
+from conserve.cli.profile_report import heading, time_table
 from conserve.engine.profiling import RESERVE_S, VISITS, conclude, measure
 from conserve.errors import ProfilingFailed
 from conserve.profiles.batch import Batch, Slice
