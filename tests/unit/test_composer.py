@@ -111,14 +111,14 @@ class TestTime:
     ) -> None:
         composer = Composer(view_of())
         composer.add(DEAR, 10)  # 60 ms
-        assert composer.fitting(FRESH, limit_ms) == cheap
-        assert composer.fitting(DEAR._replace(name="other"), limit_ms) == dear
+        assert composer.token_budget(FRESH, limit_ms) == cheap
+        assert composer.token_budget(DEAR._replace(name="other"), limit_ms) == dear
 
     def test_no_more_tokens_fit_than_the_request_has_and_the_iteration_holds(self) -> None:
         for request in (DEAR, DEAR._replace(surcharge_ms=0.0)):
             for limit_ms in (1000.0, inf):
-                assert Composer(view_of()).fitting(request, limit_ms) == 10
-                assert Composer(view_of(max_tokens=7)).fitting(request, limit_ms) == 7
+                assert Composer(view_of()).token_budget(request, limit_ms) == 10
+                assert Composer(view_of(max_tokens=7)).token_budget(request, limit_ms) == 7
 
     @pytest.mark.parametrize("limit_ms", [1000.0, inf])
     def test_no_prompt_fits_beside_decode_steps_that_fill_or_exceed_the_iteration(
@@ -127,18 +127,18 @@ class TestTime:
         for steps in (2, 3):
             composer = Composer(view_of(max_tokens=2))
             composer.add_all(decodes(steps))
-            assert composer.fitting(FRESH, limit_ms) == 0
+            assert composer.token_budget(FRESH, limit_ms) == 0
 
     def test_a_decode_step_fits_where_a_prompt_does_not(self) -> None:
         composer = Composer(view_of(model=ConServeModel.of(1, 0, 0, 0, 0, 5, 0, 10)))  # a prompt: 5 ms more
         (step,) = decodes(1)
-        assert composer.fitting(step, 11.0) == 1
-        assert composer.fitting(step._replace(decode=False), 11.0) == 0
+        assert composer.token_budget(step, 11.0) == 1
+        assert composer.token_budget(step._replace(decode=False), 11.0) == 0
 
     def test_a_model_that_corrects_itself_plans_without_a_limit_too(self) -> None:
         """A corrected model has no margin for an infinite time."""
         composer = Composer(view_of(model=CorrectedModel(MS_PER_TOKEN)))
-        assert composer.fitting(FRESH, inf) == 100
+        assert composer.token_budget(FRESH, inf) == 100
         assert composer.fitting_decodes(decodes(3), inf) == 3
 
 

@@ -1,5 +1,7 @@
 """The batch of the next iteration while it is planned: which requests fit by time, tokens, slots and KV blocks.
 
+The token budget of Algorithm 1 (conserve-2026) is computed here, request by request: `Composer.token_budget`.
+
 The composer runs before every iteration, so its work is incremental: adding a request is O(1), and decode steps,
 which all take about the same time, are added many at a time.
 """
@@ -31,7 +33,7 @@ class Composer:
         self.surcharge_ms = 0.0
         self.limit_ms: float | None = None  # longest iteration allowed; set by `begin_offline`
         self._online_requests: int | None = None  # requests in the batch before the first offline one
-        self.tokens_left = view.max_tokens
+        self.tokens_left = view.max_tokens  # of vLLM's own token budget (max_num_batched_tokens)
         self.free_slots = view.free_slots
         self.reserved_slots = view.reserved_slots
         self._reserved_blocks = view.reserved_blocks
@@ -79,8 +81,8 @@ class Composer:
         batch.add(tokens, candidate.context, candidate.decode)
         return self._model.predict(batch) - self._model.predict(self.batch) + tokens * candidate.surcharge_ms
 
-    def fitting(self, candidate: Candidate, limit_ms: float) -> int:
-        """Number of the request's tokens that fit into `limit_ms` and into the iteration."""
+    def token_budget(self, candidate: Candidate, limit_ms: float) -> int:
+        """Token budget of a request: the most of its tokens that the iteration takes within `limit_ms`."""
         most = min(candidate.tokens, self.tokens_left)
         if most < 1:
             return 0
@@ -88,12 +90,12 @@ class Composer:
             return most
         limit_ms -= self.surcharge_ms
         if candidate.surcharge_ms:
-            return self._fitting_with_surcharge(candidate, most, limit_ms)
+            return self._budget_with_surcharge(candidate, most, limit_ms)
         return self._model.can_schedule(
             self.batch, Slice(most, candidate.context, candidate.decode), limit_ms
         )
 
-    def _fitting_with_surcharge(self, candidate: Candidate, most: int, limit_ms: float) -> int:
+    def _budget_with_surcharge(self, candidate: Candidate, most: int, limit_ms: float) -> int:
         def exceeds(tokens: int) -> bool:
             left_ms = limit_ms - tokens * candidate.surcharge_ms
             return self._model.can_schedule(self.batch, Slice(tokens, candidate.context), left_ms) < tokens

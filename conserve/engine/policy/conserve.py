@@ -5,7 +5,7 @@ from math import inf, sqrt
 
 from conserve.engine.policy.composer import Composer, smallest_ms
 from conserve.engine.policy.offline import serve_least, serve_offline
-from conserve.engine.policy.online import serve_online
+from conserve.engine.policy.online import OnlineShare, serve_online
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import View
 from conserve.profiles.batch import Batch, Slice
@@ -29,12 +29,20 @@ class Conserve:
         composer = Composer(view)
         share = serve_online(composer, view, tbt_ms=view.slo.tbt_ms)
         if share.complete:
-            limit_ms = min(share.limit_ms, arrival_limit_ms(view))
+            budget_ms = time_budget_ms(share, view)
             running, waiting = share.running_offline, iter(view.waiting_offline)
             first = list(islice(waiting, 1))
-            serve_offline(composer, running, chain(first, waiting), limit_ms)
+            serve_offline(composer, running, chain(first, waiting), budget_ms)
             serve_least(composer, running, first, view.block_tokens)
         return composer.plan()
+
+
+def time_budget_ms(share: OnlineShare, view: View) -> float:
+    """Time budget of an iteration with offline tokens, in ms; its token budget is as many tokens as fit into it.
+
+    The smaller limit of the online requests in the iteration and of those that may arrive (docs/adr/0006).
+    """
+    return min(share.limit_ms, arrival_limit_ms(view))
 
 
 def arrival_limit_ms(view: View) -> float:

@@ -27,7 +27,7 @@ def serve_offline(
     prompts = [request for request in running if not request.decode]
     while prompts:
         request = prompts.pop(0)
-        tokens = composer.fitting(request, limit_ms)
+        tokens = composer.token_budget(request, limit_ms)
         if not tokens or not composer.make_room(prompts, composer.blocks_for(request, tokens)):
             return
         composer.add(request, tokens)
@@ -122,7 +122,7 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             if not _comes_back(composer, request, len(composer.tokens)):
                 return
             continue
-        tokens = composer.fitting(request, limit_ms)
+        tokens = composer.token_budget(request, limit_ms)
         if not tokens:
             return
         if composer.computes_next_of(request):
@@ -141,7 +141,7 @@ def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *,
             if not _comes_back(composer, request, len(composer.tokens)):
                 return
             continue
-        tokens = composer.fitting(request, limit_ms)
+        tokens = composer.token_budget(request, limit_ms)
         if not tokens or not _has_room(composer, request, first=first):
             return
         composer.admit(request, tokens)

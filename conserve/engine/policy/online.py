@@ -89,14 +89,14 @@ def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo) -> 
 
     As many as fit into `limit_ms` if the prompt still keeps its TTFT that way, else as many as the iteration takes.
     """
-    tokens = composer.fitting(request, limit_ms)
+    tokens = composer.token_budget(request, limit_ms)
     left_ms = slo.ttft_ms - request.age_ms
     if tokens:
         in_time = ceil(request.tokens / tokens) * limit_ms <= left_ms
     else:
         # It can wait for one more iteration. Without a TTFT promise it would wait for all decoding requests.
         in_time = limit_ms + composer.alone_ms(request) <= left_ms < inf
-    return tokens if in_time else composer.fitting(request, inf)
+    return tokens if in_time else composer.token_budget(request, inf)
 
 
 def _place(
