@@ -51,7 +51,7 @@ class Scripted:
         self.iterations = 0  # that were asked about
         self._iteration = 0
 
-    def rows_to_leave(self, stamp: Stamp) -> int:
+    def rows_ordered(self, stamp: Stamp) -> int:
         if stamp.iteration != self._iteration:
             self._iteration, self.layer = stamp.iteration, -1
             self.iterations += 1
@@ -147,7 +147,7 @@ class PreemptedEngine:
         )
         self.core = self.llm.engine_core.engine_core
         self.scheduler = self.core.scheduler
-        self.preemptions = self.scheduler.preemptions
+        self.preemptions = self.scheduler.arrival_monitor
         self.worker = self.core.model_executor.driver_worker.worker
         self.real_orders = self.worker._safepoints._orders
         self.orders = self.worker._safepoints._orders = Scripted()

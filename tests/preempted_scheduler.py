@@ -29,7 +29,7 @@ class PreemptedScheduler(BareEngine):
         )
         config.parallel_config.worker_cls = WORKER
         super().__init__(config, num_blocks=blocks, clock=clock)
-        assert self.scheduler.preemptions.on
+        assert self.scheduler.arrival_monitor.on
         self.requests: list[Request] = []
         self.tokens: Counter[str] = Counter()
         self.offline_computed = 0

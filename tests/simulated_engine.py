@@ -218,8 +218,8 @@ class SimulatedEngine(BareEngine):
         )
 
     def _orders(self, stamp: Stamp) -> int:
-        flag = self.scheduler.preemptions._flag
-        return int(flag.rows_to_leave(stamp.iteration)) if flag is not None else 0
+        flag = self.scheduler.arrival_monitor._flag
+        return int(flag.rows_asked(stamp.iteration)) if flag is not None else 0
 
     def _keep_the_rest(self, computed: Mapping[str, int]) -> None:
         """As `Rows.end`: who ran only the beginning of what it had keeps the rest."""

@@ -324,7 +324,7 @@ def scheduling(raw: dict[str, Any]) -> list[Figure]:
         made.add(PROMPT, ANSWER, offline=True)
     for _ in range(20):
         made.step()
-    preemptions = made.scheduler.preemptions
+    preemptions = made.scheduler.arrival_monitor
     assert preemptions.on
     gc.collect()
     gc.disable()

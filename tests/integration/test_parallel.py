@@ -64,7 +64,7 @@ class Ranks:
             )
         )
         self.core = self.llm.engine_core.engine_core
-        self.preemptions = self.core.scheduler.preemptions
+        self.preemptions = self.core.scheduler.arrival_monitor
         self.outcomes: list[Any] = []  # of iterations that somebody left
 
     def step(self, answers: dict[str, Sequence[int]]) -> None:

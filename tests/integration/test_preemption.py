@@ -521,14 +521,14 @@ class TestTheSchedulerAlone:
             engine.step()
         engine.step()
         scheduler = engine.scheduler
-        assert scheduler.preemptions.preemptions > 300
+        assert scheduler.arrival_monitor.iterations_left > 300
         assert engine.aborted
         assert not scheduler.running
         assert not scheduler.waiting
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert not [
-            name for name, part in vars(scheduler.preemptions).items() if isinstance(part, dict) and part
+            name for name, part in vars(scheduler.arrival_monitor).items() if isinstance(part, dict) and part
         ]
         for request in engine.requests:
             if request.request_id not in engine.aborted:
@@ -598,11 +598,11 @@ class TestTheWorkersParts:
         alone, first, second = orders(0, 1), orders(0, 2), orders(1, 2)
         with LeaveFlag.create() as flag:
             stamp = Stamp(iteration=3, flag=flag.name, rows=["a"], every=1)
-            assert alone.rows_to_leave(stamp) == 0
+            assert alone.rows_ordered(stamp) == 0
             flag.raise_for(3, 2)
-            assert [one.rows_to_leave(stamp) for one in (alone, first, second)] == [2, 2, 2]
+            assert [one.rows_ordered(stamp) for one in (alone, first, second)] == [2, 2, 2]
         lost = Stamp(iteration=3, flag="psm_of_another_machine", rows=["a"], every=1)
-        assert [one.rows_to_leave(lost) for one in (alone, first, second, alone)] == [0, 0, 0, 0]
+        assert [one.rows_ordered(lost) for one in (alone, first, second, alone)] == [0, 0, 0, 0]
 
 
 @contextmanager
@@ -638,14 +638,14 @@ class Arrivals:
         come, self._come = self._come, []
         return come
 
-    def rows_to_leave(self, stamp: Any) -> int:
+    def rows_ordered(self, stamp: Any) -> int:
         if stamp.iteration != self._iteration:
             self._iteration, self._layer, self._at = stamp.iteration, -1, self._dice.randrange(LAYERS)
         self._layer += 1
         if self._layer == self._at and stamp.rows and self._asked:
             self._arrive()
             self.midway += 1
-        return int(self._engine.real_orders.rows_to_leave(stamp))
+        return int(self._engine.real_orders.rows_ordered(stamp))
 
     def _arrive(self) -> None:
         self._come.append(self._thread.submit(self._engine.prepared, self._asked.pop(0)).result(timeout=120))

@@ -82,8 +82,8 @@ def test_who_decodes_beside_rows_stays_when_they_leave(make: Make) -> None:
     engine = make("prompt")
     engine.go_on_until(engine.clock.now + 2.0)
     first, second = engine.play([Arrival(0.05, PROMPT, 6), Arrival(0.6, PROMPT, 1)])
-    preemptions = engine.scheduler.preemptions
-    assert (preemptions.preemptions, preemptions.abandoned) == (2, 1), "the second one's iteration goes on"
+    monitor = engine.scheduler.arrival_monitor
+    assert (monitor.iterations_left, monitor.abandoned) == (2, 1), "the second one's iteration goes on"
     assert len(first.token_at_s) == 6
     assert second.ttft_ms < 1.1 * prompt_ms() + 2 * 400 / LAYERS, "and with less in it is soon over"
 
@@ -99,10 +99,10 @@ def test_rows_that_leave_go_on_where_they_left(make: Make) -> None:
             engine.go_on_until(engine.clock.now + 0.01)
         took[preemption] = engine.clock.now - began
         assert engine.offline_tokens == sum(prompt + answer - 1 for prompt, answer in ROWS)
-        assert (engine.scheduler.preemptions.preemptions > 5) == (preemption == "prompt")
+        assert (engine.scheduler.arrival_monitor.iterations_left > 5) == (preemption == "prompt")
         assert not engine._suspended
     assert took["prompt"] == pytest.approx(took["never"], rel=0.1)
-    assert engine.scheduler.preemptions.tokens_wasted == 0
+    assert engine.scheduler.arrival_monitor.tokens_wasted == 0
 
 
 def test_prompts_of_as_many_tokens_share_nothing(make: Make) -> None:

@@ -110,5 +110,5 @@ def test_a_flag_says_what_was_said_last_and_to_one_iteration(raised: list[tuple[
     with LeaveFlag.create() as flag:
         for iteration, rows in raised:
             flag.raise_for(iteration, rows)
-            assert flag.rows_to_leave(iteration) == min(rows, ALL_ROWS)
-            assert flag.rows_to_leave(iteration + 1) == flag.rows_to_leave(iteration - 1) == 0
+            assert flag.rows_asked(iteration) == min(rows, ALL_ROWS)
+            assert flag.rows_asked(iteration + 1) == flag.rows_asked(iteration - 1) == 0

@@ -103,7 +103,7 @@ def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest
             self.at: dict[int, int] = {}
             self.layer = -1
 
-        def rows_to_leave(self, stamp: Stamp) -> int:
+        def rows_ordered(self, stamp: Stamp) -> int:
             self.layer += 1
             return self.at.get(self.layer, 0)
 

@@ -188,31 +188,31 @@ def test_policies_go_by_name() -> None:
 class TestFlag:
     def test_it_speaks_of_one_iteration(self) -> None:
         with LeaveFlag.create() as flag:
-            assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 0, 0]
+            assert [flag.rows_asked(n) for n in range(4)] == [0, 0, 0, 0]
             flag.raise_for(2, 7)
-            assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 7, 0]
+            assert [flag.rows_asked(n) for n in range(4)] == [0, 0, 7, 0]
             flag.raise_for(3)
-            assert [flag.rows_to_leave(n) for n in range(4)] == [0, 0, 0, ALL_ROWS]
+            assert [flag.rows_asked(n) for n in range(4)] == [0, 0, 0, ALL_ROWS]
 
     def test_what_is_raised_for_an_iteration_that_has_ended_says_nothing_to_the_next(self) -> None:
         with LeaveFlag.create() as flag:
             for iteration in range(1, 100):
-                assert not flag.rows_to_leave(iteration)
+                assert not flag.rows_asked(iteration)
                 flag.raise_for(iteration, iteration)
-                assert flag.rows_to_leave(iteration) == iteration
+                assert flag.rows_asked(iteration) == iteration
 
     def test_numbers_stay_within_their_bits(self) -> None:
         with LeaveFlag.create() as flag:
             flag.raise_for(1, 10**9)
-            assert flag.rows_to_leave(1) == ALL_ROWS
-            assert flag.rows_to_leave(2) == 0
+            assert flag.rows_asked(1) == ALL_ROWS
+            assert flag.rows_asked(2) == 0
             flag.raise_for(1 << 40, 3)
-            assert flag.rows_to_leave(1 << 40) == 3
+            assert flag.rows_asked(1 << 40) == 3
 
     def test_a_process_that_is_no_child_reads_it_and_does_not_take_it_along(self) -> None:
         read = (
             "import sys; from conserve.engine.runtime.safepoint import LeaveFlag\n"
-            "flag = LeaveFlag.attach(sys.argv[1]); print(flag.rows_to_leave(5), flag.rows_to_leave(6))"
+            "flag = LeaveFlag.attach(sys.argv[1]); print(flag.rows_asked(5), flag.rows_asked(6))"
         )
         with LeaveFlag.create() as flag:
             flag.raise_for(6, 4)
@@ -220,14 +220,14 @@ class TestFlag:
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             assert done.stdout.split() == ["0", "4"]
             with LeaveFlag.attach(flag.name) as other:
-                assert other.rows_to_leave(6) == 4
+                assert other.rows_asked(6) == 4
 
     def test_it_is_gone_when_its_owner_is(self) -> None:
         flag = LeaveFlag.create()
         with LeaveFlag.attach(flag.name) as other:
             flag.raise_for(1, 2)
-            assert other.rows_to_leave(1) == 2
-        assert flag.rows_to_leave(1) == 2, "who only reads it removes nothing"
+            assert other.rows_asked(1) == 2
+        assert flag.rows_asked(1) == 2, "who only reads it removes nothing"
         flag.close()
         flag.close()
         with pytest.raises(OSError):
@@ -249,7 +249,7 @@ class FakeOrders:
         self.asked: list[int] = []
         self.layer = 0
 
-    def rows_to_leave(self, stamp: Any) -> int:
+    def rows_ordered(self, stamp: Any) -> int:
         self.asked.append(self.layer)
         return max((count for layer, count in self.rows.items() if layer <= self.layer), default=0)
 
@@ -263,7 +263,7 @@ def passed(orders: FakeOrders, layers: int = 8, every: int = 1) -> tuple[Any, li
     safepoints.arm(Stamp(iteration=1, flag="", rows=["a", "b", "c"], every=every))
     said = []
     for orders.layer in range(layers):
-        said.append(safepoints.rows_to_leave(orders.layer))
+        said.append(safepoints.check(orders.layer))
     return safepoints, said
 
 
@@ -292,11 +292,11 @@ class TestSafepoints:
         safepoints, _ = passed(orders)
         safepoints.disarm()
         orders.asked.clear()
-        assert safepoints.rows_to_leave(0) == 0
+        assert safepoints.check(0) == 0
         assert not orders.asked
         safepoints.arm(Stamp(iteration=2, flag="", rows=["a"], every=1))
         assert safepoints.left_before == 0
-        assert safepoints.rows_to_leave(0) == 1, "the next iteration does not know of the last"
+        assert safepoints.check(0) == 1, "the next iteration does not know of the last"
 
     def test_an_iteration_is_abandoned_past_anything_that_catches_exceptions(self) -> None:
         from conserve.engine.vllm.preemption.safepoints import Abandoned
@@ -328,9 +328,9 @@ class TestSafepoints:
                 return hidden + 1
 
         class Counting(FakeOrders):
-            def rows_to_leave(self, stamp: Any) -> int:
+            def rows_ordered(self, stamp: Any) -> int:
                 self.layer = len(run)
-                return super().rows_to_leave(stamp)
+                return super().rows_ordered(stamp)
 
         layers = nn.ModuleList(map(Layer, range(4)))
         safepoints = Safepoints(Counting(at_2=1), 4)

@@ -44,8 +44,8 @@ class LeaveFlag:
         """Ask the first `rows` offline rows of this iteration to leave it. Iterations count from 1."""
         self._word[0] = iteration << ROWS_BITS | min(rows, ALL_ROWS)
 
-    def rows_to_leave(self, iteration: int) -> int:
-        """Number of rows that are to leave this iteration, mostly 0: one load from memory."""
+    def rows_asked(self, iteration: int) -> int:
+        """Number of rows that the flag asks to leave this iteration, mostly 0: one load from memory."""
         word = self._word[0]
         return word & ALL_ROWS if word >> ROWS_BITS == iteration else 0
 
@@ -86,8 +86,8 @@ def let_go(word: memoryview, memory: SharedMemory, *, owned: bool) -> None:
 def check_us(checks: int = 100_000) -> float:
     """Time of one check of a flag that is not raised, in microseconds."""
     with LeaveFlag.create() as flag:
-        rows_to_leave = flag.rows_to_leave
+        rows_asked = flag.rows_asked
         begun = time.perf_counter()
         for iteration in range(1, checks + 1):
-            rows_to_leave(iteration)
+            rows_asked(iteration)
         return (time.perf_counter() - begun) / checks * 1e6

@@ -44,8 +44,8 @@ class Expected:
     ttft_ms: float
 
 
-class Preemptions:
-    """Stamps iterations, raises the flag for arrivals, and counts rows that left.
+class ArrivalMonitor:
+    """Stamps iterations, raises the flag when online requests arrive, and counts the rows that left.
 
     `arriving` is called in vLLM's I/O thread, every other method in its main thread.
     """
@@ -57,7 +57,7 @@ class Preemptions:
         self.layers = config.model_config.get_num_layers(config.parallel_config)
         self.separable = False  # rows can leave while others stay; known from the first outcome
         self._seen = False  # a worker has answered that it has safepoints and reads the flag
-        self.preemptions = self.abandoned = self.rows_left = self.layers_run = self.tokens_redone = 0
+        self.iterations_left = self.abandoned = self.rows_left = self.layers_run = self.tokens_redone = 0
         self.tokens_wasted = 0.0
         self._every = every
         self._flag = LeaveFlag.create() if self.why_not is None else None
@@ -163,7 +163,7 @@ class Preemptions:
 
     def _count_left(self, iteration: Iteration, outcome: Outcome) -> None:
         left = iteration.left
-        self.preemptions += 1
+        self.iterations_left += 1
         self.abandoned += len(left) == len(iteration.tokens)
         self.rows_left += len(left)
         self.layers_run += outcome.layers_run
@@ -211,8 +211,8 @@ class Preemptions:
             "policy": self.name,
             "why_off": self.why_not,
             "rows_go_on": self.separable,  # where they left; else iterations are abandoned whole
-            "iterations_left": self.preemptions,
-            "preemptions": self.preemptions,  # deprecated: its former name, kept for one release
+            "iterations_left": self.iterations_left,
+            "preemptions": self.iterations_left,  # deprecated: its former name, kept for one release
             "abandoned": self.abandoned,
             "rows": self.rows_left,
             "layers_run": self.layers_run,

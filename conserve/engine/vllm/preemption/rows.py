@@ -97,7 +97,7 @@ class Rows:
             log.info("rows cannot leave after all: the layers get tensors inside of others")
             self._safepoints.abandon_if_asked(index)
             return forward(*args, **kw)
-        rows = self._safepoints.rows_to_leave(index)
+        rows = self._safepoints.check(index)
         if self._in is None and not rows and not (index == 0 and self._suspended):
             return self._learning(forward(*args, **kw))  # all rows are in, and stay
         inputs: dict[Key, Any] = dict(enumerate(args))

@@ -28,8 +28,8 @@ class Abandoned(BaseException):
 class Orders(Protocol):
     """Tells every rank the same number of rows that are to leave."""
 
-    def rows_to_leave(self, stamp: Stamp) -> int:
-        """How many of the stamp's first rows are to leave, or `ALL_ROWS`."""
+    def rows_ordered(self, stamp: Stamp) -> int:
+        """Number of the stamp's first rows that are to leave, or `ALL_ROWS`."""
 
     @property
     def heard(self) -> bool:
@@ -58,14 +58,14 @@ class Safepoints:
         """End it; no safepoint looks until the next `arm`."""
         self.stamp = None
 
-    def rows_to_leave(self, layer: int) -> int:
-        """The safepoint before this layer: number of the stamp's first rows that are to leave; 0 if no news."""
+    def check(self, layer: int) -> int:
+        """Check the orders before this layer: the number of first rows that leave, or 0 if it has not grown."""
         stamp = self.stamp
         if stamp is None or layer % stamp.every:
             return 0
         if self._launches is not None:
             self._launches.keep_up()
-        rows = self._orders.rows_to_leave(stamp)
+        rows = self._orders.rows_ordered(stamp)
         if rows <= self._asked:
             return 0
         self.finish_launched()
@@ -86,7 +86,7 @@ class Safepoints:
 
     def abandon_if_asked(self, layer: int) -> None:
         """The safepoint where rows cannot leave on their own: raises `Abandoned` if any is to leave."""
-        if self.rows_to_leave(layer):
+        if self.check(layer):
             raise Abandoned
 
 

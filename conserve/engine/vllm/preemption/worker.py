@@ -44,8 +44,8 @@ class TensorParallelOrders:
             None  # name of a flag that cannot be read: its engine core is on another machine
         )
 
-    def rows_to_leave(self, stamp: Stamp) -> int:
-        """Rows that are to leave; every rank gets the same number, since every rank asks at the same safepoints."""
+    def rows_ordered(self, stamp: Stamp) -> int:
+        """Number of rows ordered to leave, equal on every rank: every rank asks at the same safepoints."""
         if self._alone:
             return self._read(stamp)
         # vLLM's queue in shared memory: 7 us for two ranks on two cores, where gloo's broadcast takes 100 to 300.
@@ -62,7 +62,7 @@ class TensorParallelOrders:
                 self._lost, self.heard = stamp.flag, False
                 log.warning("iterations are not preempted here: their flag cannot be read (%s)", error)
                 return 0
-        return self._flag.rows_to_leave(stamp.iteration)
+        return self._flag.rows_asked(stamp.iteration)
 
 
 class Worker(VllmWorker):  # type: ignore[misc]

@@ -41,7 +41,7 @@ class Picture:
         online, offline = self._running()
         holding = list(scheduler.kv_holding_waiting)  # they have KV blocks, or are getting them
         lanes = scheduler.waiting
-        rows_leave = scheduler.preemptions.acts and not scheduler.online_grammars_compile
+        rows_leave = scheduler.arrival_monitor.acts and not scheduler.online_grammars_compile
         return View(
             online=online,
             offline=offline,
@@ -51,7 +51,7 @@ class Picture:
             model=model,
             slo=slo,
             rows_leave=rows_leave,
-            rows_join=rows_leave and scheduler.preemptions.separable,
+            rows_join=rows_leave and scheduler.arrival_monitor.separable,
             max_tokens=scheduler.max_num_scheduled_tokens,
             held=self._held(holding),
             **self._room(sum(self._is_blocked(request) for request in holding)),
@@ -76,7 +76,7 @@ class Picture:
             if tokens <= decode_tokens and context >= request.num_prompt_tokens:
                 lane.append(Candidate(name, tokens, context, True, blocks, 0.0, True, 0.0, saved))
                 continue
-            if lane is offline and (cap := scheduler.preemptions.chunk(name)) is not None:
+            if lane is offline and (cap := scheduler.arrival_monitor.chunk(name)) is not None:
                 tokens = min(tokens, cap)
             lane.append(self._prompt(request, tokens, context, blocks, saved=saved))
         return online, offline

@@ -28,7 +28,7 @@ def report(scheduler: Any) -> dict[str, Any]:
         "max_num_batched_tokens": scheduler._most_tokens,
         **traffic,
         **iterations.report(),
-        "preemption": scheduler.preemptions.report(),
+        "preemption": scheduler.arrival_monitor.report(),
         "checkpoint": {**checkpoints(scheduler), "tokens_recomputed": scheduler._offline_tokens.again},
     }
 

@@ -27,7 +27,7 @@ from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.blocks import checkpoints_of
 from conserve.engine.vllm.iteration import Iteration, iteration_of, outcome_of, put
 from conserve.engine.vllm.lane import is_online, is_running, ttft_promise
-from conserve.engine.vllm.preemption.arrivals import Preemptions
+from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.application import apply
 from conserve.engine.vllm.scheduling.iterations import Iterations
@@ -74,7 +74,7 @@ class CoServing:
         self._most_tokens = self.max_num_scheduled_tokens
         self._unplanned = 0  # iterations without a plan
         self._offline_tokens = OfflineTokens(1 + self.num_spec_tokens)
-        self.preemptions = Preemptions(
+        self.arrival_monitor = ArrivalMonitor(
             vllm_config, policy=installed.preemption, every=installed.safepoint_every
         )
         self.checkpoints, self.why_no_checkpoints = checkpoints_of(self.connector)
@@ -92,7 +92,7 @@ class CoServing:
         if change and "policy" in change:
             self._follow(change["policy"])
         if change and "preemption" in change:
-            self.preemptions.follow(change["preemption"])
+            self.arrival_monitor.follow(change["preemption"])
         if change and "checkpoint" in change and self.checkpoints is not None:
             self.checkpoints.on = change["checkpoint"] != OFF
         if change and "slo" in change:
@@ -105,7 +105,7 @@ class CoServing:
     def add_request(self, request: Request) -> None:
         """Take a request in, as vLLM does, and note its lane."""
         super().add_request(request)  # type: ignore[misc]
-        self.preemptions.arrived(request.request_id)
+        self.arrival_monitor.arrived(request.request_id)
         if surcharged(request):
             self._with_logprobs.add(request.request_id)
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
@@ -122,10 +122,10 @@ class CoServing:
         """Note in vLLM's I/O thread, while the model runs, a request that `add_request` will bring."""
         if is_online(request) and not self._warms_up(request):
             arrived = time.monotonic() - (time.time() - request.arrival_time)
-            self.preemptions.arriving(request, ttft_promise(request), arrived=arrived)
+            self.arrival_monitor.arriving(request, ttft_promise(request), arrived=arrived)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self.preemptions.forget(request.request_id)
+        self.arrival_monitor.forget(request.request_id)
         self._offline.discard(request.request_id)
         self._offline_tokens.forget(request.request_id)
         self._with_logprobs.discard(request.request_id)
@@ -142,7 +142,7 @@ class CoServing:
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if request.request_id in self._offline:
             self._offline_tokens.loses(request)
-        self.preemptions.lost_memory(request.request_id)
+        self.arrival_monitor.lost_memory(request.request_id)
         if self.checkpoints is not None:
             self.checkpoints.evicting(request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -158,7 +158,7 @@ class CoServing:
         if plan is None:
             output: SchedulerOutput = schedule()
         else:
-            iteration.registers_late = self.preemptions.on and not self._offline.isdisjoint(plan.tokens)
+            iteration.registers_late = self.arrival_monitor.on and not self._offline.isdisjoint(plan.tokens)
             output = apply(self, iteration, schedule)
         self._send(iteration, output)
         return output
@@ -255,7 +255,7 @@ class CoServing:
     def _stamp(self, iteration: Iteration) -> None:
         assert self._iterations.model is not None
         tokens = iteration.tokens.items()
-        self.preemptions.begin(
+        self.arrival_monitor.begin(
             iteration,
             offline=[(self.requests[name], n) for name, n in tokens if name in self._offline],
             model=self._iterations.model,
@@ -269,14 +269,14 @@ class CoServing:
         This comes before vLLM takes the results in, which may free the requests.
         """
         if not iteration.registers_late:
-            self.preemptions.computed(iteration.tokens)
+            self.arrival_monitor.computed(iteration.tokens)
             return
-        self.preemptions.end(iteration)
+        self.arrival_monitor.end(iteration)
         left = iteration.left
         for name, tokens in iteration.tokens.items():
             request = self.requests.get(name)
             if request is None or not is_running(request):
-                self.preemptions.forget(name)  # aborted meanwhile
+                self.arrival_monitor.forget(name)  # aborted meanwhile
             elif name in left:
                 self._rewind(request, tokens)
             elif tokens > 1 or not request.num_computed_tokens % self.block_size:  # most steps fill no block
@@ -329,7 +329,7 @@ class CoServing:
 
     def shutdown(self) -> None:
         """Save the model's correction, and end."""
-        self.preemptions.close()
+        self.arrival_monitor.close()
         self._iterations.save()
         if self._recording is not None:
             self._recording.close()
