@@ -356,7 +356,7 @@ class PreemptedEngine:
                 scheduler._inflight_prefills,
             ],
             "preemptions": [part for part in vars(preemptions).values() if isinstance(part, dict)],
-            "runner": [runner.requests, runner.input_batch.req_id_to_index, runner.num_prompt_logprobs],
+            "runner": requests_in(runner),
             "rows": [self.worker._rows._suspended] if self.worker._rows is not None else [],
         }
         if (checkpoints := scheduler.checkpoints) is not None:
@@ -403,6 +403,14 @@ def started(model: Path, **flags: Any) -> Iterator[PreemptedEngine]:
         os.environ.update(environment)
         torch.set_num_threads = set_num_threads  # the worker puts its own there
         set_num_threads(threads)
+
+
+def requests_in(runner: Any) -> list[dict[str, Any]]:
+    """What vLLM's model runner, V1 or V2, keeps by a request's name."""
+    if hasattr(runner, "req_states"):
+        asked = runner.prompt_logprobs_worker
+        return [runner.req_states.req_id_to_index, asked.in_progress_prompt_logprobs]
+    return [runner.requests, runner.input_batch.req_id_to_index, runner.num_prompt_logprobs]
 
 
 def values(position: Any) -> dict[int, float]:
