@@ -14,7 +14,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from conserve.engine.runtime.launches import Launches
 from conserve.engine.runtime.safepoint import LeaveFlag
-from conserve.engine.vllm.iteration import Outcome, Stamp, put, stamp_of
+from conserve.engine.vllm.iteration import Outcome, Stamp, stamp_of
+from conserve.engine.vllm.preemption.outputs import nothing_sampled, with_outcome
 from conserve.engine.vllm.preemption.rows import Rows, groups_of
 from conserve.engine.vllm.preemption.safepoints import (
     Abandoned,
@@ -85,8 +86,25 @@ class Worker(VllmWorker):  # type: ignore[misc]
 
         Returns None where the iteration was abandoned; `sample_tokens` then returns an output without tokens.
         """
-        stamp, safepoints, rows = stamp_of(scheduler_output), self._safepoints, self._rows
         self._outcome = None
+        output = self._run(scheduler_output)
+        return output if output is None else self._answered(output)  # None: `sample_tokens` has it
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample as vLLM does, and attach the outcome."""
+        output, self._abandoned = self._abandoned, None
+        if output is None:
+            with self._rows.discarded() if self._rows is not None else contextlib.nullcontext():
+                output = super().sample_tokens(grammar_output)
+        return self._answered(output)
+
+    def _answered(self, output: Any) -> Any:
+        """Attach the outcome of the iteration that ran last, once."""
+        answer, self._outcome = self._outcome, None
+        return with_outcome(output, answer)
+
+    def _run(self, scheduler_output: Any) -> Any:
+        stamp, safepoints, rows = stamp_of(scheduler_output), self._safepoints, self._rows
         if rows is not None:
             rows.begin(scheduler_output, watched=stamp is not None)
         if safepoints is None and stamp is not None:
@@ -110,16 +128,6 @@ class Worker(VllmWorker):  # type: ignore[misc]
                 rows.end(scheduled)
                 left = rows.left if left is None else left
             self._outcome = outcome(safepoints, rows, left or frozenset())
-
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample as vLLM does, and attach the outcome."""
-        output, self._abandoned = self._abandoned, None
-        if output is None:
-            with self._rows.discarded() if self._rows is not None else contextlib.nullcontext():
-                output = super().sample_tokens(grammar_output)
-        if self._outcome is not None and isinstance(output, ModelRunnerOutput):
-            put(output, self._outcome)
-        return output
 
     def _keep_kv_output(self) -> None:
         """Keep the KV connector's output of each iteration, which vLLM's runner loses when one is abandoned."""
@@ -197,13 +205,4 @@ def rows_can_leave(worker: Any) -> bool:
         or config.cache_config.kv_sharing_fast_prefill
         or getattr(config.model_config, "rswa_window", None)
         or (len(builders) > 1 and any(builder.supports_update_block_table for builder in builders))
-    )
-
-
-def nothing_sampled(requests: list[str]) -> ModelRunnerOutput:
-    """The output of an iteration that sampled no token."""
-    return ModelRunnerOutput(
-        req_ids=requests,
-        req_id_to_index={name: index for index, name in enumerate(requests)},
-        sampled_token_ids=[[] for _ in requests],
     )

@@ -1,0 +1,47 @@
+"""The workers' answer on vLLM's outputs, whichever model runner makes them and whenever they are read.
+
+The V1 runner returns results. The V2 runner returns a promise of results that are still on the device, and so does
+the V1 runner if iterations are scheduled ahead. vLLM reads such a promise later, maybe in another thread, when the
+next iteration may have run. So the promise takes the outcome of its own iteration along.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+
+from conserve.engine.vllm.iteration import Outcome, put
+
+
+class Promised(AsyncModelRunnerOutput):  # type: ignore[misc]
+    """A promise of vLLM's whose results bring the outcome of their iteration."""
+
+    def __init__(self, promise: AsyncModelRunnerOutput, outcome: Outcome) -> None:
+        self._promise, self._outcome = promise, outcome
+
+    def get_output(self) -> Any:
+        """Wait for the results as vLLM does, and attach the outcome."""
+        return with_outcome(self._promise.get_output(), self._outcome)
+
+
+def with_outcome(output: Any, outcome: Outcome | None) -> Any:
+    """vLLM's output with the outcome of its iteration; None, which is no output, stays None."""
+    if output is None or outcome is None:
+        return output
+    if isinstance(output, AsyncModelRunnerOutput):
+        return Promised(output, outcome)
+    if output is EMPTY_MODEL_RUNNER_OUTPUT:  # one object for all iterations, which would keep the outcome
+        output = copy(output)
+    put(output, outcome)
+    return output
+
+
+def nothing_sampled(requests: list[str]) -> ModelRunnerOutput:
+    """The output of an iteration that sampled no token."""
+    return ModelRunnerOutput(
+        req_ids=requests,
+        req_id_to_index={name: index for index, name in enumerate(requests)},
+        sampled_token_ids=[[] for _ in requests],
+    )

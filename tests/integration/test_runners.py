@@ -1,0 +1,170 @@
+"""Whatever workers tell the scheduler of an iteration arrives, with each of vLLM's model runners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import LAYERS
+
+# As in test_embedded_engine.py.
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="class")
+def engine(six_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One start per class, never two engines at once: they would share vLLM's globals."""
+    from tests.preempted_engine import started
+    from tests.triton_on_cpu import v2_runner
+
+    runner = v2_runner() if request.cls.v2 else nullcontext()
+    ahead = scheduled_ahead() if request.cls.ahead else nullcontext()
+    with runner, ahead, started(six_layers) as engine:
+        assert engine.worker.use_v2_model_runner is request.cls.v2
+        assert engine.core.async_scheduling is request.cls.ahead
+        yield engine
+        engine.assert_nothing_is_left()
+
+
+@contextmanager
+def scheduled_ahead() -> Iterator[None]:
+    """Engines that start meanwhile schedule an iteration before the last one's results are in, and stamp it.
+
+    vLLM never does so on a CPU, and rows do not leave such iterations.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def checked(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(checked))
+        patch.setattr("conserve.engine.vllm.preemption.arrivals.why_not", lambda config: None)
+        yield
+
+
+@pytest.fixture
+def settled(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Records of the iterations as they are settled."""
+    records: list[Any] = []
+    settle = engine.scheduler._settle
+
+    def settling(iteration: Any) -> None:
+        records.append(iteration)
+        settle(iteration)
+
+    monkeypatch.setattr(engine.scheduler, "_settle", settling)
+    return records
+
+
+def rows(seed: int, count: int = 4) -> list[Any]:
+    from tests.preempted_engine import Ask, greedy, prompt
+
+    return [
+        Ask(f"off{n}", prompt(30 + n * 67 % 190, seed * 100 + n), greedy(5 + n % 4)) for n in range(count)
+    ]
+
+
+def mixed(seed: int) -> list[Any]:
+    from tests.preempted_engine import Ask, greedy, prompt
+
+    live = [
+        Ask(f"on{n}", prompt(20 + n * 31, seed * 100 + 50 + n), greedy(9), offline=False) for n in range(2)
+    ]
+    return [*rows(seed), *live]
+
+
+class Arriving:
+    """The outcome of each iteration comes with its own results."""
+
+    v2: bool
+    ahead: bool
+
+    def test_an_iteration_that_was_computed_has_its_own_outcome(
+        self, engine: Any, settled: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from conserve.engine.vllm.iteration import Outcome
+        from conserve.engine.vllm.preemption import worker
+
+        stamps: list[Any] = []
+        arm = engine.worker._safepoints.arm
+
+        def arming(stamp: Any) -> None:
+            stamps.append(stamp)
+            arm(stamp)
+
+        def numbered(*_: Any) -> Outcome:
+            return Outcome(layers_run=stamps[-1].iteration, layers=LAYERS, safepoints=LAYERS)
+
+        monkeypatch.setattr(engine.worker._safepoints, "arm", arming)
+        monkeypatch.setattr(worker, "outcome", numbered)
+        asked = rows(1)
+        engine.add(*asked)
+        answers = engine.drain()
+        assert {name: len(answer.tokens) for name, answer in answers.items()} == {
+            ask.name: ask.params.max_tokens for ask in asked
+        }
+        stamped = [one for one in settled if one.stamp is not None]
+        assert len(stamped) > 5
+        assert [one.outcome and one.outcome.layers_run for one in stamped] == [
+            one.stamp.iteration for one in stamped
+        ]
+        assert all(one.outcome is None for one in settled if one.stamp is None), "nobody asked"
+
+    def test_the_scheduler_learns_what_the_worker_can(self, engine: Any) -> None:
+        engine.add(*rows(2))
+        engine.drain()
+        assert engine.preemptions.acts
+        assert engine.preemptions.layers == LAYERS
+        assert engine.preemptions.separable is (not self.v2)
+
+
+class TestV1(Arriving):
+    v2, ahead = False, False
+
+
+class TestV2(Arriving):
+    """Its results are on the device when `sample_tokens` returns."""
+
+    v2, ahead = True, False
+
+    def test_iterations_are_abandoned_at_any_layer(self, engine: Any, settled: list[Any]) -> None:
+        asked = mixed(3)
+        wanted = engine.undisturbed(asked)
+        for layer in range(LAYERS):
+            settled.clear()
+            assert engine.scripted(asked, {n: [(layer, 1)] for n in (1, 2, 4)}) == wanted
+            left = [one for one in settled if one.left]
+            assert len(left) == 3
+            assert all(one.outcome.layers_run == layer and one.left == one.tokens.keys() for one in left)
+            assert not any(one.left for one in settled if one not in left)
+
+    def test_at_random(self, engine: Any) -> None:
+        from tests.preempted_engine import Dice
+
+        asked = mixed(4)
+        wanted = engine.undisturbed(asked)
+        for seed in range(3):
+            assert engine.preempted(asked, Dice(seed, LAYERS)) == wanted
+
+
+class TestV1ScheduledAhead(Arriving):
+    """The next iteration runs before these results are asked for."""
+
+    v2, ahead = False, True
+
+
+class TestV2ScheduledAhead(Arriving):
+    v2, ahead = True, True
