@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,3 +170,80 @@ class TestV1ScheduledAhead(Arriving):
 
 class TestV2ScheduledAhead(Arriving):
     v2, ahead = True, True
+
+
+class TestOutputs:
+    """Attaching an outcome to each kind of output that vLLM's workers return."""
+
+    def test_a_promise_that_is_read_late_in_another_thread_brings_its_own_outcome(self) -> None:
+        from conserve.engine.vllm.iteration import Outcome, outcome_of
+        from conserve.engine.vllm.preemption.outputs import with_outcome
+
+        promises = [with_outcome(promise(n), Outcome(layers_run=n)) for n in range(3)]
+        with ThreadPoolExecutor(1) as thread:
+            results = [thread.submit(one.get_output).result(timeout=120) for one in reversed(promises)]
+        found = [(result.sampled_token_ids, outcome_of(result)) for result in results]
+        assert found == [([[n]], Outcome(layers_run=n)) for n in (2, 1, 0)]
+
+    def test_iterations_share_no_outcome_through_the_output_that_they_share(self) -> None:
+        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+        from conserve.engine.vllm.iteration import Outcome, outcome_of
+        from conserve.engine.vllm.preemption.outputs import with_outcome
+
+        output = with_outcome(EMPTY_MODEL_RUNNER_OUTPUT, Outcome(joined=1))
+        assert outcome_of(output) == Outcome(joined=1)
+        assert outcome_of(EMPTY_MODEL_RUNNER_OUTPUT) is None
+
+    def test_where_there_is_no_output_or_no_outcome_nothing_changes(self) -> None:
+        from conserve.engine.vllm.iteration import Outcome
+        from conserve.engine.vllm.preemption.outputs import with_outcome
+
+        promised = promise(0)
+        assert with_outcome(promised, None) is promised
+        assert with_outcome(None, Outcome()) is None
+
+    def test_results_that_come_without_sampling_bring_the_outcome_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """vLLM then asks for no sample, and the next iteration is another's."""
+        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+        from conserve.engine.vllm.iteration import Outcome, Stamp, outcome_of
+        from conserve.engine.vllm.preemption.worker import VllmWorker, Worker
+
+        monkeypatch.setattr(VllmWorker, "execute_model", lambda *_: EMPTY_MODEL_RUNNER_OUTPUT)
+        monkeypatch.setattr(VllmWorker, "sample_tokens", lambda *_: promise(7).get_output())
+        worker = object.__new__(Worker)  # without safepoints, as a model where none are found
+        stamp = Stamp(iteration=1, flag="psm_1", rows=["a"], every=1)
+        output = worker.execute_model(SimpleNamespace(conserve=SimpleNamespace(stamp=stamp)))
+        assert outcome_of(output) == Outcome()
+        assert outcome_of(worker.sample_tokens(None)) is None
+        assert outcome_of(worker.execute_model(SimpleNamespace())) is None
+
+
+def promise(token: int) -> Any:
+    """The V2 runner's own promise of one token of one request."""
+    import torch
+    import vllm.v1.worker.cpu.shm  # noqa: F401 - streams and events of a CPU
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+    ones = torch.ones(1, dtype=torch.int32)
+    return AsyncOutput(
+        model_runner_output=ModelRunnerOutput(req_ids=["row"], req_id_to_index={"row": 0}),
+        sampler_output=SamplerOutput(
+            sampled_token_ids=torch.tensor([[token]]),
+            logprobs_tensors=None,
+            num_nans=None,
+            num_sampled=ones,
+            num_rejected=torch.zeros_like(ones),
+            sampling_mask_tensors=None,
+        ),
+        num_sampled_tokens=ones,
+        main_stream=torch.cuda.current_stream(),
+        copy_stream=torch.cuda.Stream(),
+        check_ep_fault=False,
+        pending_aux_output=None,
+    )
