@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -21,6 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
+PATIENCE_S = 240.0  # reached by a hang alone
+
 
 @pytest.fixture(scope="class")
 def engine(six_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -30,7 +34,8 @@ def engine(six_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
 
     runner = v2_runner() if request.cls.v2 else nullcontext()
     ahead = scheduled_ahead() if request.cls.ahead else nullcontext()
-    with runner, ahead, started(six_layers) as engine:
+    flags = request.cls.flags() if hasattr(request.cls, "flags") else {}
+    with runner, ahead, started(six_layers, **flags) as engine:
         assert engine.worker.use_v2_model_runner is request.cls.v2
         assert engine.core.async_scheduling is request.cls.ahead
         yield engine
@@ -160,6 +165,43 @@ class TestV2(Arriving):
         wanted = engine.undisturbed(asked)
         for seed in range(3):
             assert engine.preempted(asked, Dice(seed, LAYERS)) == wanted
+
+
+class TestV2WithCheckpoints:
+    """What the KV connector's workers say comes along, also from iterations that were abandoned."""
+
+    v2, ahead = True, False
+
+    @staticmethod
+    def flags() -> dict[str, Any]:
+        from tests.integration.test_checkpoints import transfer
+
+        return {"kv_transfer_config": transfer({"policy": "eager", "host_bytes": 64 << 20})}
+
+    def test_rows_of_abandoned_iterations_are_saved_and_restored(self, engine: Any) -> None:
+        from tests.preempted_engine import Ask, Dice, greedy, prompt
+
+        asked = [Ask(f"off{n}", prompt(50 + n * 83, 500 + n), greedy(24)) for n in range(4)]
+        wanted = engine.undisturbed(asked)
+        abandoned = engine.preemptions.abandoned
+        before = engine.scheduler.conserve()["checkpoint"]
+        engine.orders.follow(Dice(5, LAYERS))
+        engine.add(*asked)
+        dice, end = random.Random(5), time.monotonic() + PATIENCE_S
+        while engine.busy:
+            assert time.monotonic() < end
+            engine.step()
+            if dice.random() < 0.2:
+                engine.lose_memory(dice)
+        answers = engine.drain()
+        engine.orders.follow(None)
+        after = engine.scheduler.conserve()["checkpoint"]
+        assert answers == wanted
+        assert engine.preemptions.abandoned - abandoned > 10
+        assert after["blocks_saved"] > before["blocks_saved"]
+        assert after["tokens_restored"] > before["tokens_restored"]
+        engine.assert_nothing_is_left()
+        engine.forget()
 
 
 class TestV1ScheduledAhead(Arriving):
