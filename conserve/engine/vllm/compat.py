@@ -89,7 +89,7 @@ INTERNALS = {
     "vllm.v1.outputs.AsyncModelRunnerOutput.get_output": "wrapped: results that are read later, in "
     "another thread perhaps; from the V2 runner (`async_utils.AsyncOutput`), and from V1 if scheduled ahead",
     "vllm.v1.outputs.EMPTY_MODEL_RUNNER_OUTPUT": "one object for all iterations: copied before it gets an outcome",
-    "execute_model, sample_tokens": "an output is an iteration's result unless None; it is sampled before the next",
+    "Worker.{execute_model,sample_tokens}": "alternate; an output that is not None is the iteration's",
     "AttentionLayer.impl.forward": "wrapped: safepoints where there are none between layers",
     "a decoder layer's forward": "wrapped: token-major tensors in, token-major tensors out",
     "GPUModelRunner.{attn_groups,input_batch,query_start_loc,discard_request_mask,num_prompt_logprobs}": "read "
