@@ -91,6 +91,44 @@ def test_looking_around_is_possible(opened: Views, sql: str) -> None:
     assert ask(opened.duck, sql).to_arrow_table().num_rows
 
 
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "with x as (insert into jobs select * from jobs returning id) select * from x",
+        "with x as (delete from jobs returning id) from x",
+        "with x as (update jobs set error = 'none' returning id) from x",
+        "with x as (delete from jobs returning id) pivot x on id",
+        "describe with x as (delete from jobs returning id) from x",
+    ],
+)
+def test_a_with_clause_that_writes_is_refused(opened: Views, sql: str) -> None:
+    with pytest.raises(QueryError, match="only SELECT is possible"):
+        ask(opened.duck, sql).fetchall()
+    assert opened.duck.execute("select count(*) from jobs where error is null").fetchall() == [(1,)]
+
+
+def test_a_with_clause_cannot_write_over_a_file_that_a_view_reads(
+    store: Store, write_input: WriteInput
+) -> None:
+    job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
+    drain(store)
+    shards.compact(store, job_id, now=0.0)
+    with views(store, now=0.0) as opened:
+        (shard,) = opened.files["results"]
+        before = shard.read_bytes()
+        with pytest.raises(QueryError, match="only SELECT is possible"):
+            ask(
+                opened.duck,
+                f"with x as (copy (select 1) to '{shard}' (format csv, use_tmp_file false)) from x",
+            ).fetchall()
+    assert shard.read_bytes() == before
+
+
+def test_the_order_of_an_answer_is_kept(opened: Views) -> None:
+    rows = ask(opened.duck, "select range as a, -range as a from range(100000) order by 2").fetchall()
+    assert rows == [(n, -n) for n in reversed(range(100_000))]
+
+
 def test_only_the_views_are_shown(opened: Views) -> None:
     shown = ask(opened.duck, "show tables").fetchall()
     assert shown == [("inputs",), ("jobs",), ("requests",), ("results",)]

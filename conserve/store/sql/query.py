@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ VIEWS = ("jobs", "results", "inputs", "requests")
 REACH = (
     "conserve sql reads the views jobs, results, inputs and requests, files given by --with, and nothing else"
 )
+ONLY_SELECT = f"{REACH}: only SELECT is possible"
+NODE = re.compile(r'"type":"(\w+_NODE)"')  # in the tree of a parsed query
+READING = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
+WRITES = re.compile(r"WITH clause containing a .* must be at the top level")  # how DuckDB refuses it in a subquery
 
 
 class Duplicate(NamedTuple):
@@ -145,14 +150,21 @@ def select_of(statement: duckdb.Statement) -> str:
     """
     text = str(statement.query).strip().rstrip(";")
     kind = kind_of(statement)
-    if kind == "SELECT":
+    if kind == "SELECT" and only_reads(text):
         return text
     if kind == "MULTI":
         with contextlib.suppress(duckdb.ParserException):
             wrapped = f"from (\n{text}\n)"
             if len(duckdb.extract_statements(wrapped)) == 1:
-                return wrapped
-    raise QueryError(f"{REACH}: only SELECT is possible")
+                return wrapped  # in a subquery DuckDB binds no WITH clause that writes
+    raise QueryError(ONLY_SELECT)
+
+
+def only_reads(select: str) -> bool:
+    """True if no WITH clause of a SELECT writes, be it a row or, by COPY, over a file that a view reads."""
+    with duckdb.connect(":memory:", config={**SETTINGS, "enable_external_access": False}) as empty:
+        row = empty.execute("select json_serialize_sql($1)", [select]).fetchone()
+    return row is not None and set(NODE.findall(row[0])) <= READING
 
 
 def kind_of(statement: duckdb.Statement) -> str:
@@ -181,6 +193,8 @@ def explained(error: duckdb.Error) -> QueryError:
     if isinstance(error, duckdb.PermissionException):
         return QueryError(f"{REACH}: no other files, databases or settings")
     message = one_line(str(error))
+    if WRITES.search(message):
+        return QueryError(ONLY_SELECT)
     if isinstance(error, duckdb.CatalogException):
         message = f"{REACH}: {message}"
     return QueryError(f'{message}; the columns are shown by: conserve sql "describe results"')
