@@ -95,6 +95,9 @@ def submit(
     param: Annotated[
         list[str] | None, typer.Option(metavar="KEY=JSON", help="Any other field of the request body.")
     ] = None,
+    unknown_params: Annotated[
+        bool, typer.Option("--unknown-params", help="Allow --param names that neither vLLM nor OpenAI has.")
+    ] = False,
     id: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with the rows' own ids.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Model that is to answer; runs with another one are refused.")
@@ -136,6 +139,7 @@ def submit(
         logprobs=logprobs,
         schema=schema,
         param=param,
+        unknown_params=unknown_params,
     )
     task = make_task(read_prompt(prompt, prompt_file), messages, system, completions, id, params)
     task = in_order(task, order)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from conserve.config import Settings
-from conserve.errors import UsageError
+from conserve.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from conserve.jobs.inputs.source import Input
@@ -117,16 +117,28 @@ def request_params(
     logprobs: int | None,
     schema: str | None,
     param: list[str] | None,
+    unknown_params: bool,
     **plain: Any,
 ) -> dict[str, Any]:
     """Body fields that the flags set."""
+    from conserve.jobs.requests.parameter_names import unknown_name
+
     params = {key: value for key, value in plain.items() if value not in (None, [])}
     if logprobs is not None:
         params |= {"logprobs": logprobs} if completions else {"logprobs": True, "top_logprobs": logprobs}
     if schema is not None:
         answer = {"name": "answer", "schema": read_schema(schema), "strict": True}
         params["response_format"] = {"type": "json_schema", "json_schema": answer}
-    for pair in param or []:
+    given = read_params(param or [])
+    if not unknown_params and (unknown := unknown_name(given)) is not None:
+        raise UsageError(f"--param: {one_line(unknown)}")
+    return params | given
+
+
+def read_params(pairs: list[str]) -> dict[str, Any]:
+    """Fields of --param."""
+    params = {}
+    for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise UsageError(f"--param takes KEY=JSON, as in --param top_k=20, not {pair!r}")

@@ -10,6 +10,7 @@ from conserve.endpoints.protocol import Url
 from conserve.errors import InputError, TemplateError, UsageError
 from conserve.jobs.requests.fault import parameter_fault, prompt_fault, request_fault, schema_fault
 from conserve.jobs.requests.file import RequestFile
+from conserve.jobs.requests.parameter_names import unknown_name
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
@@ -43,6 +44,9 @@ def answer(schema: Any) -> dict[str, Any]:
         (CHAT, {"response_format": {"type": "json_object"}}),
         (CHAT, answer({"type": "object", "properties": {"a": {"type": ["string", "null"]}}})),
         (CHAT, answer({})),
+        (CHAT, answer({"$ref": "#/$defs/a", "$defs": {"a": {"const": {"$ref": "https://example.com"}}}})),
+        (CHAT, answer({"properties": {"$ref": {"type": "string"}}})),
+        (CHAT, {"max_tokens": 2**31 - 1}),
         (CHAT, {"structured_outputs": {"json": {"type": "object"}}}),
         (CHAT, {"structured_outputs": {"regex": "a+"}}),
         (CHAT, {"n": 3, "temperature": 0.1}),
@@ -66,7 +70,12 @@ def test_parameters_within_their_ranges_have_no_fault(url: str, body: dict[str, 
         (CHAT, {"n": 0}, "n is a whole number from 1 to 16,384, not 0"),
         (CHAT, {"n": 16_385}, "n is"),
         (CHAT, {"n": 1.5}, "n is"),
-        (CHAT, {"max_tokens": 0}, "max_tokens is a whole number from 1, not 0"),
+        (CHAT, {"max_tokens": 0}, "max_tokens is a whole number from 1 to 2,147,483,647, not 0"),
+        (CHAT, {"max_tokens": 2**31}, "max_tokens is a whole number from 1 to 2,147,483,647, not 2147483648"),
+        (CHAT, {"top_k": 10**12}, "top_k is a whole number from -1 to 2,147,483,647"),
+        (CHAT, answer({"$ref": "https://example.com/a.json"}), 'refers to "https://example.com/a.json"'),
+        (CHAT, answer({"properties": {"a": {"anyOf": [{"$ref": "b.json#/a"}]}}}), 'refers to "b.json#/a"'),
+        (CHAT, {"structured_outputs": {"json": {"$dynamicRef": "file:///b"}}}, "no engine fetches"),
         (CHAT, {"max_completion_tokens": -1}, "max_completion_tokens"),
         (CHAT, {"seed": 2**63}, "seed is a whole number of 64 bits"),
         (CHAT, {"seed": 10**400}, "seed is"),
@@ -229,6 +238,10 @@ def test_a_warning_says_the_share_and_the_first_error(write_input: WriteInput) -
         (["--param", "response_format=json"], "response_format has a type"),
         (["--param", "stream=true"], "stream is no parameter"),
         (["--param", "model=x"], "name it to the job: --model"),
+        (["--param", "top_kk=20"], "has a field top_kk; did you mean top_k? If not, --unknown-params sends it"),
+        (["--param", "zzzz=20"], "has a field zzzz; --unknown-params sends it all the same"),
+        (["--max-tokens", str(2**31)], "max_tokens is a whole number from 1 to 2,147,483,647"),
+        (["--schema", '{"$ref": "https://example.com/a.json"}'], "which no engine fetches; put it under $defs"),
     ],
 )
 def test_parameters_are_checked_at_submit(write_input: WriteInput, arguments: list[str], words: str) -> None:
@@ -237,6 +250,21 @@ def test_parameters_are_checked_at_submit(write_input: WriteInput, arguments: li
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert conserve("jobs", "--json").stdout.strip() == "[]"
+
+
+def test_a_parameter_of_another_server_can_be_sent(write_input: WriteInput) -> None:
+    given = ["submit", str(write_input(q=["a"])), "--prompt", "{{ q }}", "--param", "dry_multiplier=0.8"]
+    done = conserve(*given, "--unknown-params", "--dry-run", "1", "--json")
+    assert done.returncode == 0
+    assert "dry_multiplier" in done.stdout
+
+
+def test_every_field_of_vllm_is_known() -> None:
+    chat = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol").ChatCompletionRequest
+    completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol").CompletionRequest
+    responses = pytest.importorskip("vllm.entrypoints.openai.responses.protocol").ResponsesRequest
+    fields = {name for kind in (chat, completion, responses) for name in kind.model_fields}
+    assert unknown_name(sorted(fields)) is None
 
 
 def test_a_task_with_a_wrong_parameter_is_refused(store: Store, write_input: WriteInput) -> None:

@@ -15,6 +15,7 @@ from conserve.endpoints.protocol import Url
 from conserve.jobs.inputs.nesting import is_deeper
 
 MAX_SCHEMA_DEPTH = 64  # objects and lists, as vLLM has it
+INT32 = 2**31 - 1  # most that engines hold in their tensors
 INT64: tuple[float, float] = (-(2**63), 2**63 - 1)
 
 
@@ -37,25 +38,28 @@ class Range(NamedTuple):
         if (self.low, self.high) == INT64:
             return f"{kind} of 64 bits"
         low = f"above {self.low:g}" if self.above else f"from {self.low:g}"
-        return f"{kind} {low}" + ("" if self.high == inf else f" to {self.high:,g}")
+        high = f"{self.high:,}" if isinstance(self.high, int) else f"{self.high:g}"
+        return f"{kind} {low}" + ("" if self.high == inf else f" to {high}")
 
 
 NUMBERS = {
     "temperature": Range(0, 2),
     "top_p": Range(0, 1, above=True),
     "min_p": Range(0, 1),
-    "top_k": Range(-1, whole=True),
+    "top_k": Range(-1, INT32, whole=True),
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "repetition_penalty": Range(0, above=True),
-    "max_tokens": Range(1, whole=True),
-    "max_completion_tokens": Range(1, whole=True),
-    "max_output_tokens": Range(1, whole=True),
-    "min_tokens": Range(0, whole=True),
-    "top_logprobs": Range(-1, whole=True),
-    "prompt_logprobs": Range(-1, whole=True),
+    "max_tokens": Range(1, INT32, whole=True),
+    "max_completion_tokens": Range(1, INT32, whole=True),
+    "max_output_tokens": Range(1, INT32, whole=True),
+    "min_tokens": Range(0, INT32, whole=True),
+    "top_logprobs": Range(-1, INT32, whole=True),
+    "prompt_logprobs": Range(-1, INT32, whole=True),
     "seed": Range(*INT64, whole=True),
 }
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+VALUES = ("const", "default", "enum", "examples")  # keywords of a JSON schema that hold no schemas
 WITH_INPUT = (Url.EMBEDDINGS, Url.RESPONSES)
 DECIDED = {
     "stream": "rows are answered whole, or streamed as the run sees fit; leave it out",
@@ -201,7 +205,21 @@ def schema_fault(schema: object) -> str | None:
         return f"a JSON schema is an object, not {shown(schema)}"
     if is_deeper(schema, MAX_SCHEMA_DEPTH):
         return f"the JSON schema nests more than {MAX_SCHEMA_DEPTH} levels deep"
+    if (remote := remote_reference(schema)) is not None:
+        return f"the JSON schema refers to {shown(remote)}, which no engine fetches; put it under $defs"
     return meta_schema_fault(msgspec.json.encode(schema))
+
+
+def remote_reference(schema: object) -> str | None:
+    """First reference of a JSON schema that points out of it; None without one."""
+    if isinstance(schema, list):
+        return next((found for one in schema if (found := remote_reference(one)) is not None), None)
+    if not isinstance(schema, dict):
+        return None
+    for name in REFERENCES:
+        if isinstance(target := schema.get(name), str) and not target.startswith("#"):
+            return target
+    return remote_reference([part for name, part in schema.items() if name not in VALUES])
 
 
 @lru_cache(maxsize=256)
