@@ -29,6 +29,7 @@ from tests.conftest import WriteInput
 
 PROMPT = Task(kind=Kind.PROMPT, template="{{ q }}")
 CSV = 'q,n\r\n"one, two",007\r\n"line\nbreak",\r\n"quote "" here",x\r\n'
+FOREVER = 2**63 - 1  # as DuckDB writes an infinite timestamp
 ROWS = ["one, two", "line\nbreak", 'quote " here']
 
 
@@ -380,3 +381,63 @@ def test_the_command_takes_them_all(
     monkeypatch.setenv("CONSERVE_MODELS", str(tmp_path))
     shown = conserve("submit", "--sql", "select 'x' as q", *flags, "--dry-run", "1")
     assert shown.stdout.splitlines() == ["row 0", "  user: x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("x.jsonl", b'{"q": "a"}\n'), ("x.csv", b"q\na\n"), ("x.jsonl.gz", b'{"q": "a"}\n'), ("x.tsv", b"q\na\n")],
+)
+@pytest.mark.parametrize("from_stdin", [False, True])
+def test_a_byte_order_mark_is_no_part_of_the_text(
+    store: Store, tmp_path: Path, name: str, content: bytes, from_stdin: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = packed(tmp_path / name, b"\xef\xbb\xbf" + content)
+    if from_stdin:
+        stdin = io.TextIOWrapper(io.BytesIO(path.read_bytes()))
+        monkeypatch.setattr("sys.stdin", stdin)
+    form = Form(name.split(".")[1])
+    given = Input(names=["-" if from_stdin else str(path)], form=form if from_stdin else None)
+    done = submit(store, given, PROMPT)
+    assert payloads(store, done.job_id, 1) == ["a"]
+
+
+def test_openai_lines_may_begin_with_a_byte_order_mark(store: Store, tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    path = tmp_path / "batch.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(line).encode())
+    assert submit(store, str(path), Task(kind=Kind.OPENAI)).rows == 1
+
+
+def test_a_file_of_a_byte_order_mark_alone_has_no_rows(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(InputError, match="has no rows"):
+        submit(store, str(path), PROMPT)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.timestamp("ms", "UTC"), pa.date32()], ids=str)
+def test_a_time_that_python_cannot_hold_fails_its_row_in_plain_words(
+    tmp_path: Path, kind: pa.DataType, nested: bool
+) -> None:
+    whole = pa.int32() if kind == pa.date32() else pa.int64()
+    times = pa.array([0, 2**31 - 1 if kind == pa.date32() else FOREVER], whole).cast(kind)
+    column = pa.ListArray.from_arrays([0, 1, 2], times) if nested else times
+    pq.write_table(pa.table({"q": ["a", "b"], "t": column}), tmp_path / "x.parquet")
+    done = conserve("submit", str(tmp_path / "x.parquet"), "--prompt", "{{ q }} {{ t }}")
+    assert done.returncode == 0
+    assert "the first is row 1: column 't' holds a " in done.stderr
+    assert done.stderr.rstrip().endswith("that is infinite or outside of the years 1 to 9999")
+
+
+def test_a_time_beyond_the_type_of_other_files_is_named(tmp_path: Path) -> None:
+    fine = pa.array([0], pa.int64()).cast(pa.timestamp("ns"))
+    pq.write_table(pa.table({"q": ["a"], "t": fine}), tmp_path / "a.parquet")
+    times = pa.array([0, 0, FOREVER], pa.int64()).cast(pa.timestamp("us"))
+    pq.write_table(pa.table({"q": ["a", "b", "c"], "t": times}), tmp_path / "b.parquet")
+    done = conserve("submit", str(tmp_path / "*.parquet"), "--prompt", "{{ q }} {{ t }}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "row 2 of " in done.stderr
+    assert "b.parquet has in column 't' a timestamp[us] that no timestamp[ns] can hold" in done.stderr

@@ -40,9 +40,19 @@ def python_value(scalar: pa.Scalar) -> Any:
         return scalar.as_py()
     except UnicodeDecodeError:
         return Unreadable("text that is not UTF-8")
+    except (ValueError, OverflowError) as error:
+        if holds_times(scalar.type):
+            return Unreadable(f"a {scalar.type} that is infinite or outside of the years 1 to 9999")
+        return Unreadable(f"a {scalar.type} that cannot be read ({error})")
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         return Unreadable(f"a {scalar.type} that cannot be read ({said or type(error).__name__})")
+
+
+def holds_times(kind: pa.DataType) -> bool:
+    """True for a type of dates or times, and for a nested one with such a part."""
+    parts = [kind.field(n).type for n in range(kind.num_fields)]
+    return bool(pa.types.is_temporal(kind)) or any(holds_times(part) for part in parts)
 
 
 def in_microseconds(kind: pa.DataType) -> pa.DataType:

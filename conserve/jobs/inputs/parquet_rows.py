@@ -109,8 +109,13 @@ class ParquetParts:
         """Yield the rows in order, with these columns in the types that fit all files."""
         wanted = pa.schema([self.schema.field(name) for name in names])
         for part, partition in zip(self.parts, self.partitions, strict=True):
+            read = 0
             for batch in part.arrow([name for name in names if name in part.schema.names]):
-                yield conformed(batch, wanted, partition)
+                try:
+                    yield conformed(batch, wanted, partition)
+                except pa.ArrowException as error:
+                    raise misfit(batch, wanted, part.name, read) from error
+                read += batch.num_rows
 
     def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
         for batch in self.arrow(names):
@@ -143,6 +148,22 @@ def conformed(batch: pa.RecordBatch, schema: pa.Schema, partition: Partition) ->
             scalar = pa.scalar(partition.get(field.name), field.type)
             arrays.append(pa.repeat(scalar, batch.num_rows))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def misfit(batch: pa.RecordBatch, schema: pa.Schema, name: str, first_row: int) -> InputError:
+    """Error for a batch of a file of which a value does not fit the type of its column in all files together."""
+    for field in schema:
+        if field.name in batch.schema.names:
+            column = batch.column(field.name)
+            for row in range(len(column)):
+                try:
+                    column.slice(row, 1).cast(field.type)
+                except pa.ArrowException:
+                    return InputError(
+                        f"row {first_row + row:,} of {name} has in column {field.name!r} a {column.type} that no "
+                        f"{field.type} can hold, as other files have it; correct it, or submit the files one by one"
+                    )
+    raise AssertionError("each value fits its column")
 
 
 def check_chats(schema: pa.Schema, name: str, task: Task) -> None:

@@ -1,5 +1,6 @@
 """Rows of text files, packed or not, one after the other: lines of JSON, OpenAI Batch lines, CSV and TSV."""
 
+import codecs
 import csv
 import io
 import sys
@@ -99,7 +100,9 @@ class JsonLines(TextRows):
         with opened(path, name) as file:
             for number, line in enumerate(file, start=1):
                 self.bytes_read += len(line)
-                if line.isspace():
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if not line or line.isspace():
                     continue
                 where = f"line {number} of {name}"
                 try:
