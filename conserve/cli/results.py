@@ -40,7 +40,7 @@ def results(
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option(metavar="|".join(FORMATS), help="jsonl unless the file's ending says otherwise."),
+        typer.Option(metavar="|".join(FORMATS), help="As the file's ending says; jsonl without a file."),
     ] = None,
     with_inputs: Annotated[
         bool, typer.Option("--with-inputs", help="Add the input's own columns to every row.")

@@ -293,7 +293,7 @@ NULLABLE = {
     "lease": {"lease_s"},
     "journal": {"checksum"},
     "shard": {"digest", "bytes"},
-    "request": {"epoch", "started_at", "tokens", "tokens_by", "checksum"},
+    "request": {"epoch", "started_at", "tokens", "tokens_by", "checksum", "deaths"},
 }
 KEYS = {
     "meta": ["key"],

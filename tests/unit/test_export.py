@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from conserve.errors import UsageError
 from conserve.store.books import shards
 from conserve.store.books.results import COLUMNS, Result, arrow_schema, decode, encode, to_arrow
 from conserve.store.database.store import Store
@@ -184,7 +185,8 @@ def test_json_columns_come_out_as_values(column: str) -> None:
         ("a.jsonl", None, Format.JSONL),
         ("a.ndjson", None, Format.JSONL),
         ("a.csv", None, Format.CSV),
-        ("a.txt", None, Format.JSONL),
+        ("a.txt", Format.JSONL, Format.JSONL),
+        ("/dev/null", None, Format.JSONL),
         ("a.csv", Format.PARQUET, Format.PARQUET),
     ],
 )
@@ -192,6 +194,17 @@ def test_the_format_asked_for_wins_over_the_name(
     path: str | None, wanted: Format | None, found: Format
 ) -> None:
     assert format_of(Path(path) if path else None, wanted) is found
+
+
+@pytest.mark.parametrize("name", ["x.txt", "answers", "x.json"])
+def test_a_file_whose_name_tells_no_format_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"end it in \.parquet.*or give --format: parquet, jsonl, csv, openai"
+    ):
+        format_of(tmp_path / name, None)
+    (tmp_path / name).touch()
+    with pytest.raises(UsageError, match="names no format"):
+        format_of(tmp_path / name, None)
 
 
 def test_a_result_survives_journal_and_shard_as_it_was() -> None:

@@ -15,7 +15,8 @@ import pytest
 from sqlalchemy import event, text
 
 from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, request_text
-from conserve.errors import EndpointUnusable, StoreFull
+from conserve.endpoints.protocol import Call, Completion, OnTokens
+from conserve.errors import EndpointError, EndpointFault, EndpointUnusable, EngineDied, StoreFull
 from conserve.jobs.harvest import retry
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
@@ -113,6 +114,32 @@ def test_busy_and_unreachable_endpoints_cost_a_row_nothing(
     job_id = queue_up("BUSY", "UNAVAILABLE", "c")
     harvest(store, FakeEndpoint(), max_attempts=1)
     assert [row[2] for row in results(store, job_id)] == [None, None, None]
+
+
+class Scripted(FakeEndpoint):
+    """Fails one call after the other with these errors, then answers."""
+
+    def __init__(self, *errors: EndpointError) -> None:
+        super().__init__()
+        self._errors = list(errors)
+
+    async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        if self._errors:
+            raise self._errors.pop(0)
+        return await super().complete(call, on_tokens)
+
+
+def test_a_faulty_answer_is_no_death_of_an_engine(store: Store, queue_up: Callable[..., str]) -> None:
+    job_id = queue_up("a")
+    fault, death = EndpointFault("garbage"), EngineDied("gone")
+    harvest(store, Scripted(fault, fault, death, fault), max_attempts=5)
+    assert [(row[2], row[3]) for row in results(store, job_id)] == [(None, 5)]
+
+
+def test_a_death_of_an_engine_is_no_faulty_answer(store: Store, queue_up: Callable[..., str]) -> None:
+    job_id = queue_up("a")
+    harvest(store, Scripted(EngineDied("gone"), EndpointFault("garbage")), max_attempts=2)
+    assert [(row[2], row[3]) for row in results(store, job_id)] == [(None, 3)]
 
 
 def test_only_the_row_that_kills_the_engine_fails(store: Store, queue_up: Callable[..., str]) -> None:

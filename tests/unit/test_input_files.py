@@ -385,7 +385,12 @@ def test_the_command_takes_them_all(
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("x.jsonl", b'{"q": "a"}\n'), ("x.csv", b"q\na\n"), ("x.jsonl.gz", b'{"q": "a"}\n'), ("x.tsv", b"q\na\n")],
+    [
+        ("x.jsonl", b'{"q": "a"}\n'),
+        ("x.csv", b"q\na\n"),
+        ("x.jsonl.gz", b'{"q": "a"}\n'),
+        ("x.tsv", b"q\na\n"),
+    ],
 )
 @pytest.mark.parametrize("from_stdin", [False, True])
 def test_a_byte_order_mark_is_no_part_of_the_text(

@@ -110,12 +110,12 @@ def test_a_claim_that_found_nothing_looks_before_it_locks(store: Store, party: P
 
 
 @pytest.mark.parametrize(
-    ("decision", "available_at", "failures", "suspect", "retries"),
+    ("decision", "available_at", "failures", "deaths", "suspect", "retries"),
     [
-        ({}, 0.0, 0, False, 0),
-        ({"after_s": 4.0, "counts": True}, 1004.0, 1, False, 1),
-        ({"suspect": True}, 0.0, 0, True, 0),
-        ({"suspect": True, "counts": True}, 0.0, 1, True, 1),
+        ({}, 0.0, 0, 0, False, 0),
+        ({"after_s": 4.0, "counts": True}, 1004.0, 1, 0, False, 1),
+        ({"suspect": True}, 0.0, 0, 0, True, 0),
+        ({"suspect": True, "counts": True}, 0.0, 1, 1, True, 1),
     ],
 )
 def test_a_row_that_is_returned_waits_as_was_decided(
@@ -125,13 +125,15 @@ def test_a_row_that_is_returned_waits_as_was_decided(
     decision: dict[str, object],
     available_at: float,
     failures: int,
+    deaths: int,
     suspect: bool,
     retries: int,
 ) -> None:
     works = party.claim()
     party.put_back(works[1], **decision)
-    assert select(store, "select epoch, available_at, failures, suspect from request where position = 1") == [
-        (None, available_at, failures, suspect)
+    columns = "epoch, available_at, failures, deaths, suspect"
+    assert select(store, f"select {columns} from request where position = 1") == [
+        (None, available_at, failures, deaths, suspect)
     ]
     assert job(store, job_id).retries == retries
     assert select(store, "select count(epoch) from request") == [(3,)]

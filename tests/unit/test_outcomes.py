@@ -223,23 +223,23 @@ def test_several_choices_are_kept_with_their_logprobs() -> None:
 def test_an_error_is_judged_by_what_it_says_about_the_row(
     error: RequestRejected | EndpointFault, decision: RetryDecision
 ) -> None:
-    assert decide(error, failures=0, max_attempts=2, alone=True) == decision
+    assert decide(error, faults=0, max_attempts=2, alone=True) == decision
 
 
 def test_as_many_faults_fail_a_row_as_it_has_attempts() -> None:
-    decisions = [decide(EndpointFault("x"), failures=n, max_attempts=3, alone=False) for n in range(3)]
+    decisions = [decide(EndpointFault("x"), faults=n, max_attempts=3, alone=False) for n in range(3)]
     assert [decision.error_type for decision in decisions] == [None, None, "endpoint_fault"]
     assert [decision.after_s for decision in decisions] == [1.0, 2.0, 0.0]
 
 
 def test_an_endpoint_that_is_out_of_reach_never_fails_a_row() -> None:
     for error in (EndpointBusy("x"), EndpointUnavailable("x")):
-        decision = decide(error, failures=99, max_attempts=1, alone=True)
+        decision = decide(error, faults=99, max_attempts=1, alone=True)
         assert (decision.error_type, decision.counts) == (None, False)
 
 
 @pytest.mark.parametrize(
-    ("failures", "alone", "decision"),
+    ("deaths", "alone", "decision"),
     [
         (0, False, RetryDecision(suspect=True)),
         (9, False, RetryDecision(suspect=True)),
@@ -248,11 +248,11 @@ def test_an_endpoint_that_is_out_of_reach_never_fails_a_row() -> None:
     ],
 )
 def test_only_a_row_that_was_alone_is_blamed_for_an_engines_death(
-    failures: int, alone: bool, decision: RetryDecision
+    deaths: int, alone: bool, decision: RetryDecision
 ) -> None:
     died = EngineDied("gone")
-    assert decide(died, failures=failures, max_attempts=1, alone=alone) == decision
-    blamed = decide(died, failures=failures, max_attempts=1, alone=alone, max_deaths=failures + 2)
+    assert decide(died, faults=9, deaths=deaths, max_attempts=1, alone=alone) == decision
+    blamed = decide(died, faults=9, deaths=deaths, max_attempts=1, alone=alone, max_deaths=deaths + 2)
     assert blamed.error_type is None
 
 

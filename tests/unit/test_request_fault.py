@@ -238,10 +238,16 @@ def test_a_warning_says_the_share_and_the_first_error(write_input: WriteInput) -
         (["--param", "response_format=json"], "response_format has a type"),
         (["--param", "stream=true"], "stream is no parameter"),
         (["--param", "model=x"], "name it to the job: --model"),
-        (["--param", "top_kk=20"], "has a field top_kk; did you mean top_k? If not, --unknown-params sends it"),
+        (
+            ["--param", "top_kk=20"],
+            "has a field top_kk; did you mean top_k? If not, --unknown-params sends it",
+        ),
         (["--param", "zzzz=20"], "has a field zzzz; --unknown-params sends it all the same"),
         (["--max-tokens", str(2**31)], "max_tokens is a whole number from 1 to 2,147,483,647"),
-        (["--schema", '{"$ref": "https://example.com/a.json"}'], "which no engine fetches; put it under $defs"),
+        (
+            ["--schema", '{"$ref": "https://example.com/a.json"}'],
+            "which no engine fetches; put it under $defs",
+        ),
     ],
 )
 def test_parameters_are_checked_at_submit(write_input: WriteInput, arguments: list[str], words: str) -> None:

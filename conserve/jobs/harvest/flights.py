@@ -172,7 +172,8 @@ class Flights:
         work = flight.work
         decision = decide(
             error,
-            failures=work.row.failures,
+            faults=work.row.failures - work.row.deaths,
+            deaths=work.row.deaths,
             max_attempts=self._max_attempts,
             alone=flight.alone,
             max_deaths=self._max_deaths,

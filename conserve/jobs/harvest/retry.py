@@ -30,35 +30,36 @@ class RetryDecision:
 def decide(
     error: EndpointError,
     *,
-    failures: int,
+    faults: int,
     max_attempts: int,
     alone: bool,
+    deaths: int = 0,
     max_deaths: int = SUSPECT_FAILURES,
 ) -> RetryDecision:
     """Judge an error by what it says about the row.
 
     A rejection is final. An endpoint that is busy or cannot be reached says nothing about the row, which
-    waits as long as it takes. A faulty answer counts, and `max_attempts` of them fail the row. Rows in flight
-    when an engine died are suspects: each runs alone once more, and one that was alone when `max_deaths`
-    engines died fails.
+    waits as long as it takes. A faulty answer counts, and `max_attempts` of them fail the row; `faults` is their
+    number so far. Rows in flight when an engine died are suspects: each runs alone once more, and one that was
+    alone when `max_deaths` engines died fails; `deaths` is their number so far.
     """
     if isinstance(error, RequestRejected):
         return RetryDecision(error_type=error.kind)
     if isinstance(error, EngineDied):
-        return decide_suspect(error, failures=failures, alone=alone, max_deaths=max_deaths)
+        return decide_suspect(error, deaths=deaths, alone=alone, max_deaths=max_deaths)
     if isinstance(error, EndpointBusy):
         return RetryDecision(hold_s=min(error.retry_after_s or FIRST_BACKOFF_S, LONGEST_BACKOFF_S))
     if isinstance(error, EndpointUnavailable):
         return RetryDecision(hold_s=FIRST_BACKOFF_S)
     assert isinstance(error, RetryableError), error
-    if failures + 1 >= max_attempts:
+    if faults + 1 >= max_attempts:
         return RetryDecision(error_type=error.kind)
-    return RetryDecision(after_s=backoff_s(failures), counts=True)
+    return RetryDecision(after_s=backoff_s(faults), counts=True)
 
 
-def decide_suspect(error: EngineDied, *, failures: int, alone: bool, max_deaths: int) -> RetryDecision:
+def decide_suspect(error: EngineDied, *, deaths: int, alone: bool, max_deaths: int) -> RetryDecision:
     """Judge a row that was in flight when the engine died."""
-    if alone and failures + 1 >= max_deaths:
+    if alone and deaths + 1 >= max_deaths:
         return RetryDecision(error_type=error.kind)
     return RetryDecision(counts=alone, suspect=True)
 

@@ -47,11 +47,12 @@ class LeasedRow:
 
     position: int
     attempts: int  # this one included
-    failures: int
+    failures: int  # deaths included
     started_at: float  # first lease
     tokens: bytes | None = None  # saved by an earlier attempt
     tokens_by: str | None = None
     suspect: bool = False
+    deaths: int = 0  # of an engine in which the row was alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,15 @@ def returned(
         waiting = waiting.where(not_(PASSED_OVER))
     rows = tx.execute(waiting.order_by(request.c.position).limit(limit))
     return [
-        LeasedRow(r.position, r.attempts + 1, r.failures, r.started_at or now, *whole_tokens(r), r.suspect)
+        LeasedRow(
+            r.position,
+            r.attempts + 1,
+            r.failures,
+            r.started_at or now,
+            *whole_tokens(r),
+            r.suspect,
+            r.deaths or 0,
+        )
         for r in rows
     ]
 
@@ -331,7 +340,10 @@ def put_back(
     failed: bool = False,
     suspect: bool = False,
 ) -> None:
-    """Return one row to the queue, after an error that counts against it (`failed`) or because a run stops."""
+    """Return one row to the queue, after an error that counts against it (`failed`) or because a run stops.
+
+    An error that counts against a suspect is the death of an engine in which the row was alone.
+    """
     tx.execute(
         update(request)
         .where(request.c.job_id == job_id, request.c.position == position, request.c.epoch == epoch)
@@ -340,6 +352,7 @@ def put_back(
             available_at=available_at,
             failures=request.c.failures + int(failed),
             suspect=suspect,
+            deaths=func.coalesce(request.c.deaths, 0) + int(failed and suspect),
         )
     )
     if failed:

@@ -14,6 +14,7 @@ from sqlalchemy import (
     Column,
     Connection,
     Float,
+    Integer,
     Text,
     func,
     insert,
@@ -53,10 +54,16 @@ def m003_models_and_tags(tx: Connection) -> None:
     add_column(tx, "job", Column("tags", Text))
 
 
+def m004_deaths(tx: Connection) -> None:
+    """Deaths of engines with a row alone, apart from the row's other failures."""
+    add_column(tx, "request", Column("deaths", Integer))
+
+
 MIGRATIONS: list[Callable[[Connection], None]] = [
     m001_first_tables,
     m002_damage_is_noticed,
     m003_models_and_tags,
+    m004_deaths,
 ]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
 

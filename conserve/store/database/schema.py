@@ -80,13 +80,16 @@ request = Table(
     Column("position", BigInteger, primary_key=True, autoincrement=False),
     Column("epoch", BigInteger),  # the lease it is under; null while it waits
     Column("attempts", Integer, nullable=False),  # times leased
-    Column("failures", Integer, nullable=False, default=0),  # attempts that ended in an error
+    Column(
+        "failures", Integer, nullable=False, default=0
+    ),  # attempts that ended in an error, deaths included
     Column("available_at", Float, nullable=False, default=0.0),  # backoff: not before
     Column("suspect", Boolean, nullable=False, default=False),  # in flight when an engine died: runs alone
     Column("started_at", Float),  # first lease
     Column("tokens", LargeBinary),  # generated so far, little-endian int32
     Column("tokens_by", Text),  # Endpoint.identity that generated them
     Column("checksum", BigInteger),  # CRC-32 of these two; null for what an earlier version saved
+    Column("deaths", Integer),  # of an engine in which the row was alone; null: none
     Index("request_by_epoch", "epoch", "job_id", "position"),  # a lease's rows; with null, the waiting ones
     sqlite_with_rowid=False,
 )

@@ -11,6 +11,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conserve.errors import UsageError
 from conserve.store.files import home
 from conserve.store.sql.batches import RowBatches, values
 from conserve.store.sql.input_columns import RESULT_COLUMNS, ROW, shown_names
@@ -34,8 +35,8 @@ SUFFIXES = {
     ".pq": Format.PARQUET,
     ".jsonl": Format.JSONL,
     ".ndjson": Format.JSONL,
+    ".csv": Format.CSV,
 }
-SUFFIXES[".csv"] = Format.CSV
 
 
 def ordered(
@@ -182,5 +183,19 @@ def on_one_line(document: str) -> str:
 
 
 def format_of(path: Path | None, wanted: Format | None) -> Format:
-    """Format that was asked for, else that of the file's suffix, else JSON lines."""
-    return wanted or SUFFIXES.get(path.suffix.lower() if path else "", Format.JSONL)
+    """Format that was asked for, else that of the file's suffix.
+
+    Standard output, pipes and devices get JSON lines. Raises `UsageError` for a file whose suffix names no format.
+    """
+    if wanted is not None:
+        return wanted
+    if path is None:
+        return Format.JSONL
+    named = SUFFIXES.get(path.suffix.lower())
+    if named is None and path.exists() and not path.is_file():
+        return Format.JSONL
+    if named is None:
+        raise UsageError(
+            f"-o {path} names no format; end it in {', '.join(SUFFIXES)}, or give --format: {', '.join(Format)}"
+        )
+    return named

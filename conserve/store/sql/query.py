@@ -39,7 +39,9 @@ REACH = (
 ONLY_SELECT = f"{REACH}: only SELECT is possible"
 NODE = re.compile(r'"type":"(\w+_NODE)"')  # in the tree of a parsed query
 READING = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
-WRITES = re.compile(r"WITH clause containing a .* must be at the top level")  # how DuckDB refuses it in a subquery
+WRITES = re.compile(
+    r"WITH clause containing a .* must be at the top level"
+)  # how DuckDB refuses it in a subquery
 
 
 class Duplicate(NamedTuple):
