@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
@@ -28,6 +29,9 @@ from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 
 MODEL = ConServeModel.of(0.3, 1e-4, 2e-4, 1.5e-3, 0.15, 1.0, 1e-3, 15.0)
+FOLDER = TemporaryDirectory(
+    prefix="conserve-test-"
+)  # for what engines write at their end; gone with the process
 RESIDUALS = [(ms, 1.0) for ms in range(1, 400)]  # the model is right
 
 
@@ -67,7 +71,7 @@ def known_model() -> dict[str, Any]:
         "coefficients": MODEL.coefficients,
         "residuals": RESIDUALS,
         "of": "test",
-        "correction": "/nonexistent/correction",
+        "correction": str(Path(FOLDER.name) / "correction"),
         "keep_correction": False,
     }
 

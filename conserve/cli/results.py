@@ -52,12 +52,17 @@ def results(
 ) -> None:
     """Write the answers a job has so far, in the order of its input rows."""
     from conserve.cli.queries import answer
+    from conserve.cli.signals import ended_in_order
     from conserve.cli.sink import sink
 
     wanted = wanted_format(out, format, as_json=as_json, more=with_inputs or with_prompts)
     found, asked = question(ctx.obj, job, wanted, with_inputs=with_inputs, with_prompts=with_prompts)
     left_out: list[LeftOut] = []
-    with answer(asked, lambda gap: accept(gap, left_out)) as answers, sink(out) as stream:
+    with (
+        ended_in_order(),
+        answer(asked, lambda gap: accept(gap, left_out)) as answers,
+        sink(out) as stream,
+    ):
         rows = write(answers, found, wanted, stream)
     if rows < found.num_rows:
         so_far = f"{rows:,} of {output.count(found.num_rows, 'row')} so far"

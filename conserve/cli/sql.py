@@ -64,6 +64,7 @@ def sql(
 ) -> None:
     """Query the views jobs, results, inputs and requests with DuckDB; nothing else can be read or written."""
     from conserve.cli.queries import answer, say_left_out
+    from conserve.cli.signals import ended_in_order
     from conserve.cli.sink import sink
     from conserve.store.sql import export
 
@@ -78,7 +79,7 @@ def sql(
     text = sys.stdin.read() if query == "-" else query
     context: Context = ctx.obj
     asked = question(context, text, job, named, None if wanted else SHOWN_ROWS + 1, memory, timeout)
-    with answer(asked, warn) as rows:
+    with ended_in_order(), answer(asked, warn) as rows:
         if wanted is None:
             show(rows)
         else:

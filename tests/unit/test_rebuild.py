@@ -3,6 +3,7 @@
 import json
 import shutil
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,3 +190,23 @@ def test_the_ids_of_each_place_are_kept(tmp_path: Path) -> None:
         assert lineage.ids(tmp_path, "conserve.db") == []
         lineage.note(tmp_path, "conserve.db", "d")
         assert lineage.ids(tmp_path, "conserve.db") == ["d"]
+
+
+def test_two_processes_that_note_their_ids_at_once_lose_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other writes while the first one has read the file and not yet replaced it, unless it is kept waiting."""
+    other = threading.Thread(target=lineage.note, args=(tmp_path, "two.db", "b"))
+    write = Path.replace
+
+    def interleaved(path: Path, target: Path) -> Path:
+        if threading.current_thread() is not other:
+            other.start()
+            other.join(timeout=0.3)
+        return write(path, target)
+
+    monkeypatch.setattr(Path, "replace", interleaved)
+    lineage.note(tmp_path, "one.db", "a")
+    other.join()
+    assert (lineage.ids(tmp_path, "one.db"), lineage.ids(tmp_path, "two.db")) == (["a"], ["b"])
+    assert [path.name for path in tmp_path.iterdir()] == [lineage.FILE]

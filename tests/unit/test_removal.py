@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from conserve.cli.rm import seconds
 from conserve.cli.sizes import size
+from conserve.config import Settings
 from conserve.errors import JobRefused, UsageError
 from conserve.jobs.harvest.owner import this_process
 from conserve.store.books import catalog, shards
@@ -277,3 +279,49 @@ def test_folders_of_another_database_are_counted_as_unknown(store: Store, submit
     other.mkdir()
     (other / "file").write_bytes(bytes(5000))
     assert json.loads(conserve("store", "size", "--json").stdout)["unknown_bytes"] == 5000
+
+
+def finished_in_journal(store: Store, submit: Callable[..., str]) -> str:
+    """A job of which a result lies in the journal."""
+    job_id = submit()
+    finish(store, leased(store), of=[0])
+    return job_id
+
+
+def test_a_compaction_that_comes_after_a_removal_leaves_no_folder(
+    store: Store, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, read = finished_in_journal(store, submit), shards.oldest
+
+    def removed_meanwhile(*given: Any, **named: Any) -> Any:
+        if rows := read(*given, **named):
+            removal.remove(store, job_id, now=0.0, force=True)
+        return rows
+
+    monkeypatch.setattr(shards, "oldest", removed_meanwhile)
+    assert shards.compact(store, job_id, now=0.0) == 0
+    assert folders(store) == set()
+    assert trash.contents(store.home) == []
+
+
+def test_a_removal_waits_for_a_compaction_and_takes_its_file_too(
+    store: Store, settings: Settings, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, write = finished_in_journal(store, submit), shards.write_file
+    other = Store.open(settings)
+    removing = threading.Thread(
+        target=removal.remove, args=(other, job_id), kwargs={"now": 0.0, "force": True}
+    )
+
+    def removed_meanwhile(*given: Any) -> Any:
+        removing.start()
+        while ids(store):
+            time.sleep(0.001)
+        return write(*given)
+
+    monkeypatch.setattr(shards, "write_file", removed_meanwhile)
+    assert shards.compact(store, job_id, now=0.0) == 0
+    removing.join()
+    other.close()
+    assert folders(store) == set()
+    assert trash.contents(store.home) == []

@@ -15,6 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.acceptance import aimed
+from tests.acceptance.aimed import Shot
 from tests.commands import conserve, ended, start, until
 from tests.conftest import WriteInput
 from tests.unit.test_cli import submit
@@ -308,3 +310,31 @@ def test_a_long_query_says_on_a_terminal_that_it_is_at_work() -> None:
     assert "longer than 1.5 s" in shown
     assert "at work" not in on_a_terminal("sql", "--timeout", "1.5", ENDLESS, NO_COLOR="1")
     assert "at work" not in conserve("sql", "--timeout", "1.5", ENDLESS).stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [
+        (signal.SIGTERM, ["sql", "select 1"]),
+        (signal.SIGHUP, ["sql", "select 1"]),
+        (signal.SIGTERM, ["results", "last"]),
+    ],
+)
+def test_a_command_that_is_told_to_stop_leaves_the_file_as_it_was(
+    write_input: WriteInput, tmp_path: Path, number: int, command: list[str]
+) -> None:
+    submit(write_input(q=["a"]))
+    assert conserve("run", "--endpoint", "fake:").returncode == 0
+    out = tmp_path / "answers" / "out.jsonl"
+    out.parent.mkdir()
+    out.write_text("before")
+    half_written = Shot(at="conserve.store.sql.export:write_lines", after=True, number=number)
+    ignored = signal.signal(number, signal.SIG_DFL)  # as `nohup` leaves one, which the command would heed
+    try:
+        aim = aimed.command([half_written], *command, "-o", str(out))
+        done = ended(start(["-m", "tests.acceptance.aimed", *aim], {"TMPDIR": str(out.parent)}))
+    finally:
+        signal.signal(number, ignored)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
+    assert out.read_text() == "before"

@@ -3,7 +3,6 @@
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,18 +109,38 @@ def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequenc
 def write_shard(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool, now: float) -> bool:
     """Move these journal rows to one shard; False if another process moved some of them meanwhile.
 
-    The job's mark is held from before the file exists until it is registered, so that no sweep takes it.
+    The job's mark is held from before the file exists until it is registered, so that no sweep takes it and no
+    removal deletes the folder meanwhile. A job that was removed before leaves nothing.
     """
     folder = home.job_folder(store.home, job_id)
-    with ExitStack() as held, home.explained(store.home):
-        folder.mkdir(exist_ok=True)  # not its parents: a home that is away must not be made anew
-        home.make_folder(folder / home.RESULTS)
-        held.enter_context(marks.held(folder, Mark(store_id=store.id, registered=True), alone=False))
-        path, seal = write_file(folder / home.RESULTS, job_id, rows)
-        registered = register(store, job_id, path, seal, rows, failed=failed, now=now)
-        if not registered:
-            path.unlink(missing_ok=True)
-        return registered
+    with home.explained(store.home):
+        try:
+            folder.mkdir(exist_ok=True)  # not its parents: a home that is away must not be made anew
+            with marks.held(folder, Mark(store_id=store.id, registered=True), alone=False):
+                if is_known(store, job_id):
+                    return write_held(store, job_id, rows, failed=failed, now=now)
+                marks.drop(folder)
+        except FileNotFoundError:
+            if is_known(store, job_id):
+                raise
+    return False
+
+
+def write_held(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool, now: float) -> bool:
+    """Write and register one shard of a job whose mark is held."""
+    folder = home.job_folder(store.home, job_id) / home.RESULTS
+    home.make_folder(folder)
+    path, seal = write_file(folder, job_id, rows)
+    registered = register(store, job_id, path, seal, rows, failed=failed, now=now)
+    if not registered:
+        path.unlink(missing_ok=True)
+    return registered
+
+
+def is_known(store: Store, job_id: str) -> bool:
+    """True if the database names the job."""
+    with store.read() as tx:
+        return catalog.taken(tx, job_id)
 
 
 def write_file(folder: Path, job_id: str, rows: Sequence[Any]) -> tuple[Path, Seal]:

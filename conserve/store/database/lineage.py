@@ -4,13 +4,17 @@ A database that was emptied, replaced or restored from an older copy does not na
 The ids at its place tell its jobs from the jobs of another database over the same home, at another place.
 """
 
+import fcntl
 import json
+import os
 import time
-import uuid
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sqlalchemy import Engine
+
+from conserve.whole import write_whole
 
 FILE = "stores.json"
 STALE_AFTER_S = 3600.0
@@ -26,23 +30,36 @@ def place(home: Path, engine: Engine) -> str:
 
 def ids(home: Path, at: str) -> list[str]:
     """Ids that databases at a place had, the latest last."""
-    found = read(home).get(at)
-    return [str(each) for each in found] if isinstance(found, list) else []
+    return listed(read(home), at)
+
+
+def listed(found: Mapping[str, object], at: str) -> list[str]:
+    """Ids at a place, among the contents of the file."""
+    known = found.get(at)
+    return [str(each) for each in known] if isinstance(known, list) else []
 
 
 def note(home: Path, at: str, store_id: str) -> None:
     """Add the id of the database at a place; if that cannot be written, the next command does it."""
     drop_scratch(home, now=time.time())
-    known = ids(home, at)
-    if store_id in known:
+    if store_id in ids(home, at):
         return
-    scratch = home / f".{FILE}.{uuid.uuid4().hex[:8]}"
-    with suppress(OSError):
-        try:
-            scratch.write_text(json.dumps({**read(home), at: [*known, store_id]}))
-            scratch.replace(home / FILE)
-        finally:
-            scratch.unlink(missing_ok=True)
+    with suppress(OSError), alone(home):
+        found = read(home)
+        known = [one for one in listed(found, at) if one != store_id]
+        write_whole(home / FILE, json.dumps({**found, at: [*known, store_id]}).encode())
+
+
+@contextmanager
+def alone(home: Path) -> Iterator[None]:
+    """Hold the home's folder against other processes that note an id; a file system without locks lets all in."""
+    folder = os.open(home, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def drop_scratch(home: Path, *, now: float) -> None:

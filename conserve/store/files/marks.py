@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,25 @@ def held(folder: Path, mark: Mark, *, alone: bool) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+def drop(folder: Path) -> None:
+    """Remove a folder that holds its mark and nothing else."""
+    with suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [MARK]:
+            (folder / MARK).unlink()
+            folder.rmdir()
+
+
+@contextmanager
+def free(folder: Path) -> Iterator[None]:
+    """Hold a folder once no other process works in it; a folder without a mark, or without locks, is free."""
+    with ExitStack() as opened:
+        with suppress(OSError):
+            file = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC)
+            opened.callback(os.close, file)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

@@ -119,7 +119,10 @@ def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int
         for table in (journal, request, lease, shard):
             tx.execute(delete(table).where(table.c.job_id == job_id))
         tx.execute(delete(job).where(job.c.id == job_id))
-    return delete_files(store.home, folder, now=now)
+    with marks.free(
+        folder
+    ):  # a process that is just writing results finds the job gone, and its file goes too
+        return delete_files(store.home, folder, now=now)
 
 
 def refusal(job_id: str, state: str) -> str:
