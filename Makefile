@@ -15,7 +15,7 @@ help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup:  ## Make .venv with the locked CPU dependencies
-	@PYTHON=$(PYTHON) bash tools/setup.sh
+	@QUIET=$(if $(filter setup,$(MAKECMDGOALS)),,1) PYTHON=$(PYTHON) bash tools/setup.sh
 
 demo: setup  ## Run 200 GSM8K questions through the embedded engine and query the answers
 	@bash examples/demo.sh

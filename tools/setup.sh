@@ -6,7 +6,11 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 locks=(requirements/bootstrap.lock requirements/cpu.lock)
 wanted=$(cat "${locks[@]}" pyproject.toml tools/setup.sh | sha256sum)
-if [ "$(cat .venv/.locked 2>/dev/null || true)" = "$wanted" ]; then exit 0; fi
+ready() { echo "setup: ready: run \`. .venv/bin/activate\` for the command conserve, or call .venv/bin/conserve" >&2; }
+if [ "$(cat .venv/.locked 2>/dev/null || true)" = "$wanted" ]; then
+    [ -n "${QUIET:-}" ] || ready
+    exit 0
+fi
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
     echo "setup: the lock file is for CPython 3.11 and '$python' is not; run: make setup PYTHON=/path/to/python3.11" >&2
@@ -34,3 +38,4 @@ torch=$(grep '^torch==' requirements/cpu.lock)
 "${install[@]}" --no-build-isolation --editable .
 .venv/bin/python -m compileall -q conserve  # which the editable install leaves where it is
 echo "$wanted" > .venv/.locked
+ready

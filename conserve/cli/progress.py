@@ -9,7 +9,7 @@ from conserve.cli import output
 from conserve.config import Settings
 
 if TYPE_CHECKING:
-    from conserve.jobs.harvest.forecast import Left, QueueProgress
+    from conserve.jobs.harvest.forecast import QueueProgress
     from conserve.jobs.harvest.harvester import Harvester, Tally
 
 BAR_S = 0.25
@@ -80,13 +80,13 @@ class RunProgress:
 
     def _pace(self, seen: "QueueProgress") -> str:
         """Tokens/s, rows in flight, time left, and the endpoint's fault if there is one."""
-        from conserve.jobs.harvest.forecast import left
+        from conserve.jobs.harvest.forecast import left_s
 
         per_s = self._per_s
         parts = [] if seen.rows_done or not seen.rows_in_flight else [first_wave(seen)]
         parts += [f"{per_s:,.0f} tokens/s"] if per_s else []
         parts += [f"{seen.rows_in_flight:,} running"] if seen.rows_done or not parts else []
-        parts += [time_left(forecast)] if (forecast := left(seen, per_s)) else []
+        parts += [time_left(seconds)] if (seconds := left_s(seen, per_s)) is not None else []
         parts += [f"{self._tally.failed:,} failed"] if self._tally.failed else []
         return ", ".join(parts) + (f" ({self._tally.waiting_for})" if self._tally.waiting_for else "")
 
@@ -122,9 +122,9 @@ def first_wave(seen: "QueueProgress") -> str:
     return f"first wave of {seen.rows_in_flight:,}: {output.count(seen.tokens_in_flight, 'token')} so far"
 
 
-def time_left(forecast: "Left") -> str:
-    """Words for the time left: `about 4 min left`; `at most ...` where answers may end early."""
-    return f"{'at most ' if forecast.at_most else ''}about {rounded(forecast.seconds)} left"
+def time_left(seconds: float) -> str:
+    """Words for the time left: `about 4 min left`."""
+    return f"about {rounded(seconds)} left"
 
 
 def rounded(seconds: float) -> str:

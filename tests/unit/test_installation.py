@@ -146,14 +146,19 @@ def test_make_setup_removes_the_distribution_of_the_old_name_first(tmp_path: Pat
     (tmp_path / ".venv" / ".locked").write_text("of the old name")
     run = ["bash", str(tmp_path / "tools" / "setup.sh")]
     environment = {**os.environ, "PYTHON": sys.executable, "LOG": str(log)}
-    subprocess.run(run, check=True, env=environment, capture_output=True)
+    ready = "setup: ready: run `. .venv/bin/activate` for the command conserve, or call .venv/bin/conserve"
+    said = subprocess.run(run, check=True, env=environment, capture_output=True, text=True).stderr
+    assert said.splitlines()[-1] == ready
     lines = log.read_text().splitlines()
     (removed,) = [n for n, line in enumerate(lines) if line.startswith("uv pip uninstall")]
     (installed,) = [n for n, line in enumerate(lines) if line.endswith("--editable .")]
     assert lines[removed].split()[-1] == "conserve"
     assert removed < installed
     log.unlink()
-    subprocess.run(run, check=True, env=environment)
+    for quiet, words in (("", [ready]), ("1", [])):
+        given = {**environment, "QUIET": quiet}
+        said = subprocess.run(run, check=True, env=given, capture_output=True, text=True).stderr
+        assert said.splitlines() == words
     assert not log.exists()  # up to date
 
 

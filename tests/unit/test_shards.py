@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -10,6 +11,7 @@ from conserve.store.books import catalog, queue, shards
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home
+from conserve.store.sql.query import views
 from tests.store_rows import add_job, claim, finish, job, leased, positions, select
 
 
@@ -211,3 +213,64 @@ def test_shards_of_more_rows_than_a_list_takes_are_registered_whole(store: Store
     assert [len(rows) for _, rows, _ in shard_rows(store)] == [550, 550]
     with store.read() as tx:
         assert queue.backlog(tx).waiting == 0
+
+
+def requests(store: Store, *payloads: str | None) -> None:
+    """The job's request file; None is a row that could not be rendered."""
+    errors = [None if payload is not None else f"error {n}" for n, payload in enumerate(payloads)]
+    rows = pa.table({"row_index": range(len(payloads)), "payload": payloads, "error": errors})
+    path = home.requests_file(store.home, "job-1")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(rows, path, row_group_size=2)
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_retry_leaves_rows_that_were_never_rendered(store: Store, compacted: bool) -> None:
+    finished_job(store, 6, failed=(1, 3, 5))
+    requests(store, "a", None, "c", "d", "e", None)
+    before = failures(store)
+    if compacted:
+        shards.compact(store, "job-1", now=0.0)
+    said: list[str] = []
+    assert shards.retry_failed(store, "job-1", now=1.0, warn=said.append) == 1
+    assert said == [
+        "job-1: 2 rows could not be rendered at submit and would fail again (row 1: error 1); "
+        "correct the prompt or the input and submit it again"
+    ]
+    assert select(store, "select position from request") == [(3,)]
+    assert failures(store) == {1: before[1], 5: before[5]}
+    assert (job(store).failed, job(store).succeeded) == (2, 3)
+    assert len(files(store)) == int(compacted)
+    finish(store, leased(store, now=1.0))
+    shards.compact(store, "job-1", now=2.0)
+    assert (job(store).state, job(store).failed, job(store).succeeded) == (JobState.COMPLETED, 2, 4)
+    assert sorted(row for _, rows, _ in shard_rows(store) for row in rows) == list(range(6))
+
+
+def failures(store: Store) -> dict[int, tuple[object, ...]]:
+    """Failed results by position."""
+    with views(store, now=0.0) as opened:
+        rows = opened.duck.execute(
+            "select * replace (epoch(submitted_at) as submitted_at, epoch(started_at) as started_at, "
+            "epoch(finished_at) as finished_at) from results where error_type is not null"
+        ).fetchall()
+    return {row[1]: row for row in rows}
+
+
+def test_a_retry_of_rows_that_were_never_rendered_changes_nothing(store: Store) -> None:
+    finished_job(store, 2, failed=(1,))
+    requests(store, "a", None)
+    shards.compact(store, "job-1", now=0.0)
+    assert shards.retry_failed(store, "job-1", now=1.0) == 0
+    assert (job(store).state, job(store).failed) == (JobState.COMPLETED, 1)
+    assert len(files(store)) == 2
+
+
+def test_a_row_that_was_never_rendered_and_whose_result_is_lost_is_done_again(store: Store) -> None:
+    finished_job(store, 3, failed=(1, 2))
+    requests(store, "a", None, "c")
+    shards.compact(store, "job-1", now=0.0)
+    (failed,) = [store.home / file for (file,) in select(store, "select file from shard where failed")]
+    failed.unlink()
+    assert shards.retry_failed(store, "job-1", now=1.0) == 2
+    assert select(store, "select position from request order by 1") == [(1,), (2,)]

@@ -2,7 +2,6 @@
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 WINDOW_S = 60.0  # the rate is that of the last minute: machines and prompts change
 
@@ -24,19 +23,16 @@ class QueueProgress:
         return self.tokens_done + self.tokens_in_flight
 
 
-class Left(NamedTuple):
-    """Seconds left; an upper bound (`at_most`) until a row is answered, since answers then count in full length."""
+def left_s(progress: QueueProgress, tokens_per_s: float) -> float | None:
+    """Forecast the seconds until no row is left; None while neither rows nor tokens allow a forecast.
 
-    seconds: float
-    at_most: bool
-
-
-def left(progress: QueueProgress, tokens_per_s: float) -> Left | None:
-    """Forecast the seconds until no row is left; None while neither rows nor tokens allow a forecast."""
+    Until a row is answered, answers count in full length. That is no upper bound: the rate may fall, as under live
+    traffic.
+    """
     tokens = tokens_left(progress)
     if tokens is None or tokens_per_s <= 0:
         return None
-    return Left(tokens / tokens_per_s, at_most=not progress.rows_done)
+    return tokens / tokens_per_s
 
 
 def tokens_left(progress: QueueProgress) -> float | None:

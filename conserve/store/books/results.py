@@ -171,3 +171,12 @@ def to_arrow(job_ids: Sequence[str], positions: Sequence[int], results: Sequence
         columns.append([round(value * 1e6) for value in values] if name in _TIMES else values)
     arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def from_arrow(table: "pa.Table") -> list[Result]:
+    """Results in a table that `to_arrow` made; an earlier version's table lacks columns."""
+    columns = {name: table[name].to_pylist() for name in COLUMNS if name in table.column_names}
+    for name in _TIMES:
+        columns[name] = [value.timestamp() for value in columns[name]]
+    rows = zip(*columns.values(), strict=True)
+    return [Result(**dict(zip(columns, row, strict=True))) for row in rows]

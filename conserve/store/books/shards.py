@@ -2,20 +2,21 @@
 
 import logging
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
-from conserve.errors import JobRefused
+from conserve.errors import JobRefused, one_line
 from conserve.store.books import catalog, places, queue
 from conserve.store.books import journal as journalled
-from conserve.store.books.journal import is_whole
-from conserve.store.books.results import decode, to_arrow
+from conserve.store.books.journal import Finished, is_whole
+from conserve.store.books.results import decode, encode, from_arrow, to_arrow
 from conserve.store.books.states import JobState
+from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
@@ -224,7 +225,10 @@ def compact_finished(store: Store, *, now: float) -> None:
 
 
 def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str], None] = log.warning) -> int:
-    """Put the failed rows of a job back into its queue, as if never tried; returns how many."""
+    """Put the failed rows of a job back into its queue, as if never tried; returns how many.
+
+    Rows that could not be rendered at submit stay failed.
+    """
     with store.write() as tx:
         known = catalog.get(tx, job_id).id
         catalog.lock_job(tx, known)
@@ -234,13 +238,22 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
         misfits = journalled.misfits(journalled.answers(tx, current.id))
         journalled.fail_misfits(tx, current.id, misfits)
         in_journal = journal.c.job_id == current.id, journal.c.failed == True  # noqa: E712
-        positions = list(tx.scalars(select(journal.c.position).where(*in_journal)))
-        failed = [file for file in files(tx, [current.id]) if file.failed]
-        positions += in_failed_shards(tx, store.home, current, warn)
+        journal_positions = list(tx.scalars(select(journal.c.position).where(*in_journal)))
+        in_shards, damaged = in_failed_shards(tx, store.home, current, warn)
+        failed = [*journal_positions, *(position for rows in in_shards.values() for position in rows)]
+        stuck = unrendered(home.requests_file(store.home, current.id), failed)
+        if stuck:
+            warn(stays_failed(current.id, stuck))
+        positions = [*(position for position in failed if position not in stuck), *damaged.lost]
         if not positions:
             return 0
-        tx.execute(delete(journal).where(*in_journal))
-        tx.execute(delete(shard).where(shard.c.id.in_([file.id for file in failed])))
+        mixed = [file for file, rows in in_shards.items() if not stuck.keys() >= set(rows)]
+        for file in mixed:
+            back_to_journal(tx, store.home, file, stuck.keys() & set(in_shards[file]))
+        gone = [*mixed, *damaged.files]
+        for chunk in queue.chunks(sorted(set(journal_positions) - stuck.keys())):
+            tx.execute(delete(journal).where(*in_journal, journal.c.position.in_(chunk)))
+        tx.execute(delete(shard).where(shard.c.id.in_([file.id for file in gone])))
         tx.execute(
             insert(request), [new_request(current.id, position, now) for position in sorted(positions)]
         )
@@ -254,21 +267,52 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
                 state=JobState.PAUSED.value if current.state is JobState.PAUSED else JobState.QUEUED.value,
             )
         )
-    for file in failed:
+    for file in gone:
         (store.home / file.file).unlink(missing_ok=True)
     return len(positions)
 
 
+def stays_failed(job_id: str, stuck: Mapping[int, Unrendered]) -> str:
+    """Sentence on rows that `retry` leaves as they are."""
+    first = min(stuck.values())
+    rows = "1 row" if len(stuck) == 1 else f"{len(stuck):,} rows"
+    return (
+        f"{job_id}: {rows} could not be rendered at submit and would fail again (row {first.row_index:,}: "
+        f"{one_line(first.error)}); correct the prompt or the input and submit it again"
+    )
+
+
+def back_to_journal(tx: Connection, where: Path, file: ShardFile, positions: Collection[int]) -> None:
+    """Write these rows of a failed shard, which is about to go, into the journal again."""
+    if not positions:
+        return
+    table = pq.read_table(where / file.file, filters=[("position", "in", sorted(positions))])
+    read = zip(table["position"].to_pylist(), from_arrow(table), strict=True)
+    rows = [Finished(0, file.job_id, position, result) for position, result in read]
+    tx.execute(insert(journal), [journalled.to_row(row, encode(row.result)) for row in rows])
+
+
+class Damaged(NamedTuple):
+    """A job's unreadable shards of failed rows, and the positions in them."""
+
+    files: Sequence[ShardFile] = ()
+    lost: Sequence[int] = ()
+
+
 def in_failed_shards(
     tx: Connection, where: Path, current: catalog.Job, warn: Callable[[str], None]
-) -> list[int]:
-    """Positions in a job's failed shards; for an unreadable shard, the positions that are in no place."""
+) -> tuple[dict[ShardFile, list[int]], Damaged]:
+    """Positions in a job's failed shards; for unreadable shards, the positions that are in no place."""
     found = files(tx, [current.id])
     contents = {file: places.content(where / file.file, file.seal) for file in found if file.failed}
     damaged = [file for file, content in contents.items() if content.fault]
-    positions = [int(position) for content in contents.values() for position in content.positions]
+    positions = {
+        file: [int(position) for position in content.positions]
+        for file, content in contents.items()
+        if not content.fault
+    }
     if not damaged:
-        return positions
+        return positions, Damaged()
     contents |= {file: places.content(where / file.file, file.seal) for file in found if not file.failed}
     lost = places.lost(tx, current, [content.positions for content in contents.values()])
     if len(lost) != sum(file.num_rows for file in damaged):
@@ -278,7 +322,7 @@ def in_failed_shards(
     for file in damaged:
         fault = contents[file].fault
         warn(f"warning: {file.file} {fault}; its rows had failed, and go back into the queue too")
-    return positions + lost
+    return positions, Damaged(damaged, lost)
 
 
 def new_request(job_id: str, position: int, now: float) -> dict[str, Any]:
