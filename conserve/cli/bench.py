@@ -22,7 +22,7 @@ from conserve.config import Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE, SERVING
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
-from conserve.errors import ConserveError, SettingsError
+from conserve.errors import ConserveError, SettingsError, UsageError
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
@@ -140,7 +140,7 @@ def bench(
     given = {"rounds": rounds, "block_s": block_s}
     offered = arrivals(chosen, trace, gamma, on_off, rate, speed, times, seed, given=given)
     measurement = Measurement(offered=offered)
-    names = which(policies, preemption=preemption)
+    names, failed = which(policies, preemption=preemption), None
     design = make_design(chosen, names, limits(ttft_slo, tbt_slo), slo_scale, seed)
     with interruptible():
         if endpoint is None:
@@ -155,9 +155,17 @@ def bench(
             work = on_server(
                 endpoint, settings, chosen, design, measurement, overload=overload, say=output.say
             )
-        asyncio.run(until_stopped(work))
+        try:
+            asyncio.run(until_stopped(work))
+        except UsageError:
+            raise
+        except ConserveError as error:
+            if not measurement.blocks:
+                raise
+            failed = error
     said = {"offline rows": f"{offline} tokens"} if offline is not None else {}
-    raise typer.Exit(conclude(measurement, folder, {"preset": preset, **said}, as_json=as_json))
+    named = {"preset": preset, **said}
+    raise typer.Exit(conclude(measurement, folder, named, as_json=as_json, failed=failed))
 
 
 async def until_stopped(work: Coroutine[Any, Any, None]) -> bool:
@@ -194,15 +202,29 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def conclude(measurement: "Measurement", folder: Path, said: Mapping[str, str], *, as_json: bool) -> int:
-    """Report the measured blocks, if there are any; returns the exit code."""
+def conclude(
+    measurement: "Measurement",
+    folder: Path,
+    said: Mapping[str, str],
+    *,
+    as_json: bool,
+    failed: ConserveError | None = None,
+) -> int:
+    """Report the measured blocks, if there are any; returns the exit code.
+
+    `failed` is the error that ended the comparison, said last.
+    """
     if measurement.sized is None or not measurement.blocks:
         output.say("stopped before the first block was measured: there is no page")
         return exits.INTERRUPTED
     design = measurement.sized.design
     stopped = missing(measurement.blocks, design)
+    if stopped and failed is not None:
+        stopped += f" The cause: {failed}"
     said = {**facts(design), **played(measurement, measurement.sized), **said}
     report(measurement.blocks, design, folder, said, stopped=stopped, as_json=as_json)
+    if failed is not None:
+        return output.failed(failed)
     return exits.INTERRUPTED if stopped else exits.DONE
 
 

@@ -43,8 +43,10 @@ STATE: dict[str, Any] = {
 class World:
     """What the processes and the server of a comparison do, and when the signal came."""
 
-    def __init__(self, *, stop_in: int = NEVER, number: int = signal.SIGTERM, hangs: bool = False) -> None:
-        self.stop_in, self.number, self.hangs = stop_in, number, hangs
+    def __init__(
+        self, *, stop_in: int = NEVER, number: int = signal.SIGTERM, hangs: bool = False, dies_in: int = NEVER
+    ) -> None:
+        self.stop_in, self.number, self.hangs, self.dies_in = stop_in, number, hangs, dies_in
         self.blocks = 0
         self.playing = 0  # load generators under way
         self.came_s: float | None = None  # the signal
@@ -74,6 +76,8 @@ class World:
     async def serve(self, request: httpx.Request) -> httpx.Response:
         if not self.answers:
             await asyncio.sleep(3600.0)
+        if self.blocks >= self.dies_in:
+            raise httpx.ConnectError("All connection attempts failed", request=request)
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         if request.method == "POST":
@@ -168,6 +172,30 @@ def test_a_comparison_that_is_stopped_ends_soon_with_the_blocks_it_has(
     assert document["design"]["stopped"] == said
     assert set(document["policies"]) == {"conserve", "online-only"}
     assert pq.read_table(tmp_path / "out" / "blocks.parquet").num_rows == 2
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_blocks_before_the_servers_death_are_kept(stopped: Run, tmp_path: Path, own: bool) -> None:
+    done = stopped(World(dies_in=3), *([] if own else ["--endpoint", "http://host"]))
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    counts = "1 of conserve, 1 of online-only, 1 of non-preemptive, 0 of priority"
+    said = f"Stopped after 3 of 8 blocks: {counts}. The cause: "
+    assert said in (tmp_path / "out" / "page.html").read_text()
+    assert said in done.stderr
+    assert pq.read_table(tmp_path / "out" / "blocks.parquet").num_rows == 3
+    assert "online-only" in done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("conserve: ")
+    assert "went away" in last
+
+
+def test_a_server_that_dies_before_the_first_block_leaves_its_error_alone(
+    stopped: Run, tmp_path: Path
+) -> None:
+    done = stopped(World(dies_in=0), "--endpoint", "http://host")
+    assert done.returncode == 1, done.stderr
+    assert not (tmp_path / "out" / "page.html").exists()
 
 
 def test_a_comparison_that_is_let_finish_is_not_called_stopped(stopped: Run, tmp_path: Path) -> None:
