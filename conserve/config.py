@@ -43,6 +43,8 @@ class Settings:
     """Seconds that one answer of `endpoint` may take, from sending its request to the last byte."""
     max_answer_mib: float = 64.0
     """Size that one answer of `endpoint` may have, in MiB."""
+    max_answers_mib: float = 512.0
+    """Size that all answers of `endpoint` under way may have together, in MiB; `max_answer_mib` if that is more."""
     input_copy_gib: float = 1.0
     """Size up to which `submit` copies Parquet files into the store unless told otherwise, in GiB."""
     utility: float = UTILITY
@@ -61,7 +63,8 @@ class Settings:
             raise SettingsError(f"lease_s must be at least 1 second, not {self.lease_s:g}")
         if self.max_attempts < 1:
             raise SettingsError(f"max_attempts must be at least 1, not {self.max_attempts}")
-        for name, value in (("max_answer_s", self.max_answer_s), ("max_answer_mib", self.max_answer_mib)):
+        for name in ("max_answer_s", "max_answer_mib", "max_answers_mib"):
+            value = getattr(self, name)
             if not 0 < value < 1e9:  # nor if it is no number
                 raise SettingsError(f"{name} must be above 0 and below 1e9, not {value:g}")
         if not self.input_copy_gib >= 0:  # nor if it is no number

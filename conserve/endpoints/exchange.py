@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import httpx
 
 from conserve.config import Settings
-from conserve.errors import EndpointFault, SettingsError
+from conserve.errors import EndpointBusy, EndpointFault, SettingsError
 
 MIB = 1 << 20
 CONNECT_S = 10.0
@@ -22,15 +22,46 @@ PAGE_BYTES = 16 * MIB  # of a page that describes the server, such as /metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLimits:
-    """Limits of one answer: seconds from sending the request to the answer's end, and bytes."""
+    """Limits of one answer: seconds from sending the request to the answer's end, and bytes.
+
+    All answers that are under way have `all_bytes` together, or `num_bytes` if that is more.
+    """
 
     seconds: float = 3600.0
     num_bytes: int = 64 * MIB
+    all_bytes: int = 512 * MIB
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """The limits in the settings."""
-        return cls(seconds=settings.max_answer_s, num_bytes=int(settings.max_answer_mib * MIB))
+        return cls(
+            seconds=settings.max_answer_s,
+            num_bytes=int(settings.max_answer_mib * MIB),
+            all_bytes=int(settings.max_answers_mib * MIB),
+        )
+
+
+class AnswerMemory:
+    """Bytes that the answers under way hold together.
+
+    An answer that finds too little left gives up, and what it holds is free for the others. So some of them always
+    come to their end, where answers that waited for each other would not.
+    """
+
+    def __init__(self, limits: AnswerLimits) -> None:
+        self._most = max(limits.all_bytes, limits.num_bytes)
+        self._left = self._most
+
+    def take(self, num_bytes: int) -> None:
+        """Take bytes; raises `EndpointBusy` if so many are not left."""
+        if num_bytes > self._left:
+            most = f"{self._most / MIB:g} MiB (max_answers_mib)"
+            raise EndpointBusy(f"the answers under way are longer than {most} together")
+        self._left -= num_bytes
+
+    def give(self, num_bytes: int) -> None:
+        """Give bytes back."""
+        self._left += num_bytes
 
 
 class WholeResponse(NamedTuple):
@@ -64,20 +95,28 @@ def open_client(
         raise SettingsError("CONSERVE_API_KEY has characters that no header carries; correct it") from error
 
 
-async def chunks(answer: httpx.Response, num_bytes: int) -> AsyncGenerator[bytes, None]:
-    """The body as it comes; raises `EndpointFault` past this many bytes."""
-    left = num_bytes
-    async with aclosing(answer.aiter_bytes()) as found:  # type: ignore[type-var]
-        async for chunk in found:
-            left -= len(chunk)
-            if left < 0:
-                raise EndpointFault(f"the answer is longer than {num_bytes / MIB:g} MiB (max_answer_mib)")
-            yield chunk
+async def chunks(
+    answer: httpx.Response, num_bytes: int, memory: AnswerMemory | None = None
+) -> AsyncGenerator[bytes, None]:
+    """The body as it comes; raises `EndpointFault` past this many bytes, `EndpointBusy` if the memory is full."""
+    held = 0
+    try:
+        async with aclosing(answer.aiter_bytes()) as found:  # type: ignore[type-var]
+            async for chunk in found:
+                if held + len(chunk) > num_bytes:
+                    raise EndpointFault(f"the answer is longer than {num_bytes / MIB:g} MiB (max_answer_mib)")
+                if memory is not None:
+                    memory.take(len(chunk))
+                held += len(chunk)
+                yield chunk
+    finally:
+        if memory is not None:
+            memory.give(held)
 
 
-async def whole(answer: httpx.Response, num_bytes: int) -> bytes:
-    """The body in one piece; raises `EndpointFault` past this many bytes."""
-    async with aclosing(chunks(answer, num_bytes)) as found:
+async def whole(answer: httpx.Response, num_bytes: int, memory: AnswerMemory | None = None) -> bytes:
+    """The body in one piece; raises as `chunks` does."""
+    async with aclosing(chunks(answer, num_bytes, memory)) as found:
         return b"".join([chunk async for chunk in found])
 
 

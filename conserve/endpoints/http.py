@@ -14,6 +14,7 @@ from conserve.endpoints.discovery import MOST_ROWS, Mode, Server, discover, heal
 from conserve.endpoints.exchange import (
     SILENT_S,
     AnswerLimits,
+    AnswerMemory,
     WholeResponse,
     chunks,
     complaint,
@@ -49,7 +50,7 @@ class HttpEndpoint:
 
     A co-serving server shows tokens, and rows continue from them; on other servers rows cut short start over. With
     `considerate`, rows give way to live requests as far as the server allows. `most_rows` limits the rows in
-    flight, `limits` each answer.
+    flight, `limits` each answer and all that are under way.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class HttpEndpoint:
         self.notice: str | None = None  # sentence on the server for the user, once started
         self._model, self._most_rows, self._considerate = model, most_rows, considerate
         self._limits = limits or AnswerLimits()
+        self._memory = AnswerMemory(self._limits)
         self._server: Server | None = None
         self._window = CongestionWindow(high=MOST_ROWS)
         self._streams = True
@@ -191,7 +193,7 @@ class HttpEndpoint:
         try:
             async with self._exchange(call, self._body(call)) as answer:
                 begun = True
-                content = await whole(answer, self._limits.num_bytes)
+                content = await whole(answer, self._limits.num_bytes, self._memory)
         except (httpx.HTTPError, TimeoutError) as error:
             raise await self._trouble(error, begun=begun) from error
         return read(call, content)
@@ -210,7 +212,7 @@ class HttpEndpoint:
         try:
             async with (
                 self._exchange(call, body) as answer,
-                aclosing(chunks(answer, self._limits.num_bytes)) as received,
+                aclosing(chunks(answer, self._limits.num_bytes, self._memory)) as received,
                 aclosing(events(received)) as found,
             ):
                 async for payload in found:

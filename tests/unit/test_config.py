@@ -55,6 +55,7 @@ def test_sources_are_merged_setting_by_setting(sources: tuple[Path, dict[str, st
         ("max_answer_s = nan", "max_answer_s must be above 0"),
         ("max_answer_mib = -1", "max_answer_mib must be above 0"),
         ("max_answer_mib = inf", "max_answer_mib must be above 0"),
+        ("max_answers_mib = 0", "max_answers_mib must be above 0"),
         ("model = ", "cannot read"),
     ],
 )

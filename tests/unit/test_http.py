@@ -603,3 +603,45 @@ def test_what_is_no_address_is_said_in_a_sentence(url: str) -> None:
 def test_a_key_that_no_header_carries_is_said_in_a_sentence() -> None:
     with pytest.raises(SettingsError, match="CONSERVE_API_KEY"):
         HttpEndpoint("http://server", api_key="schlüssel ✓")
+
+
+class Slices(httpx.AsyncByteStream):
+    """A body in slices, between which the others' come."""
+
+    def __init__(self, content: bytes, size: int) -> None:
+        self._slices = [content[at : at + size] for at in range(0, len(content), size)]
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for one in self._slices:
+            await asyncio.sleep(1.0)
+            yield one
+
+
+def test_answers_under_way_share_the_memory() -> None:
+    """Those that find no room give way to others, and come when they are sent again."""
+    text = "x" * 900
+    content = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+    content = content.ljust(1000)
+
+    async def go() -> tuple[list[Any], list[Any]]:
+        def serve(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/v1/models":
+                return httpx.Response(200, json={"data": [{"id": "served"}]})
+            if request.method == "GET":
+                return httpx.Response(404)
+            return httpx.Response(200, stream=Slices(content, 100))
+
+        limits = AnswerLimits(num_bytes=1000, all_bytes=2500)
+        endpoint = HttpEndpoint("http://server", transport=httpx.MockTransport(serve), limits=limits)
+        await endpoint.start()
+        first = await asyncio.gather(*(endpoint.complete(CHAT) for _ in range(5)), return_exceptions=True)
+        then = await asyncio.gather(*(endpoint.complete(CHAT) for _ in range(2)), return_exceptions=True)
+        await endpoint.close()
+        return first, then
+
+    first, then = virtual_time.run(go())
+    busy = [one for one in first if isinstance(one, EndpointBusy)]
+    assert len(busy) == 3
+    assert "longer than 0.00238419 MiB (max_answers_mib) together" in str(busy[0])
+    answers = [one.choices[0].text for one in (*first, *then) if not isinstance(one, EndpointBusy)]
+    assert answers == [text] * 4
