@@ -123,11 +123,13 @@ def server() -> Iterator[Any]:
 
     environment = {"VLLM_API_KEY": "sesame", HARVEST_KEY: "open", "VLLM_SERVER_DEV_MODE": "1"}
     priority_of = staticmethod(GenerateBaseServing._get_priority)
+    session_of = staticmethod(GenerateBaseServing._get_session_id)
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(AsyncLLM, "generate", generate),
         mock.patch.object(AsyncLLM, "encode", AsyncLLM.encode),
         mock.patch.object(GenerateBaseServing, "_get_priority", priority_of),
+        mock.patch.object(GenerateBaseServing, "_get_session_id", session_of),
         mock.patch.object(plugin, "resumed", resumed),
         mock.patch("vllm.plugins.load_endpoint_plugins", return_value=[plugin.Surface()]),
     ):

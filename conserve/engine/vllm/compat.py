@@ -128,7 +128,8 @@ INTERNALS = {
     "AsyncLLM.engine_core.call_utility_async": "makes that call from the API server",
     "vllm.v1.metrics.prometheus.get_prometheus_registry": "/metrics is vLLM's and our metrics, one after the other",
     "GenerateBaseServing._get_priority": "wrapped: the flex tier is offline",
-    "AsyncLLM.generate": "wrapped: requests that bring saved tokens",
+    "GenerateBaseServing._get_session_id": "wrapped: called before a request's first part; its priority is noted",
+    "AsyncLLM.generate": "wrapped: requests that bring saved tokens; beams and later turns keep their priority",
     "AsyncLLM.input_processor.generation_config_fields": "the model's own stop tokens, to read saved tokens",
 }
 

@@ -15,9 +15,9 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
-from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.parent import follow_parent
 from conserve.engine.vllm.compat import SUPPORTED_VERSION, installed_engine
+from conserve.engine.vllm.server.priorities import flex_is_offline, keeping_priority, noting_priority
 from conserve.engine.vllm.server.privileges import RESUME, permitting
 from conserve.engine.vllm.settings import AUTO, SECTION
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.conserve")
 SERVED = "CONSERVE_SERVED"  # set by `conserve serve` for its server
-FLEX = "flex"  # OpenAI's service tier for work that can wait
 
 
 def register() -> None:
@@ -65,8 +64,11 @@ def hook_server() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if not hasattr(AsyncLLM.generate, "__wrapped__"):
-        GenerateBaseServing._get_priority = staticmethod(flex_is_offline(GenerateBaseServing._get_priority))
-        AsyncLLM.generate = permitting(resuming(AsyncLLM.generate))
+        priority_of = flex_is_offline(GenerateBaseServing._get_priority)
+        session_of = noting_priority(GenerateBaseServing._get_session_id, priority_of)
+        GenerateBaseServing._get_priority = staticmethod(priority_of)
+        GenerateBaseServing._get_session_id = staticmethod(session_of)
+        AsyncLLM.generate = keeping_priority(permitting(resuming(AsyncLLM.generate)))
         AsyncLLM.encode = permitting(AsyncLLM.encode)
 
 
@@ -96,18 +98,6 @@ def announcing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
             except Exception:  # a failed announcement must not refuse the request
                 log.exception("an arrival was not looked at")
         return prepared
-
-    return wrapped
-
-
-def flex_is_offline(priority_of: Callable[..., int]) -> Callable[..., int]:
-    """Wrap `_get_priority`: requests of OpenAI's flex tier get the priority of offline ones."""
-
-    @functools.wraps(priority_of)
-    def wrapped(request: Any, raw_request: Any) -> int:
-        priority = priority_of(request, raw_request)
-        tier = getattr(request, "service_tier", None)
-        return max(priority, OFFLINE_PRIORITY) if tier == FLEX else priority
 
     return wrapped
 

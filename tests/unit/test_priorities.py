@@ -1,0 +1,147 @@
+"""All parts of a request reach the engine with its priority: beams, and turns after a server-side tool."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from conserve.engine.policy.view import OFFLINE_PRIORITY
+from conserve.engine.vllm.server import plugin
+from conserve.engine.vllm.server.privileges import CALLER, Caller, Role
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+PROMPT: Any = {"type": "token", "prompt_token_ids": [1, 2]}
+TIERS = [({}, 0), ({"priority": 3}, 3), ({"service_tier": "flex"}, OFFLINE_PRIORITY)]
+
+
+class Engine:
+    """vLLM's front end, which notes the priority of all that is sent to the engine and aborts it."""
+
+    model_config = SimpleNamespace(max_model_len=100)
+    input_processor = SimpleNamespace(resolve_watermarking=lambda params: None)
+
+    def __init__(self) -> None:
+        self.priorities: list[int] = []
+
+    def generate(self, *args: Any, **rest: Any) -> Any:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.generate(self, *args, **rest)  # type: ignore[arg-type]
+
+
+def noting(engine: Engine, prompt: Any, params: Any, request_id: str, *, priority: int = 0, **_: Any) -> Any:
+    """Stands for `AsyncLLM.generate` below the hooks."""
+
+    async def outputs() -> AsyncIterator[Any]:
+        engine.priorities.append(priority)
+        yield SimpleNamespace(metrics=None, outputs=[SimpleNamespace(finish_reason="abort")])
+
+    return outputs()
+
+
+async def search_beams(engine: Engine, **fields: Any) -> None:
+    """Search beams as vLLM's serving class does for a client's chat."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.sampling_params import BeamSearchParams
+
+    CALLER.set(Caller(role=Role.CLIENT))
+    tokenizer = SimpleNamespace(eos_token_id=0, decode=lambda tokens, **_: "")
+    serving: Any = SimpleNamespace(
+        renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer), engine_client=engine
+    )
+    messages: Any = [{"role": "user", "content": "hi"}]
+    request = ChatCompletionRequest(model="m", messages=messages, use_beam_search=True, n=2, **fields)
+    GenerateBaseServing._get_session_id(request, None)
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    async for _ in BeamSearchOnlineMixin.beam_search(serving, PROMPT, "1", params):
+        pass
+
+
+class Turns:
+    """A conversation in which the model asks for a server-side tool `calls` times."""
+
+    def __init__(self, calls: int) -> None:
+        self._calls = calls
+
+    def append_output(self, output: Any) -> None: ...
+
+    append_tool_output = append_output
+
+    def need_builtin_tool_call(self) -> bool:
+        self._calls -= 1
+        return self._calls >= 0
+
+    async def call_tool(self) -> list[Any]:
+        return []
+
+
+async def answer_with_tools(engine: Engine, turns: Any, **fields: Any) -> None:
+    """Answer a client's request on `/v1/responses` as vLLM's serving class does."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.sampling_params import SamplingParams
+
+    CALLER.set(Caller(role=Role.CLIENT))
+    serving: Any = SimpleNamespace(
+        model_config=engine.model_config, engine_client=engine, _log_inputs=lambda *_, **__: None
+    )
+    request = ResponsesRequest(model="m", input="hi", **fields)
+    GenerateBaseServing._get_session_id(request, None)
+    priority = GenerateBaseServing._get_priority(request, None)
+    async for _ in OpenAIServingResponses._generate_with_builtin_tools(
+        serving, "1", PROMPT, SamplingParams(), turns, priority=priority
+    ):
+        pass
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """An engine behind the plug-in's hooks, asked by a client without privileges."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    kept = {
+        name: staticmethod(getattr(GenerateBaseServing, name))
+        for name in ("_get_priority", "_get_session_id")
+    }
+    with (
+        mock.patch.object(AsyncLLM, "generate", noting),
+        mock.patch.object(AsyncLLM, "encode", AsyncLLM.encode),
+        mock.patch.multiple(GenerateBaseServing, **kept),
+    ):
+        plugin.hook_server()
+        yield Engine()
+
+
+@pytest.mark.parametrize(("fields", "priority"), TIERS)
+def test_beams_have_the_priority_of_their_request(
+    engine: Engine, fields: dict[str, Any], priority: int
+) -> None:
+    asyncio.run(search_beams(engine, **fields))
+    assert engine.priorities == [priority]
+
+
+@pytest.mark.parametrize(("fields", "priority"), TIERS)
+def test_turns_after_a_tool_keep_the_priority_of_their_request(
+    engine: Engine, fields: dict[str, Any], priority: int
+) -> None:
+    asyncio.run(answer_with_tools(engine, Turns(2), **fields))
+    assert engine.priorities == [priority] * 3
+
+
+def test_beams_of_a_request_that_asks_for_more_than_it_may_are_refused(engine: Engine) -> None:
+    with pytest.raises(Exception, match="wants the harvester's key"):
+        asyncio.run(search_beams(engine, priority=-1))
+    assert engine.priorities == []
