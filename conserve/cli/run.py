@@ -117,7 +117,19 @@ def run(
     )
     pace = Pace(tbt_ms, profile, forget_correction)
     binding = Binding(named=model is not None, rebind=rebind)
-    raise typer.Exit(drain(settings, wanted, flags, pace, binding, dry_run=dry_run, as_json=as_json))
+    code = drain(settings, wanted, flags, pace, binding, dry_run=dry_run, as_json=as_json)
+    if code == exits.INTERRUPTED:
+        leave_import(code)
+    raise typer.Exit(code)
+
+
+def leave_import(code: int) -> None:
+    """End the process if a thread still imports vLLM, which cannot be interrupted; all else is done by now."""
+    launch = sys.modules.get("conserve.engine.vllm.launching.launch")
+    if launch is not None and launch.at_work():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def drain(

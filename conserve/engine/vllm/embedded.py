@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from conserve.engine.vllm.launching.environment import (
     why_not_started,
 )
 from conserve.engine.vllm.launching.flags import parse_flags
-from conserve.engine.vllm.launching.launch import Launch
+from conserve.engine.vllm.launching.launch import Launch, on_thread
 from conserve.engine.vllm.launching.phases import CONVERTING, IMPORTING, LEARNING, PROCESSES, Phases
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, is_to_convert, resolve_model
 from conserve.engine.vllm.model.fingerprint import identity_of
@@ -168,7 +169,7 @@ class EmbeddedEndpoint:
             require_engine()
             converts = is_to_convert(self._model, self._cache_dir)
             self._phases.begin(CONVERTING if converts else IMPORTING)
-            path = await asyncio.to_thread(resolve_model, self._model, self._cache_dir)
+            path = await on_thread(partial(resolve_model, self._model, self._cache_dir))
             say = self._say
             return await _Engine.start(self._model, path, self._engine_flags, self._pacing, self._phases, say)
         except (ConserveError, asyncio.CancelledError):
@@ -200,7 +201,7 @@ class _Engine:
         prepare_environment(offline=Path(path).exists())
         await asyncio.to_thread(fork_server.start_early)
         quiet_warnings()
-        arguments = await asyncio.to_thread(parse_flags, path, flags)
+        arguments = await on_thread(partial(parse_flags, path, flags))  # imports vLLM, up to a minute
         log = engine_log()
         log.capture_loggers()
         log.mark()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from conserve.engine.vllm.settings import Pacing
 
 T = TypeVar("T")
+THREAD = "engine"  # name of the threads of `on_thread`
 
 
 class Launch:
@@ -41,19 +42,20 @@ class Launch:
         self._log_descriptor = log_descriptor
         self._not_ours = frozenset(multiprocessing.active_children())
         self._watchdogs: list[Watchdog] = []
-        self._abandoned = False
+        self._building = False  # from here on there are processes to end
         self._engine: AsyncLLM | None = None
 
     async def run(self) -> AsyncLLM:
         """Start the engine; raises whatever vLLM raises if it cannot start.
 
-        If cancelled, waits until the half-started processes have ended.
+        If cancelled, waits until the half-started processes have ended, if there are any.
         """
         starting = asyncio.create_task(self._start())
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            self._abandoned = True
+            if not self._building:
+                starting.cancel()
             await self._abandon(starting)
             raise
 
@@ -68,13 +70,12 @@ class Launch:
 
     async def _start(self) -> AsyncLLM:
         config = await on_thread(self._arguments.create_engine_config)
-        if self._abandoned:
-            raise asyncio.CancelledError
         tell_steps(config)
         # Modules live to the end, and a full collection that visits them takes 0.6 s in the middle of the work.
         gc.freeze()
         if self._pacing is not None:
             await on_thread(partial(self._pacing.install, config))
+        self._building = True
         await on_thread(partial(fork_server.prepare, config))
         with output_to(self._log_descriptor):
             building = asyncio.ensure_future(on_thread(lambda: _build(config, self._arguments)))
@@ -142,6 +143,11 @@ def _build(config: VllmConfig, arguments: AsyncEngineArgs) -> AsyncLLM:
     return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
 
 
+def at_work() -> bool:
+    """True if a thread of `on_thread` has not come to its end, such as one whose caller was cancelled."""
+    return any(thread.name == THREAD for thread in threading.enumerate())
+
+
 async def on_thread(work: Callable[[], T]) -> T:
     """Run blocking work on a thread of its own, in which, as in its child processes, Ctrl-C is blocked.
 
@@ -160,7 +166,7 @@ async def on_thread(work: Callable[[], T]) -> T:
         except BaseException as error:  # SystemExit would stop the event loop
             future.set_exception(RuntimeError(repr(error)))
 
-    threading.Thread(target=run, name="engine", daemon=True).start()
+    threading.Thread(target=run, name=THREAD, daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
