@@ -328,6 +328,7 @@ def test_rows_of_a_query_are_streamed(store: Store) -> None:
         ("select 1 as q; select 2 as q", "takes one SELECT"),
         ("create table x as select 1", "takes one SELECT"),
         ("copy (select 1 as q) to 'written.csv'", "takes one SELECT"),
+        ("with x as (copy (select 1 as q) to 'written.csv') select 1 as q from x", "takes one SELECT"),
         ("", "takes one SELECT"),
         ("select 'a' as q where false", "no rows"),
         ("select 1 as q, 2 as q", "two columns called 'q'"),

@@ -19,6 +19,7 @@ from conserve.store.sql.bounds import Bounds
 from conserve.store.sql.named_files import NamedFile, add_named
 from conserve.store.sql.quoting import literal, parquet, quoted
 from conserve.store.sql.readable import LeftOut
+from conserve.store.sql.reading import only_reads
 from conserve.store.sql.requests_view import Wording, add_requests
 from conserve.store.sql.snapshot import Snapshot, snapshot
 from conserve.store.sql.views import add_inputs, add_jobs, add_results, readable_inputs
@@ -37,8 +38,6 @@ REACH = (
     "conserve sql reads the views jobs, results, inputs and requests, files given by --with, and nothing else"
 )
 ONLY_SELECT = f"{REACH}: only SELECT is possible"
-NODE = re.compile(r'"type":"(\w+_NODE)"')  # in the tree of a parsed query
-READING = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
 WRITES = re.compile(
     r"WITH clause containing a .* must be at the top level"
 )  # how DuckDB refuses it in a subquery
@@ -160,13 +159,6 @@ def select_of(statement: duckdb.Statement) -> str:
             if len(duckdb.extract_statements(wrapped)) == 1:
                 return wrapped  # in a subquery DuckDB binds no WITH clause that writes
     raise QueryError(ONLY_SELECT)
-
-
-def only_reads(select: str) -> bool:
-    """True if no WITH clause of a SELECT writes, be it a row or, by COPY, over a file that a view reads."""
-    with duckdb.connect(":memory:", config={**SETTINGS, "enable_external_access": False}) as empty:
-        row = empty.execute("select json_serialize_sql($1)", [select]).fetchone()
-    return row is not None and set(NODE.findall(row[0])) <= READING
 
 
 def kind_of(statement: duckdb.Statement) -> str:
