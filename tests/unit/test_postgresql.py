@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import create_engine, text
 
@@ -119,6 +121,29 @@ def test_a_retry_puts_failed_rows_back(store: Store) -> None:
     shards.compact(store, "job-1", now=0.0)
     assert shards.retry_failed(store, "job-1", now=0.0) == 2
     assert (job(store).succeeded, job(store).failed) == (2, 0)
+
+
+def test_a_retry_leaves_rows_that_were_never_rendered(store: Store) -> None:
+    add_job(store, rows=3)
+    finish(store, leased(store), failed=(1, 2))
+    requests = home.requests_file(store.home, "job-1")
+    requests.parent.mkdir(parents=True, exist_ok=True)
+    rows = pa.table({"row_index": range(3), "payload": ["a", None, "c"], "error": [None, "empty", None]})
+    pq.write_table(rows, requests)
+    shards.compact(store, "job-1", now=0.0)
+    assert shards.retry_failed(store, "job-1", now=0.0) == 1
+    assert select(store, "select position, failed from journal") == [(1, True)]
+    assert (job(store).succeeded, job(store).failed) == (1, 1)
+
+
+def test_deaths_of_an_engine_are_counted(store: Store) -> None:
+    add_job(store, rows=1)
+    for deaths, suspect in enumerate((False, True, True)):
+        lease = leased(store, suspect=bool(deaths))
+        assert lease.rows[0].deaths == max(0, deaths - 1)
+        with store.write() as tx:
+            queue.put_back(tx, epoch=lease.epoch, job_id="job-1", position=0, failed=suspect, suspect=True)
+    assert select(store, "select failures, deaths from request") == [(2, 2)]
 
 
 def test_two_stores_in_one_home_have_ids_of_their_own(store: Store, postgres: Settings) -> None:
