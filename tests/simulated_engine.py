@@ -69,13 +69,16 @@ class SimulatedEngine(BareEngine):
         window: int,
         scatter: float,
         seed: int,
+        separable: bool = True,
     ) -> None:
         """`offline`: tokens of prompts and answers, of which `window` rows are in the engine at a time.
 
-        An iteration takes what `model` says times a factor around 1, `scatter` its standard deviation.
+        An iteration takes what `model` says times a factor around 1, `scatter` its standard deviation. Where rows
+        are not `separable`, all leave or none.
         """
         super().__init__(config, num_blocks=num_blocks, clock=clock)
         self._model, self._layers, self._scatter = model, layers, scatter
+        self._separable = separable
         self._offline, self._window = offline, window
         self._dice = np.random.default_rng(seed)
         self._due: deque[Request] = deque()  # yet to come
@@ -194,7 +197,7 @@ class SimulatedEngine(BareEngine):
                 left_before, asked = left_before if asked else layer, rows
                 everybody = rows == ALL_ROWS
                 leaving = slices.keys() if everybody else slices.keys() & set(stamp.rows[:rows])
-                for name in leaving - left - joining.keys() if layer else ():
+                for name in leaving - left - joining.keys() if layer and self._separable else ():
                     self._suspended[name] = Suspended(layer, slices[name].context, slices[name].tokens)
                 left |= leaving
                 joining = {name: at for name, at in joining.items() if name not in left}
@@ -213,7 +216,7 @@ class SimulatedEngine(BareEngine):
             joined=joined,
             layers_run=left_before,
             layers=self._layers,
-            separable=True,
+            separable=self._separable,
             safepoints=self._layers,
         )
 

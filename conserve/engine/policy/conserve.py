@@ -7,7 +7,8 @@ from conserve.engine.policy.composer import Composer, smallest_ms
 from conserve.engine.policy.offline import serve_least, serve_offline
 from conserve.engine.policy.online import OnlineShare, serve_online
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.view import View
+from conserve.engine.policy.turns import mixed_limit_ms, offline_turn_ms
+from conserve.engine.policy.view import Candidate, View
 from conserve.profiles.batch import Batch, Slice
 
 LARGEST_LOSS = 0.1  # largest share of throughput given up for short iterations
@@ -27,22 +28,34 @@ class Conserve:
     def plan(self, view: View) -> Plan:
         """Plan online requests first (phase 1), then fill the remaining time with offline tokens (phase 2)."""
         composer = Composer(view)
-        share = serve_online(composer, view, tbt_ms=view.slo.tbt_ms)
+        if turn_ms := offline_turn_ms(view, arrival_limit_ms(view)):
+            fill(composer, view, list(view.offline), turn_ms)
+            if composer.tokens:
+                return composer.plan()
+            composer = Composer(view)
+        share = serve_online(composer, view, tbt_ms=view.slo.tbt_ms - view.online_waited_ms)
         if share.complete:
-            budget_ms = time_budget_ms(share, view)
-            running, waiting = share.running_offline, iter(view.waiting_offline)
-            first = list(islice(waiting, 1))
-            serve_offline(composer, running, chain(first, waiting), budget_ms)
-            serve_least(composer, running, first, view.block_tokens)
+            budget_ms = time_budget_ms(share, view, mixed=bool(composer.tokens))
+            fill(composer, view, share.running_offline, budget_ms)
         return composer.plan()
 
 
-def time_budget_ms(share: OnlineShare, view: View) -> float:
+def fill(composer: Composer, view: View, running: list[Candidate], budget_ms: float) -> None:
+    """Add offline tokens, of running requests first, until the iteration takes `budget_ms`."""
+    waiting = iter(view.waiting_offline)
+    first = list(islice(waiting, 1))
+    serve_offline(composer, running, chain(first, waiting), budget_ms)
+    serve_least(composer, running, first, view.block_tokens)
+
+
+def time_budget_ms(share: OnlineShare, view: View, *, mixed: bool) -> float:
     """Time budget of an iteration with offline tokens, in ms; its token budget is as many tokens as fit into it.
 
-    The smaller limit of the online requests in the iteration and of those that may arrive (docs/adr/0006).
+    The smaller limit of the online requests in the iteration, if it is `mixed` with them, and of those that may
+    arrive (docs/adr/0006, 0012).
     """
-    return min(share.limit_ms, arrival_limit_ms(view))
+    limit_ms = arrival_limit_ms(view)
+    return min(share.limit_ms, mixed_limit_ms(view, limit_ms) if mixed else limit_ms)
 
 
 def arrival_limit_ms(view: View) -> float:

@@ -17,13 +17,10 @@ class UnderWay:
 
     batch: Batch  # every request in it
     rows: Sequence[Slice]  # offline rows that may leave, in leave order
-    separable: bool  # True: single rows leave and join later; False: all leave and begin anew
+    separable: (
+        bool  # True: single rows leave and join later; False: the rows are all there is, and begin anew
+    )
     elapsed_ms: float
-
-    @property
-    def pure(self) -> bool:
-        """True if the iteration holds only these rows."""
-        return len(self.rows) == self.batch.requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ class AllOffline:
         """Every row, or none."""
         if remaining_ms(under_way, model) + prompts_ms(arrivals, model) <= arrivals.slack_ms:
             return 0
-        return all_if_sooner(under_way, arrivals, model)
+        return len(under_way.rows)
 
 
 class JustEnough:
@@ -88,7 +85,7 @@ class Promptly:
             left_ms <= PATIENCE * arrivals.ttft_ms or thrown_away(under_way, model) > arrivals.spare_tokens
         ):
             return 0
-        return all_if_sooner(under_way, arrivals, model)
+        return len(under_way.rows)
 
 
 class Never:
@@ -129,19 +126,6 @@ def thrown_away(under_way: UnderWay, model: LatencyModel) -> float:
     if under_way.separable:
         return 0.0
     return (1 - share_left(under_way, model)) * sum(row.tokens for row in under_way.rows)
-
-
-def all_if_sooner(under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
-    """Number of rows: all, unless online rows must leave too and would get their tokens later for it."""
-    if not under_way.separable and not under_way.pure:
-        again = replace(under_way.batch)
-        for row in under_way.rows:
-            again.remove(*row)
-        for prompt in arrivals.prompts:
-            again.add(*prompt)
-        if model.predict(again) >= remaining_ms(under_way, model):
-            return 0
-    return len(under_way.rows)
 
 
 def spare_tokens(offline_tokens: float, wasted_tokens: float) -> float:

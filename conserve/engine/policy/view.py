@@ -81,6 +81,7 @@ class View:
     arrivals_per_s: float = 0.0  # online requests, mean of the last 60 s
     rows_leave: bool = False  # offline rows can leave the iteration when an online request arrives
     rows_join: bool = False  # and join a later iteration at the layer where they left
+    online_waited_ms: float = 0.0  # time of the last iteration, if running online requests were not in it
     max_tokens: int  # of one iteration
     free_slots: int  # sequences that could be added to the running ones
     reserved_slots: int = 0  # of these, kept for online requests to come: an eviction would cost work
@@ -92,3 +93,8 @@ class View:
     coming: frozenset[Hashable] = frozenset()  # names of KV blocks that are being restored
     unwritten_blocks: int = 0  # of the free ones: running prompts will need them, and no restore takes them
     block_tokens: int
+
+    @property
+    def apart(self) -> bool:
+        """True if offline rows can leave only an iteration that has no online request in it."""
+        return self.rows_leave and not self.rows_join

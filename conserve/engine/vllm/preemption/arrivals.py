@@ -58,6 +58,7 @@ class ArrivalMonitor:
         self.separable = False  # rows can leave while others stay; known from the first outcome
         self._seen = False  # a worker has answered that it has safepoints and reads the flag
         self.iterations_left = self.abandoned = self.rows_left = self.layers_run = self.tokens_redone = 0
+        self.live_tokens_recomputed = 0
         self.tokens_wasted = 0.0
         self._every = every
         self._flag = LeaveFlag.create() if self.why_not is None else None
@@ -104,10 +105,10 @@ class ArrivalMonitor:
         """Stamp the iteration, then re-check for requests that arrived while it was planned.
 
         `offline` are the iteration's offline rows and their tokens, `offline_tokens` all that were ever computed.
-        Without a row that may leave there is no stamp.
+        Without a row that may leave there is no stamp, unless the workers have not said yet what they can do.
         """
-        rows = self._may_leave(offline)
-        if not rows:
+        rows = self._may_leave(iteration, offline)
+        if not rows and self._seen:
             return
         assert self._flag is not None
         assert iteration.batch is not None
@@ -121,13 +122,22 @@ class ArrivalMonitor:
             rows=[request.request_id for request, _ in rows],
             every=self._every or self._step(model.predict(iteration.batch), slo),
         )
+        if not rows:
+            return
         self._running = iteration
         if self._expected:
             self._consider()
 
-    def _may_leave(self, offline: Iterable[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Rows without the sheltered ones, the first to leave first; none if one has to stay and so all have."""
+    def _may_leave(
+        self, iteration: Iteration, offline: Iterable[tuple[Request, int]]
+    ) -> list[tuple[Request, int]]:
+        """Rows without the sheltered ones, the first to leave first; none if one has to stay and so all have.
+
+        Where rows cannot leave alone, they do not leave an iteration with online requests in it.
+        """
         rows = list(offline)
+        if not self.separable and len(rows) < len(iteration.tokens):
+            return []
         if self._leavers and self._leavers.any_sheltered():
             staying = [row for row in rows if self._leavers.is_sheltered(row[0].request_id)]
             if staying and not self.separable:
@@ -145,12 +155,12 @@ class ArrivalMonitor:
     def end(self, iteration: Iteration) -> None:
         """Take in the outcome of an iteration that was to be stamped: learn of the worker, and count who left."""
         with self._lock:
-            running, self._running = self._running, None
+            self._running = None
         outcome, left, tokens = iteration.outcome, iteration.left, iteration.tokens
         self._leavers.computed(
             {name: n for name, n in tokens.items() if name not in left} if left else tokens
         )
-        if outcome is None or running is None:
+        if outcome is None:
             return
         self.separable, self.layers = outcome.separable, max(1, outcome.layers)
         self._believe(outcome)
@@ -163,6 +173,8 @@ class ArrivalMonitor:
 
     def _count_left(self, iteration: Iteration, outcome: Outcome) -> None:
         left = iteration.left
+        offline = {request.request_id for request, _ in iteration.rows}
+        self.live_tokens_recomputed += sum(iteration.tokens[name] for name in left - offline)
         self.iterations_left += 1
         self.abandoned += len(left) == len(iteration.tokens)
         self.rows_left += len(left)
@@ -218,6 +230,7 @@ class ArrivalMonitor:
             "layers_run": self.layers_run,
             "tokens_redone": self.tokens_redone,
             "tokens_wasted": self.tokens_wasted,
+            "live_tokens_recomputed": self.live_tokens_recomputed,
             "reaction_ms": quantiles(sorted(self._reactions_ms)),
         }
 

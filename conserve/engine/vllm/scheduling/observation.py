@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Lazy, Slo, View
 from conserve.engine.runtime.traffic import Traffic
+from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.lane import is_online
 from conserve.profiles.model import LatencyModel
 
@@ -42,6 +43,8 @@ class Picture:
         holding = list(scheduler.kv_holding_waiting)  # they have KV blocks, or are getting them
         lanes = scheduler.waiting
         rows_leave = scheduler.arrival_monitor.acts and not scheduler.online_grammars_compile
+        rows_join = rows_leave and scheduler.arrival_monitor.separable
+        apart = rows_leave and not rows_join
         return View(
             online=online,
             offline=offline,
@@ -51,11 +54,17 @@ class Picture:
             model=model,
             slo=slo,
             rows_leave=rows_leave,
-            rows_join=rows_leave and scheduler.arrival_monitor.separable,
+            rows_join=rows_join,
+            online_waited_ms=self._waited_ms(online) if apart else 0.0,
             max_tokens=scheduler.max_num_scheduled_tokens,
             held=self._held(holding),
             **self._room(sum(self._is_blocked(request) for request in holding)),
         )
+
+    def _waited_ms(self, online: Sequence[Candidate]) -> float:
+        """Time of the last iteration if one of these requests was not in it."""
+        last: Iteration = self._scheduler.last_iteration
+        return last.took_s * 1e3 if any(request.name not in last.tokens for request in online) else 0.0
 
     def _running(self) -> tuple[list[Candidate], list[Candidate]]:
         """Running requests with something to compute, online and offline."""

@@ -218,6 +218,11 @@ class CoServing:
         """True if an online request waits for its grammar: it will want an iteration, and no call will say so."""
         return any(map(is_online, self._grammars.values()))
 
+    @property
+    def last_iteration(self) -> Iteration:
+        """The newest iteration: the one before that which is being planned."""
+        return self._last
+
     def _online_alone(self) -> Plan:
         """An iteration of online requests that vLLM composes as it likes."""
         waiting = [request.request_id for request in self.waiting.online]
