@@ -30,6 +30,7 @@ class Counters:
     preemptions: int = 0
     tokens_redone: int = 0
     tokens_wasted: float = 0.0
+    live_tokens_recomputed: int = 0
     tokens_saved: int = 0
     tokens_restored: int = 0
     tokens_recomputed: int = 0
@@ -48,6 +49,7 @@ class Counters:
             preemptions=preemption.get("preemptions", 0),
             tokens_redone=preemption.get("tokens_redone", 0),
             tokens_wasted=preemption.get("tokens_wasted", 0.0),
+            live_tokens_recomputed=preemption.get("live_tokens_recomputed", 0),
             tokens_saved=checkpoint.get("tokens_saved", 0),
             tokens_restored=checkpoint.get("tokens_restored", 0),
             tokens_recomputed=checkpoint.get("tokens_recomputed", 0),

@@ -26,7 +26,8 @@ class Block:
     `started_s` is on the clock that the blocks share; `answers` and `offline_series`
     (seconds, offline tokens so far) count from there. `iterations` were the engine's, of which `planned` had
     a time limit and `overruns` exceeded it; offline rows left `preemptions` of them, with `tokens_redone`
-    tokens, and `tokens_wasted` tokens' worth of computing was thrown away.
+    tokens, and `tokens_wasted` tokens' worth of computing was thrown away. `live_tokens_recomputed` counts the
+    tokens of online requests in such iterations.
     """
 
     policy: str
@@ -42,6 +43,7 @@ class Block:
     preemptions: int = 0
     tokens_redone: int = 0
     tokens_wasted: float = 0.0
+    live_tokens_recomputed: int = 0
     tokens_saved: int = 0  # to host memory
     tokens_restored: int = 0  # from there
     tokens_recomputed: int = 0  # of evicted rows
@@ -103,6 +105,7 @@ class Preempted:
     tokens_redone: int
     tokens_wasted: float
     wasted_share: float | None
+    live_tokens_recomputed: int
     tokens_restored: int  # of evicted rows
     tokens_recomputed: int  # of evicted rows
 
@@ -143,7 +146,7 @@ class PolicyOutcome:
     def document(self) -> dict[str, Any]:
         """The outcome as JSON; `preempted` is the deprecated name of `left` and `evicted`, for one release."""
         costs = asdict(self.preempted)
-        kinds = ("tokens_redone", "tokens_wasted", "wasted_share")
+        kinds = ("tokens_redone", "tokens_wasted", "wasted_share", "live_tokens_recomputed")
         left = {"iterations": costs["count"], **{name: costs[name] for name in kinds}}
         evicted = {name: costs[name] for name in ("tokens_restored", "tokens_recomputed")}
         return {**asdict(self), "left": left, "evicted": evicted}
@@ -276,6 +279,7 @@ def preempted(blocks: Sequence[Block]) -> Preempted:
         tokens_redone=sum(block.tokens_redone for block in blocks),
         tokens_wasted=wasted,
         wasted_share=wasted / offline if offline > 0 else None,
+        live_tokens_recomputed=sum(block.live_tokens_recomputed for block in blocks),
         tokens_restored=sum(block.tokens_restored for block in blocks),
         tokens_recomputed=sum(block.tokens_recomputed for block in blocks),
     )

@@ -43,6 +43,7 @@ BLOCKS = pa.schema(
         ("preemptions", pa.int64()),
         ("tokens_redone", pa.int64()),
         ("tokens_wasted", pa.float64()),
+        ("live_tokens_recomputed", pa.int64()),
         ("tokens_saved", pa.int64()),
         ("tokens_restored", pa.int64()),
         ("tokens_recomputed", pa.int64()),

@@ -25,7 +25,7 @@ Make = Callable[..., Any]
 def make(tmp_path: Path, clock: Any) -> Make:
     """Engines without scatter: every figure below is exact."""
 
-    def make(preemption: str, rows: Sequence[tuple[int, int]] = ROWS) -> Any:
+    def make(preemption: str, rows: Sequence[tuple[int, int]] = ROWS, *, separable: bool = True) -> Any:
         from conserve.engine.vllm.settings import WORKER
         from tests.bare_scheduler import MODEL, engine_config
         from tests.simulated_engine import SimulatedEngine
@@ -44,6 +44,7 @@ def make(tmp_path: Path, clock: Any) -> Make:
             window=8,
             scatter=0.0,
             seed=0,
+            separable=separable,
         )
 
     return make
@@ -103,6 +104,37 @@ def test_rows_that_leave_go_on_where_they_left(make: Make) -> None:
         assert not engine._suspended
     assert took["prompt"] == pytest.approx(took["never"], rel=0.1)
     assert engine.scheduler.arrival_monitor.tokens_wasted == 0
+
+
+def test_where_rows_leave_together_no_online_request_leaves_with_them(make: Make) -> None:
+    engine = make("prompt", separable=False)
+    engine.go_on_until(engine.clock.now + 2.0)
+    answers = engine.play([Arrival(0.37 * n, PROMPT, 12) for n in range(12)])
+    monitor = engine.scheduler.arrival_monitor
+    assert monitor.iterations_left == monitor.abandoned >= 2
+    assert monitor.live_tokens_recomputed == 0
+    for answer in answers:
+        assert len(answer.token_at_s) == 12
+        assert answer.ttft_ms <= 1000
+        assert max(answer.tbts_ms) <= 400 * 1.01, "decodes wait for a turn of rows, not longer than promised"
+    assert engine.offline_tokens > 5000
+
+
+def test_an_iteration_with_online_requests_is_not_left_as_a_whole(make: Make) -> None:
+    """Each iteration is looked at as the scheduler stamps it."""
+    engine = make("prompt", separable=False)
+    stamped = []
+    monitor, begin = engine.scheduler.arrival_monitor, engine.scheduler.arrival_monitor.begin
+
+    def watched(iteration: Any, **named: Any) -> None:
+        begin(iteration, **named)
+        offline = {request.request_id for request, _ in named["offline"]}
+        stamped.append((bool(iteration.rows), iteration.tokens.keys() <= offline))
+
+    monitor.begin = watched
+    engine.go_on_until(engine.clock.now + 0.5)
+    engine.play([Arrival(0.3 * n, PROMPT, 8) for n in range(8)])
+    assert {alone for rows, alone in stamped if rows} == {True}
 
 
 def test_prompts_of_as_many_tokens_share_nothing(make: Make) -> None:

@@ -547,11 +547,14 @@ def test_raw_numbers_survive_the_disk(tmp_path: Path) -> None:
 
 
 def test_counts_of_blocks_survive_the_disk(tmp_path: Path) -> None:
-    blocks = [*four_policies(), block("conserve/off", [], preemptions=2, tokens_redone=30, tokens_wasted=7.5)]
+    blocks = [
+        *four_policies(),
+        block("conserve/off", [], preemptions=2, live_tokens_recomputed=9, tokens_wasted=7.5),
+    ]
     raw.write_counts(blocks, tmp_path / "blocks.parquet")
     rows = pq.read_table(tmp_path / "blocks.parquet").to_pylist()
     assert [row["block"] for row in rows] == [0, 1, 2, 3, 4]
-    last = {"policy": "conserve/off", "preemptions": 2, "tokens_redone": 30, "tokens_wasted": 7.5}
+    last = {"policy": "conserve/off", "preemptions": 2, "live_tokens_recomputed": 9, "tokens_wasted": 7.5}
     assert rows[-1].items() >= last.items()
     assert (rows[0]["offline_tokens"], rows[0]["preemptions"]) == (800, 0)
 
@@ -559,12 +562,17 @@ def test_counts_of_blocks_survive_the_disk(tmp_path: Path) -> None:
 def test_what_preemption_cost_is_pooled_and_shown_next_to_the_worst_case() -> None:
     blocks = four_policies()
     more = {"preemptions": 3, "tokens_redone": 30, "tokens_wasted": 2.0, "offline_tokens": 200}
-    more |= {"tokens_restored": 500, "tokens_recomputed": 7}
+    more |= {"tokens_restored": 500, "tokens_recomputed": 7, "live_tokens_recomputed": 5}
     blocks += [block("conserve", [answer(250.0)], **more), block("conserve", [answer(1.0)], **more)]
     comparison = compare(blocks)
     found = comparison.document()["policies"]["conserve"]
     evicted = {"tokens_restored": 1000, "tokens_recomputed": 14}
-    costs = {"tokens_redone": 60, "tokens_wasted": 4.0, "wasted_share": 4 / 1200}
+    costs = {
+        "tokens_redone": 60,
+        "tokens_wasted": 4.0,
+        "wasted_share": 4 / 1200,
+        "live_tokens_recomputed": 10,
+    }
     assert (found["left"], found["evicted"]) == ({"iterations": 6, **costs}, evicted)
     assert found["preempted"] == {"count": 6, **costs, **evicted}
     table = report.table_rows(comparison)

@@ -81,26 +81,14 @@ class TestAllOffline:
     def test_an_arrival_that_is_late_anyway_does_not_wait_longer(self) -> None:
         assert self.leaving(under_way([100]), arrivals(50, -5)) == 1
 
-    def test_online_rows_are_abandoned_too_only_if_all_get_their_tokens_sooner(self) -> None:
-        # To be computed anew: 40 online tokens and 50 of the prompt, in 100 ms.
-        early = under_way([100, 50], online=40, separable=False, elapsed_ms=90)  # 110 ms are left
-        late = replace(early, elapsed_ms=101)  # 99 ms are left
-        assert self.leaving(early, arrivals(50, 0)) == 2
-        assert self.leaving(late, arrivals(50, 0)) == 0
-
-    def test_online_rows_are_spared_where_all_get_their_tokens_as_soon(self) -> None:
-        running = under_way([100, 50], online=40, separable=False, elapsed_ms=100)
-        assert self.leaving(running, arrivals(50, 0)) == 0
-
     def test_an_iteration_that_takes_no_time_is_over(self) -> None:
         free = ConServeModel.of(*[0.0] * 8)
         running = under_way([100], separable=False)
         assert remaining_ms(running, free) == 0
         assert thrown_away(running, free) == 100
 
-    def test_an_iteration_of_offline_rows_alone_is_abandoned_however_late(self) -> None:
+    def test_an_iteration_that_begins_anew_is_abandoned_however_late(self) -> None:
         running = under_way([100, 50], separable=False, elapsed_ms=150)
-        assert running.pure
         assert self.leaving(running, arrivals(50, 0)) == 2
 
 

@@ -43,6 +43,7 @@ SAID: dict[str, Any] = {
         "layers_run": 40,
         "tokens_redone": 512,
         "tokens_wasted": 128.5,
+        "live_tokens_recomputed": 0,
         "reaction_ms": {"p50": 5.0, "p99": 14.0},
     },
     "checkpoint": {
@@ -154,6 +155,7 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_layers_before_leaving_total": 40,
         "conserve_tokens_redone_total": 512,
         "conserve_tokens_wasted_total": 128.5,
+        "conserve_live_tokens_recomputed_total": 0,
         "conserve_kv_tokens_saved_total": 4096,
         "conserve_kv_tokens_restored_total": 2048,
         "conserve_kv_tokens_recomputed_total": 77,
@@ -165,7 +167,7 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_leave_reaction_seconds/0.99": 0.014,
         **FORMER_NAMES,
     }
-    assert len(COUNTS) == 18
+    assert len(COUNTS) == 19
     assert "# TYPE conserve_iterations_left_total counter" in answer.text
     assert "# TYPE python_info gauge" in answer.text  # from the registry that vLLM shows
     assert client.asked == [None]

@@ -74,6 +74,11 @@ COUNTS = (
         ("preemption", "tokens_redone"),
     ),
     Count(
+        "conserve_live_tokens_recomputed",
+        "Tokens of online requests computed twice because their iteration was left; always 0.",
+        ("preemption", "live_tokens_recomputed"),
+    ),
+    Count(
         "conserve_tokens_wasted", "Tokens' worth of computing thrown away.", ("preemption", "tokens_wasted")
     ),
 )
