@@ -52,6 +52,8 @@ class Scripted:
         self._iteration = 0
 
     def rows_ordered(self, stamp: Stamp) -> int:
+        if not stamp.rows:
+            return 0
         if stamp.iteration != self._iteration:
             self._iteration, self.layer = stamp.iteration, -1
             self.iterations += 1

@@ -45,7 +45,7 @@ class PreemptedScheduler(BareEngine):
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """What the worker would have brought, had these rows left."""
         result, stamp, dice = super().result(output), stamp_of(output), self._dice
-        if stamp is None or dice.random() < 0.33:
+        if stamp is None or not stamp.rows or dice.random() < 0.33:
             if stamp is not None:
                 put(result, Outcome(layers=LAYERS, safepoints=LAYERS, separable=True))
             return result

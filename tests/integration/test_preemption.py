@@ -457,11 +457,11 @@ class TestLittleMemory:
 
 
 class Attention:
-    """No rows leave a model with safepoints in its attention calls; all do."""
+    """No row leaves a model with safepoints in its attention calls alone; all leave, if all are offline."""
 
-    def test_iterations_are_abandoned_with_all_who_are_in_them(self, engine: Any) -> None:
+    def test_iterations_of_offline_rows_are_abandoned(self, engine: Any) -> None:
         assert engine.worker._rows is None
-        asked = mixed(8)
+        asked = offline_rows(8)
         wanted = engine.undisturbed(asked)
         for call in range(LAYERS):
             before = counts(engine)
@@ -469,6 +469,18 @@ class Attention:
             new = counts(engine) - before
             assert new["preemptions"] == new["abandoned"] == 3
             assert new["layers_run"] == 3 * call
+
+    def test_no_online_request_is_computed_twice(self, engine: Any) -> None:
+        from tests.preempted_engine import Ask, greedy, prompt
+
+        longer = [Ask(f"long{n}", prompt(40, 800 + n), greedy(40)) for n in range(2)]
+        asked = [*mixed(8), *longer]  # online requests come and go beside them
+        wanted = engine.undisturbed(asked)
+        before = counts(engine)
+        assert engine.preempted(asked, lambda stamp, layer: len(stamp.rows)) == wanted
+        new = counts(engine) - before
+        assert new["abandoned"] > 3
+        assert not new["live_tokens_recomputed"]
 
     def test_rows_are_sheltered_and_all_with_them(self, engine: Any) -> None:
         asked = mixed(9)

@@ -148,7 +148,7 @@ class TestV2(Arriving):
     v2, ahead = True, False
 
     def test_iterations_are_abandoned_at_any_layer(self, engine: Any, settled: list[Any]) -> None:
-        asked = mixed(3)
+        asked = rows(3, 6)
         wanted = engine.undisturbed(asked)
         for layer in range(LAYERS):
             settled.clear()
