@@ -54,7 +54,11 @@ def main() -> None:
     run("computing", "nested")
     os.environ["OMP_NUM_THREADS"] = "4"
     run("other")
-    fork_server.release()
+    os.kill(pid, signal.SIGTERM)  # as to the whole group: it stays for those that it has forked
+    server.fits = ()
+    os.environ["OMP_NUM_THREADS"] = "3"
+    run("orphan")
+    fork_server.release("this program")
     print(json.dumps({"left": Path(f"/proc/{pid}").exists()}))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -118,6 +119,22 @@ def test_where_rows_leave_together_no_online_request_leaves_with_them(make: Make
         assert answer.ttft_ms <= 1000
         assert max(answer.tbts_ms) <= 400 * 1.01, "decodes wait for a turn of rows, not longer than promised"
     assert engine.offline_tokens > 5000
+
+
+def test_the_gap_after_a_turn_is_kept_when_rows_cannot_leave_just_then(make: Make) -> None:
+    """As while a grammar is compiled: the decodes have waited all the same."""
+    engine = make("prompt", separable=False)
+    engine.go_on_until(engine.clock.now + 2.0)
+    monitor = type(engine.scheduler.arrival_monitor)
+    turns = []
+
+    def acts(one: Any) -> bool:  # in every other iteration
+        turns.append(None)
+        return bool(len(turns) % 2)
+
+    with mock.patch.object(monitor, "acts", property(acts)):
+        answers = engine.play([Arrival(0.8 * n, PROMPT, 12) for n in range(6)])
+    assert all(max(answer.tbts_ms) <= 400 * 1.01 for answer in answers)
 
 
 def test_an_iteration_with_online_requests_is_not_left_as_a_whole(make: Make) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -79,11 +80,29 @@ def test_only_a_cpus_processes_are_forked(
     assert Server().allowed is allowed
 
 
-def test_processes_take_the_surroundings_of_their_starter_along() -> None:
+def test_secrets_are_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "changes_file", lambda: tmp_path / "changes.json")
+    remember({"HF_TOKEN": "hf_secret", "OMP_NUM_THREADS": "2"})
+    assert recalled() == {"OMP_NUM_THREADS": "2"}
+
+
+def test_an_engine_starts_without_a_fork_server_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(environment: Any) -> int:
+        raise FileNotFoundError("/bin/sh")
+
+    monkeypatch.setattr(fork_server, "launch", fails)
+    server = Server()
+    server.start({})
+    assert server.environment is None
+    assert not server.fits
+
+
+def test_processes_take_the_surroundings_of_their_starter_along(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != SWITCH}
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('a module of the current folder')")
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.forking"],
-        cwd=REPOSITORY,
+        [sys.executable, "-P", "-m", "tests.forking"],
+        cwd=tmp_path,
         env={**environment, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -95,6 +114,7 @@ def test_processes_take_the_surroundings_of_their_starter_along() -> None:
         {"name": "nested", "forked": True, "threads": "3", "blocks Ctrl-C": True},
         {"name": "computing", "forked": True, "threads": "3", "blocks Ctrl-C": True},
         {"name": "other", "forked": False, "threads": "4", "blocks Ctrl-C": True},
+        {"name": "orphan", "forked": False, "threads": "3", "blocks Ctrl-C": True},
     ]
     assert last == {"left": False}
     assert ran.stderr.count("complaint") == len(said)

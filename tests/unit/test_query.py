@@ -107,8 +107,16 @@ def test_a_with_clause_that_writes_is_refused(opened: Views, sql: str) -> None:
     assert opened.duck.execute("select count(*) from jobs where error is null").fetchall() == [(1,)]
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "from x",
+        "select * from (pivot (select 1 a, 2 b) on a using sum(b))",
+        "from (pivot x on z using sum(z))",
+    ],
+)
 def test_a_with_clause_cannot_write_over_a_file_that_a_view_reads(
-    store: Store, write_input: WriteInput
+    store: Store, write_input: WriteInput, rest: str
 ) -> None:
     job_id = submit(store, str(write_input(q=["a"])), TASK).job_id
     drain(store)
@@ -119,7 +127,8 @@ def test_a_with_clause_cannot_write_over_a_file_that_a_view_reads(
         with pytest.raises(QueryError, match="only SELECT is possible"):
             ask(
                 opened.duck,
-                f"with x as (copy (select 1) to '{shard}' (format csv, use_tmp_file false)) from x",
+                f"with é as (from jobs), x as (CoPy (select 42 as z) to '{shard}' "
+                f"(format csv, use_tmp_file false)) {rest}",
             ).fetchall()
     assert shard.read_bytes() == before
 

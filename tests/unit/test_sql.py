@@ -68,6 +68,7 @@ def test_pivot(write_input: WriteInput) -> None:
     assert lines("select * from (select kind, n from inputs) pivot (sum(n) for kind in ('x', 'z'))") == [
         {"x": 4, "z": None}
     ]
+    assert lines("""from (select kind, n as "copy" from inputs) pivot (sum("copy") for kind in ('x'))""")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.turns import gained, mixed_gain, mixed_limit_ms, offline_turn_ms
 from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.profiles.conserve import ConServeModel
 from tests.policy_views import MS_PER_TOKEN, decodes, view_of
 
 ONLINE = [Candidate(f"live-{n}", 1, 100, True, 7, answered=True) for n in range(4)]
@@ -75,6 +76,19 @@ def test_the_rows_of_a_turn_leave_time_for_the_online_requests() -> None:
     view = apart()
     online_ms = MS_PER_TOKEN.predict(Conserve().plan(replace(view, offline=[], online_waited_ms=1.0)).batch)
     assert offline_turn_ms(view, 1e6) == pytest.approx(SLO.tbt_ms - online_ms)
+
+
+def test_a_turn_is_no_longer_than_planned() -> None:
+    """A row whose next token takes longer than a turn waits; no least progress is made beside online requests."""
+    long = [Candidate("long", 1, 30_000, True, 2000)]
+    view = apart(
+        offline=long,
+        slo=Slo(ttft_ms=1000.0, tbt_ms=60.0),
+        model=ConServeModel.of(1, 0, 0.01, 0.01, 0, 0, 0, 10),
+    )
+    plan = Conserve().plan(view)
+    assert plan.predicted_ms <= 60.0
+    assert plan.tokens.keys() == {request.name for request in ONLINE}
 
 
 def test_gains_are_shares_of_the_time() -> None:

@@ -8,7 +8,7 @@ from conserve.engine.policy.offline import serve_least, serve_offline
 from conserve.engine.policy.online import OnlineShare, serve_online
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.turns import mixed_limit_ms, offline_turn_ms
-from conserve.engine.policy.view import Candidate, View
+from conserve.engine.policy.view import View
 from conserve.profiles.batch import Batch, Slice
 
 LARGEST_LOSS = 0.1  # largest share of throughput given up for short iterations
@@ -29,23 +29,18 @@ class Conserve:
         """Plan online requests first (phase 1), then fill the remaining time with offline tokens (phase 2)."""
         composer = Composer(view)
         if turn_ms := offline_turn_ms(view, arrival_limit_ms(view)):
-            fill(composer, view, list(view.offline), turn_ms)
+            serve_offline(composer, list(view.offline), iter(view.waiting_offline), turn_ms)
             if composer.tokens:
                 return composer.plan()
             composer = Composer(view)
         share = serve_online(composer, view, tbt_ms=view.slo.tbt_ms - view.online_waited_ms)
         if share.complete:
             budget_ms = time_budget_ms(share, view, mixed=bool(composer.tokens))
-            fill(composer, view, share.running_offline, budget_ms)
+            running, waiting = share.running_offline, iter(view.waiting_offline)
+            first = list(islice(waiting, 1))
+            serve_offline(composer, running, chain(first, waiting), budget_ms)
+            serve_least(composer, running, first, view.block_tokens)
         return composer.plan()
-
-
-def fill(composer: Composer, view: View, running: list[Candidate], budget_ms: float) -> None:
-    """Add offline tokens, of running requests first, until the iteration takes `budget_ms`."""
-    waiting = iter(view.waiting_offline)
-    first = list(islice(waiting, 1))
-    serve_offline(composer, running, chain(first, waiting), budget_ms)
-    serve_least(composer, running, first, view.block_tokens)
 
 
 def time_budget_ms(share: OnlineShare, view: View, *, mixed: bool) -> float:

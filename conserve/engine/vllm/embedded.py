@@ -148,7 +148,7 @@ class EmbeddedEndpoint:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError, ConserveError):
             await (await running).stop()
-        fork_server.release()
+        fork_server.release(self)
         # The engine and its OpenAI layer refer to each other. Left to the interpreter's exit, the engine's
         # finaliser would run half torn down and print a traceback.
         del running
@@ -171,7 +171,8 @@ class EmbeddedEndpoint:
             self._phases.begin(CONVERTING if converts else IMPORTING)
             path = await on_thread(partial(resolve_model, self._model, self._cache_dir))
             say = self._say
-            return await _Engine.start(self._model, path, self._engine_flags, self._pacing, self._phases, say)
+            flags, pacing = self._engine_flags, self._pacing
+            return await _Engine.start(self._model, path, flags, pacing, self._phases, say, user=self)
         except (ConserveError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -196,10 +197,12 @@ class _Engine:
         pacing: Pacing | None,
         phases: Phases,
         say: Callable[[str], None],
+        *,
+        user: EmbeddedEndpoint,
     ) -> _Engine:
         phases.begin(IMPORTING)
         prepare_environment(offline=Path(path).exists())
-        await asyncio.to_thread(fork_server.start_early)
+        await asyncio.to_thread(fork_server.start_early, user)
         quiet_warnings()
         arguments = await on_thread(partial(parse_flags, path, flags))  # imports vLLM, up to a minute
         log = engine_log()

@@ -192,7 +192,7 @@ def format_of(path: Path | None, wanted: Format | None) -> Format:
     if path is None:
         return Format.JSONL
     named = SUFFIXES.get(path.suffix.lower())
-    if named is None and path.exists() and not path.is_file():
+    if named is None and (path.is_relative_to("/dev") or (path.exists() and not path.is_file())):
         return Format.JSONL
     if named is None:
         raise UsageError(

@@ -19,7 +19,7 @@ from conserve.store.sql.bounds import Bounds
 from conserve.store.sql.named_files import NamedFile, add_named
 from conserve.store.sql.quoting import literal, parquet, quoted
 from conserve.store.sql.readable import LeftOut
-from conserve.store.sql.reading import only_reads
+from conserve.store.sql.reading import names_writing, only_reads
 from conserve.store.sql.requests_view import Wording, add_requests
 from conserve.store.sql.snapshot import Snapshot, snapshot
 from conserve.store.sql.views import add_inputs, add_jobs, add_results, readable_inputs
@@ -153,7 +153,7 @@ def select_of(statement: duckdb.Statement) -> str:
     kind = kind_of(statement)
     if kind == "SELECT" and only_reads(text):
         return text
-    if kind == "MULTI":
+    if kind == "MULTI" and not names_writing(text):
         with contextlib.suppress(duckdb.ParserException):
             wrapped = f"from (\n{text}\n)"
             if len(duckdb.extract_statements(wrapped)) == 1:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Hashable, Mapping
 from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix, reduction
 from multiprocessing.context import ForkServerContext, ForkServerProcess, get_spawning_popen
 from multiprocessing.process import BaseProcess
@@ -32,10 +34,13 @@ from conserve.whole import write_whole
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+log = logging.getLogger(__name__)
 IMPORTED = "conserve.engine.vllm.launching.imported"
 SWITCH = "CONSERVE_FORK_SERVER"
 OFF, KEEP = "0", "keep"  # values of the switch: spawn as vLLM does; stay for the next engine of this process
-READ_LATER = ("CONSERVE_", "PYTEST_", "XDG_CONFIG_HOME", "LINES", "COLUMNS")  # not while a library is loaded
+# Prefixes of variables that no library reads while it is loaded, and one that only the fork server has.
+READ_LATER = ("CONSERVE_", "PYTEST_", "XDG_CONFIG_HOME", "LINES", "COLUMNS", "PYTHONSAFEPATH")
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")  # in names of variables that are not remembered
 USERS = (
     "vllm.utils.system_utils",
     "vllm.v1.engine.utils",
@@ -53,37 +58,48 @@ class Server:
     def __init__(self) -> None:
         self.environment: Environment | None = None  # that it was started with; None: there is none
         self.fits: tuple[Environment, ...] = ()  # of the processes that may be forked
+        self.users: set[Hashable] = set()  # engines that start or run
+        self.lock = threading.RLock()
+        self._pid = 0
         self._watchdog: Watchdog | None = None
 
     def start(self, environment: Environment) -> None:
-        """Start it; the terminal's Ctrl-C reaches neither it nor what is forked off it."""
+        """Start it. Where that fails, processes are spawned."""
         self.stop()
-        own = dict(os.environ)
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            replace_environment(environment)
-            forkserver.set_forkserver_preload([IMPORTED])
-            forkserver.ensure_running()
-        finally:
-            replace_environment(own)
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        self._watchdog = Watchdog(pythons_server()._forkserver_pid)
+            self._pid = launch(environment)
+            self._watchdog = Watchdog(self._pid)
+        except (OSError, ValueError) as error:
+            log.warning("the engine starts more slowly, as its processes cannot be forked: %s", error)
+            self.stop()
+            return
         atexit.register(self.stop)
         self.environment = environment
 
     def stop(self) -> None:
         """End it. Processes that were forked off it would be taken for dead."""
         atexit.unregister(self.stop)
-        if self._watchdog is not None:
-            self._watchdog.dismiss()
-            os.kill(pythons_server()._forkserver_pid, signal.SIGKILL)  # it may be importing
-            pythons_server()._stop()
-        self.environment, self.fits, self._watchdog = None, (), None
+        try:
+            if self._pid:
+                os.kill(self._pid, signal.SIGKILL)  # it may be importing
+                pythons_server()._stop()
+            if self._watchdog is not None:
+                self._watchdog.dismiss()
+        except OSError as error:  # it has ended already
+            log.debug("the fork server: %s", error)
+        finally:
+            self.environment, self.fits, self._pid, self._watchdog = None, (), 0, None
 
     @property
     def in_use(self) -> bool:
-        """True if a process forked by this one runs."""
-        return any(isinstance(child, Forked) for child in multiprocessing.active_children())
+        """True if a process forked by this one runs, or other engines start."""
+        children = multiprocessing.active_children()
+        return len(self.users) > 1 or any(isinstance(child, ForkServerProcess) for child in children)
+
+    @property
+    def is_another(self) -> bool:
+        """True if Python has started another one, in the place of one that ended."""
+        return self._pid != (pythons_server()._forkserver_pid or 0)
 
     @property
     def allowed(self) -> bool:
@@ -104,35 +120,64 @@ def pythons_server() -> Any:
     return forkserver._forkserver
 
 
-def start_early() -> None:
-    """Start the fork server beside this process's own imports, if an earlier start told its variables."""
+def launch(environment: Environment) -> int:
+    """Start Python's fork server; its process id. The terminal's Ctrl-C does not reach what is forked off it.
+
+    Python 3.11 would take modules from the current folder first.
+    """
+    own = dict(os.environ)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    kept = {name: value for name, value in own.items() if name.startswith(READ_LATER)}
+    try:
+        replace_environment({**kept, **environment, "PYTHONSAFEPATH": "1"})
+        forkserver.set_forkserver_preload([IMPORTED])
+        forkserver.ensure_running()
+    finally:
+        replace_environment(own)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    return int(pythons_server()._forkserver_pid)
+
+
+def start_early(user: Hashable) -> None:
+    """Start the fork server beside this process's own imports, if an earlier start told its variables.
+
+    `user` is the engine that starts, until it is released.
+    """
     global _before
-    if SERVER.environment is not None or not SERVER.allowed:
-        return
-    _before = variables()
-    changes = recalled()
-    if changes is not None:
-        SERVER.start(changed(_before, changes))
+    with SERVER.lock:
+        if not SERVER.allowed:
+            return
+        SERVER.users.add(user)
+        _before = variables()
+        changes = recalled() if SERVER.environment is None else None
+        if changes is not None:
+            SERVER.start(changed(_before, changes))
 
 
 def prepare(config: VllmConfig) -> None:
     """Have vLLM fork the processes of this engine; call it when the configuration is final."""
-    if not SERVER.allowed:
+    if config.parallel_config.data_parallel_size > 1:  # each engine has variables of its own
         return
-    own, computing = variables(), workers_environment(config)
-    if SERVER.environment != computing:
-        if SERVER.in_use:
+    with SERVER.lock:
+        if not SERVER.allowed:
             return
-        SERVER.start(computing)
-        remember(differences(_before, computing))
-    SERVER.fits = (own, computing)
-    adopt()
+        own, computing = variables(), workers_environment(config)
+        if SERVER.environment != computing or SERVER.is_another:
+            if SERVER.in_use:
+                return
+            SERVER.start(computing)
+            remember(differences(_before, computing))
+        if SERVER.environment is not None:
+            SERVER.fits = (own, computing)
+            adopt()
 
 
-def release() -> None:
+def release(user: Hashable) -> None:
     """End the fork server when an engine was closed, unless another uses it or the user keeps it."""
-    if os.environ.get(SWITCH) != KEEP and not SERVER.in_use:
-        SERVER.stop()
+    with SERVER.lock:
+        SERVER.users.discard(user)
+        if os.environ.get(SWITCH) != KEEP and not SERVER.users and not SERVER.in_use:
+            SERVER.stop()
 
 
 def wait_until_idle() -> None:
@@ -170,7 +215,11 @@ class Forked(ForkServerProcess):
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802 - its name in multiprocessing
         if variables() in SERVER.fits:
-            return popen_forkserver.Popen(process_obj)
+            try:
+                return popen_forkserver.Popen(process_obj)
+            except (OSError, EOFError) as error:
+                log.warning("the fork server is gone (%r); the engine's process is spawned", error)
+                SERVER.fits = ()
         return popen_spawn_posix.Popen(process_obj)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -195,15 +244,22 @@ class Surroundings:
     def __reduce__(self) -> tuple[Any, ...]:
         outputs = [reduction.DupFd(number) for number in (1, 2)]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        return restore, (dict(os.environ), outputs, sorted(blocked))
+        key = getattr(pythons_server(), "_forkserver_authkey", None)  # of Python 3.14
+        return restore, (dict(os.environ), outputs, sorted(blocked), key)
 
 
-def restore(environment: Environment, outputs: list[Any], blocked: list[signal.Signals]) -> Surroundings:
-    """Take over variables, outputs and blocked signals."""
+def restore(
+    environment: Environment, outputs: list[Any], blocked: list[signal.Signals], key: bytes | None
+) -> Surroundings:
+    """Take over variables, outputs and signals, and what lets this process ask the fork server."""
     for number, output in enumerate(outputs, start=1):
         os.dup2(output.detach(), number)
     replace_environment(environment)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    if key is not None:
+        pythons_server()._forkserver_authkey = key
     if IMPORTED in sys.modules:
         join(sys.modules[IMPORTED])
     return Surroundings()
@@ -220,9 +276,11 @@ def join(imported: Any) -> None:
 
 def replace_environment(wanted: Environment) -> None:
     """Make the variables of this process these."""
-    for name in set(os.environ) - set(wanted):
-        del os.environ[name]
-    os.environ.update(wanted)
+    for name, value in differences(dict(os.environ), wanted).items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
 
 
 def differences(before: Environment, after: Environment) -> Changes:
@@ -243,8 +301,9 @@ def recalled() -> Changes | None:
 
 def remember(changes: Changes) -> None:
     """Keep the changes. If the folder cannot be written, the next start begins to fork later."""
+    kept = {name: value for name, value in changes.items() if not any(word in name for word in SECRET)}
     with contextlib.suppress(OSError):
-        write_whole(changes_file(), msgspec.json.encode({**known_changes(), kind_of_start(): changes}))
+        write_whole(changes_file(), msgspec.json.encode({**known_changes(), kind_of_start(): kept}))
 
 
 def known_changes() -> dict[str, Changes]:

@@ -1,11 +1,16 @@
 """Imports what core and worker import, once for all of them: the fork server runs this, then forks them off."""
 
+import contextlib
 import gc
 import importlib
+import logging
 import os
+import signal
 
+from conserve.engine.vllm.launching.environment import quiet_warnings
 from conserve.engine.vllm.launching.fork_server import adopt, variables
 
+log = logging.getLogger(__name__)
 MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
@@ -26,15 +31,20 @@ BOUND_TO = frozenset(os.sched_getaffinity(0))
 
 def main() -> None:
     """Import the modules; a process that cannot import one of them itself will say why."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # its processes would be taken for dead, and run on
+        signal.signal(number, signal.SIG_IGN)
+    quiet_warnings()
     name_process()
-    for name in MODULES:
-        try:
+    try:
+        for name in MODULES:
             importlib.import_module(name)
-        except Exception:
-            return
-    adopt()
-    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # each copy of OpenMP bound it once more
-    gc.freeze()  # forks share its memory for longer
+        adopt()
+    except Exception as error:
+        log.debug("not imported: %r", error)
+    finally:
+        with contextlib.suppress(OSError):  # each copy of OpenMP has bound it
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+        gc.freeze()  # forks share its memory for longer
 
 
 def name_process() -> None:

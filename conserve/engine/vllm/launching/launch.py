@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from conserve.engine.vllm.settings import Pacing
 
 T = TypeVar("T")
+FORK_SERVER_GONE = 255  # exit code of a process whose fork server died: nobody knows how it ended
 THREAD = "engine"  # name of the threads of `on_thread`
 
 
@@ -41,7 +42,7 @@ class Launch:
         self._pacing = pacing
         self._log_descriptor = log_descriptor
         self._not_ours = frozenset(multiprocessing.active_children())
-        self._watchdogs: list[Watchdog] = []
+        self._watchdogs: list[tuple[BaseProcess, Watchdog]] = []
         self._building = False  # from here on there are processes to end
         self._engine: AsyncLLM | None = None
 
@@ -80,7 +81,7 @@ class Launch:
         with output_to(self._log_descriptor):
             building = asyncio.ensure_future(on_thread(lambda: _build(config, self._arguments)))
             cores = await self._wait_for_cores(building, config.parallel_config.data_parallel_size_local)
-        self._watchdogs = [Watchdog(core.pid) for core in cores if core.pid is not None]
+        self._watchdogs = [(core, Watchdog(core.pid)) for core in cores if core.pid is not None]
         try:
             await on_thread(lambda: load_chat_template(config))
             self._engine = await building
@@ -109,8 +110,11 @@ class Launch:
         await self.stop()
 
     def _dismiss_watchdogs(self) -> None:
-        for watchdog in self._watchdogs:
-            watchdog.dismiss()
+        for core, watchdog in self._watchdogs:
+            if core.exitcode == FORK_SERVER_GONE:  # the core may run on
+                watchdog.kill()
+            else:
+                watchdog.dismiss()
         self._watchdogs = []
 
 

@@ -26,3 +26,7 @@ class Watchdog:
         """End the watchdog without killing anything."""
         with contextlib.suppress(BrokenPipeError):
             self._shell.communicate(b"\n")
+
+    def kill(self) -> None:
+        """Kill them now."""
+        self._shell.communicate()

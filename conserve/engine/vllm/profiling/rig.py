@@ -63,7 +63,7 @@ class EngineRig:
         require_engine()
         path = resolve_model(model, cache_dir)
         prepare_environment(offline=Path(path).exists(), served=served)
-        fork_server.start_early()
+        fork_server.start_early("the rig")
         quiet_warnings()
         defaults = synchronous(engine_flags) if served else []
         arguments = parse_flags(path, [*defaults, *engine_flags, "--worker-extension-cls", PROBE])
@@ -85,7 +85,7 @@ class EngineRig:
         """Stop the engine and its workers."""
         with contextlib.suppress(Exception):
             self._core.shutdown()
-        fork_server.release()
+        fork_server.release("the rig")
 
     def measure(self, slices: Sequence[Slice], repeats: int) -> list[float]:
         """Run this batch `repeats` times and return each time in ms; decode steps advance by a token each time."""

@@ -44,7 +44,6 @@ class Picture:
         lanes = scheduler.waiting
         rows_leave = scheduler.arrival_monitor.acts and not scheduler.online_grammars_compile
         rows_join = rows_leave and scheduler.arrival_monitor.separable
-        apart = rows_leave and not rows_join
         return View(
             online=online,
             offline=offline,
@@ -55,16 +54,17 @@ class Picture:
             slo=slo,
             rows_leave=rows_leave,
             rows_join=rows_join,
-            online_waited_ms=self._waited_ms(online) if apart else 0.0,
+            online_waited_ms=0.0 if scheduler.arrival_monitor.separable else self._waited_ms(online),
             max_tokens=scheduler.max_num_scheduled_tokens,
             held=self._held(holding),
             **self._room(sum(self._is_blocked(request) for request in holding)),
         )
 
     def _waited_ms(self, online: Sequence[Candidate]) -> float:
-        """Time of the last iteration if one of these requests was not in it."""
+        """Time of the last iteration if a request that decodes was not in it: it was the rows' turn."""
         last: Iteration = self._scheduler.last_iteration
-        return last.took_s * 1e3 if any(request.name not in last.tokens for request in online) else 0.0
+        waited = any(request.decode and request.name not in last.tokens for request in online)
+        return last.took_s * 1e3 if waited else 0.0
 
     def _running(self) -> tuple[list[Candidate], list[Candidate]]:
         """Running requests with something to compute, online and offline."""

@@ -188,7 +188,7 @@ class CoServing:
         self._reserve(0)
         if not decides or (model is None and not policy.holds_offline):
             return None
-        if self._last.stalled:
+        if self._last.stalled and not self._last_was_a_turn:
             return self._online_alone() if policy.holds_offline else None
         return self._plan_by_policy(model or TIMELESS)
 
@@ -217,6 +217,13 @@ class CoServing:
     def online_grammars_compile(self) -> bool:
         """True if an online request waits for its grammar: it will want an iteration, and no call will say so."""
         return any(map(is_online, self._grammars.values()))
+
+    @property
+    def _last_was_a_turn(self) -> bool:
+        """True if the last plan left running online requests out: theirs is the next iteration anyway."""
+        plan = self._last.plan
+        online = (request.request_id for request in self.running if is_online(request))
+        return plan is not None and any(name not in plan.tokens for name in online)
 
     @property
     def last_iteration(self) -> Iteration:

@@ -158,7 +158,7 @@ def main(words: Sequence[str]) -> int:
         prepare_environment(offline=offline, served=True)
         quiet_warnings()
         allow_plugin()
-        fork_server.start_early()
+        fork_server.start_early("the server")
         args = arguments(model, flags, section, models_folder=Path(models_folder))
         command = f"conserve profile --served {shlex.join([model, *flags])}"
         fork_server.prepare(settle_profile(args, flags, section, command))
