@@ -121,20 +121,28 @@ def test_where_rows_leave_together_no_online_request_leaves_with_them(make: Make
     assert engine.offline_tokens > 5000
 
 
-def test_the_gap_after_a_turn_is_kept_when_rows_cannot_leave_just_then(make: Make) -> None:
-    """As while a grammar is compiled: the decodes have waited all the same."""
+def test_a_view_says_how_long_decodes_waited_also_where_rows_cannot_leave_just_then(make: Make) -> None:
+    """As while a grammar is compiled."""
+    from conserve.engine.vllm.scheduling.observation import Picture
+
     engine = make("prompt", separable=False)
-    engine.go_on_until(engine.clock.now + 2.0)
-    monitor = type(engine.scheduler.arrival_monitor)
-    turns = []
+    scheduler, waited = engine.scheduler, []
 
-    def acts(one: Any) -> bool:  # in every other iteration
-        turns.append(None)
-        return bool(len(turns) % 2)
+    def looks(*args: Any) -> Any:
+        if scheduler._last_was_a_turn and scheduler.running:
+            with mock.patch.object(type(scheduler.arrival_monitor), "acts", False):
+                view = Picture(scheduler, scheduler._traffic, surcharge_ms=0.0).view(*args)
+            waited.append((view.online_waited_ms, scheduler.last_iteration.took_s * 1e3))
+        return Picture(scheduler, scheduler._traffic, surcharge_ms=0.0)
 
-    with mock.patch.object(monitor, "acts", property(acts)):
-        answers = engine.play([Arrival(0.8 * n, PROMPT, 12) for n in range(6)])
-    assert all(max(answer.tbts_ms) <= 400 * 1.01 for answer in answers)
+    plan = scheduler._plan_by_policy
+    with mock.patch.object(
+        scheduler, "_plan_by_policy", lambda model: looks(scheduler._slo, model) and plan(model)
+    ):
+        engine.go_on_until(engine.clock.now + 2.0)
+        engine.play([Arrival(0.31 * n, PROMPT, 30) for n in range(4)])
+    assert len(waited) > 10
+    assert all(said == took > 0 for said, took in waited)
 
 
 def test_an_iteration_with_online_requests_is_not_left_as_a_whole(make: Make) -> None:

@@ -35,6 +35,11 @@ def test_turns_alternate() -> None:
     assert plan.predicted_ms + turn.predicted_ms <= SLO.tbt_ms, "both fit between two tokens"
 
 
+def test_the_gap_after_a_turn_is_kept_where_rows_cannot_leave_any_more() -> None:
+    waited = apart(rows_leave=False, slo=Slo(ttft_ms=1000.0, tbt_ms=100.0), online_waited_ms=70.0)
+    assert Conserve().plan(waited).predicted_ms <= 30.0
+
+
 def test_rows_that_go_on_where_they_left_need_no_turns() -> None:
     plan = Conserve().plan(apart(rows_join=True))
     assert plan.tokens.keys() > {request.name for request in ONLINE}
