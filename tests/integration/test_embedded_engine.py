@@ -360,6 +360,7 @@ def test_a_bad_engine_flag_is_one_sentence(
         refused(*flags, model=str(tiny_llama))(tmp_path)
     assert flags[0].split("=")[0] in str(error.value)
     assert capfd.readouterr() == ("", "")
+    assert not fork_server.SERVER.users
 
 
 # vLLM's half-built client closes its sockets and forgets their context.

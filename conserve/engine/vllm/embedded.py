@@ -173,9 +173,10 @@ class EmbeddedEndpoint:
             say = self._say
             flags, pacing = self._engine_flags, self._pacing
             return await _Engine.start(self._model, path, flags, pacing, self._phases, say, user=self)
-        except (ConserveError, asyncio.CancelledError):
-            raise
-        except Exception as error:
+        except BaseException as error:
+            fork_server.release(self)
+            if isinstance(error, ConserveError) or not isinstance(error, Exception):
+                raise
             raise EndpointUnusable(why_not_started(self._model, error)) from error
         finally:
             self._phases.end()
