@@ -4,7 +4,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -321,6 +323,26 @@ def test_an_engine_that_schedules_ahead_does_the_same(
     assert history.stalls == 0
     engine.scheduler.conserve({"policy": "conserve"})
     history.drain(ahead=ahead)
+
+
+def test_the_reason_why_rows_stay_is_the_users_choice_and_not_vllms() -> None:
+    """vLLM schedules ahead by its own choice, where it may."""
+    from conserve.engine.vllm.preemption.arrivals import why_not
+    from conserve.engine.vllm.settings import WORKER
+
+    config = mock.MagicMock(kv_transfer_config=None, speculative_config=None)
+    config.parallel_config = SimpleNamespace(
+        worker_cls=WORKER, pipeline_parallel_size=2, data_parallel_size=1
+    )
+    config.model_config = SimpleNamespace(
+        is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, runner_type="generate"
+    )
+    config.scheduler_config.async_scheduling = True
+    assert why_not(config) == "the pipeline is parallel"
+    config.parallel_config.pipeline_parallel_size = 1
+    assert why_not(config) == "iterations are scheduled ahead (--async-scheduling)"
+    config.scheduler_config.async_scheduling = False
+    assert why_not(config) is None
 
 
 def test_online_only_holds_offline_requests_out_and_they_keep_their_blocks(make: Make) -> None:

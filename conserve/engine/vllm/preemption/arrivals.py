@@ -310,7 +310,6 @@ def why_not(config: Any) -> str | None:
     parallel, model = config.parallel_config, config.model_config
     reasons = {
         "the worker is not ConServe's (--worker-cls)": parallel.worker_cls != WORKER,
-        "iterations are scheduled ahead (--async-scheduling)": config.scheduler_config.async_scheduling,
         "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
         "data parallel engines wait for each other": parallel.data_parallel_size > 1,
         "tokens are speculated": config.speculative_config is not None,
@@ -318,5 +317,7 @@ def why_not(config: Any) -> str | None:
         "its state is not only KV blocks": model.is_hybrid or model.is_attention_free,
         "it has an encoder": model.is_encoder_decoder,
         "it does not generate": model.runner_type != "generate",
+        # The last: where another applies, vLLM schedules ahead by its own choice.
+        "iterations are scheduled ahead (--async-scheduling)": config.scheduler_config.async_scheduling,
     }
     return next((reason for reason, true in reasons.items() if true), None)
