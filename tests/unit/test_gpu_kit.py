@@ -1,0 +1,442 @@
+"""The kit for a GPU machine: time, parts, results of calls that are cut short, words of the engine."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.gpu import children, parts, prepare, rehearse, unpack, words
+from tools.gpu.budget import STOP_S, Budget
+from tools.gpu.contents import ARCHIVES, REQUIREMENTS, kv_bytes_per_token, write_models
+from tools.gpu.engines import FULL, KINDS, SMALL
+from tools.gpu.measure import measure, parse
+from tools.gpu.results import FAILED, LEFT_OUT, Results, state
+from tools.gpu.server import StepFailed
+from tools.gpu.steps import ABLATION, BENCH, STEPS, Run, Step, bench_s
+
+ROOT = Path(__file__).parents[2]
+
+
+class Clock:
+    """Seconds that move when a step says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    results = Results(folder=tmp_path, rehearsal=True)
+    return Run(size=SMALL, results=results, models=tmp_path, scratch=tmp_path)
+
+
+def budget(clock: Clock, limit_s: float) -> Budget:
+    return Budget(limit_s=limit_s, began=clock.now, clock=clock)
+
+
+def on_disk(run: Run) -> dict[str, Any]:
+    return json.loads(run.results.path.read_text())
+
+
+def taking(clock: Clock, seconds: float, given: list[float]) -> Callable[[Run, str, str, float], None]:
+    """A step that takes as long, and notes the seconds that it was given."""
+
+    def work(run: Run, step: str, kind: str, limit_s: float) -> None:
+        given.append(limit_s)
+        clock.now += seconds
+        run.results.note(step, kind=kind)
+
+    return work
+
+
+class TestTime:
+    def test_a_step_gets_its_most_or_what_is_left_without_the_time_to_end_a_server(
+        self, clock: Clock
+    ) -> None:
+        of = budget(clock, 100 + STOP_S)
+        assert of.allow(least_s=10, most_s=60) == 60
+        clock.now += 70
+        assert of.allow(least_s=10, most_s=60) == 30
+
+    def test_a_step_that_no_longer_fits_is_left_out_and_says_so(self, run: Run, clock: Clock) -> None:
+        given: list[float] = []
+        steps = {
+            "long": Step(taking(clock, 80, given), "default", 10, 90),
+            "does not fit": Step(taking(clock, 1, given), "default", 30, 90),
+            "short": Step(taking(clock, 5, given), "async", 15, 90),
+        }
+        measure(run, list(steps), budget(clock, 100 + STOP_S), steps)
+        found = on_disk(run)["steps"]
+        assert found["long"] == {"kind": "default", "took_s": 80}
+        assert found["does not fit"] == {"left_out": "it needs 30 s, and 20 s are left"}
+        assert found["short"] == {"kind": "async", "took_s": 5}
+        assert given == [90, 20]
+
+    def test_every_step_fits_into_a_call_of_its_own(self, clock: Clock) -> None:
+        for name, step in STEPS.items():
+            assert 0 < step.least_s <= step.most_s, name
+            assert (
+                budget(clock, prepare.CALL_S).allow(least_s=step.least_s, most_s=step.most_s) == step.most_s
+            ), name
+
+    def test_a_call_names_steps_that_exist_and_all_their_least_times_fit(self) -> None:
+        named = []
+        for call in prepare.calls(2):
+            if call.steps:
+                known, more = parse(call.steps.split())
+                assert not more
+                assert known.limit <= prepare.CALL_S
+                assert sum(STEPS[name].least_s for name in known.steps) <= known.limit - STOP_S
+                named += known.steps
+        assert len(named) == len(set(named))
+        assert set(named) >= {name for name in STEPS if name.startswith(("serve", "reaction", "offline"))}
+
+    def test_a_comparison_fits_into_the_time_of_its_step(self) -> None:
+        assert bench_s(BENCH, FULL) < STEPS["bench-default"].most_s
+        assert bench_s(ABLATION, FULL) < STEPS["ablation-default"].most_s
+
+    def test_the_first_call_after_the_parts_brings_the_last_part(self) -> None:
+        assert [call.carry for call in prepare.calls(3)][:4] == [".gpu/part1", ".gpu/part2", ".gpu/part3", ""]
+        assert not prepare.calls(3)[1].steps
+        assert prepare.calls(3)[2].steps
+
+    def test_an_unknown_step_is_refused_by_name(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            parse(["smoke,nonsense"])
+        assert "there is no step nonsense" in capsys.readouterr().err
+
+
+class TestParts:
+    def test_no_part_exceeds_its_limit_and_every_archive_is_in_one(self) -> None:
+        sizes = {"a": 50, "b": 31, "c": 25, "d": 20, "e": 9, "f": 1}
+        shared = parts.share_out(sizes, limit=55)
+        assert sorted(name for part in shared for name in part) == sorted(sizes)
+        assert all(sum(sizes[name] for name in part) <= 55 for part in shared)
+        assert len(shared) == 3
+
+    def test_an_archive_larger_than_a_part_is_named(self) -> None:
+        with pytest.raises(parts.PartTooLarge, match="kernels has 56 bytes, more than the 55 of a part"):
+            parts.share_out({"kernels": 56, "others": 1}, limit=55)
+
+    def test_a_file_is_in_the_first_archive_that_matches_it(self, tmp_path: Path) -> None:
+        for name in (
+            "vllm/_C_stable_libtorch.abi3.so",
+            "vllm/v1/core.py",
+            "duckdb/a.py",
+            "_duckdb.so",
+            "six.py",
+        ):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch()
+        assert parts.group(tmp_path, ARCHIVES) == {
+            "kernels": ["vllm/_C_stable_libtorch.abi3.so"],
+            "attention": [],
+            "vllm": ["vllm/v1/core.py"],
+            "duckdb": ["_duckdb.so", "duckdb/a.py"],
+            "others": ["six.py"],
+        }
+
+    def test_a_machine_is_told_which_archives_are_to_come(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        root, site, kit = tmp_path / "root", tmp_path / "site", tmp_path / "kit"
+        for folder in (root / ".gpu/part1", site, kit):
+            folder.mkdir(parents=True)
+        (site / "six.py").write_text("SIX = 6\n")
+        (root / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+        listed = root / ".gpu/part1/archives.json"
+        listed.write_text(json.dumps(["others.tar.xz", "kernels.tar.xz"]))
+        size = parts.pack(root / ".gpu/part1/others.tar.xz", site, ["six.py"])
+        assert size == (root / ".gpu/part1/others.tar.xz").stat().st_size
+        assert unpack.main(root, kit) == 3
+        assert "still to come: kernels.tar.xz" in capsys.readouterr().out
+        assert (kit / "site/six.py").read_text() == "SIX = 6\n"
+
+        for file in (listed, root / ".gpu/part1/others.tar.xz"):  # the next call brings the other part alone
+            file.unlink()
+        parts.pack(root / ".gpu/part1/kernels.tar.xz", site, ["six.py"])
+        assert unpack.main(root, kit) == 0
+
+    def test_vllm_finds_the_plug_in_in_the_working_tree(self, tmp_path: Path) -> None:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        unpack.write_entry_points(project, tmp_path)
+        asked = (
+            "from importlib.metadata import entry_points\n"
+            "print(*[point.value for point in entry_points(group='vllm.general_plugins')])"
+        )
+        answer = subprocess.run(
+            [sys.executable, "-S", "-c", asked],
+            env={"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert answer.stdout.split() == [project["entry-points"]["vllm.general_plugins"]["conserve"]]
+
+    def test_every_need_of_the_project_is_brought_or_there(self) -> None:
+        found = prepare.wanted(
+            "vllm==1\nduckdb==2", '[project]\ndependencies = ["duckdb>=1", "new-one>=3", "httpx"]', ""
+        )
+        assert found == ["vllm==1", "duckdb==2", "new-one>=3"]
+        project, lock = (ROOT / "pyproject.toml").read_text(), (ROOT / "requirements/cpu.lock").read_text()
+        assert all("==" in line for line in prepare.wanted(REQUIREMENTS.read_text(), project, lock))
+
+    def test_vllm_is_the_one_that_the_project_supports(self) -> None:
+        (cuda,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
+            "cuda"
+        ]
+        assert cuda in REQUIREMENTS.read_text().split()
+
+    def test_models_have_the_shape_of_the_large_and_the_tokens_of_the_small(self, tmp_path: Path) -> None:
+        demo = tmp_path / "demo/any"
+        demo.mkdir(parents=True)
+        (demo / "tokenizer.json").write_text("{}")
+        (demo / "config.json").write_text(
+            json.dumps({"vocab_size": 49152, "eos_token_id": 2, "hidden_size": 576})
+        )
+        write_models(tmp_path / "models", tmp_path / "demo")
+        shape = json.loads((tmp_path / "models/llama-8b/config.json").read_text())
+        assert (shape["hidden_size"], shape["vocab_size"], shape["eos_token_id"]) == (4096, 49152, 2)
+        assert kv_bytes_per_token(shape) == 128 << 10  # Llama 3.1 8B: 32 layers of 8 heads of 128
+        assert (tmp_path / "models/qwen-14b/tokenizer.json").exists()
+
+    def test_without_the_demo_model_its_command_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="make demo"):
+            write_models(tmp_path / "models", tmp_path)
+
+
+class TestResults:
+    def test_findings_are_on_disk_at_once(self, run: Run) -> None:
+        run.results.note("smoke", started_s=3.5)
+        assert on_disk(run) == {"rehearsal": True, "setting": {}, "steps": {"smoke": {"started_s": 3.5}}}
+        run.results.note("smoke", batch=1)
+        assert on_disk(run)["steps"]["smoke"] == {"started_s": 3.5, "batch": 1}
+        assert os.listdir(run.out) == ["results.json"]
+
+    def test_a_step_that_fails_keeps_its_findings_and_ends_no_other(self, run: Run, clock: Clock) -> None:
+        def failing(run: Run, step: str, kind: str, limit_s: float) -> None:
+            run.results.note(step, started_s=3.5)
+            raise StepFailed("conserve serve ended with 2", "its last words")
+
+        def broken(run: Run, step: str, kind: str, limit_s: float) -> None:
+            raise KeyError("best")
+
+        steps = {
+            "failing": Step(failing, "", 1, 2),
+            "broken": Step(broken, "", 1, 2),
+            "good": Step(taking(clock, 1, []), "", 1, 2),
+        }
+        measure(run, list(steps), budget(clock, 100), steps)
+        found = on_disk(run)["steps"]
+        assert found["failing"] == {
+            "started_s": 3.5, "failed": "conserve serve ended with 2", "log": "its last words", "took_s": 0
+        }  # fmt: skip
+        assert found["broken"]["failed"] == "KeyError: 'best'"
+        assert found["good"]["took_s"] == 1
+
+    def test_a_call_that_is_ended_keeps_findings_and_stops_its_server(self, run: Run, clock: Clock) -> None:
+        class Running:
+            stopped = False
+
+            def stop(self) -> None:
+                self.stopped = True
+
+        server = Running()
+
+        def ended(run: Run, step: str, kind: str, limit_s: float) -> None:
+            run.server = server  # type: ignore[assignment]
+            run.results.note(step, started_s=3.5)
+            sys.exit(143)
+
+        steps = {"ended": Step(ended, "", 1, 2), "next": Step(taking(clock, 1, []), "", 1, 2)}
+        with pytest.raises(SystemExit):
+            measure(run, list(steps), budget(clock, 100), steps)
+        found = on_disk(run)["steps"]
+        assert found["ended"] == {"started_s": 3.5, "failed": "cut short by SystemExit"}
+        assert found["next"] == {"left_out": "the call was ended before it began"}
+        assert server.stopped
+
+    def test_a_child_that_is_cut_short_keeps_what_it_printed(self) -> None:
+        printed = 'noise\n{"started_s": 3.5}\n{broken}\n{"batch": 1}\nlast words'
+        assert children.outcome(printed, "") == {"started_s": 3.5, "batch": 1}
+        assert children.outcome(printed, "ended after its 60 s") == {
+            "started_s": 3.5, "batch": 1, "failed": "ended after its 60 s", "log": "noise\nlast words"
+        }  # fmt: skip
+        assert children.outcome("last words", "")[FAILED] == "it printed no result"
+
+    def test_a_child_runs_to_its_end(self, tmp_path: Path) -> None:
+        log = tmp_path / "child.log"
+        good = [sys.executable, "-c", "print('{\"a\": 1}')"]
+        assert children.run(good, log, 120) == {"a": 1}
+        bad = [sys.executable, "-c", "print('{\"b\": 2}'); raise SystemExit(3)"]
+        assert children.run(bad, log, 120) == {
+            "b": 2,
+            "failed": "exit 3",
+            "log": "",
+        }  # without the first child's
+
+    @pytest.mark.parametrize(
+        ("found", "words"),
+        [
+            ({"took_s": 1}, "done"),
+            ({"took_s": 1, FAILED: "exit 3"}, "failed: exit 3"),
+            ({LEFT_OUT: "it needs 30 s"}, "left out: it needs 30 s"),
+            ({"started_s": 1}, "cut short"),
+        ],
+    )
+    def test_a_step_is_told_in_a_word(self, found: dict[str, Any], words: str) -> None:
+        assert state(found) == words
+        assert words in rehearse.table({"smoke": found})
+
+    def test_a_rehearsal_is_complete_if_every_step_has_a_result(self) -> None:
+        good: dict[str, dict[str, Any]] = {"a": {"took_s": 1}, "b": {"took_s": 1}}
+        assert rehearse.complete(good, ["a", "b"])
+        assert not rehearse.complete(good, ["a", "b", "c"])
+        assert not rehearse.complete({**good, "b": {FAILED: "exit 3"}}, ["a", "b"])
+        assert not rehearse.complete({**good, "b": {LEFT_OUT: "no time"}}, ["a", "b"])
+
+
+class TestChildren:
+    CHILD = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print('{"below": %d}' % below.pid, flush=True)
+time.sleep(600)
+"""
+
+    @pytest.fixture
+    def stubborn(self, tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+        """A child that ignores SIGTERM, and its own child in another session."""
+        log = tmp_path / "child.log"
+        process = children.start([sys.executable, "-c", self.CHILD], log)
+        while "below" not in (found := children.outcome(log.read_text(), "")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        yield process, found["below"]
+        children.end(process, 0)
+
+    def test_descendants_end_with_a_child_also_in_sessions_of_their_own(
+        self, stubborn: tuple["subprocess.Popen[bytes]", int]
+    ) -> None:
+        process, below = stubborn
+        began = children.began_at(below)
+        assert children.family(process.pid).keys() == {process.pid, below}
+        children.end(process, patience_s=0)
+        assert process.returncode == -9
+        while children.began_at(below) == began and children.stat_fields(below)[0] != "Z":
+            time.sleep(0.01)  # the time limit of the test is its failure
+
+    def test_a_process_with_another_birth_is_never_killed(
+        self, stubborn: tuple["subprocess.Popen[bytes]", int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        process, below = stubborn
+        with monkeypatch.context() as patch:
+            patch.setattr(children, "family", lambda root: {root: "never", below: "never"})
+            children.end(process, patience_s=0)  # its group is its own
+        assert children.began_at(below) is not None
+        os.kill(below, 9)
+
+
+REPORT: dict[str, Any] = {
+    "version": "0.9", "policy": "conserve", "iterations": 90, "planned": 80, "overruns": 1, "busy_s": 8.0,
+    "identity": "llama", "alone": None, "latency_model": None, "offline": {"tokens": 5000},
+    "preemption": {"policy": "just-enough", "why_off": None, "rows_go_on": True, "iterations_left": 7,
+                   "preemptions": 7, "abandoned": 1, "rows": 30, "layers_run": 100, "tokens_redone": 4,
+                   "tokens_wasted": 1.5, "live_tokens_recomputed": 0, "reaction_ms": {"p50": 1.0, "p99": 2.5}},
+    "checkpoint": {"policy": "adaptive", "tokens_saved": 3200, "blocks_saved": 200,
+                   "block_ms": {"to_host": 2.0, "to_device": 1.0}},
+}  # fmt: skip
+
+
+class TestWords:
+    def test_the_engine_says_of_itself(self) -> None:
+        told = words.told(REPORT, f"INFO [worker] {words.V2_LINE}", "0.32.0")
+        assert told["versions"] == {"conserve": "0.9", "vllm": "0.32.0"}
+        assert (told["policy"], told["runner"]) == ("conserve", "V2")
+        assert told["preemption"] == {
+            name: value for name, value in REPORT["preemption"].items() if name != "preemptions"
+        }
+        assert told["checkpoint"]["tokens_saved"] == 3200
+        assert told["checkpoint"]["why_off"] is None
+
+    def test_an_engine_that_says_nothing_hides_nothing(self) -> None:
+        told = words.told({}, "")
+        assert told["runner"] is None
+        assert set(told["preemption"].values()) == {None}
+        assert told.keys() == words.told(REPORT, "x").keys()
+
+    def test_an_engine_without_vllms_line_has_the_first_runner(self) -> None:
+        assert words.runner("INFO nothing") == "V1"
+
+    def test_lines_that_name_parts_are_kept_once(self) -> None:
+        log = (
+            "$ conserve serve --enforce-eager backend\n"
+            '{"graph": 1}\n'
+            "(Worker pid=1) INFO 11-22 10:00:00 [cuda.py:1] Using FlashAttention backend\n"
+            "(Worker pid=2) INFO 11-22 10:00:01 [cuda.py:1] Using FlashAttention backend\n"
+            "GET /health 200\n"
+        )
+        assert words.notable(log) == ["[cuda.py:1] Using FlashAttention backend"]
+
+    def test_counts_are_those_between_two_reports(self) -> None:
+        before = {"preemption": {**REPORT["preemption"], "iterations_left": 2, "rows": 10}}
+        found = words.counted(before, REPORT)
+        assert (found["iterations_left"], found["rows"], found["live_tokens_recomputed"]) == (5, 20, 0)
+        assert found["reaction_ms"] == {"p50": 1.0, "p99": 2.5}
+        assert found["rows_go_on"] is True
+        assert "policy" not in found
+
+    def test_a_reading_is_a_rate(self) -> None:
+        before = {**REPORT, "iterations": 50, "busy_s": 7.0, "offline": {"tokens": 1000}, "checkpoint": {}}
+        assert words.reading(before, REPORT, 2.0) == {
+            "seconds": 2.0, "tokens_per_s": 2000.0, "iterations_per_s": 20.0, "busy": 0.5,
+            "tokens_saved_per_s": 1600.0, "copying": 0.2,
+        }  # fmt: skip
+
+    def test_settings_are_compared_by_their_medians(self) -> None:
+        readings = {
+            "a": [{"tokens_per_s": x} for x in (90.0, 100.0, 500.0)],
+            "b": [{"tokens_per_s": 97.0}],
+            "c": [],
+        }
+        assert words.compared(readings) == {
+            "tokens_per_s": {"a": 100.0, "b": 97.0},
+            "ratio": {"a": 1.0, "b": 0.97},
+        }
+        assert words.compared({"a": []}) == {"tokens_per_s": {}, "ratio": {}}
+
+    @pytest.mark.parametrize(
+        ("copy_ms", "products_ms", "both_ms", "share"),
+        [
+            (10, 40, 50, 0.0),
+            (10, 40, 40, 1.0),
+            (10, 40, 45, 0.5),
+            (10, 40, 39, 1.0),
+            (10, 40, 55, 0.0),
+            (0, 4, 4, 0.0),
+        ],
+    )
+    def test_the_hidden_share_of_a_copy(
+        self, copy_ms: float, products_ms: float, both_ms: float, share: float
+    ) -> None:
+        assert words.hidden(copy_ms, products_ms, both_ms) == share
+
+    def test_engines_differ_in_flags_and_environment_and_a_cpu_has_no_second_runner(self) -> None:
+        assert KINDS["eager-v1"].flags == KINDS["eager-v2"].flags
+        assert FULL.environment("eager-v1") != FULL.environment("eager-v2")
+        assert SMALL.environment("eager-v2") == {}

@@ -1,0 +1,126 @@
+"""Child processes with a limit of time; all their descendants end with them."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.gpu.results import FAILED
+
+STOP_PATIENCE_S = 20.0
+
+
+def conserve(*words: str) -> list[str]:
+    """A command line of ConServe."""
+    return [sys.executable, "-m", "conserve", *words]
+
+
+def within(*words: str) -> list[str]:
+    """A command line of this kit's own children."""
+    return [sys.executable, "-m", "tools.gpu.within", *words]
+
+
+def start(
+    words: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start a child in a session of its own; what it prints is added to the log."""
+    with log.open("ab") as file:
+        file.write(f"\n$ {' '.join(words)}\n".encode())
+        file.flush()
+        return subprocess.Popen(
+            words,
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
+def run(
+    words: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a child to its end or its limit; returns the JSON that it printed, and `failed` if it ended badly."""
+    begins = log.stat().st_size if log.exists() else 0
+    process, late = start(words, log, environment), ""
+    try:
+        process.wait(max(1.0, limit_s))
+    except subprocess.TimeoutExpired:
+        late = f"ended after its {limit_s:.0f} s"
+    finally:
+        end(process)
+    printed = log.read_bytes()[begins:].decode(errors="replace")
+    why = late or (f"exit {process.returncode}" if process.returncode else "")
+    return outcome(printed, why)
+
+
+def outcome(printed: str, why: str) -> dict[str, Any]:
+    """Findings that a child printed, one JSON object a line, later ones over earlier ones.
+
+    A child that ended early keeps what it printed; `failed` has the reason and `log` the last lines.
+    """
+    found: dict[str, Any] = {}
+    for line in re.findall(r"^\{.*\}$", printed, re.MULTILINE):
+        with contextlib.suppress(ValueError):
+            found |= json.loads(line)
+    if why or not found:
+        found |= {FAILED: why or "it printed no result", "log": last_lines(printed)}
+    return found
+
+
+def last_lines(text: str, lines: int = 25) -> str:
+    """The end of a log, without command lines and JSON."""
+    return "\n".join([line for line in text.splitlines() if line and line[0] not in "{$"][-lines:])[-4000:]
+
+
+def tail(log: Path) -> str:
+    """The end of a log file, if there is one."""
+    return last_lines(log.read_text(errors="replace")) if log.exists() else ""
+
+
+def end(process: "subprocess.Popen[bytes]", patience_s: float = STOP_PATIENCE_S) -> None:
+    """Ask a child to stop, then kill it, its group and all its descendants that are left."""
+    members = family(process.pid) if process.poll() is None else {}
+    if members:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+    for pid, began in members.items():
+        if began_at(pid) == began:  # otherwise the number belongs to another process by now
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def family(root: int) -> dict[int, str]:
+    """A process and all its descendants, each with its time of start."""
+    parents, began = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and (fields := stat_fields(int(entry.name))):
+            parents[int(entry.name)], began[int(entry.name)] = int(fields[1]), fields[19]
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {pid: began[pid] for pid in found if pid in began}
+
+
+def began_at(pid: int) -> str | None:
+    """Time of start of a process, in ticks; None if it is gone."""
+    fields = stat_fields(pid)
+    return fields[19] if fields else None
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Fields of `/proc/PID/stat` behind the name, which may hold spaces; empty if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,292 @@
+"""Steps of a measurement: each notes what it finds at once, and keeps to its seconds."""
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, NamedTuple
+from urllib.error import URLError
+
+from tools.gpu import children, words
+from tools.gpu.contents import kv_bytes_per_token
+from tools.gpu.engines import KINDS, Size
+from tools.gpu.results import FAILED, LEFT_OUT, Results
+from tools.gpu.server import Server, StepFailed
+
+BENCH = "online-only,conserve,priority,non-preemptive"
+ABLATION = "online-only,conserve,conserve/recompute,conserve/off,conserve/never"
+OFF = "off"
+SETTLE_S = 1.0  # until iterations under the last setting are through
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What the steps of a call share: sizes, results, and the server that runs."""
+
+    size: Size
+    results: Results
+    models: Path
+    scratch: Path  # for stores and rows, which are no results
+    more: list[str] = field(default_factory=list)  # further flags of vLLM
+    server: Server | None = None
+
+    @property
+    def out(self) -> Path:
+        """Folder of results and logs."""
+        return self.results.folder
+
+    @property
+    def model(self) -> str:
+        """The model's folder."""
+        return str(self.models / self.size.model)
+
+    def serving(self, kind: str, step: str, limit_s: float) -> Server:
+        """The server of this kind: the running one, or a new one."""
+        if self.server is not None and (self.server.kind != kind or not self.server.alive):
+            self.stop_server()
+        if self.server is None:
+            limits = (self.out, self.scratch, self.more, limit_s)
+            self.server = Server(kind, self.size, self.model, *limits)
+            self.results.note(step, started_s=self.server.started_s, rows_submitted_s=self.server.rows_s)
+        return self.server
+
+    def stop_server(self) -> None:
+        """End the server, if one runs."""
+        if self.server is not None:
+            self.server.stop()
+            self.server = None
+
+
+def smoke(run: Run, step: str, _: str, limit_s: float) -> None:
+    """vLLM alone on dummy weights: start, tokens per second, its choice of attention and graphs."""
+    run.stop_server()
+    log = run.out / "smoke.log"
+    command = children.within("smoke", run.model, json.dumps(run.size.batch), *run.size.flags, *run.more)
+    found = children.run(command, log, limit_s, {"VLLM_PLUGINS": ""})
+    run.results.note(step, **found, said=words.notable(log.read_text(errors="replace")))
+
+
+def profile(run: Run, step: str, _: str, limit_s: float) -> None:
+    """`conserve profile`: coefficients, error, copies of KV, cost of a safepoint."""
+    run.stop_server()
+    environment = {
+        "CONSERVE_HOME": str(run.scratch / "home-profile"),
+        "CONSERVE_ENGINE_LOG": str(run.out / "profile-engine.log"),
+    }
+    asked = (
+        "profile",
+        run.model,
+        "--budget",
+        str(run.size.profile_s),
+        "--json",
+        "--",
+        *run.size.flags,
+        *run.more,
+    )
+    found = children.run(children.conserve(*asked), run.out / "profile.log", limit_s, environment)
+    if FAILED in found:
+        run.results.note(step, failed=found[FAILED], log=found["log"])
+        return
+    best = found["models"][found["best"]]
+    errors = {name: best.get(name) for name in ("mape", "p90_error", "p99_error", "overrun_share", "margin")}
+    run.results.note(
+        step, best=found["best"], **errors, kv_copies=found["kv_copies"], safepoint=found["safepoint"]
+    )
+    run.results.note(step, document=found)
+
+
+def bare_copies(run: Run, step: str, _: str, limit_s: float) -> None:
+    """Bare copies between pinned memory and the device, alone and beside matrix products."""
+    run.stop_server()
+    command = children.within("copies", str(run.size.copy_bytes), str(run.size.matrix))
+    run.results.note(step, **children.run(command, run.out / "copies.log", limit_s))
+
+
+def serve(run: Run, step: str, kind: str, limit_s: float) -> None:
+    """Start `conserve serve`; what the engine says of itself before and after eight live requests beside rows."""
+    one = run.serving(kind, step, limit_s)
+    run.results.note(step, at_start=one.told(), said=words.notable(one.log.read_text(errors="replace")))
+    run.results.note(step, live=arrive(one, 8, run.size.live))
+    run.results.note(step, after=one.told(), queue=one.queue())
+
+
+def reaction(run: Run, step: str, kind: str, limit_s: float) -> None:
+    """Live requests one after the other beside rows: how soon rows leave, and what that costs."""
+    until = time.monotonic() + limit_s
+    one = run.serving(kind, step, limit_s)
+    before = one.report()
+    if not before.get("alone"):
+        raise StepFailed("the engine has no latency model, without which nothing has an SLO")
+    # Tight enough that arrivals do not wait for an iteration's end.
+    slo = {"ttft_ms": 4 * before["alone"]["ttft_ms"], "tbt_ms": 8 * before["alone"]["tbt_ms"]}
+    one.change({"slo": slo})
+    live = arrive(one, run.size.arrivals, run.size.short, until=until)
+    run.results.note(step, slo=slo, arrivals=len(live), ttft_ms=spread([one["ttft_ms"] for one in live]))
+    run.results.note(step, **words.counted(before, one.report()), told=one.told()["preemption"])
+    one.change({"slo": {"ttft_ms": None, "tbt_ms": None}})
+
+
+def arrive(
+    one: Server, number: int, lengths: tuple[int, int], until: float | None = None
+) -> list[dict[str, float]]:
+    """Send live requests at random distances, until a time if there is one."""
+    chance, answers = random.Random(0), []
+    for seed in range(number):
+        if until is not None and time.monotonic() > until:
+            break
+        with contextlib.suppress(URLError, TimeoutError, IndexError, KeyError):
+            answers.append(one.ask(seed, lengths))
+        time.sleep(chance.uniform(0.05, 0.3))
+    if not answers:
+        raise StepFailed("no live request was answered", children.tail(one.log))
+    return answers
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, P99 and largest."""
+    if len(values) < 2:
+        return {"p50": values[0], "p99": values[0], "max": values[0]}
+    parts = quantiles(values, n=100, method="inclusive")
+    return {"p50": round(parts[49], 1), "p99": round(parts[98], 1), "max": max(values)}
+
+
+def offline(run: Run, step: str, kind: str, limit_s: float) -> None:
+    """Throughput of rows while nothing arrives, with the stamps of preemption and without."""
+    until = time.monotonic() + limit_s
+    one = run.serving(kind, step, limit_s)
+    preemption = (one.report().get("preemption") or {}).get("policy", OFF)
+    stamped = {"conserve": {"preemption": preemption}} if preemption != OFF else {}
+    in_turn(run, step, one, {**stamped, "conserve/off": {"preemption": OFF}}, until)
+
+
+def copies(run: Run, step: str, kind: str, limit_s: float) -> None:
+    """Throughput of rows while their KV is copied to host memory and while it is not; bytes per second."""
+    until = time.monotonic() + limit_s
+    one = run.serving(kind, step, limit_s)
+    off = {"checkpoint": OFF}
+    settings = {"conserve/recompute": off, "conserve": {"checkpoint": "on"}}
+    if (one.report().get("checkpoint") or {}).get("policy", OFF) == OFF:
+        run.results.note(step, why_off=one.told()["checkpoint"]["why_off"])
+        settings = {"conserve/recompute": off}
+    found = in_turn(run, step, one, settings, until)
+    kv_bytes = kv_bytes_per_token(json.loads((Path(run.model) / "config.json").read_text()))
+    rates = [kv_bytes * one["tokens_saved_per_s"] / 1e9 for one in found.get("conserve", [])]
+    run.results.note(
+        step, kv_bytes_per_token=kv_bytes, saved_gb_per_s=rates, checkpoint=one.told()["checkpoint"]
+    )
+
+
+def in_turn(
+    run: Run, step: str, one: Server, settings: Mapping[str, Mapping[str, Any]], until: float
+) -> dict[str, list[dict[str, float]]]:
+    """Readings of each setting in turn, so that drift hits all; afterwards the server has its old setting."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
+    began = one.report()
+    for _ in range(run.size.turns):
+        for name, wanted in settings.items():
+            if time.monotonic() + SETTLE_S + run.size.window_s > until:
+                break
+            found[name].append(window(one, wanted, run.size.window_s))
+            run.results.note(step, readings=found, **words.compared(found))
+    preemption = (began.get("preemption") or {}).get("policy", OFF)
+    checkpoint = OFF if (began.get("checkpoint") or {}).get("policy", OFF) == OFF else "on"
+    one.change({"preemption": preemption, "checkpoint": checkpoint})
+    run.results.note(step, queue=one.queue())
+    if not all(found.values()):
+        raise StepFailed("its seconds ended before every setting had a reading")
+    return found
+
+
+def window(one: Server, wanted: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """One reading under a setting."""
+    one.change(wanted)
+    time.sleep(SETTLE_S)
+    before, began = one.report(), time.monotonic()
+    time.sleep(seconds)
+    after = one.report()
+    return words.reading(before, after, time.monotonic() - began)
+
+
+def bench(run: Run, step: str, kind: str, limit_s: float) -> None:
+    """`conserve bench` at each rate: live latencies and throughput of rows under the policies."""
+    compare(run, step, kind, limit_s, BENCH)
+
+
+def ablation(run: Run, step: str, kind: str, limit_s: float) -> None:
+    """`conserve bench` at each rate: ConServe without checkpoints, without preemption, and without leaving."""
+    compare(run, step, kind, limit_s, ABLATION)
+
+
+def compare(run: Run, step: str, kind: str, limit_s: float, policies: str) -> None:
+    """Compare policies on one server, at each rate that still fits."""
+    until = time.monotonic() + limit_s
+    one = run.serving(kind, step, limit_s)
+    needed_s = bench_s(policies, run.size)
+    for rate in run.size.rates:
+        if until - time.monotonic() < needed_s:
+            left = until - time.monotonic()
+            why = f"it needs {needed_s:.0f} s, and {left:.0f} s are left"
+            run.results.note(step, **{f"at {rate:g}/s": {LEFT_OUT: why}})
+            continue
+        folder = run.out / f"{step}-{rate:g}"
+        asked = ["bench", "--endpoint", one.url, "--gamma", f"{rate:g},0.5,{run.size.lengths}"]
+        asked += ["--policies", policies, "--block-s", str(run.size.block_s), "--rounds", "1"]
+        asked += ["--json", "-o", str(folder)]
+        log = run.out / f"{step}.log"
+        found = children.run(children.conserve(*asked), log, until - time.monotonic(), one.environment)
+        run.results.note(step, **{f"at {rate:g}/s": found}, told=one.told(), queue=one.queue())
+        if FAILED in found:
+            raise StepFailed(f"conserve bench: {found[FAILED]}", found["log"])
+
+
+def bench_s(policies: str, size: Size) -> float:
+    """Seconds that a comparison needs: the blocks, the end of their last answers, and its start."""
+    return 1.1 * size.block_s * len(policies.split(",")) + 15
+
+
+class Step(NamedTuple):
+    """A step on one kind of engine."""
+
+    work: Callable[[Run, str, str, float], None]
+    kind: str
+    least_s: float  # with less it is left out
+    most_s: float
+
+
+def step_table() -> dict[str, Step]:
+    """All steps in an order in which they may run."""
+    table = {
+        "smoke": Step(smoke, "", 60, 230),
+        "bare-copies": Step(bare_copies, "", 20, 60),
+        "profile": Step(profile, "", 150, 260),
+    }
+    everywhere: tuple[str, ...] = tuple(KINDS)
+    leaving = ("default", "eager-v1", "eager-v2")
+    kinds: dict[str, tuple[str, ...]] = {
+        "serve": everywhere,
+        "reaction": leaving,
+        "offline": everywhere,
+        "copies": ("default", "eager-v1"),
+        "bench": leaving,
+        "ablation": ("default", "eager-v1"),
+    }
+    works: dict[str, tuple[Callable[[Run, str, str, float], None], float, float]] = {
+        "serve": (serve, 60, 240),
+        "reaction": (reaction, 40, 120),
+        "offline": (offline, 45, 110),
+        "copies": (copies, 45, 110),
+        "bench": (bench, 120, 460),
+        "ablation": (ablation, 120, 540),
+    }
+    for kind in KINDS:
+        for name, (work, least_s, most_s) in works.items():
+            if kind in kinds[name]:
+                table[f"{name}-{kind}"] = Step(work, kind, least_s, most_s)
+    return table
+
+
+STEPS = step_table()
