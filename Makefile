@@ -9,7 +9,7 @@ PATHS ?=
 SINCE ?=
 BREAK ?=
 
-.PHONY: help setup demo test test-full soak break mutants check format bench bench-serve reference docs clean
+.PHONY: help setup demo test test-full soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,9 @@ break: setup  ## Break it on purpose: 1,000 kills, power cuts and more, and one 
 
 mutants: setup  ## Change the code since SINCE, or all of PATHS, in one place at a time: which changes does no test notice?
 	$(BIN)/python -m tools.mutants $(if $(SINCE),--since $(SINCE)) $(PATHS) $(MUTANTS)
+
+rehearse-gpu: setup  ## Run every measurement for a GPU machine on this CPU, with a tiny model (about ten minutes)
+	$(BIN)/python -m tools.gpu.rehearse
 
 check: setup  ## Lint, formatting, types, import rules
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ SERVERS = frozenset(
     {
         "test_clients",
         "test_embedded_engine",
+        "test_gpu_rehearsal",
         "test_parallel",
         "test_profiled_engine",
         "test_run_for_real",

@@ -225,7 +225,7 @@ class TestResults:
         assert on_disk(run) == {"rehearsal": True, "setting": {}, "steps": {"smoke": {"started_s": 3.5}}}
         run.results.note("smoke", batch=1)
         assert on_disk(run)["steps"]["smoke"] == {"started_s": 3.5, "batch": 1}
-        assert os.listdir(run.out) == ["results.json"]
+        assert [path.name for path in run.out.iterdir()] == ["results.json"]
 
     def test_a_step_that_fails_keeps_its_findings_and_ends_no_other(self, run: Run, clock: Clock) -> None:
         def failing(run: Run, step: str, kind: str, limit_s: float) -> None:

@@ -22,6 +22,9 @@ KINDS: Mapping[str, Kind] = {
     "plain": Kind(
         flags=("--no-preemption", "--no-async-scheduling")
     ),  # the same without safepoints in the model
+    "saving": Kind(
+        flags=("--kv-checkpoint", "eager")
+    ),  # adaptive checkpoints save nothing while memory is ample
 }
 
 

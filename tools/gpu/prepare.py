@@ -37,11 +37,11 @@ class Call(NamedTuple):
 
 MEASURED = (
     "--limit 500 smoke,bare-copies,profile",
-    "--limit 560 serve-default,reaction-default,offline-default,copies-default,bench-default --rates 1",
+    "--limit 560 serve-default,reaction-default,offline-default,bench-default --rates 1",
     "--limit 560 ablation-default --rates 1",
     "--limit 560 serve-eager-v1,reaction-eager-v1,offline-eager-v1,bench-eager-v1 --rates 1",
     "--limit 560 serve-eager-v2,reaction-eager-v2,offline-eager-v2,bench-eager-v2 --rates 1",
-    "--limit 560 serve-async,offline-async,serve-plain,offline-plain",
+    "--limit 560 serve-async,offline-async,serve-plain,offline-plain,copies-saving",
 )
 
 

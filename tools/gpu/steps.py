@@ -264,13 +264,12 @@ def step_table() -> dict[str, Step]:
         "bare-copies": Step(bare_copies, "", 20, 60),
         "profile": Step(profile, "", 150, 260),
     }
-    everywhere: tuple[str, ...] = tuple(KINDS)
     leaving = ("default", "eager-v1", "eager-v2")
     kinds: dict[str, tuple[str, ...]] = {
-        "serve": everywhere,
+        "serve": (*leaving, "async", "plain"),
         "reaction": leaving,
-        "offline": everywhere,
-        "copies": ("default", "eager-v1"),
+        "offline": (*leaving, "async", "plain"),
+        "copies": ("saving",),
         "bench": leaving,
         "ablation": ("default", "eager-v1"),
     }
