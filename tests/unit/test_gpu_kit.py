@@ -270,6 +270,22 @@ class TestResults:
         assert found["next"] == {"left_out": "the call was ended before it began"}
         assert server.stopped
 
+    def test_an_engine_that_does_not_start_is_not_tried_twice(
+        self, run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tried: list[str] = []
+
+        def start(kind: str, *_: object) -> None:
+            tried.append(kind)
+            raise StepFailed("conserve serve ended with 2")
+
+        monkeypatch.setattr("tools.gpu.steps.Server", start)
+        measure(run, ["serve-async", "offline-async", "serve-plain"], budget(clock, 600))
+        found = on_disk(run)["steps"]
+        assert tried == ["async", "plain"]
+        assert found["serve-async"]["failed"] == "conserve serve ended with 2"
+        assert found["offline-async"]["failed"] == "its server did not start for an earlier step"
+
     def test_a_child_that_is_cut_short_keeps_what_it_printed(self) -> None:
         printed = 'noise\n{"started_s": 3.5}\n{broken}\n{"batch": 1}\nlast words'
         assert children.outcome(printed, "") == {"started_s": 3.5, "batch": 1}
@@ -440,3 +456,13 @@ class TestWords:
         assert KINDS["eager-v1"].flags == KINDS["eager-v2"].flags
         assert FULL.environment("eager-v1") != FULL.environment("eager-v2")
         assert SMALL.environment("eager-v2") == {}
+
+
+def test_the_page_names_every_step_and_every_engine() -> None:
+    page = (ROOT / "docs/gpu/README.md").read_text()
+    for name, step in STEPS.items():
+        assert (
+            f"| `{name.removesuffix(step.kind) + 'X' if step.kind else name}` |" in page
+            or f"| `{name}` |" in page
+        )
+    assert all(f"| `{kind}` |" in page for kind in KINDS)

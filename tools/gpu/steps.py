@@ -33,6 +33,9 @@ class Run:
     scratch: Path  # for stores and rows, which are no results
     more: list[str] = field(default_factory=list)  # further flags of vLLM
     server: Server | None = None
+    unusable: set[str] = field(
+        default_factory=set
+    )  # engines that did not start: a second try would take as long
 
     @property
     def out(self) -> Path:
@@ -49,8 +52,12 @@ class Run:
         if self.server is not None and (self.server.kind != kind or not self.server.alive):
             self.stop_server()
         if self.server is None:
+            if kind in self.unusable:
+                raise StepFailed("its server did not start for an earlier step")
+            self.unusable.add(kind)
             limits = (self.out, self.scratch, self.more, limit_s)
             self.server = Server(kind, self.size, self.model, *limits)
+            self.unusable.discard(kind)
             self.results.note(step, started_s=self.server.started_s, rows_submitted_s=self.server.rows_s)
         return self.server
 
