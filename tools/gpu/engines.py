@@ -61,7 +61,7 @@ class Size:
 FULL = Size()
 SMALL = Size(
     model="tiny",
-    flags=("--load-format", "dummy", "--max-model-len", "2048", "--max-num-seqs", "16",
+    flags=("--load-format", "dummy", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16",
            "--kv-cache-memory-bytes", "100000000", "--gpu-memory-utilization", "0.1"),
     host_bytes=256 << 20, rows=6000, row_prompt=(50, 400), row_answer=(16, 64), live=(256, 16), short=(64, 4),
     arrivals=12, window_s=2.0, turns=1, rates=(2.0,), lengths="256,16", block_s=4, batch=(4, 64, 8), profile_s=20,
