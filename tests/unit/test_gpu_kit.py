@@ -7,12 +7,13 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.gpu import children, parts, prepare, rehearse, unpack, words
+from tools.gpu import children, parts, prepare, rehearse, steps, unpack, words
 from tools.gpu.budget import STOP_S, Budget
 from tools.gpu.contents import ARCHIVES, REQUIREMENTS, kv_bytes_per_token, write_models
 from tools.gpu.engines import FULL, KINDS, SMALL
@@ -75,12 +76,12 @@ class TestTime:
 
     def test_a_step_that_no_longer_fits_is_left_out_and_says_so(self, run: Run, clock: Clock) -> None:
         given: list[float] = []
-        steps = {
+        table = {
             "long": Step(taking(clock, 80, given), "default", 10, 90),
             "does not fit": Step(taking(clock, 1, given), "default", 30, 90),
             "short": Step(taking(clock, 5, given), "async", 15, 90),
         }
-        measure(run, list(steps), budget(clock, 100 + STOP_S), steps)
+        measure(run, list(table), budget(clock, 100 + STOP_S), table)
         found = on_disk(run)["steps"]
         assert found["long"] == {"kind": "default", "took_s": 80}
         assert found["does not fit"] == {"left_out": "it needs 30 s, and 20 s are left"}
@@ -235,12 +236,12 @@ class TestResults:
         def broken(run: Run, step: str, kind: str, limit_s: float) -> None:
             raise KeyError("best")
 
-        steps = {
+        table = {
             "failing": Step(failing, "", 1, 2),
             "broken": Step(broken, "", 1, 2),
             "good": Step(taking(clock, 1, []), "", 1, 2),
         }
-        measure(run, list(steps), budget(clock, 100), steps)
+        measure(run, list(table), budget(clock, 100), table)
         found = on_disk(run)["steps"]
         assert found["failing"] == {
             "started_s": 3.5, "failed": "conserve serve ended with 2", "log": "its last words", "took_s": 0
@@ -262,9 +263,9 @@ class TestResults:
             run.results.note(step, started_s=3.5)
             sys.exit(143)
 
-        steps = {"ended": Step(ended, "", 1, 2), "next": Step(taking(clock, 1, []), "", 1, 2)}
+        table = {"ended": Step(ended, "", 1, 2), "next": Step(taking(clock, 1, []), "", 1, 2)}
         with pytest.raises(SystemExit):
-            measure(run, list(steps), budget(clock, 100), steps)
+            measure(run, list(table), budget(clock, 100), table)
         found = on_disk(run)["steps"]
         assert found["ended"] == {"started_s": 3.5, "failed": "cut short by SystemExit"}
         assert found["next"] == {"left_out": "the call was ended before it began"}
@@ -366,6 +367,60 @@ time.sleep(600)
             children.end(process, patience_s=0)  # its group is its own
         assert children.began_at(below) is not None
         os.kill(below, 9)
+
+
+class Switched:
+    """A server that only notes what is asked of it."""
+
+    def __init__(self, preemption: str) -> None:
+        self.preemption, self.changes = preemption, []  # type: str, list[Any]
+
+    def report(self) -> dict[str, Any]:
+        return {"preemption": {"policy": self.preemption}, "checkpoint": {"policy": "adaptive"}}
+
+    def change(self, wanted: Any) -> None:
+        self.changes.append(wanted)
+
+    def queue(self) -> list[Any]:
+        return []
+
+
+class TestReadings:
+    @pytest.fixture
+    def reading(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Readings without their seconds."""
+
+        def window(one: Any, wanted: Any, seconds: float) -> dict[str, float]:
+            one.change(wanted)
+            return {"tokens_per_s": 10.0 * len(one.changes)}
+
+        monkeypatch.setattr(steps, "window", window)
+
+    def offline(self, run: Run, one: Switched, limit_s: float) -> None:
+        run.size = replace(run.size, turns=2)
+        run.serving = lambda *_: one  # type: ignore[method-assign,assignment,return-value]
+        steps.offline(run, "offline", "default", limit_s)
+
+    @pytest.mark.usefixtures("reading")
+    def test_settings_take_turns_and_the_first_one_comes_back(self, run: Run) -> None:
+        one = Switched("prompt")
+        self.offline(run, one, 600)
+        on, off = {"preemption": "prompt"}, {"preemption": "off"}
+        assert one.changes == [on, off, on, off, {"preemption": "prompt", "checkpoint": "on"}]
+        assert on_disk(run)["steps"]["offline"]["tokens_per_s"] == {"conserve": 20.0, "conserve/off": 30.0}
+
+    @pytest.mark.usefixtures("reading")
+    def test_an_engine_without_preemption_has_one_setting(self, run: Run) -> None:
+        one = Switched("off")
+        self.offline(run, one, 600)
+        assert on_disk(run)["steps"]["offline"]["tokens_per_s"].keys() == {"conserve/off"}
+
+    @pytest.mark.usefixtures("reading")
+    def test_without_time_for_a_reading_the_step_fails_and_its_setting_comes_back(self, run: Run) -> None:
+        one = Switched("prompt")
+        with pytest.raises(StepFailed, match="before every setting had a reading"):
+            self.offline(run, one, 0)
+        assert one.changes == [{"preemption": "prompt", "checkpoint": "on"}]
 
 
 REPORT: dict[str, Any] = {

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import tarfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -84,16 +85,8 @@ def profile(run: Run, step: str, _: str, limit_s: float) -> None:
         "CONSERVE_HOME": str(run.scratch / "home-profile"),
         "CONSERVE_ENGINE_LOG": str(run.out / "profile-engine.log"),
     }
-    asked = (
-        "profile",
-        run.model,
-        "--budget",
-        str(run.size.profile_s),
-        "--json",
-        "--",
-        *run.size.flags,
-        *run.more,
-    )
+    asked = ["profile", run.model, "--budget", str(run.size.profile_s), "--json"]
+    asked += ["--", *run.size.flags, *run.more]
     found = children.run(children.conserve(*asked), run.out / "profile.log", limit_s, environment)
     if FAILED in found:
         run.results.note(step, failed=found[FAILED], log=found["log"])
@@ -239,12 +232,16 @@ def compare(run: Run, step: str, kind: str, limit_s: float, policies: str) -> No
             why = f"it needs {needed_s:.0f} s, and {left:.0f} s are left"
             run.results.note(step, **{f"at {rate:g}/s": {LEFT_OUT: why}})
             continue
-        folder = run.out / f"{step}-{rate:g}"
+        folder, log = run.scratch / f"{step}-{rate:g}", run.out / f"{step}.log"
         asked = ["bench", "--endpoint", one.url, "--gamma", f"{rate:g},0.5,{run.size.lengths}"]
         asked += ["--policies", policies, "--block-s", str(run.size.block_s), "--rounds", "1"]
         asked += ["--json", "-o", str(folder)]
-        log = run.out / f"{step}.log"
-        found = children.run(children.conserve(*asked), log, until - time.monotonic(), one.environment)
+        try:
+            found = children.run(children.conserve(*asked), log, until - time.monotonic(), one.environment)
+        finally:  # one file, as runners bring only some back
+            folder.mkdir(exist_ok=True)
+            with tarfile.open(run.out / f"{folder.name}.tar.gz", "w:gz") as tar:
+                tar.add(folder, arcname=folder.name)
         run.results.note(step, **{f"at {rate:g}/s": found}, told=one.told(), queue=one.queue())
         if FAILED in found:
             raise StepFailed(f"conserve bench: {found[FAILED]}", found["log"])
@@ -284,7 +281,7 @@ def step_table() -> dict[str, Step]:
         "serve": (serve, 60, 240),
         "reaction": (reaction, 40, 120),
         "offline": (offline, 45, 110),
-        "copies": (copies, 45, 110),
+        "copies": (copies, 130, 330),
         "bench": (bench, 120, 460),
         "ablation": (ablation, 120, 540),
     }
