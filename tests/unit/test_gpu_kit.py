@@ -43,7 +43,7 @@ def clock() -> Clock:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     results = Results(folder=tmp_path, rehearsal=True)
-    return Run(size=SMALL, results=results, models=tmp_path, scratch=tmp_path)
+    return Run(size=replace(SMALL, patience=1), results=results, models=tmp_path, scratch=tmp_path)
 
 
 def budget(clock: Clock, limit_s: float) -> Budget:
@@ -87,6 +87,12 @@ class TestTime:
         assert found["does not fit"] == {"left_out": "it needs 30 s, and 20 s are left"}
         assert found["short"] == {"kind": "async", "took_s": 5}
         assert given == [90, 20]
+
+    def test_a_rehearsal_has_more_patience(self, run: Run, clock: Clock) -> None:
+        given: list[float] = []
+        run.size = SMALL
+        measure(run, ["a"], budget(clock, 900), {"a": Step(taking(clock, 80, given), "", 10, 90)})
+        assert given == [4 * 90]
 
     def test_every_step_fits_into_a_call_of_its_own(self, clock: Clock) -> None:
         for name, step in STEPS.items():

@@ -50,6 +50,7 @@ class Size:
     profile_s: int = 120
     copy_bytes: int = 1 << 30
     matrix: int = 8192  # side of the products beside copies
+    patience: float = 1.0  # times the limit of each step
     rehearsal: bool = False
 
     def environment(self, kind: str) -> dict[str, str]:
@@ -65,5 +66,5 @@ SMALL = Size(
            "--kv-cache-memory-bytes", "100000000", "--gpu-memory-utilization", "0.1"),
     host_bytes=256 << 20, rows=6000, row_prompt=(50, 400), row_answer=(16, 64), live=(256, 16), short=(64, 4),
     arrivals=12, window_s=2.0, turns=1, rates=(2.0,), lengths="256,16", block_s=4, batch=(4, 64, 8), profile_s=20,
-    copy_bytes=32 << 20, matrix=512, rehearsal=True,
+    copy_bytes=32 << 20, matrix=512, patience=4.0, rehearsal=True,
 )  # fmt: skip

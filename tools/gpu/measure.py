@@ -27,7 +27,8 @@ def measure(run: Run, names: Sequence[str], budget: Budget, steps: Mapping[str, 
     """Do the steps in turn; a step that no longer fits is left out, and one that fails ends no other."""
     try:
         for name in names:
-            allowed = budget.allow(least_s=steps[name].least_s, most_s=steps[name].most_s)
+            most_s = run.size.patience * steps[name].most_s
+            allowed = budget.allow(least_s=steps[name].least_s, most_s=most_s)
             if allowed is None:
                 run.results.note(name, left_out=budget.why_left_out(steps[name].least_s))
             else:

@@ -74,7 +74,10 @@ def smoke(run: Run, step: str, _: str, limit_s: float) -> None:
     run.stop_server()
     log = run.out / "smoke.log"
     command = children.within("smoke", run.model, json.dumps(run.size.batch), *run.size.flags, *run.more)
-    found = children.run(command, log, limit_s, {"VLLM_PLUGINS": ""})
+    environment = {"VLLM_PLUGINS": ""}
+    if run.size.rehearsal:  # a second process would import vLLM again
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    found = children.run(command, log, limit_s, environment)
     run.results.note(step, **found, said=words.notable(log.read_text(errors="replace")))
 
 
