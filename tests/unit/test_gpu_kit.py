@@ -179,6 +179,34 @@ class TestParts:
         parts.pack(root / ".gpu/part1/kernels.tar.xz", site, ["six.py"])
         assert unpack.main(root, kit) == 0
 
+    def test_nothing_is_measured_while_a_part_is_missing(self, tmp_path: Path) -> None:
+        root, kit = tmp_path / "root", tmp_path / "kit"
+        part = root / ".gpu/part1"
+        part.mkdir(parents=True)
+        (root / "tools").symlink_to(ROOT / "tools")
+        (root / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+
+        def call() -> "subprocess.CompletedProcess[str]":
+            there = {
+                **os.environ,
+                "KIT": str(kit),
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            }
+            words = [
+                "bash",
+                "-c",
+                ". tools/gpu/install.sh && echo measured with $VLLM_USE_FLASHINFER_SAMPLER",
+            ]
+            return subprocess.run(words, cwd=root, env=there, capture_output=True, text=True)
+
+        (part / "archives.json").write_text('["others.tar.xz"]')
+        first = call()
+        assert (first.returncode, first.stdout) == (3, "install: still to come: others.tar.xz\n")
+        parts.pack(part / "others.tar.xz", ROOT / "tools/gpu", ["__init__.py"])
+        (kit / ".looked").touch()  # there is no GPU to look at
+        second = call()
+        assert (second.returncode, second.stdout.splitlines()[-1]) == (0, "measured with 0")
+
     def test_vllm_finds_the_plug_in_in_the_working_tree(self, tmp_path: Path) -> None:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         unpack.write_entry_points(project, tmp_path)
