@@ -404,7 +404,7 @@ time.sleep(600)
 
 
 class Switched:
-    """A server that only notes what is asked of it."""
+    """A server that only notes the changes."""
 
     def __init__(self, preemption: str) -> None:
         self.preemption, self.changes = preemption, []  # type: str, list[Any]

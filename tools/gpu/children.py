@@ -29,7 +29,7 @@ def within(*words: str) -> list[str]:
 def start(
     words: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start a child in a session of its own; what it prints is added to the log."""
+    """Start a child in a session of its own, whose output is added to the log."""
     with log.open("ab") as file:
         file.write(f"\n$ {' '.join(words)}\n".encode())
         file.flush()
@@ -63,7 +63,7 @@ def run(
 def outcome(printed: str, why: str) -> dict[str, Any]:
     """Findings that a child printed, one JSON object a line, later ones over earlier ones.
 
-    A child that ended early keeps what it printed; `failed` has the reason and `log` the last lines.
+    A child that ended early keeps its findings; `failed` has the reason and `log` the last lines.
     """
     found: dict[str, Any] = {}
     for line in re.findall(r"^\{.*\}$", printed, re.MULTILINE):

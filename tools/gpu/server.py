@@ -98,7 +98,7 @@ class Server:
         return self.get("/v1/conserve")
 
     def told(self) -> dict[str, Any]:
-        """What the engine says of itself."""
+        """The engine's words about itself."""
         log = self.log.read_text(errors="replace")
         return words.told(self.report(), log, self.get("/version").get("version"))
 

@@ -1,4 +1,4 @@
-"""Steps of a measurement: each notes what it finds at once, and keeps to its seconds."""
+"""Steps of a measurement: each notes its findings at once and keeps to its seconds."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ SETTLE_S = 1.0  # until iterations under the last setting are through
 
 @dataclass(kw_only=True)
 class Run:
-    """What the steps of a call share: sizes, results, and the server that runs."""
+    """State that the steps of a call share: sizes, results, and the server that runs."""
 
     size: Size
     results: Results
@@ -110,7 +110,7 @@ def bare_copies(run: Run, step: str, _: str, limit_s: float) -> None:
 
 
 def serve(run: Run, step: str, kind: str, limit_s: float) -> None:
-    """Start `conserve serve`; what the engine says of itself before and after eight live requests beside rows."""
+    """Start `conserve serve`; note the engine's words before and after eight live requests beside rows."""
     one = run.serving(kind, step, limit_s)
     run.results.note(step, at_start=one.told(), said=words.notable(one.log.read_text(errors="replace")))
     run.results.note(step, live=arrive(one, 8, run.size.live))
@@ -118,7 +118,7 @@ def serve(run: Run, step: str, kind: str, limit_s: float) -> None:
 
 
 def reaction(run: Run, step: str, kind: str, limit_s: float) -> None:
-    """Live requests one after the other beside rows: how soon rows leave, and what that costs."""
+    """Live requests one after the other beside rows: how soon rows leave, and tokens lost by that."""
     until = time.monotonic() + limit_s
     one = run.serving(kind, step, limit_s)
     before = one.report()

@@ -18,9 +18,9 @@ COUNTS = ("iterations", "planned", "overruns", "busy_s")
 
 
 def told(report: Mapping[str, Any], log: str, vllm_version: str | None = None) -> dict[str, Any]:
-    """What the engine says of itself, without the figures of the last minute.
+    """The engine's words about itself, without the figures of the last minute.
 
-    A part that the report lacks is None, so that a result never hides what an engine did not say.
+    A part that the report lacks is None, so that a result shows the gap.
     """
     preemption, checkpoint = report.get("preemption") or {}, report.get("checkpoint") or {}
     return {
