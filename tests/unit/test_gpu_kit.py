@@ -426,7 +426,7 @@ class TestReadings:
 
         def window(one: Any, wanted: Any, seconds: float) -> dict[str, float]:
             one.change(wanted)
-            return {"tokens_per_s": 10.0 * len(one.changes)}
+            return {"tokens_per_s": 10.0 * len(one.changes), "work_per_s": 5.0}
 
         monkeypatch.setattr(steps, "window", window)
 
@@ -459,7 +459,7 @@ class TestReadings:
 
 REPORT: dict[str, Any] = {
     "version": "0.9", "policy": "conserve", "iterations": 90, "planned": 80, "overruns": 1, "busy_s": 8.0,
-    "identity": "llama", "alone": None, "latency_model": None, "offline": {"tokens": 5000},
+    "identity": "llama", "alone": None, "latency_model": None, "offline": {"tokens": 5000, "work": 900.0},
     "preemption": {"policy": "just-enough", "why_off": None, "rows_go_on": True, "iterations_left": 7,
                    "preemptions": 7, "abandoned": 1, "rows": 30, "layers_run": 100, "tokens_redone": 4,
                    "tokens_wasted": 1.5, "live_tokens_recomputed": 0, "reaction_ms": {"p50": 1.0, "p99": 2.5}},
@@ -509,21 +509,23 @@ class TestWords:
     def test_a_reading_is_a_rate(self) -> None:
         before = {**REPORT, "iterations": 50, "busy_s": 7.0, "offline": {"tokens": 1000}, "checkpoint": {}}
         assert words.reading(before, REPORT, 2.0) == {
-            "seconds": 2.0, "tokens_per_s": 2000.0, "iterations_per_s": 20.0, "busy": 0.5,
+            "seconds": 2.0, "tokens_per_s": 2000.0, "work_per_s": 450.0, "iterations_per_s": 20.0, "busy": 0.5,
             "tokens_saved_per_s": 1600.0, "copying": 0.2,
         }  # fmt: skip
 
     def test_settings_are_compared_by_their_medians(self) -> None:
-        readings = {
-            "a": [{"tokens_per_s": x} for x in (90.0, 100.0, 500.0)],
-            "b": [{"tokens_per_s": 97.0}],
-            "c": [],
-        }
+        first = [{"tokens_per_s": tokens, "work_per_s": 200.0} for tokens in (90.0, 100.0, 500.0)]
+        readings = {"a": first, "b": [{"tokens_per_s": 97.0, "work_per_s": 198.0}], "c": []}
         assert words.compared(readings) == {
-            "tokens_per_s": {"a": 100.0, "b": 97.0},
-            "ratio": {"a": 1.0, "b": 0.97},
+            "tokens_per_s": {"a": 100.0, "b": 97.0}, "tokens_ratio": {"a": 1.0, "b": 0.97},
+            "work_per_s": {"a": 200.0, "b": 198.0}, "work_ratio": {"a": 1.0, "b": 0.99},
+        }  # fmt: skip
+        assert words.compared({"a": []}) == {
+            "tokens_per_s": {},
+            "tokens_ratio": {},
+            "work_per_s": {},
+            "work_ratio": {},
         }
-        assert words.compared({"a": []}) == {"tokens_per_s": {}, "ratio": {}}
 
     @pytest.mark.parametrize(
         ("copy_ms", "products_ms", "both_ms", "share"),

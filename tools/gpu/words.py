@@ -72,6 +72,7 @@ def reading(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float)
     return {
         "seconds": round(seconds, 3),
         "tokens_per_s": round(more("offline", "tokens") / seconds, 1),
+        "work_per_s": round(more("offline", "work") / seconds, 1),
         "iterations_per_s": round(more(None, "iterations") / seconds, 2),
         "busy": round(more(None, "busy_s") / seconds, 4),
         "tokens_saved_per_s": round(more("checkpoint", "tokens_saved") / seconds, 1),
@@ -80,11 +81,17 @@ def reading(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float)
 
 
 def compared(readings: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
-    """Median throughput of each setting, and its ratio to the first setting's."""
-    medians = {name: median(one["tokens_per_s"] for one in of) for name, of in readings.items() if of}
-    first = next(iter(medians.values()), 0.0)
-    ratios = {name: round(value / first, 4) for name, value in medians.items()} if first else {}
-    return {"tokens_per_s": medians, "ratio": ratios}
+    """Median throughput of each setting in tokens and in work, and its ratio to the first setting's.
+
+    Work weighs a token by its cost, so a reading depends less on its mix of prompts and answers.
+    """
+    found: dict[str, Any] = {}
+    for unit in ("tokens", "work"):
+        medians = {name: median(one[f"{unit}_per_s"] for one in of) for name, of in readings.items() if of}
+        first = next(iter(medians.values()), 0.0)
+        ratios = {name: round(value / first, 4) for name, value in medians.items()} if first else {}
+        found |= {f"{unit}_per_s": medians, f"{unit}_ratio": ratios}
+    return found
 
 
 def hidden(copy_ms: float, products_ms: float, both_ms: float) -> float:
