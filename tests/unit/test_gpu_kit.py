@@ -406,6 +406,8 @@ time.sleep(600)
 class Switched:
     """A server that only notes the changes."""
 
+    speed = 10.0
+
     def __init__(self, preemption: str) -> None:
         self.preemption, self.changes = preemption, []  # type: str, list[Any]
 
@@ -426,7 +428,7 @@ class TestReadings:
 
         def window(one: Any, wanted: Any, seconds: float) -> dict[str, float]:
             one.change(wanted)
-            return {"tokens_per_s": 10.0 * len(one.changes), "work_per_s": 5.0}
+            return {"tokens_per_s": one.speed * len(one.changes), "work_per_s": 5.0}
 
         monkeypatch.setattr(steps, "window", window)
 
@@ -448,6 +450,13 @@ class TestReadings:
         one = Switched("off")
         self.offline(run, one, 600)
         assert on_disk(run)["steps"]["offline"]["tokens_per_s"].keys() == {"conserve/off"}
+
+    @pytest.mark.usefixtures("reading")
+    def test_a_reading_without_rows_is_no_result(self, run: Run) -> None:
+        one = Switched("prompt")
+        one.speed = 0.0
+        with pytest.raises(StepFailed, match="no row was computed"):
+            self.offline(run, one, 600)
 
     @pytest.mark.usefixtures("reading")
     def test_without_time_for_a_reading_the_step_fails_and_its_setting_comes_back(self, run: Run) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,15 @@ class Server:
         rows = children.start(self._rows(), self.log, self.environment)
         self.process = children.start(self._words(model, more), self.log, self.environment)
         try:
-            self._wait_until_ready(until)
+            self._wait_for(until, lambda: bool(self.report()), "answer")
             self.started_s = round(time.monotonic() - began, 1)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rows.wait(max(1.0, until - time.monotonic()))
             if rows.returncode != 0:
                 raise StepFailed("the rows were not submitted", children.tail(self.log))
+            self._wait_for(
+                until, lambda: (self.report().get("offline") or {}).get("tokens", 0) > 0, "compute a row"
+            )
             self.rows_s = round(time.monotonic() - began, 1)
         except BaseException:
             children.end(self.process, 5)
@@ -69,14 +72,13 @@ class Server:
         ours = ("--kv-host-memory", str(memory), "--allow-control", "--port", self.url.rpartition(":")[2])
         return children.conserve("serve", model, *ours, *self.size.flags, *KINDS[self.kind].flags, *more)
 
-    def _wait_until_ready(self, until: float) -> None:
-        while not self.report():
-            if self.process.poll() is not None:
-                raise StepFailed(
-                    f"conserve serve ended with {self.process.returncode}", children.tail(self.log)
-                )
+    def _wait_for(self, until: float, true: Callable[[], bool], what: str) -> None:
+        while not true():
+            if not self.alive:
+                code = self.process.returncode
+                raise StepFailed(f"conserve serve ended with {code}", children.tail(self.log))
             if time.monotonic() > until:
-                raise StepFailed("conserve serve did not answer in time", children.tail(self.log))
+                raise StepFailed(f"conserve serve did not {what} in time", children.tail(self.log))
             time.sleep(LOOK_S)
 
     @property

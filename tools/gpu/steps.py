@@ -59,7 +59,7 @@ class Run:
             limits = (self.out, self.scratch, self.more, limit_s)
             self.server = Server(kind, self.size, self.model, *limits)
             self.unusable.discard(kind)
-            self.results.note(step, started_s=self.server.started_s, rows_submitted_s=self.server.rows_s)
+            self.results.note(step, started_s=self.server.started_s, rows_s=self.server.rows_s)
         return self.server
 
     def stop_server(self) -> None:
@@ -201,6 +201,8 @@ def in_turn(
     run.results.note(step, queue=one.queue())
     if not all(found.values()):
         raise StepFailed("its seconds ended before every setting had a reading")
+    if not all(one["tokens_per_s"] for of in found.values() for one in of):
+        raise StepFailed("no row was computed during a reading")
     return found
 
 
