@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -421,6 +422,15 @@ class Switched:
         return []
 
 
+class Compared(Switched):
+    """A server for comparisons."""
+
+    url, environment = "http://127.0.0.1:1", {}  # type: str, dict[str, str]
+
+    def told(self) -> dict[str, Any]:
+        return {}
+
+
 class TestReadings:
     @pytest.fixture
     def reading(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,6 +474,53 @@ class TestReadings:
         with pytest.raises(StepFailed, match="before every setting had a reading"):
             self.offline(run, one, 0)
         assert one.changes == [{"preemption": "prompt", "checkpoint": "on"}]
+
+
+class TestComparisons:
+    @pytest.fixture
+    def asked(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+        """Command lines of `conserve bench`, which leaves one file and succeeds at one request per second alone."""
+        asked: list[list[str]] = []
+
+        def bench(command: list[str], log: Path, limit_s: float, environment: Any) -> dict[str, Any]:
+            asked.append(command)
+            folder = Path(command[command.index("-o") + 1])
+            folder.mkdir()
+            (folder / "blocks.parquet").write_text("raw")
+            return (
+                {"policies": {}}
+                if "1,0.5,256,16" in command
+                else {"policies": {}, FAILED: "exit 1", "log": "why"}
+            )
+
+        monkeypatch.setattr(children, "run", bench)
+        monkeypatch.setattr(Run, "serving", lambda *_: Compared("prompt"))
+        return asked
+
+    def test_each_rate_leaves_an_archive_of_its_raw_numbers(self, run: Run, asked: list[list[str]]) -> None:
+        run.size, run.scratch = replace(run.size, rates=(1.0,)), run.out / "scratch"
+        run.scratch.mkdir()
+        steps.ablation(run, "ablation-default", "default", 600)
+        assert "online-only,conserve,conserve/recompute,conserve/off,conserve/never" in asked[0]
+        with tarfile.open(run.out / "ablation-default-1.tar.gz") as tar:
+            assert "ablation-default-1/blocks.parquet" in tar.getnames()
+        assert on_disk(run)["steps"]["ablation-default"]["at 1/s"] == {"policies": {}}
+
+    def test_a_comparison_that_fails_keeps_its_findings(self, run: Run, asked: list[list[str]]) -> None:
+        run.size = replace(run.size, rates=(1.0, 2.0))
+        with pytest.raises(StepFailed, match="conserve bench: exit 1"):
+            steps.bench(run, "bench-default", "default", 600)
+        found = on_disk(run)["steps"]["bench-default"]
+        assert found["at 1/s"] == {"policies": {}}
+        assert found["at 2/s"]["failed"] == "exit 1"
+        assert (run.out / "bench-default-2.tar.gz").exists()
+
+    def test_a_rate_that_no_longer_fits_is_left_out(self, run: Run, asked: list[list[str]]) -> None:
+        steps.bench(run, "bench-default", "default", 5)
+        assert not asked
+        found = on_disk(run)["steps"]["bench-default"]
+        assert "are left" in found["at 2/s"]["left_out"]
+        assert state(found) == "left out: no rate fits"
 
 
 REPORT: dict[str, Any] = {

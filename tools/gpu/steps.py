@@ -230,7 +230,7 @@ def compare(run: Run, step: str, kind: str, limit_s: float, policies: str) -> No
     """Compare policies on one server, at each rate that still fits."""
     until = time.monotonic() + limit_s
     one = run.serving(kind, step, limit_s)
-    needed_s = bench_s(policies, run.size)
+    needed_s, played = bench_s(policies, run.size), 0
     for rate in run.size.rates:
         if until - time.monotonic() < needed_s:
             left = until - time.monotonic()
@@ -248,8 +248,11 @@ def compare(run: Run, step: str, kind: str, limit_s: float, policies: str) -> No
             with tarfile.open(run.out / f"{folder.name}.tar.gz", "w:gz") as tar:
                 tar.add(folder, arcname=folder.name)
         run.results.note(step, **{f"at {rate:g}/s": found}, told=one.told(), queue=one.queue())
+        played += 1
         if FAILED in found:
             raise StepFailed(f"conserve bench: {found[FAILED]}", found["log"])
+    if not played:
+        run.results.note(step, left_out="no rate fits")
 
 
 def bench_s(policies: str, size: Size) -> float:
