@@ -35,7 +35,7 @@ break: setup  ## Break it on purpose: 1,000 kills, power cuts and more, and one 
 mutants: setup  ## Change the code since SINCE, or all of PATHS, in one place at a time: which changes does no test notice?
 	$(BIN)/python -m tools.mutants $(if $(SINCE),--since $(SINCE)) $(PATHS) $(MUTANTS)
 
-rehearse-gpu: setup  ## Run every measurement for a GPU machine on this CPU, with a tiny model (about ten minutes)
+rehearse-gpu: setup  ## Run every measurement for a GPU machine on this CPU, with a tiny model (ten minutes or more)
 	$(BIN)/python -m tools.gpu.rehearse
 
 check: setup  ## Lint, formatting, types, import rules

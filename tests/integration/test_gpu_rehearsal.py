@@ -34,8 +34,10 @@ def test_every_step_is_rehearsed(tmp_path: Path) -> None:
     assert steps["serve-plain"]["after"]["preemption"]["policy"] == "off"
     assert steps["serve-eager-v1"]["after"]["preemption"]["policy"] != "off"
     assert steps["offline-default"]["tokens_per_s"].keys() == {"conserve", "conserve/off"}
-    assert steps["copies-saving"]["checkpoint"]["policy"] == "eager"
-    assert len(steps["copies-saving"]["saved_gb_per_s"]) == len(steps["copies-saving"]["readings"]["conserve"])
+    assert steps["copies-saving"]["checkpoint"]["tokens_saved"] > 0
+    assert len(steps["copies-saving"]["saved_gb_per_s"]) == len(
+        steps["copies-saving"]["readings"]["conserve"]
+    )
     assert steps["ablation-default"]["at 2/s"]["policies"].keys() >= {
         "conserve",
         "conserve/off",
