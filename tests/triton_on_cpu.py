@@ -27,7 +27,9 @@ REACH = 1 << 30  # bytes behind an address: the kernel alone knows how far its m
 
 
 class Value(np.ndarray[Any, Any]):
-    """A number or a block of numbers."""
+    """A number or a block of numbers; `x ^= y` makes a new one, of another shape perhaps, as in Triton."""
+
+    __imul__, __ixor__ = np.ndarray.__mul__, np.ndarray.__xor__
 
     def to(self, dtype: Any) -> Value:
         return self.astype(dtype)
