@@ -118,6 +118,9 @@ class Answer(NamedTuple):
     reason: str | None
     logprobs: Sequence[Mapping[int, float]]  # of each token
     prompt_logprobs: Sequence[Mapping[int, float]]  # of each token but the first
+    scores: Sequence[
+        Sequence[float]
+    ] = ()  # logprobs of tokens that the request names, for places of its prompt
 
 
 class PreemptedEngine:
@@ -240,6 +243,9 @@ class PreemptedEngine:
                     one.finish_reason,
                     [values(position) for position in one.logprobs or ()],
                     [values(position) for position in (output.prompt_logprobs or ())[1:]],
+                    []
+                    if output.prompt_token_id_logprobs is None
+                    else output.prompt_token_id_logprobs.tolist(),
                 )
 
     @property
@@ -411,7 +417,11 @@ def requests_in(runner: Any) -> list[dict[str, Any]]:
     """What vLLM's model runner, V1 or V2, keeps by a request's name."""
     if hasattr(runner, "req_states"):
         asked = runner.prompt_logprobs_worker
-        return [runner.req_states.req_id_to_index, asked.in_progress_prompt_logprobs]
+        return [
+            runner.req_states.req_id_to_index,
+            asked.in_progress_prompt_logprobs,
+            asked.token_id_scores,
+        ]
     return [runner.requests, runner.input_batch.req_id_to_index, runner.num_prompt_logprobs]
 
 

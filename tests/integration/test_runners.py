@@ -1,8 +1,12 @@
-"""Whatever workers tell the scheduler of an iteration arrives, with each of vLLM's model runners."""
+"""What workers tell the scheduler arrives with each of vLLM's model runners, and rows leave with the V2 runner too.
+
+`test_preemption.py` has more of the latter, with V1 in `make test` and with V2 in `make test-full`.
+"""
 
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_preemption import CLOSE, assert_close, counts, shared_prefixes, storm
 from tests.tiny_models import LAYERS
 
 # As in test_embedded_engine.py.
@@ -24,6 +29,7 @@ pytestmark = [
 ]
 
 PATIENCE_S = 240.0  # reached by a hang alone
+PATTERN = "[a-f]{4}-[0-9]{5}"
 
 
 @pytest.fixture(scope="class")
@@ -93,6 +99,41 @@ def mixed(seed: int) -> list[Any]:
     return [*rows(seed), *live]
 
 
+def of_all_kinds() -> list[Any]:
+    """Rows with all that a sampler may be asked for, and two live requests."""
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+    from tests.preempted_engine import Ask, greedy, prompt
+
+    kinds = {
+        "seed": (110, SamplingParams(max_tokens=6, temperature=1.0, seed=1, ignore_eos=True)),
+        "grammar": (
+            60,
+            SamplingParams(
+                temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(regex=PATTERN)
+            ),
+        ),
+        "logprobs": (90, greedy(6, logprobs=2)),
+        "prompt": (120, greedy(3, prompt_logprobs=1, logprobs=1)),
+        "scores": (110, greedy(3, prompt_logprob_token_ids=[[7 + n, 9] for n in range(109)])),
+    }
+    asked = [
+        Ask(name, prompt(tokens, 40 + n), params) for n, (name, (tokens, params)) in enumerate(kinds.items())
+    ]
+    seeded = SamplingParams(max_tokens=12, temperature=1.0, seed=2, ignore_eos=True)
+    live = {"live": greedy(12, prompt_logprobs=1), "live-seed": seeded}
+    return [*asked, *(Ask(name, prompt(30, len(name)), params, False) for name, params in live.items())]
+
+
+def assert_alike(got: Any, wanted: Any) -> None:
+    assert (got.tokens, got.text, got.reason) == (wanted.tokens, wanted.text, wanted.reason)
+    assert_close(got.logprobs, wanted.logprobs)
+    assert_close(got.prompt_logprobs, wanted.prompt_logprobs)
+    assert len(got.scores) == len(wanted.scores)
+    for one, other in zip(got.scores, wanted.scores, strict=True):
+        assert one == pytest.approx(other, abs=CLOSE)
+
+
 class Arriving:
     """The outcome of each iteration comes with its own results."""
 
@@ -135,7 +176,7 @@ class Arriving:
         engine.drain()
         assert engine.preemptions.acts
         assert engine.preemptions.layers == LAYERS
-        assert engine.preemptions.separable is (not self.v2)
+        assert engine.preemptions.report()["rows_go_on"]
 
 
 class TestV1(Arriving):
@@ -143,32 +184,76 @@ class TestV1(Arriving):
 
 
 class TestV2(Arriving):
-    """Its results are on the device when `sample_tokens` returns."""
+    """Its results are on the device when `sample_tokens` returns, and its counters of tokens for good."""
 
     v2, ahead = True, False
 
-    def test_iterations_are_abandoned_at_any_layer(self, engine: Any, settled: list[Any]) -> None:
-        asked = rows(3, 6)
+    @staticmethod
+    def flags() -> dict[str, Any]:
+        return {"max_num_batched_tokens": 96}  # prompts are cut into chunks; logprobs are slow in Python
+
+    def test_iterations_that_all_rows_leave_are_abandoned(self, engine: Any, settled: list[Any]) -> None:
+        from tests.preempted_engine import ALL
+
+        asked = rows(3)
         wanted = engine.undisturbed(asked)
-        for layer in range(LAYERS):
+        for layer in (0, 1, LAYERS - 1):
             settled.clear()
-            assert engine.scripted(asked, {n: [(layer, 1)] for n in (1, 2, 4)}) == wanted
+            assert engine.scripted(asked, {n: [(layer, ALL)] for n in (1, 2, 4)}) == wanted
             left = [one for one in settled if one.left]
             assert len(left) == 3
             assert all(one.outcome.layers_run == layer and one.left == one.tokens.keys() for one in left)
-            assert not any(one.left for one in settled if one not in left)
 
-    def test_at_random(self, engine: Any) -> None:
-        from tests.preempted_engine import Dice
+    def test_rows_leave_at_any_layer_and_join_a_later_iteration_there(
+        self, engine: Any, settled: list[Any]
+    ) -> None:
+        from tests.preempted_engine import ALL
 
         asked = mixed(4)
         wanted = engine.undisturbed(asked)
-        for seed in range(3):
-            assert engine.preempted(asked, Dice(seed, LAYERS)) == wanted
+        for layer in range(LAYERS):
+            before = counts(engine)
+            settled.clear()
+            script = {1: [(layer, 1)], 2: [(layer, ALL)], 4: [(layer, 2), (LAYERS - 1, ALL)]}
+            with engine.counting_tokens() as computed:
+                assert engine.scripted(asked, script) == wanted
+            tokens = sum(len(ask.prompt) + ask.params.max_tokens - 1 for ask in asked)
+            assert computed == [tokens] * LAYERS, "no layer computes a token twice"
+            new = counts(engine) - before
+            assert [new["preemptions"], new["layers_run"]] == [3, 3 * layer]
+            assert not any(new[name] for name in ("abandoned", "tokens_redone", "live_tokens_recomputed"))
+            joined = sum(one.outcome.joined for one in settled if one.outcome is not None)
+            assert joined >= (3 if layer else 1), "before the first layer there is nothing to keep"
+
+    @pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning")
+    def test_requests_of_all_kinds(self, engine: Any) -> None:
+        """Seeds, logprobs of samples, of prompts and of tokens named in the request, a grammar; long prompts."""
+        from tests.preempted_engine import ALL, Dice
+
+        asked = of_all_kinds()
+        wanted = engine.undisturbed(asked)
+        assert len({answer.tokens for answer in wanted.values()}) == len(asked)
+        assert re.fullmatch(PATTERN, wanted["grammar"].text)
+        assert [len(wanted["scores"].scores), len(wanted["prompt"].prompt_logprobs)] == [109, 119]
+        before = counts(engine)
+        each = engine.orders.script({n: [(n % LAYERS, ALL)] for n in range(1, 40, 2)})  # last chunks too
+        for decide in (each, Dice(5, LAYERS)):
+            answers = engine.preempted(asked, decide)
+            for ask in asked:
+                assert_alike(answers[ask.name], wanted[ask.name])
+        assert (counts(engine) - before)["preemptions"] > 20
+
+    def test_rows_share_prefixes_with_those_that_left(self, engine: Any) -> None:
+        answers, wanted = shared_prefixes(engine)
+        assert answers == wanted
+
+    def test_a_storm_of_preemptions(self, engine: Any) -> None:
+        """At random, with evictions and aborts."""
+        assert storm(engine, 100, kinds=12, losing=0.1)
 
 
 class TestV2WithCheckpoints:
-    """What the KV connector's workers say comes along, also from iterations that were abandoned."""
+    """Rows that leave and rows that are evicted; what the KV connector's workers say comes from every iteration."""
 
     v2, ahead = True, False
 
@@ -178,12 +263,12 @@ class TestV2WithCheckpoints:
 
         return {"kv_transfer_config": transfer({"policy": "eager", "host_bytes": 64 << 20})}
 
-    def test_rows_of_abandoned_iterations_are_saved_and_restored(self, engine: Any) -> None:
+    def test_rows_that_leave_are_saved_and_restored(self, engine: Any) -> None:
         from tests.preempted_engine import Ask, Dice, greedy, prompt
 
         asked = [Ask(f"off{n}", prompt(50 + n * 83, 500 + n), greedy(24)) for n in range(4)]
         wanted = engine.undisturbed(asked)
-        abandoned = engine.preemptions.abandoned
+        counted = counts(engine)
         before = engine.scheduler.conserve()["checkpoint"]
         engine.orders.follow(Dice(5, LAYERS))
         engine.add(*asked)
@@ -197,7 +282,9 @@ class TestV2WithCheckpoints:
         engine.orders.follow(None)
         after = engine.scheduler.conserve()["checkpoint"]
         assert answers == wanted
-        assert engine.preemptions.abandoned - abandoned > 10
+        new = counts(engine) - counted
+        assert new["abandoned"] > 5
+        assert new["preemptions"] - new["abandoned"] > 5
         assert after["blocks_saved"] > before["blocks_saved"]
         assert after["tokens_restored"] > before["tokens_restored"]
         engine.assert_nothing_is_left()
@@ -262,6 +349,35 @@ class TestOutputs:
         assert outcome_of(output) == Outcome()
         assert outcome_of(worker.sample_tokens(None)) is None
         assert outcome_of(worker.execute_model(SimpleNamespace())) is None
+
+
+class TestRejecting:
+    """On the V2 runner, a row that left has its whole chunk rejected."""
+
+    def test_other_requests_keep_their_counts(self) -> None:
+        import torch
+
+        from conserve.engine.vllm.preemption.runner_v2 import reject
+
+        gone = torch.tensor([False, True, True, False])
+        starts = torch.tensor([0, 1, 8, 9, 40], dtype=torch.int32)
+        sampled, rejected = torch.tensor([1, 1, 0, 0]), torch.tensor([0, 0, 0, 3])
+        reject(gone, starts, sampled, rejected)
+        assert sampled.tolist() == [1, 0, 0, 0]
+        assert rejected.tolist() == [0, 7, 1, 3]
+
+    def test_no_value_is_read_from_the_device(self) -> None:
+        """A tensor without values has nothing to read, and reading it is an error."""
+        import torch
+
+        from conserve.engine.vllm.preemption.runner_v2 import reject
+
+        def on_meta(length: int, dtype: Any = torch.int32) -> Any:
+            return torch.empty(length, dtype=dtype, device="meta")
+
+        with pytest.raises(RuntimeError):
+            on_meta(1).item()
+        reject(on_meta(4, torch.bool), on_meta(5), on_meta(4), on_meta(4))
 
 
 def promise(token: int) -> Any:

@@ -92,8 +92,17 @@ INTERNALS = {
     "Worker.{execute_model,sample_tokens}": "alternate; an output that is not None is the iteration's",
     "AttentionLayer.impl.forward": "wrapped: safepoints where there are none between layers",
     "a decoder layer's forward": "wrapped: token-major tensors in, token-major tensors out",
-    "GPUModelRunner.{attn_groups,input_batch,query_start_loc,discard_request_mask,num_prompt_logprobs}": "read "
-    "and cut down while rows leave",
+    "GPUModelRunner.{attn_groups,device,get_model}": "of either runner: what layers run on, and share",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.{input_batch,query_start_loc}": "the V1 runner's batch, read: "
+    "req_ids, req_id_to_index, num_computed_tokens_cpu, generators",
+    "GPUModelRunner.{discard_request_mask,num_prompt_logprobs}": "V1: rows that left get no sample",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs": "wrapped: the V2 runner's batch (InputBatch: "
+    "req_ids, num_reqs, query_start_loc, query_start_loc_np, num_computed_tokens_np)",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample": "wrapped: rows that left have no token sampled and "
+    "their chunk rejected, in the tensors that `postprocess_sampled` moves its counters by",
+    "GPUModelRunner.{prompt_logprobs_worker,req_states.req_id_to_index}": "V2: rows that left get no prompt "
+    "logprobs; uses_prompt_logprobs, token_id_scores",
+    "vllm.utils.torch_utils.async_tensor_h2d": "copies to the device without waiting for it",
     "AttentionGroup.build_metadata": "wrapped, and called again for the rows that stay",
     "vllm.v1.attention.backend.CommonAttentionMetadata": "cut down; its fields are listed in rows.of_requests",
     "vllm.forward_context.get_forward_context": "its attn_metadata and slot_mapping are swapped",
@@ -114,7 +123,8 @@ INTERNALS = {
     "Request.{block_hashes,skip_reading_prefix_cache}": "what names a block; True: cannot be restored",
     "Scheduler.{kv_holding_waiting,_inflight_prefill_reserved_blocks}": "requests whose KV comes back",
     "Scheduler.reset_prefix_cache": "overridden: nothing is saved meanwhile",
-    "GPUModelRunner.{maybe_get_kv_connector_output,kv_connector.post_forward}": "what an abandoned one brings",
+    "GPUModelRunner.{maybe_get_kv_connector_output,kv_connector.post_forward}": "what an abandoned iteration "
+    "brings: V1, V2",
     # KV checkpoints on disk
     "vllm.v1.engine.core.EngineCore.{conserve_spill,model_executor,get_weight_version}": "added: a utility call "
     "that has the workers write and read (collective_rpc with a function)",

@@ -9,9 +9,8 @@ hidden states get their full size back, so that vLLM's sampler finds each row in
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from conserve.engine.runtime.safepoint import ALL_ROWS
+from conserve.engine.vllm.preemption.runner import Runner
 from conserve.engine.vllm.preemption.safepoints import Abandoned, Safepoints
 
 log = logging.getLogger("vllm.conserve")
@@ -37,9 +37,9 @@ class Suspended:
 
 
 class Rows:
-    """Rows of vLLM's model runner (V1) while the decoder layers run."""
+    """Rows of vLLM's model runner while the decoder layers run."""
 
-    def __init__(self, runner: Any, safepoints: Safepoints) -> None:
+    def __init__(self, runner: Runner, safepoints: Safepoints) -> None:
         self.left: frozenset[str] = frozenset()  # rows that left this iteration
         self.joined = 0  # rows that joined at a layer behind the first
         self.busy = False  # rows may leave or join the pass
@@ -58,7 +58,7 @@ class Rows:
         )
         self._metadata: dict[int, Any] = {}  # by id() of the attention group: what its metadata is made from
         self._build: dict[int, Callable[..., Any]] = {}  # and how
-        for group in groups_of(runner):
+        for group in runner.groups:
             self._remember(group)
 
     def begin(self, output: Any, *, watched: bool) -> None:
@@ -138,34 +138,17 @@ class Rows:
                 elif is_hidden(value) and value.shape[0] == self._total:
                     inputs[key] = value[self._in]
 
-    @contextlib.contextmanager
-    def discarded(self) -> Iterator[None]:
-        """While vLLM samples, rows that left draw no random number and end no prompt logprobs.
-
-        Chunks of prompts draw none either: vLLM would rewind their generators, which on a CPU is an error.
-        """
-        runner = self._runner
-        batch, discarded = runner.input_batch, runner.discard_request_mask.np
-        wanted = runner.num_prompt_logprobs
-        logprobs = {name: wanted.pop(name) for name in self.left if name in wanted}
-        unused = {index: batch.generators.pop(index) for index in list(batch.generators) if discarded[index]}
-        try:
-            yield
-        finally:
-            wanted.update(logprobs)
-            batch.generators.update(unused)
-
     # Rows in the pass.
 
     def _settle_joining(self, inputs: dict[Key, Any]) -> None:
         """Before the first layer, find the rows of the batch that join at a later one."""
-        batch = self._runner.input_batch
-        for index, name in enumerate(batch.req_ids):
+        batch = self._runner.batch
+        for place, name in enumerate(batch.names):
             one = self._suspended.get(name)
             if one is None:
                 continue
-            tokens = len(self._tokens_of(index))
-            if one.start == batch.num_computed_tokens_cpu[index] and tokens <= one.tokens:
+            tokens = len(batch.tokens_of(place))
+            if one.start == batch.computed[place] and tokens <= one.tokens:
                 self._joining.setdefault(one.layer, []).append(name)
                 self._absent.add(name)
                 self.joined += 1
@@ -178,9 +161,9 @@ class Rows:
         before = self._in
         self._absent.difference_update(names)
         assert before is not None
-        batch = self._runner.input_batch
-        coming = sorted((batch.req_id_to_index[name], self._suspended[name]) for name in names)
-        tokens = [self._tokens_of(index) for index, _ in coming]
+        batch = self._runner.batch
+        coming = sorted((batch.places[name], self._suspended[name]) for name in names)
+        tokens = [batch.tokens_of(place) for place, _ in coming]
         self._change(
             inputs,
             coming=(
@@ -196,42 +179,37 @@ class Rows:
         """Take the stamp's first rows out and keep their inputs; raises `Abandoned` if no row stays."""
         stamp = self._safepoints.stamp
         assert stamp is not None
-        batch = self._runner.input_batch
-        all_leave = rows == ALL_ROWS
-        leaving = (
-            set(batch.req_ids)
-            if all_leave
-            else {name for name in stamp.rows[:rows] if name in batch.req_id_to_index}
-        )
+        batch = self._runner.batch
+        leaving = set(batch.names)
+        if rows != ALL_ROWS:
+            leaving &= set(stamp.rows[:rows])
         leaving -= self.left
         if not leaving:
             return
         for name in leaving - self._absent if index else ():
-            own = torch.from_numpy(self._tokens_of(batch.req_id_to_index[name]))
+            own = torch.from_numpy(batch.tokens_of(batch.places[name]))
             place = own if self._in is None else torch.searchsorted(self._in, own.to(self._in.device))
             inputs_of = {key: value[place] for key, value in inputs.items() if self._is_per_token(value)}
-            start = int(batch.num_computed_tokens_cpu[batch.req_id_to_index[name]])
+            start = int(batch.computed[batch.places[name]])
             self._suspended[name] = Suspended(index, start, len(own), inputs_of)
         self.left |= leaving
         self._absent |= leaving
         for names in self._joining.values():
             names[:] = [name for name in names if name not in leaving]
         self._joining = {layer: names for layer, names in self._joining.items() if names}
-        if len(self.left) == batch.num_reqs:
+        if len(self.left) == len(batch.names):
             raise Abandoned
-        for name in leaving:
-            self._runner.discard_request_mask.np[batch.req_id_to_index[name]] = True
         self._change(inputs)
 
     def _change(
         self, inputs: dict[Key, Any], coming: tuple[torch.Tensor, list[dict[Key, torch.Tensor]]] | None = None
     ) -> None:
         """Rows have left or joined: change the layer's inputs, and the metadata that all layers share."""
-        batch = self._runner.input_batch
-        requests = [index for index, name in enumerate(batch.req_ids) if name not in self._absent]
+        batch = self._runner.batch
+        requests = [place for place, name in enumerate(batch.names) if name not in self._absent]
         device = self._runner.device
         tokens = (
-            np.concatenate([self._tokens_of(index) for index in requests])
+            np.concatenate([batch.tokens_of(place) for place in requests])
             if requests
             else np.empty(0, np.int64)
         )
@@ -262,10 +240,6 @@ class Rows:
         entries = self._total if self._in is None else len(self._in)
         return is_hidden(value) and value.shape[0] == entries
 
-    def _tokens_of(self, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        starts = self._runner.query_start_loc.np
-        return np.arange(starts[index], starts[index + 1], dtype=np.int64)
-
     def _whole(self, value: Any) -> Any:
         if not is_hidden(value):
             return value
@@ -289,7 +263,7 @@ class Rows:
     def _share(self, requests: torch.Tensor, tokens: torch.Tensor) -> None:
         context = get_forward_context()
         metadata, slots = dict(context.attn_metadata), dict(context.slot_mapping)
-        for group in groups_of(self._runner):
+        for group in self._runner.groups:
             common = of_requests(self._metadata[id(group)], requests, tokens)
             built = self._build[id(group)](common)
             for name in group.layer_names:
@@ -305,12 +279,6 @@ def is_hidden(value: Any) -> bool:
 def is_index(value: Any) -> bool:
     """True for a tensor of integers, as positions are."""
     return isinstance(value, torch.Tensor) and value.ndim > 0 and not value.is_floating_point()
-
-
-def groups_of(runner: Any) -> Iterator[Any]:
-    """Groups of layers that share attention metadata."""
-    for groups in runner.attn_groups:
-        yield from groups
 
 
 def of_requests(common: Any, requests: torch.Tensor, tokens: torch.Tensor) -> Any:

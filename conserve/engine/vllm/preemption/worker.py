@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,10 @@ from conserve.engine.runtime.launches import Launches
 from conserve.engine.runtime.safepoint import LeaveFlag
 from conserve.engine.vllm.iteration import Outcome, Stamp, stamp_of
 from conserve.engine.vllm.preemption.outputs import nothing_sampled, with_outcome
-from conserve.engine.vllm.preemption.rows import Rows, groups_of
+from conserve.engine.vllm.preemption.rows import Rows
+from conserve.engine.vllm.preemption.runner import Runner
+from conserve.engine.vllm.preemption.runner_v1 import V1Runner
+from conserve.engine.vllm.preemption.runner_v2 import V2Runner
 from conserve.engine.vllm.preemption.safepoints import (
     Abandoned,
     Safepoints,
@@ -69,11 +71,11 @@ class TensorParallelOrders:
 class Worker(VllmWorker):  # type: ignore[misc]
     """The class that `--worker-cls` names. Iterations without a stamp run as in vLLM's own worker."""
 
+    _runner: Runner | None = None
     _safepoints: Safepoints | None = None
     _rows: Rows | None = None
     _abandoned: ModelRunnerOutput | None = None
     _outcome: Outcome | None = None
-    _kv_output: Any = None  # of vLLM's KV connector, for the iteration that runs
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile and warm up as vLLM does; then put the safepoints into the model."""
@@ -93,8 +95,9 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample as vLLM does, and attach the outcome."""
         output, self._abandoned = self._abandoned, None
+        rows, runner = self._rows, self._runner
         if output is None:
-            with self._rows.discarded() if self._rows is not None else contextlib.nullcontext():
+            with runner.discarding(rows.left) if rows and runner else contextlib.nullcontext():
                 output = super().sample_tokens(grammar_output)
         return self._answered(output)
 
@@ -120,7 +123,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
         except Abandoned:
             left = frozenset(scheduled)
             self._abandoned = nothing_sampled(list(scheduled))
-            self._abandoned.kv_connector_output = self._transferred(scheduler_output)
+            assert self._runner is not None
+            self._abandoned.kv_connector_output = self._runner.transferred(scheduler_output)
             return None
         finally:
             safepoints.disarm()
@@ -129,35 +133,12 @@ class Worker(VllmWorker):  # type: ignore[misc]
                 left = rows.left if left is None else left
             self._outcome = outcome(safepoints, rows, left or frozenset())
 
-    def _keep_kv_output(self) -> None:
-        """Keep the KV connector's output of each iteration, which vLLM's runner loses when one is abandoned."""
-        runner = self.model_runner
-        if not hasattr(runner, "maybe_get_kv_connector_output"):
-            return
-        asked = runner.maybe_get_kv_connector_output
-
-        @contextlib.contextmanager
-        def asking(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            with asked(*args, **kwargs) as output:
-                self._kv_output = output
-                yield output
-
-        runner.maybe_get_kv_connector_output = asking
-
-    def _transferred(self, scheduler_output: Any) -> Any:
-        """The KV connector's output of the iteration that was just abandoned."""
-        output, self._kv_output = self._kv_output, None
-        if getattr(self, "use_v2_model_runner", False):
-            return self.model_runner.kv_connector.post_forward(scheduler_output.finished_req_ids)
-        return output
-
     def _install(self) -> None:
-        self._keep_kv_output()
-        runner = self.model_runner
+        runner = self._runner = runner_of(self)
         config = self.vllm_config
         eager = config.model_config.enforce_eager
         count = config.model_config.get_num_layers(config.parallel_config)
-        layers = decoder_layers(runner.get_model(), count) if eager else None
+        layers = decoder_layers(self.model_runner.get_model(), count) if eager else None
         orders = TensorParallelOrders()
         launches = Launches(torch.cuda.Event) if self.device.type == "cuda" else None
         if layers is None:
@@ -171,7 +152,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
             )
             return
         self._safepoints = Safepoints(orders, len(layers), launches)
-        self._rows = Rows(runner, self._safepoints) if rows_can_leave(self) else None
+        self._rows = Rows(runner, self._safepoints) if rows_can_leave(config, runner) else None
         between_layers(layers, self._safepoints, self._rows)
         how = "rows can leave" if self._rows is not None else "rows cannot leave"
         log.info("%d safepoints between layers, where %s", len(layers), how)
@@ -192,16 +173,20 @@ def outcome(safepoints: Safepoints, rows: Rows | None, left: frozenset[str]) -> 
     )
 
 
-def rows_can_leave(worker: Any) -> bool:
+def runner_of(worker: Any) -> Runner:
+    """The worker's model runner, whichever of vLLM's it is."""
+    return V2Runner(worker.model_runner) if worker.use_v2_model_runner else V1Runner(worker.model_runner)
+
+
+def rows_can_leave(config: Any, runner: Runner) -> bool:
     """True if a batch of this model can be cut down between layers."""
-    config, runner = worker.vllm_config, worker.model_runner
-    builders = [builder for group in groups_of(runner) for builder in group.metadata_builders]
+    builders = [builder for group in runner.groups for builder in group.metadata_builders]
     return not (
-        getattr(worker, "use_v2_model_runner", False)  # keeps its batch on the device
-        or config.lora_config is not None  # maps tokens to adapters
+        config.lora_config is not None  # maps tokens to adapters
         or config.model_config.is_multimodal_model  # some add to hidden states between layers
         or config.parallel_config.use_ubatching
         or config.parallel_config.decode_context_parallel_size > 1
+        or config.parallel_config.prefill_context_parallel_size > 1  # spreads a chunk over ranks
         or config.cache_config.kv_sharing_fast_prefill
         or getattr(config.model_config, "rswa_window", None)
         or (len(builders) > 1 and any(builder.supports_update_block_table for builder in builders))

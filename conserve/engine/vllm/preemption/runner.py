@@ -1,0 +1,48 @@
+"""What preemption needs of vLLM's model runner; `runner_v1` and `runner_v2` give it for vLLM's two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+
+class Batch(NamedTuple):
+    """Requests of the iteration under way, in the model runner's order."""
+
+    names: Sequence[str]
+    places: Mapping[str, int]  # by name
+    starts: np.ndarray[Any, Any]  # (requests + 1,) or longer: where a request's tokens begin in the iteration
+    computed: np.ndarray[Any, Any]  # (requests,): tokens of a request before the iteration
+
+    def tokens_of(self, place: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Indices of a request's tokens in the iteration, ascending."""
+        return np.arange(self.starts[place], self.starts[place + 1], dtype=np.int64)
+
+
+class Runner(Protocol):
+    """One of vLLM's model runners, as far as rows that leave concern it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers run."""
+
+    @property
+    def groups(self) -> Sequence[Any]:
+        """Groups of layers that share attention metadata (vLLM's `AttentionGroup`)."""
+
+    @property
+    def batch(self) -> Batch:
+        """The batch under way; valid from the first layer to the last."""
+
+    def discarding(self, left: frozenset[str]) -> AbstractContextManager[None]:
+        """While vLLM samples, give rows that left no token and count none of their chunk as computed.
+
+        They draw no random number, and their hidden states, which are zeros, end up in no prompt logprobs.
+        """
+
+    def transferred(self, scheduler_output: Any) -> Any:
+        """The KV connector's output of the iteration that was just abandoned."""

@@ -1,0 +1,69 @@
+"""vLLM's V1 model runner: one batch on the host, which lasts from iteration to iteration."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from conserve.engine.vllm.preemption.runner import Batch
+
+
+class V1Runner:
+    """Implements `runner.Runner`."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._kv_output: Any = None  # of vLLM's KV connector, for the iteration that runs
+        self._keep_kv_output()
+
+    @property
+    def device(self) -> torch.device:
+        return self._runner.device
+
+    @property
+    def groups(self) -> Sequence[Any]:
+        return [group for groups in self._runner.attn_groups for group in groups]
+
+    @property
+    def batch(self) -> Batch:
+        runner, batch = self._runner, self._runner.input_batch
+        return Batch(
+            batch.req_ids, batch.req_id_to_index, runner.query_start_loc.np, batch.num_computed_tokens_cpu
+        )
+
+    @contextlib.contextmanager
+    def discarding(self, left: frozenset[str]) -> Iterator[None]:
+        """Treat rows that left as vLLM treats chunks of prompts: their samples are dropped.
+
+        Such chunks draw no random number either: vLLM would rewind their generators, which on a CPU is an error.
+        """
+        batch, discarded = self._runner.input_batch, self._runner.discard_request_mask.np
+        for name in left:
+            discarded[batch.req_id_to_index[name]] = True
+        wanted = self._runner.num_prompt_logprobs
+        logprobs = {name: wanted.pop(name) for name in left if name in wanted}
+        unused = {index: batch.generators.pop(index) for index in list(batch.generators) if discarded[index]}
+        try:
+            yield
+        finally:
+            wanted.update(logprobs)
+            batch.generators.update(unused)
+
+    def transferred(self, scheduler_output: Any) -> Any:
+        output, self._kv_output = self._kv_output, None
+        return output
+
+    def _keep_kv_output(self) -> None:
+        """Keep the KV connector's output of each iteration, which vLLM's runner loses when one is abandoned."""
+        asked = self._runner.maybe_get_kv_connector_output
+
+        @contextlib.contextmanager
+        def asking(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with asked(*args, **kwargs) as output:
+                self._kv_output = output
+                yield output
+
+        self._runner.maybe_get_kv_connector_output = asking
