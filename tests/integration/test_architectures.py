@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,20 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def engine(kind: str, demo_model: Path, tmp_path: Path) -> Iterator[Any]:
+@pytest.fixture(params=["v1", pytest.param("v2", marks=pytest.mark.full)])
+def engine(kind: str, demo_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     from tests.preempted_engine import started
+    from tests.triton_on_cpu import v2_runner
 
     model = build_tiny_model(
         tmp_path / "model", tokenizer_from=demo_model, layers=LAYERS, kind=kind, **OTHERS[kind]
     )
     settings = {"policy": "eager", "host_bytes": 16 << 20}
-    with started(model, kv_transfer_config=transfer(settings)) as engine:
+    with (
+        v2_runner() if request.param == "v2" else nullcontext(),
+        started(model, kv_transfer_config=transfer(settings)) as engine,
+    ):
+        assert engine.worker.use_v2_model_runner is (request.param == "v2")
         yield engine
 
 

@@ -35,11 +35,14 @@ CLOSE = 1e-4  # of logprobs: float32, added up in another order
 def engine(six_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """One start per class, never two engines at once: they would share vLLM's globals."""
     from tests.preempted_engine import started
+    from tests.triton_on_cpu import v2_runner
 
-    with pytest.MonkeyPatch.context() as patch:
+    v2 = getattr(request.cls, "v2", False)
+    with pytest.MonkeyPatch.context() as patch, v2_runner() if v2 else nullcontext():
         if getattr(request.cls, "hidden", False):
             patch.setattr("conserve.engine.vllm.preemption.worker.decoder_layers", lambda model, count: None)
         with started(six_layers, **getattr(request.cls, "flags", {})) as engine:
+            assert engine.worker.use_v2_model_runner is v2
             yield engine
             assert_usable(engine)
 
@@ -505,6 +508,39 @@ class TestCompiled(Attention):
     """Pieces of the model are compiled, and attention is called from between them."""
 
     flags: ClassVar = {"enforce_eager": False}
+
+
+# With vLLM's V2 model runner; `test_runners.py` notices the same faults in minutes.
+
+
+@pytest.mark.full
+class TestV2WithoutPrefixCaching(TestWithoutPrefixCaching):
+    v2 = True
+
+
+@pytest.mark.full
+class TestV2WithPrefixCaching(TestWithPrefixCaching):
+    v2 = True
+
+
+@pytest.mark.full
+class TestV2Seeds(TestSeeds):
+    v2 = True
+
+
+@pytest.mark.full
+class TestV2LittleMemory(TestLittleMemory):
+    v2 = True
+
+
+@pytest.mark.full
+class TestV2HiddenLayers(TestHiddenLayers):
+    v2 = True
+
+
+@pytest.mark.full
+class TestV2Compiled(TestCompiled):
+    v2 = True
 
 
 class TestTheSchedulerAlone:
