@@ -15,6 +15,7 @@ from conserve.engine.runtime.launches import Launches
 from conserve.engine.runtime.safepoint import LeaveFlag
 from conserve.engine.vllm.iteration import Outcome, Stamp, stamp_of
 from conserve.engine.vllm.preemption.outputs import nothing_sampled, with_outcome
+from conserve.engine.vllm.preemption.pieces import NotDivisible, Pieces, Stitched, pieces_of, recorded
 from conserve.engine.vllm.preemption.rows import Rows
 from conserve.engine.vllm.preemption.runner import Runner
 from conserve.engine.vllm.preemption.runner_v1 import V1Runner
@@ -77,9 +78,17 @@ class Worker(VllmWorker):  # type: ignore[misc]
     _abandoned: ModelRunnerOutput | None = None
     _outcome: Outcome | None = None
 
+    def load_model(self, **kwargs: Any) -> None:
+        """Load as vLLM does; note what is compiled from here on."""
+        self._stitched: list[Stitched] = []
+        self._recording = contextlib.ExitStack()
+        self._recording.enter_context(recorded(self._stitched))
+        super().load_model(**kwargs)
+
     def compile_or_warm_up_model(self) -> Any:
         """Compile and warm up as vLLM does; then put the safepoints into the model."""
         times = super().compile_or_warm_up_model()
+        self._recording.close()
         self._install()
         return times
 
@@ -141,6 +150,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
         layers = decoder_layers(self.model_runner.get_model(), count) if eager else None
         orders = TensorParallelOrders()
         launches = Launches(torch.cuda.Event) if self.device.type == "cuda" else None
+        if layers is None and self._install_pieces(runner, Safepoints(orders, count, launches)):
+            return
         if layers is None:
             safepoints = Safepoints(orders, count, launches)
             found = in_attention(config.compilation_config.static_forward_context, safepoints)
@@ -156,6 +167,19 @@ class Worker(VllmWorker):  # type: ignore[misc]
         between_layers(layers, self._safepoints, self._rows)
         how = "rows can leave" if self._rows is not None else "rows cannot leave"
         log.info("%d safepoints between layers, where %s", len(layers), how)
+
+    def _install_pieces(self, runner: Runner, safepoints: Safepoints) -> bool:
+        """Put the safepoints between compiled pieces; False where rows cannot leave there."""
+        if not self._stitched or not rows_can_leave(self.vllm_config, runner):
+            return False
+        try:
+            rows = pieces_of(self._stitched, self.model_runner, runner, safepoints)
+        except NotDivisible as error:
+            log.info("rows cannot leave between compiled pieces: %s", error)
+            return False
+        self._safepoints, self._rows = safepoints, rows
+        log.info("%d safepoints between compiled pieces, where rows can leave", safepoints.layers)
+        return True
 
 
 def outcome(safepoints: Safepoints, rows: Rows | None, left: frozenset[str]) -> Outcome:
