@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -216,20 +216,23 @@ class PreemptedEngine:
 
     @contextmanager
     def counting_tokens(self) -> Iterator[list[int]]:
-        """Tokens that go through each layer meanwhile."""
-        layers = self.worker.model_runner.get_model().model.layers
-        computed = [0] * len(layers)
+        """Tokens that go through each layer's attention meanwhile, compiled or not."""
+        context = self.worker.vllm_config.compilation_config.static_forward_context
+        attends = [layer.impl for layer in context.values() if hasattr(layer, "impl")]
+        computed = [0] * len(attends)
 
-        def count(index: int, hidden: torch.Tensor) -> None:
-            computed[index] += len(hidden)
+        def counting(index: int, attend: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(layer: Any, query: torch.Tensor, *args: Any, **rest: Any) -> Any:
+                computed[index] += len(query)
+                return attend(layer, query, *args, **rest)
 
-        hooks = [
-            layer.mlp.register_forward_pre_hook(lambda _, args, index=index: count(index, args[0]))
-            for index, layer in enumerate(layers)
-        ]
-        yield computed
-        for hook in hooks:
-            hook.remove()
+            return counted
+
+        with ExitStack() as patches:
+            for index, attend in enumerate(attends):
+                forward = counting(index, attend.forward)
+                patches.enter_context(mock.patch.object(attend, "forward", forward))
+            yield computed
 
     def step(self) -> None:
         """One iteration."""
@@ -389,6 +392,32 @@ class PreemptedEngine:
             delattr(self, name)
         cleanup_dist_env_and_memory()
         gc.collect()
+
+
+@contextmanager
+def compiled_in_pieces(cache: Path, backend: str = "eager") -> Iterator[None]:
+    """Engines that start meanwhile are compiled in pieces, as on a GPU.
+
+    On a CPU vLLM's platform makes one graph of a model (`DYNAMO_TRACE_ONCE`), which calls attention within. Its check
+    is run, and the mode put back; what follows in vLLM's configuration then splits at attention as on a GPU.
+    """
+    from vllm.config import CompilationMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def checked(config: Any) -> None:
+        check(config)
+        chosen = config.compilation_config
+        if chosen.mode == CompilationMode.DYNAMO_TRACE_ONCE:
+            chosen.mode, chosen.backend = CompilationMode.VLLM_COMPILE, backend
+            chosen.compile_sizes = []  # vLLM sets them with the sizes of CUDA graphs
+
+    with (
+        mock.patch.object(CpuPlatform, "check_and_update_config", staticmethod(checked)),
+        mock.patch.dict(ENVIRONMENT, VLLM_CACHE_ROOT=str(cache)),
+    ):
+        yield
 
 
 @contextmanager

@@ -33,7 +33,8 @@ ATTENTION = "__vllm_inlined_submods__"
 CONSTANTS = "__vllm_consts__"
 RESULT = "__conserve_result__"
 ATTENTION_OPS = frozenset({"unified_attention_with_output", "unified_kv_cache_update"})
-TRIED_TOKENS = (16, 24)  # of the two passes that tell values with an entry a token from others
+TRIED_TOKENS = (17, 29)  # of the two passes that tell values with an entry a token from others; not round, as
+# numbers of tokens that are rounded up would look like the number itself
 
 OF_THE_MODEL = ("_parameters_", "_buffers_", "_closure_")  # in names that Dynamo gives to a model's own tensors
 
@@ -161,7 +162,7 @@ class Layout:
     """Live variables before a segment that change with the number of tokens."""
 
     tensors: Mapping[str, tuple[int, ...]]  # (tokens, ...) each: its strides
-    numbers: frozenset[str]  # the number of tokens itself
+    numbers: Mapping[str, int]  # multiples of the number of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +180,9 @@ def layouts_of(
 
     `most` is the greatest number of tokens of a pass.
     """
-    one, other = (seen(stitched, segments, run, min(tokens, most)) for tokens in TRIED_TOKENS)
-    if one.tokens == other.tokens:
-        raise NotDivisible("passes are padded to one size")
+    if most < max(TRIED_TOKENS):
+        raise NotDivisible(f"a pass has at most {most} tokens")
+    one, other = (seen(stitched, segments, run, tokens) for tokens in TRIED_TOKENS)
     for name, value in one.variables[0].items():
         if is_token_major(value, most) and not any(kind in name for kind in OF_THE_MODEL):
             raise NotDivisible(f"pieces may read {name} token by token")
@@ -190,7 +191,7 @@ def layouts_of(
 
 def seen(stitched: Stitched, segments: Segments, run: Callable[[int], Any], tokens: int) -> Seen:
     """One pass, watched."""
-    passes: list[Seen] = []
+    passes: list[tuple[Seen, Any]] = []
 
     def watching(*args: Any) -> Any:
         variables = dict(zip(segments.names, args, strict=True))
@@ -199,7 +200,7 @@ def seen(stitched: Stitched, segments: Segments, run: Callable[[int], Any], toke
             before.append({name: described(variables[name]) for name in live})
             assert_apart({name: variables[name] for name in live - set(segments.names)})
             segments.run(index, variables)
-        passes.append(Seen(len(first_tensor(variables[RESULT])), before))
+        passes.append((Seen(tokens, before), variables[RESULT]))
         return variables[RESULT]
 
     stitched.run = watching
@@ -208,8 +209,12 @@ def seen(stitched: Stitched, segments: Segments, run: Callable[[int], Any], toke
     finally:
         stitched.run = stitched.whole
     if len(passes) != 1:
-        raise NotDivisible("a pass does not run through the pieces once")
-    return passes[0]
+        raise NotDivisible(f"a pass ran through the pieces {len(passes)} times")
+    ((found, result),) = passes
+    for value in result if isinstance(result, tuple | list) else (result,):
+        if not is_token_major(described(value), tokens):
+            raise NotDivisible(f"the pieces return {described(value)} for {tokens} tokens")
+    return found
 
 
 def described(value: Any) -> Any:
@@ -226,29 +231,21 @@ def assert_apart(computed: Mapping[str, Any]) -> None:
         raise NotDivisible("pieces pass on tensors that share memory")
 
 
-def first_tensor(result: Any) -> torch.Tensor:
-    """The hidden states among a pass's results."""
-    found = result[0] if isinstance(result, tuple | list) else result
-    if not isinstance(found, torch.Tensor):
-        raise NotDivisible("the model returns no tensor")
-    return found
-
-
 def layout_of(one: Seen, other: Seen, index: int, arguments: Sequence[str]) -> Layout:
     """Compare two passes before a segment: what differs has an entry a token; raises `NotDivisible`."""
-    tensors, numbers = {}, set()
+    tensors, numbers = {}, {}
     for name, before in one.variables[index].items():
         now = other.variables[index][name]
         if before == now:
             if before is not None and name not in arguments:
                 raise NotDivisible(f"pieces pass on {name}, which is computed and has no entry a token")
-        elif (before, now) == (one.tokens, other.tokens):
-            numbers.add(name)
+        elif isinstance(before, int) and before * other.tokens == now * one.tokens and not before % one.tokens:
+            numbers[name] = before // one.tokens
         elif is_token_major(before, one.tokens) and (before[0][1:], before[1]) == (now[0][1:], now[1]):
             tensors[name] = before[1]
         else:
             raise NotDivisible(f"pieces pass on {name}, which is {before} for {one.tokens} tokens")
-    return Layout(tensors, frozenset(numbers))
+    return Layout(tensors, numbers)
 
 
 def is_token_major(described: Any, tokens: int) -> bool:
@@ -326,7 +323,7 @@ class Pieces(Rows):
         for name, value in inputs.items():
             assert isinstance(name, str)
             variables[name] = strided(value, layout.tensors[name])
-        variables.update(dict.fromkeys(layout.numbers, len(self._in)))
+        variables.update({name: times * len(self._in) for name, times in layout.numbers.items()})
 
     def _change(self, inputs: dict[Key, Any], coming: Any = None) -> None:
         super()._change(inputs, coming)
