@@ -15,7 +15,7 @@ from conserve.engine.runtime.launches import Launches
 from conserve.engine.runtime.safepoint import LeaveFlag
 from conserve.engine.vllm.iteration import Outcome, Stamp, stamp_of
 from conserve.engine.vllm.preemption.outputs import nothing_sampled, with_outcome
-from conserve.engine.vllm.preemption.pieces import NotDivisible, Pieces, Stitched, pieces_of, recorded
+from conserve.engine.vllm.preemption.pieces import pieces_of
 from conserve.engine.vllm.preemption.rows import Rows
 from conserve.engine.vllm.preemption.runner import Runner
 from conserve.engine.vllm.preemption.runner_v1 import V1Runner
@@ -27,6 +27,7 @@ from conserve.engine.vllm.preemption.safepoints import (
     decoder_layers,
     in_attention,
 )
+from conserve.engine.vllm.preemption.segments import NotDivisible, Stitched, recorded
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
