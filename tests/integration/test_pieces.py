@@ -159,6 +159,24 @@ def test_other_models(kind: str, backend: str, demo_model: Path, tmp_path: Path)
         assert engine.preemptions.report()["rows_go_on"]
 
 
+@pytest.mark.full
+def test_a_model_from_vllms_cache(six_layers: Path, tmp_path: Path) -> None:
+    """It comes without the graphs that it was compiled from."""
+    from vllm.compilation.counter import compilation_counter
+
+    from tests.preempted_engine import Dice, compiled_in_pieces, started
+
+    asked = mixed(50)
+    loaded = compilation_counter.num_aot_artifacts_loaded
+    answers = []
+    for start in range(2):
+        with compiled_in_pieces(tmp_path, "inductor"), started(six_layers, enforce_eager=False) as engine:
+            answers += [engine.undisturbed(asked), engine.preempted(asked, Dice(1, LAYERS))]
+            assert engine.preemptions.report()["rows_go_on"]
+            assert compilation_counter.num_aot_artifacts_loaded - loaded == start
+    assert all(answer == answers[0] for answer in answers)
+
+
 CODE = """
 import torch
 
@@ -267,12 +285,34 @@ class TestTheParts:
         assert torch.equal(got, wanted)
 
     def test_what_has_an_entry_a_token_is_told_by_two_passes(self) -> None:
-        first, second, third = Made().layouts()
-        assert dict(first.tensors) == {"l_input_ids_": (1,), "l_positions_": (1,)}
+        first, second, third, results = Made().layouts()
+        assert dict(first.tensors) == {"l_input_ids_": (0, None), "l_positions_": (0, None)}
         assert dict(first.numbers) == {"s72": 1}
-        assert dict(second.tensors) == {"out": (WEIGHT, 1), "l_positions_": (1,)}
-        assert dict(third.tensors) == {"out_1": (WEIGHT, 1)}
+        assert dict(second.tensors) == {"out": (0, None), "l_positions_": (0, None)}
+        assert dict(third.tensors) == {"out_1": (0, None)}
         assert dict(third.numbers) == {"many": 5}
+        assert dict(results.tensors) == {"0": (0, None)}
+
+    def test_tokens_may_be_any_dimension_and_lie_apart(self) -> None:
+        for turn, axis in (
+            (lambda out: (out * 2)[None], (1, None)),
+            (lambda out: (out * 2)[:, :3], (0, (WEIGHT, 1))),
+            (lambda out: (out * 2).T, (1, (1, WEIGHT))),
+        ):
+            made = Made(
+                second=lambda out, n, _, turn=turn: (out, out * 2, turn(out)),
+                last=lambda out, many: (out[None], many),
+                code=CODE.replace("return (last,)", "return (last, submod_4[1])"),
+            )
+            _, _, before_last, results = made.layouts()
+            assert before_last.tensors["many"] == axis
+            assert dict(results.tensors) == {"0": (1, None), "1": axis}
+            _, wanted = made.call(9)
+            _, longer = made.call(30)
+            tokens_first = before_last.tensors["many"].forwards(longer)
+            again = before_last.tensors["many"].back(tokens_first[:9])
+            assert again.equal(wanted)
+            assert again.stride() == wanted.stride()
 
     def test_a_weight_as_long_as_a_pass_is_none(self) -> None:
         from conserve.engine.vllm.preemption.layouts import TRIED_TOKENS
@@ -283,7 +323,7 @@ class TestTheParts:
                 second=lambda out, n, positions: (out, out * 2, n),
             )
             made.call = lambda n, call=made.call, tokens=tokens: call(n, tokens)  # type: ignore[method-assign]
-            assert dict(made.layouts()[0].tensors) == {"l_input_ids_": (1,), "l_positions_": (1,)}
+            assert sorted(made.layouts()[0].tensors) == ["l_input_ids_", "l_positions_"]
 
     def test_other_models_are_refused(self) -> None:
         import torch
@@ -303,10 +343,15 @@ class TestTheParts:
         assert "many, which is computed" in constant.why_not()
         rounded = Made(second=second(lambda out, n: (out, out * 2, -(-n // 8) * 8)))
         assert "many, which is 24 for 17 tokens" in rounded.why_not()
-        turned = Made(second=second(lambda out, n: (out, out * 2, out.T * 2)), last=lambda out, _: (out,))
-        assert "many, which is ((8, 17)" in turned.why_not()
-        wide = Made(last=lambda out, many: (out[None],))
-        assert "return ((1, 17, 8)" in wide.why_not()
+        square = Made(second=second(lambda out, n: (out, out * 2, out @ out.T)), last=lambda out, _: (out,))
+        assert "many, which is Shape(sizes=(17, 17)" in square.why_not()
+        spread = Made(
+            second=second(lambda out, n: (out, out * 2, (out[:, :1] * 2).expand(-1, 3))),
+            last=lambda out, _: (out,),
+        )
+        assert "many, which is Shape(sizes=(17, 3), strides=(1, 0)" in spread.why_not()
+        summed = Made(last=lambda out, many: (out.sum(0),))
+        assert "pass on 0, which is computed" in summed.why_not()
 
     def test_a_buffer_of_all_tokens_is_refused(self) -> None:
         """A piece may read it at the places of the tokens, which change where rows leave."""

@@ -83,7 +83,7 @@ INTERNALS = {
     # layer-wise preemption
     "parallel_config.worker_cls": "names our worker",
     "vllm.v1.worker.{gpu_worker.Worker,cpu_worker.CPUWorker}": "subclassed: execute_model, sample_tokens, "
-    "compile_or_warm_up_model; model_runner, vllm_config",
+    "load_model, compile_or_warm_up_model; model_runner, vllm_config",
     "vllm.v1.outputs.ModelRunnerOutput": "what an abandoned iteration brings; attributes on it and on "
     "SchedulerOutput survive pickling",
     "vllm.v1.outputs.AsyncModelRunnerOutput.get_output": "wrapped: results that are read later, in "
@@ -104,6 +104,11 @@ INTERNALS = {
     "logprobs; uses_prompt_logprobs, token_id_scores",
     "vllm.utils.torch_utils.async_tensor_h2d": "copies to the device without waiting for it",
     "AttentionGroup.build_metadata": "wrapped, and called again for the rows that stay",
+    "vllm.compilation.{backends,caching}.compile_execution_fn": "wrapped while a model is compiled or loaded from "
+    "the cache: its code is cut behind each attention call (`__vllm_submods__`, `__vllm_inlined_submods__`, "
+    "`__vllm_consts__`, `execution_fn`)",
+    "GPUModelRunner.{_dummy_run,max_num_tokens}": "two passes, to see which variables have an entry a token",
+    "ForwardContext.cudagraph_runtime_mode": "set to NONE for the rest of a pass that rows have left or joined",
     "vllm.v1.attention.backend.CommonAttentionMetadata": "cut down; its fields are listed in rows.of_requests",
     "vllm.forward_context.get_forward_context": "its attn_metadata and slot_mapping are swapped",
     "vllm.distributed.get_tp_group": "ranks, cpu_group: all ranks decide alike",

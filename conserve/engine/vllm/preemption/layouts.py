@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,39 +19,69 @@ TRIED_TOKENS = (17, 29)  # not round: a number of tokens that is rounded up woul
 OF_THE_MODEL = ("_parameters_", "_buffers_", "_closure_")
 
 
+class Shape(NamedTuple):
+    """A tensor's sizes, and how they lie in memory."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...] | None  # None: contiguous
+
+
+class Axis(NamedTuple):
+    """The dimension of a tensor that is the tokens."""
+
+    dimension: int
+    strides: tuple[int, ...] | None  # of the tensor, whatever the number of tokens; None: contiguous
+
+    def forwards(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor with the tokens in front."""
+        return value.movedim(self.dimension, 0)
+
+    def back(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor with the tokens in their place, laid out as compiled code expects it."""
+        value = value.movedim(0, self.dimension)
+        if self.strides is None:
+            return value.contiguous().flatten().view(value.shape)  # a dimension of one entry has a stride too
+        laid_out = torch.empty_strided(value.shape, self.strides, dtype=value.dtype, device=value.device)
+        return laid_out.copy_(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Live variables before a segment that change with the number of tokens."""
 
-    tensors: Mapping[str, tuple[int, ...]]  # (tokens, ...) each: its strides
+    tensors: Mapping[str, Axis]
     numbers: Mapping[str, int]  # multiples of the number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The live variables before each segment of one pass, as they were."""
+    """One pass: the live variables before each segment as they were, and at the end the results."""
 
     tokens: int
-    variables: Sequence[Mapping[str, Any]]  # shape and strides of a tensor, or the value of an integer
+    variables: Sequence[Mapping[str, Any]]  # `Shape` of a tensor, or the value of an integer
 
 
 def layouts_of(stitched: Stitched, segments: Segments, run: Callable[[int], Any], most: int) -> list[Layout]:
-    """Layouts before each segment, by two passes of other sizes that `run` starts; raises `NotDivisible`.
+    """Layouts before each segment and of the results (named by their places); raises `NotDivisible`.
 
-    `most` is the greatest number of tokens of a pass.
+    `run` starts a pass of so many tokens; `most` is the greatest number.
     """
     if most < max(TRIED_TOKENS):
         raise NotDivisible(f"a pass has at most {most} tokens")
     one, other = (seen(stitched, segments, run, tokens) for tokens in TRIED_TOKENS)
     for name, value in one.variables[0].items():
-        if is_token_major(value, most) and not any(kind in name for kind in OF_THE_MODEL):
+        if (
+            isinstance(value, Shape)
+            and most in value.sizes
+            and not any(kind in name for kind in OF_THE_MODEL)
+        ):
             raise NotDivisible(f"pieces may read {name} token by token")
-    return [layout_of(one, other, index, segments.names) for index in range(len(segments.codes))]
+    return [layout_of(one, other, index, segments.names) for index in range(len(one.variables))]
 
 
 def seen(stitched: Stitched, segments: Segments, run: Callable[[int], Any], tokens: int) -> Seen:
     """One pass, watched."""
-    passes: list[tuple[Seen, Any]] = []
+    passes: list[Seen] = []
 
     def watching(*args: Any) -> Any:
         variables = dict(zip(segments.names, args, strict=True))
@@ -60,7 +90,8 @@ def seen(stitched: Stitched, segments: Segments, run: Callable[[int], Any], toke
             before.append({name: described(variables[name]) for name in live})
             assert_apart({name: variables[name] for name in live - set(segments.names)})
             segments.run(index, variables)
-        passes.append((Seen(tokens, before), variables[RESULT]))
+        before.append({str(n): described(value) for n, value in enumerate(results_in(variables))})
+        passes.append(Seen(tokens, before))
         return variables[RESULT]
 
     stitched.run = watching
@@ -70,17 +101,19 @@ def seen(stitched: Stitched, segments: Segments, run: Callable[[int], Any], toke
         stitched.run = stitched.whole
     if len(passes) != 1:
         raise NotDivisible(f"a pass ran through the pieces {len(passes)} times")
-    ((found, result),) = passes
-    for value in result if isinstance(result, tuple) else (result,):
-        if not is_token_major(described(value), tokens):
-            raise NotDivisible(f"the pieces return {described(value)} for {tokens} tokens")
-    return found
+    return passes[0]
+
+
+def results_in(variables: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The pass's results, be it one alone."""
+    result = variables[RESULT]
+    return result if isinstance(result, tuple) else (result,)
 
 
 def described(value: Any) -> Any:
-    """Shape and strides of a tensor, an integer itself, or None."""
+    """Shape of a tensor, an integer itself, or None."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride()
+        return Shape(tuple(value.shape), None if value.is_contiguous() else value.stride())
     return value if isinstance(value, int) else None
 
 
@@ -103,13 +136,21 @@ def layout_of(one: Seen, other: Seen, index: int, arguments: Sequence[str]) -> L
             isinstance(before, int) and before % one.tokens == 0 == now - before // one.tokens * other.tokens
         ):
             numbers[name] = before // one.tokens
-        elif is_token_major(before, one.tokens) and (before[0][1:], before[1]) == (now[0][1:], now[1]):
-            tensors[name] = before[1]
+        elif (axis := axis_of(before, now, one.tokens, other.tokens)) is not None:
+            tensors[name] = axis
         else:
             raise NotDivisible(f"pieces pass on {name}, which is {before} for {one.tokens} tokens")
     return Layout(tensors, numbers)
 
 
-def is_token_major(described: Any, tokens: int) -> bool:
-    """True for a tensor whose first dimension is the tokens."""
-    return isinstance(described, tuple) and len(described[0]) > 0 and described[0][0] == tokens
+def axis_of(before: Any, now: Any, tokens_before: int, tokens_now: int) -> Axis | None:
+    """The one dimension in which a tensor of two passes differs, if it is the tokens."""
+    if not isinstance(before, Shape) or before.strides != now.strides or len(before.sizes) != len(now.sizes):
+        return None
+    if 0 in (before.strides or ()):  # entries that share memory cannot be filled one by one
+        return None
+    pairs = list(zip(before.sizes, now.sizes, strict=True))
+    differing = [n for n, (size, other) in enumerate(pairs) if size != other]
+    if len(differing) != 1 or pairs[differing[0]] != (tokens_before, tokens_now):
+        return None
+    return Axis(differing[0], before.strides)

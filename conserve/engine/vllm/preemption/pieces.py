@@ -6,14 +6,14 @@ token are cut down or filled up, the others stay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
-from conserve.engine.vllm.preemption.layouts import Layout, layouts_of
+from conserve.engine.vllm.preemption.layouts import Layout, layouts_of, results_in
 from conserve.engine.vllm.preemption.rows import Key, Rows
 from conserve.engine.vllm.preemption.safepoints import Safepoints
 from conserve.engine.vllm.preemption.segments import RESULT, NotDivisible, Segments, Stitched
@@ -59,17 +59,22 @@ class Pieces(Rows):
         """Run all segments, each on the rows that are in the pass by then."""
         segments = self._segments
         variables: dict[str, Any] = dict(zip(segments.names, args, strict=True))
-        self._total = len(variables[next(iter(self._layouts[0].tensors))])  # with vLLM's padding
+        name, axis = next(iter(self._layouts[0].tensors.items()))
+        self._total = variables[name].shape[axis.dimension]  # with vLLM's padding
         last = len(segments.codes) - 1
         for index in range(last + 1):
             if index < last:  # as many safepoints as layers
                 self._change_at(index, variables)
             if self._in is None or len(self._in):  # else all rows of the pass join later
                 segments.run(index, variables)
-        result = variables[RESULT]
-        if self._in is None:
-            return result
-        return tuple(map(self._whole, result)) if isinstance(result, tuple) else self._whole(result)
+        return variables[RESULT] if self._in is None else self._results(variables)
+
+    def _results(self, variables: Mapping[str, Any]) -> Any:
+        """The pass's results in their full size."""
+        axes = self._layouts[-1].tensors
+        found = enumerate(results_in(variables))
+        whole = tuple(axes[str(n)].back(self._whole(axes[str(n)].forwards(value))) for n, value in found)
+        return whole if isinstance(variables[RESULT], tuple) else whole[0]
 
     def _change_at(self, index: int, variables: dict[str, Any]) -> None:
         """Let rows leave and join before a segment."""
@@ -77,7 +82,9 @@ class Pieces(Rows):
         if not rows and index not in self._joining and (index or not self._suspended):
             return
         layout = self._layouts[index]
-        inputs: dict[Key, Any] = {name: variables[name] for name in layout.tensors if name in variables}
+        inputs: dict[Key, Any] = {
+            name: axis.forwards(variables[name]) for name, axis in layout.tensors.items() if name in variables
+        }
         if index == 0:
             self._settle_joining(inputs)
         if index in self._joining:
@@ -88,7 +95,7 @@ class Pieces(Rows):
             return
         for name, value in inputs.items():
             assert isinstance(name, str)
-            variables[name] = strided(value, layout.tensors[name])
+            variables[name] = layout.tensors[name].back(value)
         variables.update({name: times * len(self._in) for name, times in layout.numbers.items()})
 
     def _change(self, inputs: dict[Key, Any], coming: Any = None) -> None:
@@ -98,11 +105,3 @@ class Pieces(Rows):
 
     def _is_per_token(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
-
-
-def strided(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with the strides that compiled code expects."""
-    if value.stride() == strides:
-        return value
-    laid_out = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-    return laid_out.copy_(value)

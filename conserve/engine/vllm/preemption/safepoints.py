@@ -1,9 +1,10 @@
 """Safepoints in vLLM's models: between decoder layers, or in attention calls where layers cannot be wrapped.
 
 A safepoint between layers needs a model that runs as written (eager mode); there, rows can leave while others stay.
-A compiled model runs in pieces that share one number of tokens. Attention is called between the pieces, so a
-safepoint there can abandon the whole iteration. Where a pass is one CUDA graph (`CUDAGraphMode.FULL`, decode steps
-only), no Python runs within it and there are no safepoints; no iteration is shorter than these.
+So they can between the pieces of a compiled model (`pieces`), if it can be divided. Other compiled models call
+attention from Python too, so a safepoint there can abandon the whole iteration. Where a pass is one CUDA graph
+(`CUDAGraphMode.FULL`, decode steps only), no Python runs within it and there are no safepoints; no iteration is
+shorter than these.
 """
 
 from __future__ import annotations
