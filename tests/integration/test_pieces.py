@@ -84,6 +84,7 @@ class TestPieces(Rows):
         engine.forget()
 
 
+@pytest.mark.full
 class TestLittleMemory:
     flags: ClassVar = {"kv_cache_memory_bytes": 18 * LAYERS * BLOCK_BYTES, "max_model_len": 512}
 
@@ -133,7 +134,7 @@ class TestGraphs:
 
 
 @pytest.fixture(
-    params=[pytest.param(kind, marks=[] if kind == "Mixtral" else pytest.mark.full) for kind in OTHERS]
+    params=[pytest.param(kind, marks=[] if kind == "Phi" else pytest.mark.full) for kind in OTHERS]
 )
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
