@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,10 +35,12 @@ def engine(
 ) -> Iterator[Any]:
     """One start per class."""
     from tests.preempted_engine import compiled_in_pieces, started
+    from tests.triton_on_cpu import v2_runner
 
     cache = tmp_path_factory.mktemp("compiled")
     flags = getattr(request.cls, "flags", {})
     with (
+        v2_runner() if getattr(request.cls, "v2", False) else nullcontext(),
         compiled_in_pieces(cache),
         started(six_layers, enforce_eager=False, **flags) as engine,
     ):
@@ -55,6 +58,7 @@ class TestPieces(Rows):
 
         assert engine.worker.vllm_config.compilation_config.mode == CompilationMode.VLLM_COMPILE
         assert isinstance(engine.worker._rows, Pieces)
+        assert engine.worker.use_v2_model_runner == getattr(self, "v2", False)
         assert engine.layers == LAYERS
         asked = offline_rows(20)
         engine.undisturbed(asked)
@@ -82,6 +86,13 @@ class TestPieces(Rows):
         assert engine.together(rows) == answers
         assert len(ran) == engine.layers + 1 + ran[LAYERS + 1 :].count(0) * (engine.layers + 1)
         engine.forget()
+
+
+@pytest.mark.full
+class TestV2Pieces(TestPieces):
+    """With vLLM's V2 model runner."""
+
+    v2 = True
 
 
 @pytest.mark.full

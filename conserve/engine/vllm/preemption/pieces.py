@@ -15,33 +15,31 @@ from vllm.forward_context import get_forward_context
 
 from conserve.engine.vllm.preemption.layouts import Layout, layouts_of, results_in
 from conserve.engine.vllm.preemption.rows import Key, Rows
+from conserve.engine.vllm.preemption.runner import Runner
 from conserve.engine.vllm.preemption.safepoints import Safepoints
 from conserve.engine.vllm.preemption.segments import RESULT, NotDivisible, Segments, Stitched
 
 
-def pieces_of(found: Sequence[Stitched], runner: Any, safepoints: Safepoints) -> Pieces:
-    """Prepare the compiled model of this worker for rows that leave; raises `NotDivisible`."""
+def pieces_of(found: Sequence[Stitched], config: Any, runner: Runner, safepoints: Safepoints) -> Pieces:
+    """Prepare the compiled model of a worker for rows that leave; raises `NotDivisible`."""
     if len(found) != 1:
         raise NotDivisible(f"{len(found)} parts of the model are compiled on their own")
-    if runner.vllm_config.compilation_config.fast_moe_cold_start:
+    if config.compilation_config.fast_moe_cold_start:
         raise NotDivisible("experts are counted as they are called (fast_moe_cold_start)")
     segments = found[0].segments()
     if len(segments.codes) != safepoints.layers + 1:
         raise NotDivisible(f"{len(segments.codes)} segments in {safepoints.layers} layers")
-
-    def run(tokens: int) -> None:
-        runner._dummy_run(tokens, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True)
-
-    rows = Pieces(runner, safepoints, segments, layouts_of(found[0], segments, run, runner.max_num_tokens))
+    layouts = layouts_of(found[0], segments, runner.run_dummy, runner.most_tokens)
+    rows = Pieces(runner, safepoints, segments, layouts)
     rows.install(found[0])
     return rows
 
 
 class Pieces(Rows):
-    """Rows of vLLM's model runner (V1) while the pieces of a compiled model run."""
+    """Rows of vLLM's model runner while the pieces of a compiled model run."""
 
     def __init__(
-        self, runner: Any, safepoints: Safepoints, segments: Segments, layouts: Sequence[Layout]
+        self, runner: Runner, safepoints: Safepoints, segments: Segments, layouts: Sequence[Layout]
     ) -> None:
         super().__init__(runner, safepoints)
         self._segments = segments

@@ -38,6 +38,13 @@ class Runner(Protocol):
     def batch(self) -> Batch:
         """The batch under way; valid from the first layer to the last."""
 
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that an iteration can have."""
+
+    def run_dummy(self, tokens: int) -> None:
+        """Run a pass of exactly so many tokens of no request, without attention and CUDA graphs."""
+
     def discarding(self, left: frozenset[str]) -> AbstractContextManager[None]:
         """While vLLM samples, give rows that left no token and count none of their chunk as computed.
 

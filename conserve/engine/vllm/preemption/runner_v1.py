@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 
 from conserve.engine.vllm.preemption.runner import Batch
 
@@ -33,6 +34,13 @@ class V1Runner:
         return Batch(
             batch.req_ids, batch.req_id_to_index, runner.query_start_loc.np, batch.num_computed_tokens_cpu
         )
+
+    @property
+    def most_tokens(self) -> int:
+        return int(self._runner.max_num_tokens)
+
+    def run_dummy(self, tokens: int) -> None:
+        self._runner._dummy_run(tokens, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True)
 
     @contextlib.contextmanager
     def discarding(self, left: frozenset[str]) -> Iterator[None]:

@@ -41,6 +41,13 @@ class V2Runner:
         assert self._batch is not None
         return self._batch
 
+    @property
+    def most_tokens(self) -> int:
+        return int(self._runner.max_num_tokens)
+
+    def run_dummy(self, tokens: int) -> None:
+        self._runner._dummy_run(tokens, skip_attn=True, is_profile=True, skip_eplb=True)
+
     @contextlib.contextmanager
     def discarding(self, left: frozenset[str]) -> Iterator[None]:
         """Random numbers need no care: they follow from a request's seed and the token's position."""

@@ -174,7 +174,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         if not self._stitched or not rows_can_leave(self.vllm_config, runner):
             return False
         try:
-            rows = pieces_of(self._stitched, self.model_runner, runner, safepoints)
+            rows = pieces_of(self._stitched, self.vllm_config, runner, safepoints)
         except NotDivisible as error:
             log.info("rows cannot leave between compiled pieces: %s", error)
             return False
