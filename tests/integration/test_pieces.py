@@ -362,6 +362,9 @@ class TestTheParts:
             last=lambda out, _: (out,),
         )
         assert "many, which is Shape(sizes=(17, 3), strides=(1, 0)" in spread.why_not()
+        nothing = Made()
+        nothing.call = lambda _, call=nothing.call: call(20)  # type: ignore[method-assign]
+        assert "no argument has an entry a token" in nothing.why_not()
         summed = Made(last=lambda out, many: (out.sum(0),))
         assert "pass on 0, which is computed" in summed.why_not()
 

@@ -69,6 +69,8 @@ def layouts_of(stitched: Stitched, segments: Segments, run: Callable[[int], Any]
     if most < max(TRIED_TOKENS):
         raise NotDivisible(f"a pass has at most {most} tokens")
     one, other = (seen(stitched, segments, run, tokens) for tokens in TRIED_TOKENS)
+    if not layout_of(one, other, 0, segments.names).tensors:
+        raise NotDivisible("no argument has an entry a token")
     for name, value in one.variables[0].items():
         if (
             isinstance(value, Shape)
