@@ -9,7 +9,7 @@ PATHS ?=
 SINCE ?=
 BREAK ?=
 
-.PHONY: help setup demo test test-full soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
+.PHONY: help setup demo test test-full test-vllm soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,9 @@ test: setup  ## Run the tests, the real engine included (about 16 minutes on two
 
 test-full: setup  ## Also run what is statistical or exhaustive, before a release
 	$(BIN)/pytest -n $(WORKERS) -m "not soak" --hypothesis-profile full --timeout 1800
+
+test-vllm:  ## Run what touches the engine on another version of vLLM: make test-vllm VERSION=0.31.0
+	@PYTHON=$(PYTHON) bash tools/test_vllm.sh "$(VERSION)"
 
 soak: setup  ## Kill a run 1,000 times and say what the kills hit; 10,000 preemptions, 10,000 losses of memory
 	$(BIN)/pytest -m soak --timeout 7200
@@ -61,4 +64,4 @@ docs:  ## Build the documentation into site/; a broken link fails
 	@PYTHON=$(PYTHON) bash tools/site.sh
 
 clean:  ## Remove .venv, the built documentation, the demo's store and all caches
-	rm -rf .venv .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .vllm .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

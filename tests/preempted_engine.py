@@ -20,6 +20,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.iteration import Stamp, outcome_of
+from conserve.engine.vllm.preemption.worker import Worker as OurWorker
 from conserve.engine.vllm.settings import SCHEDULER, SECTION, WORKER
 from tests.bare_scheduler import known_model
 
@@ -154,8 +155,10 @@ class PreemptedEngine:
         self.scheduler = self.core.scheduler
         self.preemptions = self.scheduler.arrival_monitor
         self.worker = self.core.model_executor.driver_worker.worker
-        self.real_orders = self.worker._safepoints._orders
-        self.orders = self.worker._safepoints._orders = Scripted()
+        self.orders = Scripted()
+        if isinstance(self.worker, OurWorker):
+            self.real_orders = self.worker._safepoints._orders
+            self.worker._safepoints._orders = self.orders
         self.answers: dict[str, Answer] = {}
         self.steps = 0
         self.lost = 0  # times that a request lost its memory

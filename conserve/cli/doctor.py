@@ -74,7 +74,7 @@ def installation() -> Iterator[Finding]:
 
 def embedded(settings: Settings) -> Findings:
     """Engine of this environment, store and machine; the engine's library loads meanwhile in another process."""
-    from conserve.engine.vllm.compat import describe_engine
+    from conserve.engine.vllm.compat.installed import describe_engine
     from conserve.engine.vllm.launching.loading import Loading
 
     found = describe_engine()
@@ -86,7 +86,9 @@ def embedded(settings: Settings) -> Findings:
     with Loading() as loading:
         yield from doctor_engine.engine(settings, found)
         newest_s = yield from surroundings(settings)
-        yield doctor_engine.library(found, loading.outcome())
+        loaded = loading.outcome()
+        yield doctor_engine.library(found, loaded)
+        yield from doctor_engine.internals(found, loaded)
     return newest_s
 
 

@@ -12,14 +12,14 @@ from conserve.cli.doctor_machine import shared_memory
 from conserve.config import DEMO_MODEL, Settings
 
 if TYPE_CHECKING:
-    from conserve.engine.vllm.compat import EngineDescription
+    from conserve.engine.vllm.compat.installed import EngineDescription
     from conserve.engine.vllm.launching.loading import LoadTrial
 
 
 def installed(found: "EngineDescription") -> Iterator[Finding]:
     """Version of the installed engine, and the problems that keep it from working."""
     name = f"{found.distribution} {found.version}" if found.distribution else "not installed"
-    yield Finding("engine", name)
+    yield Finding("engine", f"{name}: newer than what was tried ({found.tried})" if found.untried else name)
     yield Finding("device", found.device or "none")
     for problem in found.problems:
         yield Finding("engine", problem.cause, ok=False, fix=problem.fix)
@@ -45,6 +45,17 @@ def library(found: "EngineDescription", loaded: "LoadTrial") -> Finding:
     fix = f"{first}, or install the engine anew: {again}"
     loads = f"loads in {output.duration(loaded.seconds)}, on {loaded.device}"
     return Finding.judged("library", loaded.problem or loads, fix, ok=loaded.problem is None)
+
+
+def internals(found: "EngineDescription", loaded: "LoadTrial") -> Iterator[Finding]:
+    """Outcome of the self-test: names of vLLM that ConServe uses, and the parts that do without."""
+    if loaded.names is None:
+        return
+    fix = f"install a tried version; {found.install}"
+    for fault in loaded.faults:
+        yield Finding("internals", fault, ok=False, fix=fix)
+    if not loaded.faults:
+        yield Finding("internals", f"all {loaded.names} names of vLLM that ConServe uses are there")
 
 
 def model(settings: Settings) -> Finding:

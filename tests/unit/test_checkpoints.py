@@ -25,7 +25,7 @@ from conserve.engine.policy.checkpointing import (
 from conserve.engine.runtime import copy_thread
 from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.copy_thread import CopyThread, Pieces, Region, merged, move_pieces
-from conserve.engine.vllm.checkpoint.kv_transfer import FLAG, with_checkpoints
+from conserve.engine.vllm.checkpoint.kv_transfer import FLAG, with_checkpoints, without_checkpoints
 from conserve.errors import SettingsError
 
 OFFLINE = [Marked(f"row{n}", 10) for n in range(8)]
@@ -320,6 +320,14 @@ def test_another_connector_of_the_users_stays_beside_ours(joined: bool) -> None:
     assert isinstance(extra, dict)
     names = [one["kv_connector"] for one in extra["connectors"]]
     assert names == ["CheckpointConnector", "LMCacheConnectorV1"]
+
+
+@pytest.mark.parametrize("theirs", [None, {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}])
+def test_our_connector_is_taken_out_again(theirs: dict[str, str] | None) -> None:
+    words = [] if theirs is None else [FLAG, json.dumps(theirs)]
+    flags = without_checkpoints(with_checkpoints([*words, "--dtype", "auto"], {"policy": "eager"}))
+    assert flags == ["--dtype", "auto", *words]
+    assert without_checkpoints(flags) == flags
 
 
 @pytest.mark.parametrize("said", ["{", "[]", "{}", '{"kv_connector": "CheckpointConnector"}'])

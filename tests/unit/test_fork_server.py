@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine.vllm.compat import InstalledEngine
+from conserve.engine.vllm.compat.installed import InstalledEngine
 from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.fork_server import (
     SWITCH,

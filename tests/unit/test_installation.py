@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from conserve import installation
-from conserve.engine.vllm import compat
+from conserve.engine.vllm.compat import installed
 from conserve.installation import DISTRIBUTION, TORCH_ON_CPUS, install_line, packages, requirement
 
 REPOSITORY = Path(__file__).parents[2]
@@ -119,9 +119,9 @@ def test_every_line_that_is_printed_is_this_one(monkeypatch: pytest.MonkeyPatch)
         if path.name != "installation.py" and "pip install" in path.read_text()
     ]
     assert spelled == []
-    monkeypatch.setattr(compat, "installed_engine", lambda: None)
-    monkeypatch.setattr(compat, "_nvidia_gpu_visible", lambda: False)
-    (problem,) = compat.describe_engine().problems
+    monkeypatch.setattr(installed, "installed_engine", lambda: None)
+    monkeypatch.setattr(installed, "_nvidia_gpu_visible", lambda: False)
+    (problem,) = installed.describe_engine().problems
     assert problem.fix == f"run: {install_line('cpu')}, or name an HTTP endpoint"
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens
-from conserve.engine.vllm.compat import require_engine
+from conserve.engine.vllm.compat import trial
+from conserve.engine.vllm.compat.installed import require_engine
+from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import (
     engine_log,
@@ -205,6 +207,8 @@ class _Engine:
         prepare_environment(offline=Path(path).exists())
         await asyncio.to_thread(fork_server.start_early, user)
         quiet_warnings()
+        needed = [Part.ENGINE, Part.EMBEDDED, *([Part.SCHEDULER] if pacing is not None else [])]
+        await on_thread(partial(trial.require, *needed, say=say))
         arguments = await on_thread(partial(parse_flags, path, flags))  # imports vLLM, up to a minute
         log = engine_log()
         log.capture_loggers()

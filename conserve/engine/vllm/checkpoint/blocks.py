@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from math import inf
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from conserve.engine.policy.checkpointing import OFF, Marked, Pressure, policy_named
 from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.host_memory import HostMemory
+from conserve.engine.vllm.checkpoint.counts import CopyCounts
 from conserve.engine.vllm.checkpoint.restores import Copy, Restores
 from conserve.engine.vllm.checkpoint.saved_rows import SavedRows
 from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
@@ -34,17 +35,6 @@ class Gathered(NamedTuple):
     hosts: dict[str, int]  # host block by key (hexadecimal), most valuable first; each held once
     copies: list[Copy]  # copies to make before, including ones that others have asked for too
     fresh: list[Copy]  # copies among them that only the spill asked for: to be given to `copied`
-
-
-@dataclass(slots=True)
-class CopyCounts:
-    """Counts since the engine started."""
-
-    blocks_saved: int = 0
-    blocks_restored: int = 0
-    tokens_restored: int = 0
-    restores: int = 0
-    blocks_failed: int = 0  # failed copies
 
 
 class Checkpoints:
@@ -374,11 +364,3 @@ def confirmed(request: Request) -> int:
 def saveable(request: Request) -> bool:
     """True if the row could continue from a checkpoint: not if it wants logits of its whole prompt."""
     return not request.skip_reading_prefix_cache
-
-
-def checkpoints_of(connector: Any) -> tuple[Checkpoints | None, str | None]:
-    """Checkpoints of the engine's KV connector, which may be one of several; or the reason that it has none."""
-    for one in getattr(connector, "_connectors", (connector,)):
-        if hasattr(one, "checkpoints"):
-            return one.checkpoints, one.why_not
-    return None, None

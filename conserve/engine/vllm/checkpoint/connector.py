@@ -16,17 +16,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from conserve.engine.policy.checkpointing import ADAPTIVE, HOST_BYTES
 from conserve.engine.runtime.copy_budget import BlockMs
 from conserve.engine.vllm.checkpoint.blocks import SHARE, Checkpoints
 from conserve.engine.vllm.checkpoint.copies import Copies
-from conserve.engine.vllm.checkpoint.spill import Spilling
 from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
+from conserve.engine.vllm.compat.internals import Part
+from conserve.engine.vllm.compat.trial import lost_parts
+from conserve.engine.vllm.compat.versions import internal
 from conserve.engine.vllm.settings import SECTION
 
 log = logging.getLogger("vllm.conserve")
+CacheHitSource = internal("vllm.v1.metrics.cache_hit_source.CacheHitSource")
 USUAL_SPEED = 1e7  # assumed bytes per millisecond of copying, until it is measured
 DEVICE_SHARE = 0.5  # share of an iteration's time for copies that do not use the memory it computes with
 
@@ -38,7 +40,7 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     the model has other KV than that of full attention, nothing is checkpointed, and the log says so.
     """
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = CacheHitSource and CacheHitSource.HOST
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -67,7 +69,12 @@ class CheckpointConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 ),
                 share=SHARE if current_platform.is_cpu() else DEVICE_SHARE,
             )
-            if extra.get("spill"):
+            changed = lost_parts().get(Part.SPILL)
+            if extra.get("spill") and changed is not None:
+                log.warning("KV does not go to disk: vLLM has changed: %s", changed)
+            elif extra.get("spill"):
+                from conserve.engine.vllm.checkpoint.spill import Spilling
+
                 self.checkpoints.spill = Spilling(
                     Path(extra["spill"]),
                     self.checkpoints,

@@ -36,8 +36,25 @@ def with_checkpoints(flags: Sequence[str], settings: dict[str, Any]) -> list[str
     return [*others, FLAG, json.dumps(both)]
 
 
+def without_checkpoints(flags: Sequence[str]) -> list[str]:
+    """The user's flags again: undoes `with_checkpoints`."""
+    others, config = _parted(flags)
+    if config is None:
+        return others
+    inner = config.get("kv_connector_extra_config", {}).get("connectors", [config])
+    theirs = [one for one in inner if one["kv_connector"] != CONNECTOR]
+    return [*others, FLAG, json.dumps(theirs[0])] if theirs else others
+
+
 def without(flags: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
     """The flags without the one that names a KV connector, and the JSON object of that one."""
+    others, config = _parted(flags)
+    if config is not None and config["kv_connector"] == CONNECTOR:
+        raise SettingsError(f"{CONNECTOR} is set by --kv-checkpoint; leave out {FLAG}")
+    return others, config
+
+
+def _parted(flags: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
     others: list[str] = []
     said: str | None = None
     words = iter(flags)
@@ -55,6 +72,4 @@ def without(flags: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
             raise ValueError
     except ValueError:
         raise SettingsError(f"{FLAG} takes a JSON object with a kv_connector, not {said!r}") from None
-    if config["kv_connector"] == CONNECTOR:
-        raise SettingsError(f"{CONNECTOR} is set by --kv-checkpoint; leave out {FLAG}")
     return others, config

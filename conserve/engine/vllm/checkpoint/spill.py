@@ -30,7 +30,8 @@ from conserve.engine.runtime.spill_file import (
     require_same,
     write_index,
 )
-from conserve.engine.vllm.checkpoint.blocks import Checkpoints, checkpoints_of
+from conserve.engine.vllm.checkpoint.blocks import Checkpoints
+from conserve.engine.vllm.checkpoint.counts import checkpoints_of
 from conserve.engine.vllm.checkpoint.spill_worker import begin_writing, read, said, what_was_written
 from conserve.engine.vllm.model.fingerprint import identity_of
 from conserve.errors import SpillRefused

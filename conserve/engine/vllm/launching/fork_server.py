@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from conserve.engine.vllm.compat import installed_engine
+from conserve.engine.vllm.compat.installed import installed_engine
 from conserve.engine.vllm.launching.watchdog import Watchdog
 from conserve.whole import write_whole
 

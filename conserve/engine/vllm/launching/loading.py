@@ -1,7 +1,7 @@
 """Trial of loading the engine's library, in a process of its own, since it may crash or hang.
 
 `python -m conserve.engine.vllm.launching.loading` imports vLLM and its kernels, and prints the device that they
-run on.
+run on and the outcome of `compat.trial`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import time
 from dataclasses import dataclass
 from typing import Self
 
+from conserve.engine.vllm.compat import trial
+from conserve.engine.vllm.compat.installed import installed_engine
 from conserve.engine.vllm.launching.environment import last_error, prepare_environment
 
 LOAD_S = 180.0  # it takes 7 s of processor time, and a minute on a busy machine
+NAMES = "names: "
+FAULT = "fault: "
 KERNELS = "_C::"  # prefix of vLLM's own operators
 DEVICE = "device: "
 WORDS = ("-m", "conserve.engine.vllm.launching.loading")
@@ -27,6 +31,8 @@ class LoadTrial:
 
     seconds: float
     device: str | None = None
+    names: int | None = None  # of vLLM that were looked for
+    faults: tuple[str, ...] = ()  # parts of ConServe that do not fit this vLLM
     problem: str | None = None
     gave_up: bool = False  # it took too long, which says little about the installation
 
@@ -60,9 +66,21 @@ class Loading:
             return LoadTrial(seconds=LOAD_S, problem=late, gave_up=True)
         seconds = time.monotonic() - self._began
         if self._process.returncode == 0:
-            return LoadTrial(seconds=seconds, device=said.decode().rpartition(DEVICE)[2].strip())
+            return told(said.decode(), seconds)
         cause = why(self._process.returncode, complaint.decode(errors="replace"))
         return LoadTrial(seconds=seconds, problem=f"vLLM does not load: {cause}")
+
+
+def told(said: str, seconds: float) -> LoadTrial:
+    """The outcome that the process printed."""
+    lines = said.splitlines()
+
+    def after(word: str) -> list[str]:
+        return [line.removeprefix(word).strip() for line in lines if line.startswith(word)]
+
+    names = next((int(count) for count in after(NAMES)), None)
+    device = said.rpartition(DEVICE)[2].strip()
+    return LoadTrial(seconds=seconds, device=device, names=names, faults=tuple(after(FAULT)))
 
 
 def why(code: int, complaint: str) -> str:
@@ -83,7 +101,17 @@ def main() -> None:
         raise ImportError("its kernels are missing; run: python -c 'import vllm._C'")
     if current_platform.is_cuda():
         torch.cuda.init()
+    try_names()
     print(f"{DEVICE}{current_platform.get_device_name()}")
+
+
+def try_names() -> None:
+    """Print the outcome of the self-test of names and signatures."""
+    engine = installed_engine()
+    assert engine is not None
+    for part, cause in dict(reversed([*trial.faults(engine.version)])).items():
+        print(f"{FAULT}{part.value}: {cause}")
+    print(f"{NAMES}{trial.count_of_names()}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import msgspec
 
 from conserve.engine.runtime.machine import compute_threads, cpu_model
 from conserve.engine.runtime.number_format import Products, Shapes, Speed, choose, measure
-from conserve.engine.vllm.compat import installed_engine, installed_version
+from conserve.engine.vllm.compat.installed import installed_engine, installed_version
 from conserve.engine.vllm.launching.fork_server import wait_until_idle
 from conserve.whole import write_whole
 

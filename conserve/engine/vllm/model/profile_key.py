@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from conserve.engine.runtime.machine import cores, cpu_model
-from conserve.engine.vllm.compat import installed_engine
+from conserve.engine.vllm.compat.installed import installed_engine
 from conserve.engine.vllm.model.fingerprint import folder_of, model_identity
 from conserve.profiles.points import IterationLimits
 from conserve.profiles.profile import ProfileKey

@@ -23,6 +23,8 @@ from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.leavers import Leavers, Lost
 from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
 from conserve.engine.runtime.traffic import quantiles
+from conserve.engine.vllm.compat.internals import Part
+from conserve.engine.vllm.compat.trial import lost_parts
 from conserve.engine.vllm.iteration import Iteration, Outcome, Stamp
 from conserve.engine.vllm.settings import CONNECTOR, WORKER
 from conserve.profiles.batch import Slice
@@ -308,7 +310,9 @@ def connector_of(config: Any) -> str | None:
 def why_not(config: Any) -> str | None:
     """Why no row can leave an iteration of this engine; None if rows can."""
     parallel, model = config.parallel_config, config.model_config
+    changed = lost_parts().get(Part.LEAVING)
     reasons = {
+        f"vLLM has changed: {changed}": changed is not None,
         "the worker is not ConServe's (--worker-cls)": parallel.worker_cls != WORKER,
         "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
         "data parallel engines wait for each other": parallel.data_parallel_size > 1,

@@ -25,6 +25,10 @@ class Promised(AsyncModelRunnerOutput):  # type: ignore[misc]
         """Wait for the results as vLLM does, and attach the outcome."""
         return with_outcome(self._promise.get_output(), self._outcome)
 
+    def get_kv_connector_output(self) -> Any:
+        """The KV connector's output, which vLLM 0.33 and later read before the results."""
+        return self._promise.get_kv_connector_output()
+
 
 def with_outcome(output: Any, outcome: Outcome | None) -> Any:
     """vLLM's output with the outcome of its iteration; None, which is no output, stays None."""

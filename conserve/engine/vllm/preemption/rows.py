@@ -19,6 +19,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from conserve.engine.runtime.safepoint import ALL_ROWS
+from conserve.engine.vllm.compat.metadata import watch_metadata
 from conserve.engine.vllm.preemption.runner import Runner
 from conserve.engine.vllm.preemption.safepoints import Abandoned, Safepoints
 
@@ -250,15 +251,11 @@ class Rows:
     # The attention metadata.
 
     def _remember(self, group: Any) -> None:
-        build = group.build_metadata
-
-        def remembering(common: Any, *args: Any, **kw: Any) -> Any:
+        def remember(common: Any) -> None:
             if self.busy:
                 self._metadata[id(group)] = common
-            return build(common, *args, **kw)
 
-        group.build_metadata = remembering
-        self._build[id(group)] = build
+        self._build[id(group)] = watch_metadata(group, remember)
 
     def _share(self, requests: torch.Tensor, tokens: torch.Tensor) -> None:
         context = get_forward_context()

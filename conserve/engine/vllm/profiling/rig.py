@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from conserve.engine.vllm.compat import require_engine
+from conserve.engine.vllm.compat import trial
+from conserve.engine.vllm.compat.installed import require_engine
+from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import (
     engine_log,
@@ -65,6 +68,7 @@ class EngineRig:
         prepare_environment(offline=Path(path).exists(), served=served)
         fork_server.start_early("the rig")
         quiet_warnings()
+        trial.require(Part.ENGINE, Part.PROFILING, say=logging.getLogger(__name__).warning)
         defaults = synchronous(engine_flags) if served else []
         arguments = parse_flags(path, [*defaults, *engine_flags, "--worker-extension-cls", PROBE])
         log = engine_log()

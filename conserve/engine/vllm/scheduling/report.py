@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from conserve.engine.policy.checkpointing import OFF
-from conserve.engine.vllm.checkpoint.blocks import CopyCounts
+from conserve.engine.vllm.checkpoint.counts import CopyCounts
 from conserve.engine.vllm.settings import finite
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel

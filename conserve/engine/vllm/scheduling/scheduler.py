@@ -24,7 +24,7 @@ from conserve.engine.policy.policies import POLICIES
 from conserve.engine.policy.recorded import line_of
 from conserve.engine.runtime.recording import Recording
 from conserve.engine.runtime.traffic import Traffic
-from conserve.engine.vllm.checkpoint.blocks import checkpoints_of
+from conserve.engine.vllm.checkpoint.counts import checkpoints_of
 from conserve.engine.vllm.iteration import Iteration, iteration_of, outcome_of, put
 from conserve.engine.vllm.lane import is_online, is_running, ttft_promise
 from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor

@@ -16,7 +16,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from conserve.engine.runtime.parent import follow_parent
-from conserve.engine.vllm.compat import SUPPORTED_VERSION, installed_engine
+from conserve.engine.vllm.compat.installed import too_old, untried
+from conserve.engine.vllm.compat.internals import Part
+from conserve.engine.vllm.compat.trial import lost_parts, said_of
+from conserve.engine.vllm.compat.versions import SUPPORTED
 from conserve.engine.vllm.server.priorities import flex_is_offline, keeping_priority, noting_priority
 from conserve.engine.vllm.server.privileges import RESUME, permitting
 from conserve.engine.vllm.settings import AUTO, SECTION
@@ -34,9 +37,10 @@ SERVED = "CONSERVE_SERVED"  # set by `conserve serve` for its server
 
 def register() -> None:
     """Set the hooks in this process, once; a vLLM of another version is left alone."""
-    engine = installed_engine()
-    if engine is None or engine.version.split(".")[:2] != SUPPORTED_VERSION.split("."):
-        log.warning("ConServe drives vLLM %s and leaves this one alone", SUPPORTED_VERSION)
+    if too_old():
+        log.warning("ConServe drives vLLM %s and leaves this one alone", SUPPORTED)
+        return
+    if not fits():
         return
     process = multiprocessing.current_process()
     if os.environ.get(SERVED) and multiprocessing.parent_process() is not None:
@@ -46,6 +50,16 @@ def register() -> None:
     hook_engine_core()
     if not process.name.startswith("EngineCore"):
         hook_server()
+
+
+def fits() -> bool:
+    """False, with a warning, if an untried vLLM has not what the hooks need."""
+    told, lost = untried(), lost_parts()
+    if told is None:
+        return True
+    needed = lost.keys() & {Part.ENGINE, Part.SCHEDULER, Part.SERVER}
+    log.warning("%s%s; %s", told, " and leaves alone" if needed else "", said_of(lost))
+    return not needed
 
 
 def hook_engine_core() -> None:

@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.runtime.front import HARVEST_KEY, Front
-from conserve.engine.vllm.compat import require_engine
+from conserve.engine.vllm.checkpoint.kv_transfer import without_checkpoints
+from conserve.engine.vllm.compat import trial
+from conserve.engine.vllm.compat.installed import require_engine
+from conserve.engine.vllm.compat.internals import Part
+from conserve.engine.vllm.compat.versions import internal
 from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
 from conserve.engine.vllm.launching.flags import cpu_defaults, synchronous
@@ -31,13 +35,13 @@ from conserve.errors import ConserveError, ProfileMissing
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+CLI_ARGS = "vllm.entrypoints.common.cli_args"
 MOST_DESCRIPTORS = 65_535  # vLLM raises the limit to this number if it may
 DRAIN_S = 30  # seconds for running requests after SIGTERM
 
 
 def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path) -> Namespace:
     """Arguments of vLLM's server: our defaults, then the user's flags; raises `ConserveError`."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -49,10 +53,10 @@ def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, mode
     defaults += synchronous(flags) if section.get("preemption") != OFF else []
     defaults = without(defaults, flags)
     ours = ["--scheduling-policy", "priority", "--additional-config", json.dumps({SECTION: section})]
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    parser = internal(f"{CLI_ARGS}.make_arg_parser")(FlexibleArgumentParser(prog="vllm serve"))
     args: Namespace = parser.parse_args([path, *defaults, *flags, *ours])
     args.model = args.model_tag = path
-    validate_parsed_serve_args(args)
+    internal(f"{CLI_ARGS}.validate_parsed_serve_args")(args)
     return args
 
 
@@ -148,6 +152,11 @@ def allow_plugin() -> None:
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, names), "conserve"]))
 
 
+def warn(sentence: str) -> None:
+    """Tell the user of the server, before vLLM's log begins."""
+    print(f"conserve: {sentence}", file=sys.stderr, flush=True)
+
+
 def main(words: Sequence[str]) -> int:
     """Serve until SIGTERM; returns the exit code. `words`: model, models' folder, our section, `Front`, flags."""
     model, models_folder, section_json, front_json, *flags = words
@@ -159,6 +168,9 @@ def main(words: Sequence[str]) -> int:
         quiet_warnings()
         allow_plugin()
         fork_server.start_early("the server")
+        trial.require(Part.ENGINE, Part.SCHEDULER, Part.SERVER, say=warn)
+        if Part.CHECKPOINTS in trial.lost_parts():
+            flags = without_checkpoints(flags)
         args = arguments(model, flags, section, models_folder=Path(models_folder))
         command = f"conserve profile --served {shlex.join([model, *flags])}"
         fork_server.prepare(settle_profile(args, flags, section, command))

