@@ -66,13 +66,14 @@ class Ranks:
         self.core = self.llm.engine_core.engine_core
         self.preemptions = self.core.scheduler.arrival_monitor
         self.outcomes: list[Any] = []  # of iterations that somebody left
+        self.each(note_outcomes)
 
     def step(self, answers: dict[str, Sequence[int]]) -> None:
         """One iteration; the ranks agree on what became of it."""
         for output in self.llm.step():
             if output.finished:
                 answers[output.request_id] = list(output.outputs[0].token_ids)
-        first, second = self.each(lambda wrapper: wrapper.worker._outcome)
+        first, second = self.each(lambda wrapper: wrapper.worker.noted)
         assert first == second
         if first is not None and first.left:
             self.outcomes.append(first)
@@ -146,6 +147,18 @@ class Ranks:
         self.core.shutdown()
         del self.llm, self.core, self.preemptions
         cleanup_dist_env_and_memory()
+
+
+def note_outcomes(wrapper: Any) -> None:
+    """Keep the outcome of a rank's last iteration, which goes with its results."""
+    worker = wrapper.worker
+    worker.noted, answered = None, worker._answered
+
+    def noting(output: Any) -> Any:
+        worker.noted = worker._outcome
+        return answered(output)
+
+    worker._answered = noting
 
 
 @pytest.fixture(scope="module")

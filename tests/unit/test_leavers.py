@@ -94,6 +94,7 @@ def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest
     from conserve.engine.runtime.safepoint import ALL_ROWS
     from conserve.engine.vllm.iteration import Stamp
     from conserve.engine.vllm.preemption import rows as module
+    from conserve.engine.vllm.preemption.runner_v1 import V1Runner
     from conserve.engine.vllm.preemption.safepoints import Abandoned, Safepoints
 
     class Orders:
@@ -113,6 +114,7 @@ def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest
     names = list(lengths)
     runner = SimpleNamespace(
         attn_groups=[],
+        maybe_get_kv_connector_output=None,
         device=torch.device("cpu"),
         query_start_loc=SimpleNamespace(np=starts),
         discard_request_mask=SimpleNamespace(np=np.zeros(3, bool)),
@@ -127,7 +129,7 @@ def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest
     )
     orders = Orders()
     safepoints = Safepoints(orders, 4)
-    rows = module.Rows(runner, safepoints)
+    rows = module.Rows(V1Runner(runner), safepoints)
     model = Model(rows, 4)
     positions, hidden, scale = torch.arange(9), torch.randn(9, 5), torch.rand(9, 1)
     wanted = Model(None, 4)(positions, hidden, scale)
