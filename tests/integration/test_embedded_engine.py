@@ -431,5 +431,5 @@ def is_engines(process: psutil.Process) -> bool:
 
 
 def threads(process: psutil.Process) -> Counter[Cores]:
-    """How many threads of the process are bound to which cores."""
+    """Number of threads of the process by the cores that they are bound to."""
     return Counter(frozenset(os.sched_getaffinity(thread.id)) for thread in process.threads())

@@ -49,7 +49,7 @@ def engine(
 
 
 class TestPieces(Rows):
-    """What holds between decoder layers holds between compiled pieces."""
+    """All that holds between decoder layers holds between compiled pieces."""
 
     def test_the_engine_says_so(self, engine: Any) -> None:
         from vllm.config import CompilationMode

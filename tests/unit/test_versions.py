@@ -219,7 +219,7 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Fault(part, cause) for part, cause in LOST.items()]
     found.append(Fault(Part.LEAVING, "a second cause"))
     monkeypatch.setattr(trial, "faults", lambda version: iter(found))
-    trial._lost.cache_clear()
+    trial.first_causes.cache_clear()
 
 
 @pytest.mark.usefixtures("newer")

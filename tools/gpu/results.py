@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from conserve.whole import write_whole
+
 FAILED, LEFT_OUT = "failed", "left_out"  # keys of a step that has no result, with the reason
 
 
@@ -32,9 +34,7 @@ class Results:
     def write(self) -> None:
         """Replace the file as a whole: a reader never sees half of it."""
         document = {"rehearsal": self.rehearsal, "setting": self.setting, "steps": self.steps}
-        partial = self.folder / "results.json.part"
-        partial.write_text(json.dumps(document, indent=1))
-        partial.rename(self.path)
+        write_whole(self.path, json.dumps(document, indent=1).encode())
 
 
 def state(found: dict[str, Any]) -> str:

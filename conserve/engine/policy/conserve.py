@@ -28,14 +28,15 @@ class Conserve:
     def plan(self, view: View) -> Plan:
         """Plan online requests first (phase 1), then fill the remaining time with offline tokens (phase 2)."""
         composer = Composer(view)
-        if turn_ms := offline_turn_ms(view, arrival_limit_ms(view)):
+        limit_ms = arrival_limit_ms(view)
+        if turn_ms := offline_turn_ms(view, limit_ms):
             serve_offline(composer, list(view.offline), iter(view.waiting_offline), turn_ms)
             if composer.tokens:
                 return composer.plan()
             composer = Composer(view)
         share = serve_online(composer, view, tbt_ms=view.slo.tbt_ms - view.online_waited_ms)
         if share.complete:
-            budget_ms = time_budget_ms(share, view, mixed=bool(composer.tokens))
+            budget_ms = time_budget_ms(share, view, limit_ms, mixed=bool(composer.tokens))
             running, waiting = share.running_offline, iter(view.waiting_offline)
             first = list(islice(waiting, 1))
             serve_offline(composer, running, chain(first, waiting), budget_ms)
@@ -43,13 +44,12 @@ class Conserve:
         return composer.plan()
 
 
-def time_budget_ms(share: OnlineShare, view: View, *, mixed: bool) -> float:
+def time_budget_ms(share: OnlineShare, view: View, limit_ms: float, *, mixed: bool) -> float:
     """Time budget of an iteration with offline tokens, in ms; its token budget is as many tokens as fit into it.
 
     The smaller limit of the online requests in the iteration, if it is `mixed` with them, and of those that may
-    arrive (docs/adr/0006, 0012).
+    arrive: `limit_ms` (docs/adr/0006, 0012).
     """
-    limit_ms = arrival_limit_ms(view)
     return min(share.limit_ms, mixed_limit_ms(view, limit_ms) if mixed else limit_ms)
 
 

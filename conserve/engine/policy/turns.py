@@ -38,7 +38,7 @@ def gained(view: View, turn_ms: float, online_ms: float) -> float:
 
 
 def mixed_gain(view: View, limit_ms: float, online_ms: float) -> float:
-    """The same share if offline tokens go beside the online requests."""
+    """Share of the time that computes offline tokens if they go beside the online requests."""
     mixed_ms = min(mixed_limit_ms(view, limit_ms), view.slo.tbt_ms)
     if mixed_ms == inf:
         return 1.0

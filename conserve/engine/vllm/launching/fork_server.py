@@ -11,7 +11,6 @@ To be early, the fork server starts with the variables of the last such start, a
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -25,11 +24,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from conserve.engine.vllm.compat.installed import installed_engine
+from conserve.engine.vllm.launching.kept import keep, kept_in
 from conserve.engine.vllm.launching.watchdog import Watchdog
-from conserve.whole import write_whole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,7 +102,7 @@ class Server:
     def allowed(self) -> bool:
         """True on the CPU build, where vLLM spawns, if neither the user nor another fork server is against it."""
         engine = installed_engine()
-        if engine is None or not ("cpu" in engine.version or engine.distribution.endswith("cpu")):
+        if engine is None or not engine.computes_on_cpu:
             return False
         others = self.environment is None and pythons_server()._forkserver_pid is not None
         return os.environ.get(SWITCH) != OFF and not others
@@ -239,7 +236,7 @@ CONTEXT = Context()
 
 
 class Surroundings:
-    """What a spawned process inherits from the one that starts it, and a forked one from the fork server."""
+    """Variables, outputs and signals of a starter. A spawned process inherits them, a forked one is given them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         outputs = [reduction.DupFd(number) for number in (1, 2)]
@@ -296,22 +293,13 @@ def changed(environment: Environment, changes: Changes) -> Environment:
 
 def recalled() -> Changes | None:
     """The changes that the last such start made to the variables; None if none is known."""
-    return known_changes().get(kind_of_start())
+    return kept_in(changes_file(), type_=Changes).get(kind_of_start())
 
 
 def remember(changes: Changes) -> None:
     """Keep the changes. If the folder cannot be written, the next start begins to fork later."""
     kept = {name: value for name, value in changes.items() if not any(word in name for word in SECRET)}
-    with contextlib.suppress(OSError):
-        write_whole(changes_file(), msgspec.json.encode({**known_changes(), kind_of_start(): kept}))
-
-
-def known_changes() -> dict[str, Changes]:
-    """The changes of each kind of start."""
-    try:
-        return msgspec.json.decode(changes_file().read_bytes(), type=dict[str, Changes])
-    except (OSError, msgspec.DecodeError):
-        return {}
+    keep(changes_file(), kind_of_start(), kept, type_=Changes)
 
 
 def kind_of_start() -> str:

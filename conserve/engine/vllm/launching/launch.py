@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from conserve.engine.vllm.settings import Pacing
 
 T = TypeVar("T")
-FORK_SERVER_GONE = 255  # exit code of a process whose fork server died: nobody knows how it ended
+FORK_SERVER_GONE = 255  # exit code of a process whose fork server died; its real end is unknown
 THREAD = "engine"  # name of the threads of `on_thread`
 
 

@@ -109,7 +109,7 @@ def try_names() -> None:
     """Print the outcome of the self-test of names and signatures."""
     engine = installed_engine()
     assert engine is not None
-    for part, cause in dict(reversed([*trial.faults(engine.version)])).items():
+    for part, cause in trial.first_causes(engine.version).items():
         print(f"{FAULT}{part.value}: {cause}")
     print(f"{NAMES}{trial.count_of_names()}")
 

@@ -13,7 +13,7 @@ from conserve.engine.runtime.machine import compute_threads, cpu_model
 from conserve.engine.runtime.number_format import Products, Shapes, Speed, choose, measure
 from conserve.engine.vllm.compat.installed import installed_engine, installed_version
 from conserve.engine.vllm.launching.fork_server import wait_until_idle
-from conserve.whole import write_whole
+from conserve.engine.vllm.launching.kept import keep, kept_in
 
 if TYPE_CHECKING:
     import torch
@@ -62,16 +62,12 @@ def format_of(model: str) -> Chosen | None:
 
 def recall(config: dict[str, Any]) -> Chosen | None:
     """The choice kept for models of this shape on this machine; None if there is none."""
-    return _read(formats_file()).get(_key(config))
+    return kept_in(formats_file(), type_=Chosen).get(_key(config))
 
 
 def remember(config: dict[str, Any], chosen: Chosen) -> None:
     """Keep a choice. If the folder cannot be written, the next start measures again."""
-    path = formats_file()
-    try:
-        write_whole(path, msgspec.json.format(msgspec.json.encode({**_read(path), _key(config): chosen})))
-    except OSError:
-        return
+    keep(formats_file(), _key(config), chosen, type_=Chosen)
 
 
 def formats_file() -> Path:
@@ -163,10 +159,3 @@ def _key(config: dict[str, Any]) -> str:
         cut,
     )
     return ", ".join(part for part in parts if part)
-
-
-def _read(path: Path) -> dict[str, Chosen]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Chosen])
-    except (OSError, msgspec.DecodeError):
-        return {}

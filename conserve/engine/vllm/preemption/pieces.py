@@ -83,12 +83,7 @@ class Pieces(Rows):
         inputs: dict[Key, Any] = {
             name: axis.forwards(variables[name]) for name, axis in layout.tensors.items() if name in variables
         }
-        if index == 0:
-            self._settle_joining(inputs)
-        if index in self._joining:
-            self._join(self._joining.pop(index), inputs)
-        if rows:
-            self._leave(rows, index, inputs)
+        self._exchange(rows, index, inputs)
         if self._in is None:
             return
         for name, value in inputs.items():

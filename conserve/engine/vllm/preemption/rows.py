@@ -104,12 +104,7 @@ class Rows:
         inputs: dict[Key, Any] = dict(enumerate(args))
         inputs.update(kw)
         self._cut_whole(inputs, is_hidden)  # what the model passes to each layer
-        if index == 0:
-            self._settle_joining(inputs)
-        if index in self._joining:
-            self._join(self._joining.pop(index), inputs)
-        if rows:
-            self._leave(rows, index, inputs)
+        self._exchange(rows, index, inputs)
         if self._in is not None and not len(self._in):  # all rows of the pass join later
             passing = next(value for value in inputs.values() if is_hidden(value))
             return tuple(passing if kept else None for kept in self._returns) if self._returns else passing
@@ -119,6 +114,15 @@ class Rows:
         if not last or self._in is None:
             return out
         return tuple(map(self._whole, out)) if isinstance(out, tuple) else self._whole(out)
+
+    def _exchange(self, rows: int, index: int, inputs: dict[Key, Any]) -> None:
+        """Let rows join at this place, and the stamp's first `rows` leave; `inputs` are cut down and filled up."""
+        if index == 0:
+            self._settle_joining(inputs)
+        if index in self._joining:
+            self._join(self._joining.pop(index), inputs)
+        if rows:
+            self._leave(rows, index, inputs)
 
     def _suits(self, inputs: Sequence[Any]) -> bool:
         """True if a layer's inputs can be cut down: no tensor is inside of a list, tuple or dict."""

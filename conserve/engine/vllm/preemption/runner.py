@@ -1,4 +1,4 @@
-"""What preemption needs of vLLM's model runner; `runner_v1` and `runner_v2` give it for vLLM's two."""
+"""The interface of vLLM's model runners for rows that leave; `runner_v1` and `runner_v2` implement it."""
 
 from __future__ import annotations
 
@@ -53,3 +53,22 @@ class Runner(Protocol):
 
     def transferred(self, scheduler_output: Any) -> Any:
         """The KV connector's output of the iteration that was just abandoned."""
+
+
+class VllmRunner:
+    """The part of the interface that both of vLLM's runners answer alike."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    @property
+    def device(self) -> torch.device:
+        return self._runner.device
+
+    @property
+    def groups(self) -> Sequence[Any]:
+        return [group for groups in self._runner.attn_groups for group in groups]
+
+    @property
+    def most_tokens(self) -> int:
+        return int(self._runner.max_num_tokens)

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from vllm.config import CUDAGraphMode
 
-from conserve.engine.vllm.preemption.runner import Batch
+from conserve.engine.vllm.preemption.runner import Batch, VllmRunner
 
 
-class V1Runner:
+class V1Runner(VllmRunner):
     """Implements `runner.Runner`."""
 
     def __init__(self, runner: Any) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._kv_output: Any = None  # of vLLM's KV connector, for the iteration that runs
         self._keep_kv_output()
-
-    @property
-    def device(self) -> torch.device:
-        return self._runner.device
-
-    @property
-    def groups(self) -> Sequence[Any]:
-        return [group for groups in self._runner.attn_groups for group in groups]
 
     @property
     def batch(self) -> Batch:
@@ -34,10 +25,6 @@ class V1Runner:
         return Batch(
             batch.req_ids, batch.req_id_to_index, runner.query_start_loc.np, batch.num_computed_tokens_cpu
         )
-
-    @property
-    def most_tokens(self) -> int:
-        return int(self._runner.max_num_tokens)
 
     def run_dummy(self, tokens: int) -> None:
         self._runner._dummy_run(tokens, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True)

@@ -8,42 +8,30 @@ reading from it, so the host does not wait.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from conserve.engine.vllm.preemption.runner import Batch
+from conserve.engine.vllm.preemption.runner import Batch, VllmRunner
 
 
-class V2Runner:
+class V2Runner(VllmRunner):
     """Implements `runner.Runner`."""
 
     def __init__(self, runner: Any) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._batch: Batch | None = None
         self._left: frozenset[str] = frozenset()  # rows that get no token of the sampling under way
         self._note_batches()
         self._reject_rows_that_left()
 
     @property
-    def device(self) -> torch.device:
-        return self._runner.device
-
-    @property
-    def groups(self) -> Sequence[Any]:
-        return [group for groups in self._runner.attn_groups for group in groups]
-
-    @property
     def batch(self) -> Batch:
         assert self._batch is not None
         return self._batch
-
-    @property
-    def most_tokens(self) -> int:
-        return int(self._runner.max_num_tokens)
 
     def run_dummy(self, tokens: int) -> None:
         self._runner._dummy_run(tokens, skip_attn=True, is_profile=True, skip_eplb=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,25 +150,34 @@ class Worker(VllmWorker):  # type: ignore[misc]
         eager = config.model_config.enforce_eager
         count = config.model_config.get_num_layers(config.parallel_config)
         layers = decoder_layers(self.model_runner.get_model(), count) if eager else None
-        orders = TensorParallelOrders()
         launches = Launches(torch.cuda.Event) if self.device.type == "cuda" else None
-        if layers is None and self._install_pieces(runner, Safepoints(orders, count, launches)):
-            return
-        if layers is None:
-            safepoints = Safepoints(orders, count, launches)
-            found = in_attention(config.compilation_config.static_forward_context, safepoints)
-            safepoints.layers = found
-            self._safepoints = safepoints if found else None
-            why = "the model's are not found" if eager else "they are compiled"
-            log.info(
-                "%d safepoints in attention calls, none between layers (%s): rows cannot leave", found, why
+        safepoints = Safepoints(TensorParallelOrders(), count, launches)
+        if layers is not None:
+            self._install_between(layers, runner, safepoints)
+        elif not self._install_pieces(runner, safepoints):
+            self._install_in_attention(
+                safepoints, "the model's are not found" if eager else "they are compiled"
             )
-            return
-        self._safepoints = Safepoints(orders, len(layers), launches)
-        self._rows = Rows(runner, self._safepoints) if rows_can_leave(config, runner) else None
-        between_layers(layers, self._safepoints, self._rows)
+
+    def _install_between(self, layers: Sequence[Any], runner: Runner, safepoints: Safepoints) -> None:
+        """Put the safepoints between decoder layers, of which there are as many as the model says."""
+        self._safepoints = safepoints
+        self._rows = Rows(runner, safepoints) if rows_can_leave(self.vllm_config, runner) else None
+        between_layers(layers, safepoints, self._rows)
         how = "rows can leave" if self._rows is not None else "rows cannot leave"
         log.info("%d safepoints between layers, where %s", len(layers), how)
+
+    def _install_in_attention(self, safepoints: Safepoints, why: str) -> None:
+        """Put the safepoints into attention calls, where iterations are abandoned whole; `why` is the reason."""
+        safepoints.layers = in_attention(
+            self.vllm_config.compilation_config.static_forward_context, safepoints
+        )
+        self._safepoints = safepoints if safepoints.layers else None
+        log.info(
+            "%d safepoints in attention calls, none between layers (%s): rows cannot leave",
+            safepoints.layers,
+            why,
+        )
 
     def _install_pieces(self, runner: Runner, safepoints: Safepoints) -> bool:
         """Put the safepoints between compiled pieces; False where rows cannot leave there."""
