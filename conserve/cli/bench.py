@@ -2,34 +2,25 @@
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
 import time
-from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from conserve.cli import exits, output
+from conserve.cli import output
+from conserve.cli.bench_flags import RECOMPUTE, limits, make_design, resized, section, which
+from conserve.cli.bench_report import conclude
 from conserve.cli.bench_server import enqueue_rows, on_own_server
 from conserve.cli.context import Context, engine_flags
-from conserve.cli.serve import checkpointing, milliseconds
-from conserve.config import Settings
+from conserve.cli.serve import checkpointing
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE, SERVING
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.errors import ConserveError, SettingsError, UsageError
-
-if TYPE_CHECKING:
-    from conserve.bench.compare import Design
-    from conserve.bench.measure import Block, Comparison, LatencyLimits
-    from conserve.bench.playing import Measurement
-    from conserve.bench.presets import Preset
-    from conserve.bench.sizing import Sized
 
 EXAMPLE = """
 conserve bench --trace azure_code_2023_10min_bursty.parquet --policies all --preset cpu
@@ -37,8 +28,6 @@ conserve bench --trace azure_conv_2023_10min --policies conserve,online-only --r
 conserve bench --gamma 1,1,512,64 --policies online-only,conserve,conserve/all-offline,conserve/off
 conserve bench --gamma 2,0.5,4096,256 --endpoint http://localhost:8000
 """
-RECOMPUTE = "recompute"  # what the engine's memory loses
-VARIANTS = (*LEAVE_RULES, OFF, RECOMPUTE)
 
 
 def bench(
@@ -200,201 +189,3 @@ def interruptible() -> Iterator[None]:
             yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def conclude(
-    measurement: "Measurement",
-    folder: Path,
-    said: Mapping[str, str],
-    *,
-    as_json: bool,
-    failed: ConserveError | None = None,
-) -> int:
-    """Report the measured blocks, if there are any; returns the exit code.
-
-    `failed` is the error that ended the comparison, said last.
-    """
-    if measurement.sized is None or not measurement.blocks:
-        output.say("stopped before the first block was measured: there is no page")
-        return exits.INTERRUPTED
-    design = measurement.sized.design
-    stopped = missing(measurement.blocks, design)
-    if stopped and failed is not None:
-        stopped += f" The cause: {failed}"
-    said = {**facts(design), **played(measurement, measurement.sized), **said}
-    report(measurement.blocks, design, folder, said, stopped=stopped, as_json=as_json)
-    if failed is not None:
-        return output.failed(failed)
-    return exits.INTERRUPTED if stopped else exits.DONE
-
-
-def missing(blocks: Sequence["Block"], design: "Design") -> str | None:
-    """Sentence on the blocks that were not measured; None if all were."""
-    if len(blocks) == design.blocks:
-        return None
-    counts = Counter(block.policy for block in blocks)
-    each = ", ".join(f"{counts[policy]} of {policy}" for policy in design.policies)
-    return f"Stopped after {len(blocks)} of {design.blocks} blocks: {each}."
-
-
-def resized(preset: "Preset", rounds: int | None, block_s: float | None, offline: str | None) -> "Preset":
-    """Preset with the values that the command line gives."""
-    said = {
-        "rounds": rounds,
-        "block_s": block_s,
-        "offline_lengths": lengths(offline) if offline is not None else None,
-    }
-    return replace(preset, **{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
-
-
-def lengths(text: str) -> tuple[int, int]:
-    """Tokens of an offline row's prompt and of its answer."""
-    found = [int(part) for part in text.split(",") if part.isdecimal() and int(part)]
-    if len(found) != 2 or text.count(",") != 1:
-        raise SettingsError(f"--offline takes two whole numbers of tokens, IN,OUT, not {text!r}")
-    return found[0], found[1]
-
-
-def which(names: str, *, preemption: bool = True) -> list[str]:
-    """Names of the policies to compare; without preemption `conserve` is `conserve/off`."""
-    chosen = list(SERVING) if names == "all" else [name.strip() for name in names.split(",")]
-    for name in chosen:
-        policy, slash, variant = name.partition("/")
-        if policy not in SERVING:
-            raise SettingsError(f"there is no policy {name!r}; give all, or some of {', '.join(SERVING)}")
-        if slash and (policy != CONSERVE or variant not in VARIANTS):
-            variants = ", ".join(f"{CONSERVE}/{known}" for known in VARIANTS)
-            raise SettingsError(f"there is no {name!r}; there are {variants}")
-    return [f"{CONSERVE}/{OFF}" if name == CONSERVE and not preemption else name for name in chosen]
-
-
-def preempts(policies: Sequence[str]) -> bool:
-    """True if the engine needs ConServe's worker and no asynchronous scheduling, as preemption does."""
-    return any(name.partition("/")[0] == CONSERVE and name != f"{CONSERVE}/{OFF}" for name in policies)
-
-
-def section(settings: Settings, policies: Sequence[str]) -> dict[str, Any]:
-    """Section `conserve` of the engine's configuration: no offline work at first, and control by each block."""
-    from conserve.bench.measure import ONLINE_ONLY
-
-    preemption = {} if preempts(policies) else {"preemption": OFF}
-    profiles = str(settings.profiles_folder)
-    return {"policy": ONLINE_ONLY, "profile": None, "profiles": profiles, "control": True, **preemption}
-
-
-def limits(ttft_slo: str | None, tbt_slo: str | None) -> "LatencyLimits | None":
-    """SLO of the flags, if they give one."""
-    from conserve.bench.measure import LatencyLimits
-
-    if (ttft_slo is None) != (tbt_slo is None):
-        raise SettingsError("give --ttft-slo and --tbt-slo together, or neither for online-only's P99s")
-    ttft_ms, tbt_ms = milliseconds("--ttft-slo", ttft_slo), milliseconds("--tbt-slo", tbt_slo)
-    return LatencyLimits(ttft_ms, tbt_ms) if ttft_ms is not None and tbt_ms is not None else None
-
-
-def make_design(
-    preset: "Preset", policies: list[str], slo: "LatencyLimits | None", slo_scale: float, seed: int
-) -> "Design":
-    """Design of the comparison, from the flags."""
-    from conserve.bench.compare import Design
-    from conserve.bench.measure import ONLINE_ONLY
-    from conserve.engine.vllm.settings import PREEMPTION
-
-    if slo_scale <= 0:
-        raise SettingsError(f"--slo-scale {slo_scale:g} is no SLO; give a number above 0")
-    if slo is None and ONLINE_ONLY not in policies:
-        raise SettingsError(
-            f"without {ONLINE_ONLY} there is no SLO; add it to --policies, or give --ttft-slo and --tbt-slo"
-        )
-    return Design(
-        policies=policies,
-        rounds=preset.rounds,
-        block_s=preset.block_s,
-        slo=slo,
-        slo_scale=slo_scale,
-        seed=seed,
-        preemption=PREEMPTION,
-        load_cores=preset.other_cores,
-    )
-
-
-def report(
-    blocks: Sequence["Block"],
-    design: "Design",
-    folder: Path,
-    said: Mapping[str, str],
-    *,
-    stopped: str | None,
-    as_json: bool,
-) -> None:
-    """Print the tables, and write the page and the raw numbers into the folder.
-
-    `said` are facts about the measurement; `stopped` says which blocks are missing, if any.
-    """
-    from conserve.bench import raw
-    from conserve.bench import report as reports
-    from conserve.bench.compare import relative
-    from conserve.bench.measure import compare
-
-    placed = relative(blocks)
-    comparison = compare(placed, seed=design.seed)
-    document = {**comparison.document(), "design": {**said, **({"stopped": stopped} if stopped else {})}}
-    raw.write_blocks(placed, folder / "answers.parquet")
-    raw.write_counts(placed, folder / "blocks.parquet")
-    (folder / "comparison.json").write_text(json.dumps(document, indent=2))
-    page = reports.page(comparison, placed, slo=comparison.reference, facts=said, stopped=stopped)
-    (folder / "page.html").write_text(page)
-    if as_json:
-        output.data_json(document)
-    else:
-        show(comparison)
-    if stopped:
-        output.say(stopped)
-    output.say(f"the page: {folder / 'page.html'}")
-
-
-def show(comparison: "Comparison") -> None:
-    """Print the answer, then the tables and sentences behind it."""
-    from conserve.bench import report as reports
-    from conserve.bench import verdict
-
-    output.data(f"{verdict.sentence(comparison)}\n")
-    table, shares = reports.table_rows(comparison), reports.attainment_rows(comparison)
-    output.data("\n".join(output.columns(tuple(table.header), table.rows, right=range(1, len(table.header)))))
-    if shares.rows:
-        output.data("\nSLO attainment, by scale of online-only's P99s")
-        output.data(
-            "\n".join(output.columns(tuple(shares.header), shares.rows, right=range(1, len(shares.header))))
-        )
-    for line in (*reports.receipts(comparison), *reports.warnings(comparison)):
-        output.data(f"\n{line}")
-
-
-def facts(design: "Design") -> dict[str, str]:
-    """Facts that stand beside every figure: machine, versions, commit, seed, arrivals."""
-    import platform
-
-    from conserve import __version__
-
-    return {
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "version": __version__,
-        "measured": time.strftime("%Y-%m-%d %H:%M"),
-        "policies": ", ".join(design.policies),
-        **({"preemption": design.preemption} if CONSERVE in design.policies else {}),
-        "blocks": f"{design.rounds} of {design.block_s:g} s",
-        "seed": str(design.seed),
-        "SLO": "given" if design.slo else f"{design.slo_scale:g} x online-only's P99s",
-    }
-
-
-def played(measurement: "Measurement", sized: "Sized") -> dict[str, str]:
-    """Facts for the report: the arrivals, the flags that play them again, the expected load."""
-    offered = measurement.offered
-    return {
-        "model": measurement.model,
-        "arrivals": f"{offered.name} {sized.flags(offered, sized.rate)}".strip(),
-        "set by": "the machine's speed" if sized.chosen else "the command line",
-        **({"expected": sized.sentence()} if sized.forecasts else {}),
-        **({"latency model": measurement.engine.description()} if measurement.engine else {}),
-    }

@@ -27,7 +27,8 @@ from conserve.bench.load import LoadPlan, Target, play, play_apart, prompt_ids, 
 from conserve.bench.measure import Block, LatencyLimits, attainment, compare, lateness
 from conserve.bench.offline import like_papers, rows
 from conserve.bench.traces import Arrival, Trace
-from conserve.cli.bench import facts, lengths, preempts, which
+from conserve.cli.bench_flags import lengths, preempts, which
+from conserve.cli.bench_report import facts
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.errors import ConserveError, EndpointUnusable, InputError, SettingsError
 from tests import virtual_time

@@ -31,7 +31,7 @@ from conserve.bench.presets import CPU, FULL, Preset
 from conserve.bench.sizing import LEAST_REQUESTS, Load, Offered, judge, measured, size
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.app import main
-from conserve.cli.bench import played as played_facts
+from conserve.cli.bench_report import played as played_facts
 from conserve.errors import EndpointUnusable, Overloaded, SettingsError
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel

@@ -1,0 +1,136 @@
+"""Output of `conserve bench`: tables on the terminal, and a folder with the page and the raw numbers."""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from conserve.cli import exits, output
+from conserve.engine.policy.policies import CONSERVE
+from conserve.errors import ConserveError
+
+if TYPE_CHECKING:
+    from conserve.bench.compare import Design
+    from conserve.bench.measure import Block, Comparison
+    from conserve.bench.playing import Measurement
+    from conserve.bench.sizing import Sized
+
+
+def conclude(
+    measurement: "Measurement",
+    folder: Path,
+    said: Mapping[str, str],
+    *,
+    as_json: bool,
+    failed: ConserveError | None = None,
+) -> int:
+    """Report the measured blocks, if there are any; returns the exit code.
+
+    `failed` is the error that ended the comparison, said last.
+    """
+    if measurement.sized is None or not measurement.blocks:
+        output.say("stopped before the first block was measured: there is no page")
+        return exits.INTERRUPTED
+    design = measurement.sized.design
+    stopped = missing(measurement.blocks, design)
+    if stopped and failed is not None:
+        stopped += f" The cause: {failed}"
+    said = {**facts(design), **played(measurement, measurement.sized), **said}
+    report(measurement.blocks, design, folder, said, stopped=stopped, as_json=as_json)
+    if failed is not None:
+        return output.failed(failed)
+    return exits.INTERRUPTED if stopped else exits.DONE
+
+
+def missing(blocks: Sequence["Block"], design: "Design") -> str | None:
+    """Sentence on the blocks that were not measured; None if all were."""
+    if len(blocks) == design.blocks:
+        return None
+    counts = Counter(block.policy for block in blocks)
+    each = ", ".join(f"{counts[policy]} of {policy}" for policy in design.policies)
+    return f"Stopped after {len(blocks)} of {design.blocks} blocks: {each}."
+
+
+def report(
+    blocks: Sequence["Block"],
+    design: "Design",
+    folder: Path,
+    said: Mapping[str, str],
+    *,
+    stopped: str | None,
+    as_json: bool,
+) -> None:
+    """Print the tables, and write the page and the raw numbers into the folder.
+
+    `said` are facts about the measurement; `stopped` says which blocks are missing, if any.
+    """
+    from conserve.bench import raw
+    from conserve.bench import report as reports
+    from conserve.bench.compare import relative
+    from conserve.bench.measure import compare
+
+    placed = relative(blocks)
+    comparison = compare(placed, seed=design.seed)
+    document = {**comparison.document(), "design": {**said, **({"stopped": stopped} if stopped else {})}}
+    raw.write_blocks(placed, folder / "answers.parquet")
+    raw.write_counts(placed, folder / "blocks.parquet")
+    (folder / "comparison.json").write_text(json.dumps(document, indent=2))
+    page = reports.page(comparison, placed, slo=comparison.reference, facts=said, stopped=stopped)
+    (folder / "page.html").write_text(page)
+    if as_json:
+        output.data_json(document)
+    else:
+        show(comparison)
+    if stopped:
+        output.say(stopped)
+    output.say(f"the page: {folder / 'page.html'}")
+
+
+def show(comparison: "Comparison") -> None:
+    """Print the answer, then the tables and sentences behind it."""
+    from conserve.bench import report as reports
+    from conserve.bench import verdict
+
+    output.data(f"{verdict.sentence(comparison)}\n")
+    table, shares = reports.table_rows(comparison), reports.attainment_rows(comparison)
+    output.data("\n".join(output.columns(tuple(table.header), table.rows, right=range(1, len(table.header)))))
+    if shares.rows:
+        output.data("\nSLO attainment, by scale of online-only's P99s")
+        output.data(
+            "\n".join(output.columns(tuple(shares.header), shares.rows, right=range(1, len(shares.header))))
+        )
+    for line in (*reports.receipts(comparison), *reports.warnings(comparison)):
+        output.data(f"\n{line}")
+
+
+def facts(design: "Design") -> dict[str, str]:
+    """Facts that stand beside every figure: machine, versions, commit, seed, arrivals."""
+    import platform
+
+    from conserve import __version__
+
+    return {
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "version": __version__,
+        "measured": time.strftime("%Y-%m-%d %H:%M"),
+        "policies": ", ".join(design.policies),
+        **({"preemption": design.preemption} if CONSERVE in design.policies else {}),
+        "blocks": f"{design.rounds} of {design.block_s:g} s",
+        "seed": str(design.seed),
+        "SLO": "given" if design.slo else f"{design.slo_scale:g} x online-only's P99s",
+    }
+
+
+def played(measurement: "Measurement", sized: "Sized") -> dict[str, str]:
+    """Facts for the report: the arrivals, the flags that play them again, the expected load."""
+    offered = measurement.offered
+    return {
+        "model": measurement.model,
+        "arrivals": f"{offered.name} {sized.flags(offered, sized.rate)}".strip(),
+        "set by": "the machine's speed" if sized.chosen else "the command line",
+        **({"expected": sized.sentence()} if sized.forecasts else {}),
+        **({"latency model": measurement.engine.description()} if measurement.engine else {}),
+    }
