@@ -23,7 +23,7 @@ from conserve.cli.sizes import size_bytes
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS, HOST_BYTES, policy_named
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
-from conserve.engine.policy.policies import SERVING
+from conserve.engine.policy.policies import POLICIES, SERVING, named, preempts
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.runtime.front import BODY_BYTES, CONNECTIONS, HARVEST_KEY, Front
 from conserve.errors import SettingsError
@@ -60,7 +60,10 @@ def serve(
         typer.Option(metavar="TIME", help="And no two of their tokens are further apart, e.g. 100ms."),
     ] = None,
     policy: Annotated[
-        str, typer.Option(help=f"How the two share the engine: {', '.join(SERVING)}.")
+        str,
+        typer.Option(
+            help=f"How the two share the engine: {', '.join(SERVING)}, or a class of yours by its path."
+        ),
     ] = SERVING[0],
     preemption: Annotated[
         bool, typer.Option(help="Let offline rows leave an iteration when a live request arrives.")
@@ -116,6 +119,13 @@ def serve(
             "--allow-control", help="Let clients change policy, preemption and SLO (conserve bench)."
         ),
     ] = False,
+    print_flags: Annotated[
+        bool,
+        typer.Option(
+            "--print-flags",
+            help="Print the command of a vllm serve of your own with these flags; serve nothing.",
+        ),
+    ] = False,
 ) -> None:
     """Serve a model like vllm serve, and run queued rows whenever live requests leave time.
 
@@ -124,8 +134,7 @@ def serve(
     words = model or []
     if not words or words[0].startswith("-"):
         raise SettingsError("name the model first: conserve serve MODEL --ttft-slo 1500ms --tbt-slo 100ms")
-    if policy not in SERVING:
-        raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(SERVING)}")
+    require_policy(policy)
     from conserve.engine.runtime.spill_file import claim
     from conserve.engine.service import Service
 
@@ -144,16 +153,18 @@ def serve(
     }
     if record_views is not None:
         section["record_views"] = str(recording_at(record_views))
-    if not preemption or not (policy == SERVING[0] or allow_control):  # others never preempt
+    if not preemption or not (preempts(policy) or allow_control):  # others never preempt
         section["preemption"] = OFF
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-    require_free(host, port)
     flags = engine_flags(settings, words[1:])
     refuse_ours(flags)
-    checkpoint = kv_checkpoint or (ADAPTIVE if policy == SERVING[0] or allow_control else NO_CHECKPOINTS)
+    checkpoint = kv_checkpoint or (ADAPTIVE if preempts(policy) or allow_control else NO_CHECKPOINTS)
     flags = checkpointing(flags, checkpoint, kv_host_memory, kv_spill)
     flags += ["--host", host, "--port", str(port)]
+    if print_flags:
+        raise typer.Exit(print_command(settings, section, flags))
+    require_free(host, port)
     for notice in open_to_all(host, settings):
         output.say(notice)
     server, lock = server_command(settings, section, flags, port, front), None
@@ -170,6 +181,31 @@ def serve(
     )
     with lock or contextlib.nullcontext():
         raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
+
+
+def require_policy(name: str) -> None:
+    """Raise if live traffic cannot be served under this policy."""
+    if name in POLICIES and name not in SERVING:
+        raise SettingsError(
+            f"the policy {name} is for conserve run; for live traffic there are {', '.join(SERVING)}"
+        )
+    try:
+        named(name)
+    except ValueError as error:
+        raise SettingsError(f"--policy: {error}") from error
+
+
+def print_command(settings: Settings, section: dict[str, Any], flags: list[str]) -> int:
+    """Print the command of a vLLM with the plug-in, in a process that imports vLLM; returns the exit code."""
+    import subprocess
+
+    from conserve.engine.service import python
+
+    keys = "keys" if settings.api_key else ""
+    words = (settings.model, str(settings.models_folder), json.dumps(section), keys, *flags)
+    command = python("conserve.engine.vllm.server.printed", *words)
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def drain_s(flags: list[str]) -> float:

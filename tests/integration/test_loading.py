@@ -1,9 +1,20 @@
 """The engine's library loads in a process of its own, as `conserve doctor` has it."""
 
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from conserve.engine.vllm.launching import loading
 from conserve.engine.vllm.launching.loading import Loading
+
+# SWIG's and torch's own while vLLM is imported.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 
 
 @pytest.mark.engine
@@ -24,3 +35,49 @@ def test_a_library_without_kernels_does_not_pass(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loading, "LOAD_S", 600.0)
     with Loading() as process:
         assert "its kernels are missing" in (process.outcome().problem or "")
+
+
+@pytest.mark.engine
+def test_the_printed_command_serves_as_conserve_serve_would(demo_model: Path) -> None:
+    """vLLM reads the same arguments from it, and its scheduler the same settings."""
+    from conserve.engine.vllm.server.printed import VLLM_CPU, command_of
+    from conserve.engine.vllm.server.process import arguments, parsed
+    from conserve.engine.vllm.settings import EngineSettings, written
+
+    flags = ["--max-model-len", "2048", "--port", "8123"]
+    section = {
+        "policy": "conserve",
+        "ttft_slo_ms": 1500.0,
+        "tbt_slo_ms": None,
+        "profile": None,
+        "control": True,
+    }
+    printed = command_of(str(demo_model), flags, section, models_folder=demo_model.parent, keys=True)
+    start, *words = shlex.split(printed.replace("\\\n", ""))
+    assert [start, *words[:4]] == ["VLLM_PLUGINS=conserve", *VLLM_CPU.split()]
+    assert words[-3:] == ["--api-key", "$VLLM_API_KEY", "$CONSERVE_HARVEST_KEY"]
+    read = vars(parsed(words[4:-3]))
+    served = vars(arguments(str(demo_model), flags, section, models_folder=demo_model.parent))
+    assert {name for name in served if read[name] != served[name]} == {
+        "additional_config", "middleware", "scheduler_cls", "worker_cls",
+    }  # fmt: skip
+    assert (read["scheduler_cls"], read["worker_cls"]) == ("conserve.vllm.Scheduler", "conserve.vllm.Worker")
+    ours = read["additional_config"]["conserve"]
+    assert ours == {"ttft_slo_ms": 1500.0, "control": True, "profile": "auto"}
+    config = SimpleNamespace(additional_config={"conserve": {**ours, "model": None}})
+    settings = EngineSettings.read(config)
+    assert (settings.policy, settings.slo, settings.preemption) == (
+        written(section).policy, written(section).slo, written(section).preemption
+    )  # fmt: skip
+
+
+def test_former_names_are_given_with_a_warning() -> None:
+    import conserve.engine.vllm as former
+    from conserve import vllm
+
+    with pytest.warns(FutureWarning, match=r"is now called conserve\.vllm\.Scheduler"):
+        assert former.CoServingScheduler is vllm.Scheduler
+    with pytest.warns(FutureWarning, match=r"conserve\.vllm\.CheckpointConnector"):
+        assert former.CheckpointConnector is vllm.CheckpointConnector
+    assert not hasattr(vllm, "CoServingScheduler")
+    assert not hasattr(former, "Scheduler")

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -272,6 +273,42 @@ def test_policies_change_in_mid_flight_and_nobody_is_lost(make: Make, seed: int)
         history.step()
     engine.scheduler.conserve({"policy": "conserve", "slo": {}})
     history.drain()
+
+
+class Harmful:
+    """A user's policy whose plans are good, wrong in one of several ways, or none at all."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def plan(self, view: Any) -> Any:
+        from conserve.engine.policy.conserve import Conserve
+
+        self.turn += 1
+        plan = Conserve().plan(view)
+        wrong = [
+            {},
+            {"tokens": {name: tokens + 5000 for name, tokens in plan.tokens.items()}},
+            {"admitted": [*plan.admitted, *plan.admitted[:1], "nobody"]},
+            {"evicted": ["nobody"]},
+            {"tokens": {}},
+        ]
+        if self.turn % 7 == 6:
+            raise RuntimeError("it cannot decide")
+        return replace(plan, **wrong[self.turn % 7]) if self.turn % 7 < 5 else plan.tokens
+
+
+def test_no_policy_of_the_users_harms_the_engine(make: Make) -> None:
+    engine = make(f"{__name__}.Harmful", blocks=96, max_num_seqs=16, max_num_batched_tokens=256)
+    policy = engine.scheduler._policy
+    history = live_history(engine, seed=3, steps=examples(800))
+    history.drain()
+    engine.scheduler._policy = policy
+    refused = engine.scheduler.conserve()["refused_plans"]
+    assert refused["count"] > 50
+    reasons = {"it failed with RuntimeError: it cannot decide", "it is no Plan but of type dict"}
+    assert reasons < {*refused["reasons"]}
+    assert len(refused["reasons"]) > 5
 
 
 def twins(make: Make, policy: str, seed: int, *, offline: bool, steps: int, **flags: Any) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.engine.policy.conserve import Conserve, arrival_limit_ms
+from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.non_preemptive import NonPreemptive
 from conserve.engine.policy.offline import GROWTH
 from conserve.engine.policy.online_only import OnlineOnly
@@ -508,6 +509,19 @@ def test_a_paced_engine_stands_still_only_where_nothing_can_start(
     if reached("nothing is computed", not judged.plan.tokens):
         missing = judged.blocks_for(front, 100) + view.watermark_blocks > blocks
         assert missing or slots < 1
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.one_of(views(), full_views()), st.sampled_from([Conserve(), OnlineOnly()]))
+def test_no_plan_of_ours_would_be_refused(view: View, policy: Policy) -> None:
+    plan = policy.plan(view)
+    assert plan is not None
+    nothing = (
+        "it computes nothing while live requests run"  # where there is neither memory nor a row to evict
+    )
+    assert fault_of(plan, view) in (None, nothing)
+    if reached("something is computed", plan.tokens):
+        assert fault_of(plan, view) is None
 
 
 @given(views())

@@ -1,10 +1,11 @@
-"""Policies by the names that flags and reports use."""
+"""Policies by the names that flags and reports use, and users' own by the path of their class."""
 
 from collections.abc import Callable
 
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.non_preemptive import NonPreemptive
 from conserve.engine.policy.online_only import OnlineOnly
+from conserve.engine.policy.own import Own, own_policy
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Policy
 from conserve.engine.policy.priority import Priority
@@ -18,3 +19,22 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "paced": Paced,
 }
 SERVING = (CONSERVE, "online-only", "non-preemptive", "priority")  # policies for live traffic
+
+
+def named(name: str, say: Callable[[str], None] = lambda sentence: None) -> Policy:
+    """Make the policy of this name, or a user's own from its class path (`package.module.Class`).
+
+    `say` gets the sentences about refused plans of a user's own. Raises ValueError if there is no such policy.
+    """
+    if name in POLICIES:
+        return POLICIES[name]()
+    if "." not in name:
+        raise ValueError(
+            f"there is no policy {name!r}; there are {', '.join(SERVING)}, or give package.module.Class"
+        )
+    return Own(name, own_policy(name), Conserve(), say)
+
+
+def preempts(name: str) -> bool:
+    """True if rows may leave iterations under this policy: ConServe's, or a user's own."""
+    return name == CONSERVE or "." in name

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from conserve.config import default_home
-from conserve.engine.policy.policies import POLICIES
+from conserve.engine.policy.policies import named
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.policy.view import Slo
 from conserve.engine.vllm.model.profile_key import key_of
@@ -25,10 +25,11 @@ WARM_UP = "warm-up"
 AUTO = "auto"  # no profile: learn a latency model from the warm-up
 PROFILE_COMMAND = "conserve profile --served MODEL FLAGS"
 SECTION = "conserve"  # our section of vLLM's additional_config
-SCHEDULER = "conserve.engine.vllm.CoServingScheduler"
+SCHEDULER = "conserve.vllm.Scheduler"
 CONNECTOR = "CheckpointConnector"
-CONNECTOR_MODULE = "conserve.engine.vllm"
-WORKER = "conserve.engine.vllm.Worker"
+CONNECTOR_MODULE = "conserve.vllm"
+WORKER = "conserve.vllm.Worker"
+OUR_WORKERS = (WORKER, "conserve.engine.vllm.Worker")  # the second until the next release
 VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 PREEMPTION = "prompt"  # default of `preemption`
 WRITTEN = (
@@ -181,8 +182,10 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         if ms is not None and (isinstance(ms, bool) or not isinstance(ms, int | float) or ms <= 0):
             raise SettingsError(f"additional_config.conserve.{name} takes milliseconds above 0, not {ms!r}")
     policy = section.get("policy", "conserve")
-    if policy not in POLICIES:
-        raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")
+    try:
+        named(policy)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
     preemption = section.get("preemption", PREEMPTION)
     if preemption not in (*LEAVE_RULES, OFF):
         raise SettingsError(

@@ -26,7 +26,7 @@ from conserve.engine.runtime.traffic import quantiles
 from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts
 from conserve.engine.vllm.iteration import Iteration, Outcome, Stamp
-from conserve.engine.vllm.settings import CONNECTOR, WORKER
+from conserve.engine.vllm.settings import CONNECTOR, OUR_WORKERS
 from conserve.profiles.batch import Slice
 from conserve.profiles.model import LatencyModel
 
@@ -313,7 +313,7 @@ def why_not(config: Any) -> str | None:
     changed = lost_parts().get(Part.LEAVING)
     reasons = {
         f"vLLM has changed: {changed}": changed is not None,
-        "the worker is not ConServe's (--worker-cls)": parallel.worker_cls != WORKER,
+        "the worker is not ConServe's (--worker-cls)": parallel.worker_cls not in OUR_WORKERS,
         "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
         "data parallel engines wait for each other": parallel.data_parallel_size > 1,
         "tokens are speculated": config.speculative_config is not None,

@@ -22,6 +22,7 @@ def report(scheduler: Any) -> dict[str, Any]:
     traffic["offline"]["work"] = scheduler._offline_tokens.work
     return {
         "policy": scheduler._policy_name,
+        "refused_plans": scheduler.refused_plans,
         "slo": {name: finite(ms) for name, ms in asdict(slo).items()},
         "alone": alone(iterations.model) if iterations.model is not None else None,
         "latency_model": iterations.described(),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -19,8 +20,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.checkpointing import OFF
+from conserve.engine.policy.own import Own
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.policies import POLICIES
+from conserve.engine.policy.policies import named
 from conserve.engine.policy.recorded import line_of
 from conserve.engine.runtime.recording import Recording
 from conserve.engine.runtime.traffic import Traffic
@@ -39,6 +41,8 @@ from conserve.engine.vllm.settings import EngineSettings, slo_of
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import TIMELESS, LatencyModel
 
+log = logging.getLogger("vllm.conserve")
+NONE_REFUSED: dict[str, Any] = {"count": 0, "reasons": []}
 LEARN_EVERY = 8  # of iterations without a plan, the model learns from one: nothing depends on its speed then
 
 
@@ -84,7 +88,7 @@ class CoServing:
 
     def _follow(self, name: str) -> None:
         self._policy_name = name
-        self._policy = POLICIES[name]()
+        self._policy = named(name, log.warning)
         self.policy = SchedulingPolicy.FCFS if self._policy.spares_offline else SchedulingPolicy.PRIORITY
 
     def conserve(self, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -224,6 +228,14 @@ class CoServing:
         plan = self._last.plan
         online = (request.request_id for request in self.running if is_online(request))
         return plan is not None and any(name not in plan.tokens for name in online)
+
+    @property
+    def refused_plans(self) -> dict[str, Any]:
+        """Number of plans of a user's own policy that were refused, and the different reasons."""
+        policy = self._policy
+        return (
+            {"count": policy.refused, "reasons": policy.reasons} if isinstance(policy, Own) else NONE_REFUSED
+        )
 
     @property
     def last_iteration(self) -> Iteration:

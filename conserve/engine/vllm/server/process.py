@@ -42,8 +42,15 @@ DRAIN_S = 30  # seconds for running requests after SIGTERM
 
 def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path) -> Namespace:
     """Arguments of vLLM's server: our defaults, then the user's flags; raises `ConserveError`."""
+    words = command_line(model, flags, section, models_folder=models_folder)
+    return parsed([*words, "--additional-config", json.dumps({SECTION: section})])
+
+
+def command_line(
+    model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path
+) -> list[str]:
+    """The model's path and the flags of vLLM's server, but for `--additional-config`; raises `ConserveError`."""
     from vllm.platforms import current_platform
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     path = resolve_model(model, models_folder)
     defaults = ["--served-model-name", model, "--shutdown-timeout", str(DRAIN_S)]
@@ -51,11 +58,16 @@ def arguments(model: str, flags: Sequence[str], section: dict[str, Any], *, mode
     defaults += ["--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
     defaults += cpu_defaults(path, flags) if current_platform.is_cpu() else []
     defaults += synchronous(flags) if section.get("preemption") != OFF else []
-    defaults = without(defaults, flags)
-    ours = ["--scheduling-policy", "priority", "--additional-config", json.dumps({SECTION: section})]
+    return [path, *without(defaults, flags), *flags, "--scheduling-policy", "priority"]
+
+
+def parsed(words: Sequence[str]) -> Namespace:
+    """Arguments of vLLM's server as `vllm serve` reads them."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     parser = internal(f"{CLI_ARGS}.make_arg_parser")(FlexibleArgumentParser(prog="vllm serve"))
-    args: Namespace = parser.parse_args([path, *defaults, *flags, *ours])
-    args.model = args.model_tag = path
+    args: Namespace = parser.parse_args([*words])
+    args.model = args.model_tag = words[0]
     internal(f"{CLI_ARGS}.validate_parsed_serve_args")(args)
     return args
 

@@ -63,7 +63,7 @@ async def change(request: Request) -> Response:
             "ttft_ms",
             "tbt_ms",
         }
-        known = known and policy in SERVING and preemption in (*LEAVE_RULES, OFF)
+        known = known and policy in (*SERVING, section.get("policy")) and preemption in (*LEAVE_RULES, OFF)
         known = known and wanted.get("checkpoint", OFF) in ("on", OFF)
         positive = all(value is None or value > 0 for value in slo.values())
     except (ValueError, TypeError, AttributeError):

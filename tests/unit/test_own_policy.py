@@ -1,0 +1,223 @@
+"""A policy of the user's own: found by its path, followed where the engine can, replaced where it cannot."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve.cli.serve import require_policy
+from conserve.engine.policy.conserve import Conserve
+from conserve.engine.policy.faults import fault_of
+from conserve.engine.policy.own import KINDS, Own, own_policy
+from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.policies import CONSERVE, named, preempts
+from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.errors import SettingsError
+from conserve.profiles.batch import Batch, Slice
+from tests.policy_views import decodes, view_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIVE = Candidate("live", 1, 20, True, 2)
+ROW = Candidate("row", 1, 20, True, 2)
+PROMPT = Candidate("prompt", 100, 0)
+BACK = Candidate("back", 100, 0, restorable=99)
+GONE = Candidate("gone", 1, 0)
+BUSY = view_of(online=[LIVE], offline=[ROW], waiting_online=[PROMPT], waiting_offline=[BACK])
+
+
+def plan_of(*requests: tuple[Candidate, int], **changes: Any) -> Plan:
+    """Plan these tokens, with the batch that belongs to them."""
+    batch = Batch.of(Slice(tokens, request.context, request.decode) for request, tokens in requests)
+    return Plan(
+        **{"tokens": {request.name: tokens for request, tokens in requests}, "batch": batch, **changes}
+    )
+
+
+GOOD = plan_of((LIVE, 1), (ROW, 1), (PROMPT, 100), admitted=["prompt"], restored=["back"], predicted_ms=9.0)
+
+
+def test_a_plan_without_faults() -> None:
+    assert fault_of(GOOD, BUSY) is None
+    assert fault_of(plan_of((LIVE, 1), evicted=["row"]), BUSY) is None
+    assert fault_of(plan_of((PROMPT, 60), admitted=["prompt"]), view_of(waiting_online=[PROMPT])) is None
+    assert fault_of(plan_of(), view_of(offline=[ROW])) is None, "rows may be held"
+
+
+@pytest.mark.parametrize(
+    ("plan", "fault"),
+    [
+        ({"live": 1}, "it is no Plan but of type dict"),
+        (plan_of((LIVE, 1), (GONE, 1)), "it computes gone, which does not run and is not admitted"),
+        (plan_of((LIVE, 1), (PROMPT, 9)), "it computes prompt, which does not run and is not admitted"),
+        (plan_of((LIVE, 1), admitted=["prompt"]), "it admits prompt without tokens"),
+        (plan_of((LIVE, 1), admitted=["live"]), "it starts live, which does not wait"),
+        (plan_of((LIVE, 1), restored=["gone"]), "it starts gone, which does not wait"),
+        (plan_of((LIVE, 1), restored=["prompt"]), "it restores prompt, of which host memory has nothing"),
+        (plan_of((LIVE, 1), restored=["back", "back"]), "it names back twice"),
+        (plan_of((LIVE, 1), (PROMPT, 9), admitted=["prompt", "prompt"]), "it names prompt twice"),
+        (plan_of((LIVE, 1), (ROW, 1), evicted=["row"]), "it names row twice"),
+        (plan_of((ROW, 1), evicted=["live"]), "it evicts live, which is no offline request with KV blocks"),
+        (plan_of((LIVE, 1), evicted=["back"]), "it evicts back, which is no offline request with KV blocks"),
+        (plan_of((LIVE, 2)), "it gives live 2 tokens, and 1 to 1 can be computed"),
+        (plan_of((LIVE, 0)), "it gives live 0 tokens, and 1 to 1 can be computed"),
+        (plan_of((LIVE, 1.0)), "it gives live 1.0 tokens, and 1 to 1 can be computed"),  # type: ignore[arg-type]
+        (plan_of((LIVE, 1), batch=Batch()), "its batch does not say what its tokens say"),
+        (plan_of((LIVE, 1), predicted_ms=nan), "it predicts nan ms"),
+        (plan_of((LIVE, 1), predicted_ms=-1.0), "it predicts -1.0 ms"),
+        (plan_of(), "it computes nothing while live requests run"),
+    ],
+)  # fmt: skip
+def test_a_plan_with_a_fault(plan: Plan, fault: str) -> None:
+    assert fault_of(plan, BUSY) == fault
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"max_tokens": 102}, "it has 103 tokens, and an iteration takes 102"),
+        ({"free_slots": 1}, "it starts 2 requests, and 1 slots are free"),
+        ({"free_blocks": 13}, "it takes 14 KV blocks, and 13 are free"),
+    ],
+)
+def test_a_plan_without_room(changes: dict[str, Any], fault: str) -> None:
+    assert fault_of(GOOD, replace(BUSY, **changes)) == fault
+    enough = {name: value + 1 for name, value in changes.items()}
+    assert fault_of(GOOD, replace(BUSY, **enough)) is None
+
+
+def test_evicted_rows_make_room() -> None:
+    evicting = plan_of((LIVE, 1), (PROMPT, 100), admitted=["prompt"], evicted=["row"])
+    assert fault_of(evicting, replace(BUSY, free_slots=0, free_blocks=5)) is None
+    assert (
+        fault_of(evicting, replace(BUSY, free_slots=0, free_blocks=4))
+        == "it takes 7 KV blocks, and 6 are free"
+    )
+    kept = plan_of((LIVE, 1), (PROMPT, 100), admitted=["prompt"])
+    held = replace(BUSY, held=[BACK._replace(blocks=3)], free_blocks=4)
+    assert fault_of(replace(kept, evicted=["back"]), held) is None
+    assert fault_of(replace(kept, evicted=["back"]), replace(held, free_slots=0)) is not None, (
+        "it has no slot"
+    )
+
+
+def test_live_requests_that_run_may_outgrow_the_memory() -> None:
+    """vLLM evicts for them."""
+    growing = LIVE._replace(context=32)
+    assert fault_of(plan_of((growing, 1)), view_of(online=[growing], free_blocks=0)) is None
+    assert fault_of(plan_of((growing, 1)), view_of(offline=[growing], free_blocks=0)) is not None
+
+
+def test_queues_are_read_as_far_as_the_plan_names_them() -> None:
+    def endless() -> Any:
+        yield PROMPT
+        raise AssertionError("it was read on")
+
+    view = view_of(waiting_online=endless())
+    assert fault_of(plan_of((PROMPT, 5), admitted=["prompt"]), view) is None
+
+
+class Planning:
+    """A user's policy that gives the same plan always."""
+
+    def __init__(self, plan: Callable[[View], Any]) -> None:
+        self.plan = plan
+
+
+def test_the_built_in_policy_plans_where_a_plan_is_refused() -> None:
+    said: list[str] = []
+    wrong = plan_of((LIVE, 2))
+    policy = Own("mine.Policy", Planning(lambda view: wrong), Conserve(), said.append)
+    for _ in range(3):
+        assert policy.plan(BUSY) == Conserve().plan(BUSY)
+    fault = "it gives live 2 tokens, and 1 to 1 can be computed"
+    assert said == [f"a plan of mine.Policy is refused ({fault}); Conserve plans instead"]
+    assert (policy.refused, policy.reasons) == (3, [fault])
+
+
+def test_a_policy_that_fails_is_replaced_too_and_does_not_fill_the_log() -> None:
+    said: list[str] = []
+    count = iter(range(300))
+
+    def failing(view: View) -> Plan:
+        number = next(count)
+        raise type(f"Kind{number % 100}", (Exception,), {})(number)
+
+    policy = Own("mine.Policy", Planning(failing), Conserve(), said.append)
+    for _ in range(300):
+        assert policy.plan(BUSY) is not None
+    assert (policy.refused, len(said), len(policy.reasons)) == (300, KINDS, KINDS)
+    assert "(it failed with Kind0: 0)" in said[0]
+
+
+def test_a_reason_is_told_once_whatever_the_request() -> None:
+    said: list[str] = []
+    names = iter("abc")
+    evicting = Planning(lambda view: plan_of((LIVE, 1), evicted=[next(names)]))
+    policy = Own("mine.Policy", evicting, Conserve(), said.append)
+    for _ in range(3):
+        policy.plan(BUSY)
+    assert policy.reasons == ["it evicts a, which is no offline request with KV blocks"]
+    assert len(said) == 1
+
+
+def test_good_plans_are_followed_and_none_leaves_the_iteration_to_vllm() -> None:
+    for plan in (GOOD, None):
+        policy = Own("mine.Policy", Planning(lambda view, plan=plan: plan), Conserve(), pytest.fail)
+        assert policy.plan(BUSY) is plan
+        assert not policy.refused
+
+
+def test_flags_of_the_protocol_are_the_users_or_the_usual_ones() -> None:
+    plain = Own("mine.Policy", Planning(lambda view: None), Conserve(), pytest.fail)
+    assert (plain.decides, plain.holds_offline, plain.spares_offline) == (True, False, False)
+    theirs = Planning(lambda view: None)
+    vars(theirs).update(decides=False, holds_offline=True, spares_offline=True)
+    own = Own("mine.Policy", theirs, Conserve(), pytest.fail)
+    assert (own.decides, own.holds_offline, own.spares_offline) == (False, True, True)
+
+
+class WithoutPlan: ...
+
+
+def test_a_policy_is_named_by_the_path_of_its_class() -> None:
+    for path, why in (
+        ("nowhere.Mine", "No module named 'nowhere'"),
+        (f"{__name__}.Yours", "Yours"),
+        (f"{__name__}.Planning", "missing 1 required positional argument"),
+        (f"{__name__}.WithoutPlan", r"has no method plan\(view\)"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            own_policy(path)
+        with pytest.raises(SettingsError, match=why):
+            require_policy(path)
+    with pytest.raises(ValueError, match="there is no policy 'often'; there are conserve, "):
+        named("often")
+    with pytest.raises(SettingsError, match="the policy paced is for conserve run"):
+        require_policy("paced")
+    assert isinstance(named(CONSERVE), Conserve)
+    assert preempts(CONSERVE)
+    assert preempts("mine.Policy")
+    assert not preempts("priority")
+
+
+def test_the_example_takes_half_of_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    gentle = named("gentle_policy.Gentle", pytest.fail)
+    live = decodes(2, "live")  # of 10 ms, and 1 ms for each token
+    rows = [Candidate(f"row{n}", 40, 0) for n in range(4)]
+    view = view_of(online=live, waiting_offline=rows, slo=Slo(tbt_ms=100.0))
+    plan = gentle.plan(view)
+    assert plan is not None
+    assert plan.limit_ms == 12 + (100 - 12) / 2
+    assert plan.predicted_ms == plan.limit_ms
+    assert all(request.name in plan.tokens for request in live)
+    idle = gentle.plan(view_of(waiting_offline=rows))
+    assert idle is not None
+    assert idle.predicted_ms == 50.0
+    busy = gentle.plan(replace(view, slo=Slo(tbt_ms=12.0)))
+    assert busy is not None
+    assert busy.total == 2
+    assert view.slo.ttft_ms == inf
