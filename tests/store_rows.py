@@ -8,7 +8,7 @@ from sqlalchemy import text
 from conserve.store.books import catalog, journal, queue
 from conserve.store.books.catalog import Source
 from conserve.store.books.journal import Committed, Finished
-from conserve.store.books.queue import Lease
+from conserve.store.books.leases import Lease
 from conserve.store.books.results import Result
 from conserve.store.database.store import Store
 from conserve.store.files import home

@@ -111,7 +111,7 @@ STORE_WORK: dict[str, Phase | Callable[..., Phase]] = {
     "conserve.jobs.harvest.ledger:Ledger.claim": Phase.CLAIMING,
     "conserve.jobs.harvest.workload:Workload.load": Phase.LOADING,
     "conserve.jobs.harvest.recorder:Recorder.write": writing,
-    "conserve.store.books.queue:save_tokens": Phase.SAVING,
+    "conserve.store.books.saved_tokens:save_tokens": Phase.SAVING,
     "conserve.store.books.shards:compact": Phase.WRITING,
     "conserve.store.books.shards:register": Phase.REGISTERING,
 }

@@ -23,12 +23,13 @@ QUEUE, CHOICE, JOURNAL = (
     "conserve.store.books.choice",
     "conserve.store.books.journal",
 )
+LEASES, TOKENS = "conserve.store.books.leases", "conserve.store.books.saved_tokens"
 SHARDS, HOME = "conserve.store.books.shards", "conserve.store.files.home"
 WRITE = "conserve.jobs.harvest.recorder:Recorder.write"
 LOAD = "conserve.jobs.harvest.workload:Workload.load"
 PAUSE = "conserve.endpoints.fake:FakeEndpoint._pause"
 """Called once for a request and then before each token."""
-SAVED = Shot(at=WRITE, since=f"{QUEUE}:save_tokens", after=True)
+SAVED = Shot(at=WRITE, since=f"{TOKENS}:save_tokens", after=True)
 """Tokens of rows in mid-generation are durable: the write that saves them has ended."""
 
 
@@ -39,9 +40,9 @@ def test_a_kill_between_claim_and_answer_loses_no_row_and_no_token(tmp_path: Pat
     for shot in (
         Shot(at=f"{QUEUE}:claim", after=True),  # rows leased, not committed
         Shot(at=LOAD),  # leased, and no request of theirs was read
-        Shot(at=f"{QUEUE}:save_tokens", after=True),  # not committed
+        Shot(at=f"{TOKENS}:save_tokens", after=True),  # not committed
         SAVED,
-        Shot(at=f"{QUEUE}:abandon", after=True),  # the next process, while it takes the rows back
+        Shot(at=f"{LEASES}:abandon", after=True),  # the next process, while it takes the rows back
         Shot(at=f"{JOURNAL}:end_requests", after=True),  # answered, gone from the queue, not committed
         Shot(at=f"{JOURNAL}:count", after=True),  # in the journal and counted, not committed
         Shot(at=WRITE, since=f"{JOURNAL}:count", after=True),  # committed, and the harvester was not told
@@ -187,13 +188,13 @@ def test_a_harvest_survives_random_kills(tmp_path: Path) -> None:
 PHASES = (
     (Phase.STARTING, Shot(at="conserve.store.database.store:Store.open")),
     (Phase.CLAIMING, Shot(at=f"{QUEUE}:claim", after=True)),
-    (Phase.RECOVERING, Shot(at=f"{QUEUE}:abandon", after=True)),
+    (Phase.RECOVERING, Shot(at=f"{LEASES}:abandon", after=True)),
     (Phase.LOADING, Shot(at="conserve.jobs.requests.file:RequestFile.read")),
     (Phase.ANSWERING, Shot(at=PAUSE, call=32 * 20)),  # too few tokens to be saved, and no room to claim
-    (Phase.SAVING, Shot(at=f"{QUEUE}:save_tokens", after=True)),
+    (Phase.SAVING, Shot(at=f"{TOKENS}:save_tokens", after=True)),
     (Phase.COMMITTING, Shot(at=f"{JOURNAL}:count", after=True)),
     (Phase.WRITING, Shot(at=f"{HOME}:write_durably")),
-    (Phase.REGISTERING, Shot(at=f"{QUEUE}:chunks", since=f"{SHARDS}:register")),
+    (Phase.REGISTERING, Shot(at=f"{SHARDS}:chunks", since=f"{SHARDS}:register")),
     (Phase.ENDING, Shot(at="conserve.jobs.harvest.ledger:Ledger.close")),
 )
 

@@ -39,8 +39,8 @@ HOME, SHARDS, CATALOG = (
     "conserve.store.books.shards",
     "conserve.store.books.catalog",
 )
-QUEUE, JOURNAL, MIGRATIONS = (
-    "conserve.store.books.queue",
+LEASES, JOURNAL, MIGRATIONS = (
+    "conserve.store.books.leases",
     "conserve.store.books.journal",
     "conserve.store.database.migrations",
 )
@@ -52,7 +52,7 @@ SUBMITTED = (
     Shot(at=f"{CATALOG}:add", after=True),  # not committed
     Shot(at="conserve.jobs.requests.submit:enqueue", after=True),  # durable, and the id is not printed
 )
-SAVED = Shot(at=f"{QUEUE}:save_tokens", after=True)
+SAVED = Shot(at="conserve.store.books.saved_tokens:save_tokens", after=True)
 HARVESTED = (
     Shot(at="conserve.jobs.harvest.workload:Workload.load"),
     Shot(at=WRITE),
@@ -66,7 +66,7 @@ AIMS = {
     "submit -": SUBMITTED,
     "run": (
         *HARVESTED,
-        Shot(at=f"{QUEUE}:abandon", after=True),
+        Shot(at=f"{LEASES}:abandon", after=True),
         Shot(at=f"{JOURNAL}:count", after=True),
         Shot(at=f"{SHARDS}:to_arrow"),
         Shot(at=f"{HOME}:write_durably"),

@@ -16,7 +16,7 @@ from conserve.errors import EndpointError
 from conserve.jobs.harvest.outcome import success, valid_json
 from conserve.jobs.harvest.workload import Work
 from conserve.jobs.requests.file import StoredRequest
-from conserve.store.books.queue import LeasedRow
+from conserve.store.books.leases import LeasedRow
 from conserve.store.books.results import checked, decode, to_arrow
 from tests.conftest import examples
 from tests.reach import reached

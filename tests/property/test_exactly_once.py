@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from conserve.config import load
-from conserve.store.books import catalog, choice, journal, queue, shards
+from conserve.store.books import catalog, choice, journal, leases, queue, saved_tokens, shards
 from conserve.store.books.catalog import Source
 from conserve.store.books.choice import Terms
 from conserve.store.books.journal import Finished
-from conserve.store.books.queue import Lease, SavedTokens
+from conserve.store.books.leases import Lease
 from conserve.store.books.results import Result
+from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home
@@ -164,8 +165,8 @@ class Queue(RuleBasedStateMachine):
         position = data.draw(st.sampled_from(sorted(self.held(lease))))
         expected = self.requests()
         self.keep(lease, position, tokens)
-        packed = queue.pack_tokens(tokens)
-        checksum = queue.tokens_checksum(packed, "model")
+        packed = saved_tokens.pack_tokens(tokens)
+        checksum = saved_tokens.tokens_checksum(packed, "model")
         expected[position] |= {"tokens": packed, "tokens_by": "model", "checksum": checksum}
         assert self.requests() == expected
 
@@ -182,7 +183,7 @@ class Queue(RuleBasedStateMachine):
             finished = [self.finished(lease.epoch, position, False)]
             with self.store.write() as tx:
                 assert journal.commit(tx, finished, now=self.now) == ([], finished, [])
-                assert queue.renew(tx, [lease.epoch], now=self.now, lease_s=LEASE_S) == set()
+                assert leases.renew(tx, [lease.epoch], now=self.now, lease_s=LEASE_S) == set()
         assert self.everything() == before
 
     @precondition(lambda self: self.alive())
@@ -190,7 +191,7 @@ class Queue(RuleBasedStateMachine):
     def renew(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.alive()))
         with self.store.write() as tx:
-            assert queue.renew(tx, [lease.epoch], now=self.now, lease_s=LEASE_S) == {lease.epoch}
+            assert leases.renew(tx, [lease.epoch], now=self.now, lease_s=LEASE_S) == {lease.epoch}
         self.expires[lease.epoch] = self.now + LEASE_S
 
     @rule(seconds=st.sampled_from([0.5, 3.0, LEASE_S]))
@@ -198,15 +199,15 @@ class Queue(RuleBasedStateMachine):
         self.now += seconds
         alive = {lease.epoch: self.expires.get(lease.epoch, lease.expires_at) for lease in self.alive()}
         with self.store.write() as tx:
-            over = [sign for sign in queue.signs(tx, but="") if sign.expires_at <= self.now]
-            assert queue.end_silent(tx, over) == sum(end <= self.now for end in alive.values())
+            over = [sign for sign in leases.signs(tx, but="") if sign.expires_at <= self.now]
+            assert leases.end_silent(tx, over) == sum(end <= self.now for end in alive.values())
         assert {lease.epoch for lease in self.alive()} == {e for e, end in alive.items() if end > self.now}
 
     @precondition(lambda self: self.alive())
     @rule(owner=st.sampled_from(OWNERS))
     def crash(self, owner: str) -> None:
         with self.store.write() as tx:
-            queue.abandon(tx, [owner])
+            leases.abandon(tx, [owner])
         assert not self.select(f"select 1 from lease where owner = '{owner}'")
 
     @precondition(lambda self: self.journalled())
@@ -372,12 +373,12 @@ class Queue(RuleBasedStateMachine):
         with self.store.write() as tx:
             row = {"epoch": lease.epoch, "job_id": JOB, "position": position}
             queue.put_back(tx, **row, available_at=self.now + 1, failed=failed, suspect=suspect)
-            queue.end_if_empty(tx, [lease.epoch])
+            leases.end_if_empty(tx, [lease.epoch])
 
     def keep(self, lease: Lease, position: int, tokens: list[int]) -> None:
         with self.store.write() as tx:
-            saved = SavedTokens(lease.epoch, JOB, position, queue.pack_tokens(tokens), "model")
-            queue.save_tokens(tx, [saved])
+            saved = SavedTokens(lease.epoch, JOB, position, saved_tokens.pack_tokens(tokens), "model")
+            saved_tokens.save_tokens(tx, [saved])
 
     def results(self) -> list[tuple[int, bool]]:
         """Position and whether it failed, of the journal and of all shards."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from conserve.store.books import catalog, choice, queue
 from conserve.store.books.choice import Terms
-from conserve.store.books.queue import Lease
+from conserve.store.books.leases import Lease
 from conserve.store.database.store import Store
 from conserve.store.database.versions import LATEST
 from tests.store_rows import LEASE_S, add_job, finish, job, leased, positions, put_back, select

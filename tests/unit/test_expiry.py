@@ -16,7 +16,7 @@ from conserve.jobs.harvest.workload import Work
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books.journal import Finished
-from conserve.store.books.queue import Sign
+from conserve.store.books.leases import Sign
 from conserve.store.database.store import Store
 from tests import virtual_time
 from tests.conftest import WriteInput

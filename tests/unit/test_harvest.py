@@ -24,7 +24,7 @@ from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import catalog, journal, queue, shards
+from conserve.store.books import catalog, journal, leases, saved_tokens, shards
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home
@@ -206,7 +206,7 @@ def test_tokens_are_saved_every_64_without_a_stop(store: Store, queue_up: Callab
             with store.read() as tx:
                 tokens = tx.scalar(text("select tokens from request"))
             if tokens is not None:
-                saved.append(len(queue.unpack_tokens(tokens)))
+                saved.append(len(saved_tokens.unpack_tokens(tokens)))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -282,7 +282,7 @@ def test_a_row_whose_lease_was_lost_is_not_written_twice(store: Store, queue_up:
         while endpoint.calls < 3:
             await asyncio.sleep(0.01)
         with store.write() as tx:
-            queue.abandon(tx, [slow.owner])
+            leases.abandon(tx, [slow.owner])
         quick = await harvester(store, FakeEndpoint()).run(asyncio.Event())
         endpoint.opened.set()
         return await first, quick
@@ -560,7 +560,7 @@ def test_a_stop_during_an_outage_is_a_stop(store: Store, queue_up: Callable[...,
     away.rename(store.home)
     store.close()
     with store.write() as tx:
-        queue.abandon(tx, queue.owners(tx))
+        leases.abandon(tx, leases.owners(tx))
     harvest(store, FakeEndpoint())
     assert len(results(store, job_id)) == 1
 

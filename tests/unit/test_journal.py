@@ -2,7 +2,7 @@
 
 import pytest
 
-from conserve.store.books import catalog, journal, queue
+from conserve.store.books import catalog, journal, leases
 from conserve.store.books.results import decode
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
@@ -48,7 +48,7 @@ def test_results_of_several_leases_and_jobs_go_together(store: Store) -> None:
         add_job(store, name, rows=2)
     lost, kept, other = leased(store, limit=1), leased(store, limit=1), leased(store)
     with store.write() as tx:
-        queue.end(tx, [lost.epoch])
+        leases.end(tx, [lost.epoch])
         finished = [
             journal.Finished(lease.epoch, lease.job_id, p, result(p))
             for lease in (other, lost, kept)

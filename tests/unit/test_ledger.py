@@ -16,9 +16,9 @@ from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import catalog, journal, queue, shards
+from conserve.store.books import catalog, journal, leases, saved_tokens, shards
 from conserve.store.books.journal import Finished
-from conserve.store.books.queue import SavedTokens
+from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
@@ -142,7 +142,7 @@ def test_a_row_that_is_returned_waits_as_was_decided(
 def test_everything_in_an_outbox_is_written_at_once(store: Store, party: Party, job_id: str) -> None:
     """Tokens first, so that a row that is returned keeps them; the lease ends with its last row."""
     works = party.claim()
-    saved = SavedTokens(works[0].epoch, *works[0].key, queue.pack_tokens([7]), "model")
+    saved = SavedTokens(works[0].epoch, *works[0].key, saved_tokens.pack_tokens([7]), "model")
     outbox = Outbox(
         finished=[Finished(works[1].epoch, *works[1].key, result(1))],
         returned=[(works[0], RetryDecision()), (works[2], RetryDecision())],
@@ -256,7 +256,7 @@ def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party
     marks.change(orphan, Mark(store_id=store.id))
     party.clock.now = orphan.stat().st_mtime + STALE_AFTER_S + 1
     with store.write() as tx:
-        queue.renew(tx, {kept.epoch}, now=party.clock.now, lease_s=60.0)
+        leases.renew(tx, {kept.epoch}, now=party.clock.now, lease_s=60.0)
     party.ledger.reopen()
     party.ledger.recover()
     assert select(store, "select epoch from lease") == [(silent.epoch,), (kept.epoch,)]

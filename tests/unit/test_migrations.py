@@ -68,7 +68,7 @@ def test_a_store_of_the_first_version_goes_on(settings: Settings) -> None:
 
 def lease_of(epoch: int) -> Any:
     """A lease that the first version gave out."""
-    from conserve.store.books.queue import Lease, LeasedRow
+    from conserve.store.books.leases import Lease, LeasedRow
 
     return Lease(epoch, "job-1", 10.0, (LeasedRow(1, 1, 0, 0.0),))
 

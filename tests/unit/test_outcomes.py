@@ -26,7 +26,8 @@ from conserve.jobs.requests.file import StoredRequest
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books.catalog import Job, Source
 from conserve.store.books.journal import Committed, Finished
-from conserve.store.books.queue import LeasedRow, pack_tokens
+from conserve.store.books.leases import LeasedRow
+from conserve.store.books.saved_tokens import pack_tokens
 from conserve.store.books.states import JobState
 from conserve.store.sql.openai_lines import body_of
 from tests.store_rows import result

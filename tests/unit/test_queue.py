@@ -2,15 +2,17 @@
 
 import pytest
 
-from conserve.store.books import catalog, queue
-from conserve.store.books.queue import Backlog, SavedTokens
+from conserve.store.books import catalog, leases, queue, saved_tokens
+from conserve.store.books.queue import Backlog
+from conserve.store.books.saved_tokens import SavedTokens
+from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from tests.store_rows import LEASE_S, add_job, claim, finish, job, leased, positions, put_back, select
 
 
 def expire(store: Store, now: float) -> int:
     with store.write() as tx:
-        return queue.end_silent(tx, [sign for sign in queue.signs(tx, but="") if sign.expires_at <= now])
+        return leases.end_silent(tx, [sign for sign in leases.signs(tx, but="") if sign.expires_at <= now])
 
 
 def backlog(store: Store, only: list[str] | None = None) -> Backlog:
@@ -148,11 +150,11 @@ def test_renewed_leases_live_on_and_those_that_are_gone_are_told(store: Store) -
     add_job(store, rows=3)
     renewed, left, gone = (leased(store, limit=1) for _ in range(3))
     with store.write() as tx:
-        assert queue.end(tx, [gone.epoch]) == 1
-        assert queue.renew(tx, {renewed.epoch, gone.epoch}, now=8.0, lease_s=LEASE_S) == {renewed.epoch}
+        assert leases.end(tx, [gone.epoch]) == 1
+        assert leases.renew(tx, {renewed.epoch, gone.epoch}, now=8.0, lease_s=LEASE_S) == {renewed.epoch}
     assert expire(store, LEASE_S) == 1
     with store.read() as tx:
-        assert queue.held(tx, {renewed.epoch, left.epoch, gone.epoch}) == {renewed.epoch}
+        assert leases.held(tx, {renewed.epoch, left.epoch, gone.epoch}) == {renewed.epoch}
     assert expire(store, 18.0) == 1
 
 
@@ -160,12 +162,12 @@ def test_a_lease_that_was_renewed_since_its_sign_was_read_lives_on(store: Store)
     add_job(store, rows=2)
     renewed, silent = leased(store, limit=1), leased(store, limit=1)
     with store.read() as tx:
-        signs = queue.signs(tx, but="nobody")
-        assert queue.signs(tx, but="ann") == []
+        signs = leases.signs(tx, but="nobody")
+        assert leases.signs(tx, but="ann") == []
     with store.write() as tx:
-        queue.renew(tx, {renewed.epoch}, now=5.0, lease_s=LEASE_S)
-        assert queue.end_silent(tx, signs) == 1
-        assert queue.held(tx, {renewed.epoch, silent.epoch}) == {renewed.epoch}
+        leases.renew(tx, {renewed.epoch}, now=5.0, lease_s=LEASE_S)
+        assert leases.end_silent(tx, signs) == 1
+        assert leases.held(tx, {renewed.epoch, silent.epoch}) == {renewed.epoch}
 
 
 def test_abandoned_owners_lose_their_rows_and_others_keep_theirs(store: Store) -> None:
@@ -174,9 +176,9 @@ def test_abandoned_owners_lose_their_rows_and_others_keep_theirs(store: Store) -
     leased(store, owner="dead", limit=1)
     alive = leased(store, owner="alive", limit=1)
     with store.write() as tx:
-        assert queue.owners(tx) == {"dead", "alive"}
-        assert queue.abandon(tx, ["dead", "unknown"]) == 2
-        assert queue.owners(tx) == {"alive"}
+        assert leases.owners(tx) == {"dead", "alive"}
+        assert leases.abandon(tx, ["dead", "unknown"]) == 2
+        assert leases.owners(tx) == {"alive"}
     assert positions(leased(store)) == [0, 1, 3]
     assert finish(store, alive).late == []
 
@@ -186,8 +188,8 @@ def test_leases_end_with_their_last_row(store: Store) -> None:
     held, empty = leased(store, limit=1), leased(store, limit=1)
     put_back(store, empty, 1)
     with store.write() as tx:
-        queue.end_if_empty(tx, [held.epoch, empty.epoch])
-        assert queue.held(tx, {held.epoch, empty.epoch}) == {held.epoch}
+        leases.end_if_empty(tx, [held.epoch, empty.epoch])
+        assert leases.held(tx, {held.epoch, empty.epoch}) == {held.epoch}
 
 
 def test_hundreds_of_leases_end_together(store: Store) -> None:
@@ -196,14 +198,14 @@ def test_hundreds_of_leases_end_together(store: Store) -> None:
     epochs = [leased(store, limit=1).epoch for _ in range(2)]
     first = leased(store, limit=1099)
     with store.write() as tx:
-        assert queue.end(tx, [*range(-600, 0), *epochs, first.epoch]) == 603
+        assert leases.end(tx, [*range(-600, 0), *epochs, first.epoch]) == 603
     assert positions(leased(store, limit=2000)) == list(range(1101))
     assert select(store, "select count(*) from lease") == [(1,)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 500, 501, 1000, 1001])
 def test_chunks_hold_every_value_once(count: int) -> None:
-    found = list(queue.chunks(range(count)))
+    found = list(chunks(range(count)))
     assert [value for chunk in found for value in chunk] == list(range(count))
     assert all(0 < len(chunk) <= 500 for chunk in found)
 
@@ -212,11 +214,11 @@ def test_tokens_are_kept_for_the_next_attempt_and_late_ones_are_not(store: Store
     add_job(store, rows=3)
     lease = leased(store, limit=2)
     other = leased(store, limit=1)
-    packed = queue.pack_tokens([7, 8])
+    packed = saved_tokens.pack_tokens([7, 8])
 
     def save(epoch: int, position: int, job_id: str = "job-1") -> None:
         with store.write() as tx:
-            queue.save_tokens(tx, [SavedTokens(epoch, job_id, position, packed, "model")])
+            saved_tokens.save_tokens(tx, [SavedTokens(epoch, job_id, position, packed, "model")])
 
     save(lease.epoch, 1)
     save(lease.epoch, 2)  # which is under the other lease
@@ -237,7 +239,9 @@ def test_saved_tokens_that_are_not_what_was_written_are_computed_again(store: St
     add_job(store, rows=1)
     lease = leased(store)
     with store.write() as tx:
-        queue.save_tokens(tx, [SavedTokens(lease.epoch, "job-1", 0, queue.pack_tokens([7, 8]), "model")])
+        saved_tokens.save_tokens(
+            tx, [SavedTokens(lease.epoch, "job-1", 0, saved_tokens.pack_tokens([7, 8]), "model")]
+        )
         tx.exec_driver_sql(f"update request set {change}")
     put_back(store, lease, 0)
     (again,) = leased(store).rows
@@ -248,22 +252,24 @@ def test_tokens_that_an_earlier_version_saved_are_taken_as_they_are(store: Store
     add_job(store, rows=1)
     lease = leased(store)
     with store.write() as tx:
-        queue.save_tokens(tx, [SavedTokens(lease.epoch, "job-1", 0, queue.pack_tokens([7]), "model")])
+        saved_tokens.save_tokens(
+            tx, [SavedTokens(lease.epoch, "job-1", 0, saved_tokens.pack_tokens([7]), "model")]
+        )
         tx.exec_driver_sql("update request set checksum = null")
     put_back(store, lease, 0)
-    assert leased(store).rows[0].tokens == queue.pack_tokens([7])
+    assert leased(store).rows[0].tokens == saved_tokens.pack_tokens([7])
 
 
 def test_tokens_are_four_bytes_little_endian() -> None:
-    assert queue.pack_tokens([1, 256, 2**31 - 1]) == bytes.fromhex("01000000 00010000 ffffff7f")
-    assert queue.unpack_tokens(queue.pack_tokens([1, 256, 2**31 - 1])) == [1, 256, 2**31 - 1]
+    assert saved_tokens.pack_tokens([1, 256, 2**31 - 1]) == bytes.fromhex("01000000 00010000 ffffff7f")
+    assert saved_tokens.unpack_tokens(saved_tokens.pack_tokens([1, 256, 2**31 - 1])) == [1, 256, 2**31 - 1]
 
 
 def test_tokens_are_little_endian_on_a_big_endian_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the bytes of an array are swapped on their way out and back."""
     monkeypatch.setattr("sys.byteorder", "big")
-    assert queue.pack_tokens([1]) == bytes.fromhex("00000001")
-    assert queue.unpack_tokens(bytes.fromhex("00000001")) == [1]
+    assert saved_tokens.pack_tokens([1]) == bytes.fromhex("00000001")
+    assert saved_tokens.unpack_tokens(bytes.fromhex("00000001")) == [1]
 
 
 def test_the_backlog_is_what_is_leased_and_what_waits_of_queued_jobs(store: Store) -> None:

@@ -211,12 +211,12 @@ class TestShow:
         assert self.shown(job, "5")["state"] == "cancelled"
 
     def test_saved_tokens_are_counted(self, store: Store, job: str) -> None:
-        from conserve.store.books import queue
+        from conserve.store.books import saved_tokens
 
         lease = leased(store, limit=1)
-        saved = queue.SavedTokens(lease.epoch, job, 0, queue.pack_tokens(range(64)), "m")
+        saved = saved_tokens.SavedTokens(lease.epoch, job, 0, saved_tokens.pack_tokens(range(64)), "m")
         with store.write() as tx:
-            queue.save_tokens(tx, [saved])
+            saved_tokens.save_tokens(tx, [saved])
         assert self.shown(job, "0")["where"] == "leased by ann, 64 tokens of its answer saved"
 
     def test_what_was_asked(self, job: str) -> None:

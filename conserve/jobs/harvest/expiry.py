@@ -7,7 +7,7 @@ lease is over when this process has watched it for its whole length without a re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from conserve.store.books.queue import Sign
+from conserve.store.books.leases import Sign
 
 JUMP_S = 5.0  # a clock that is slowed down or sped up gains less between two looks
 

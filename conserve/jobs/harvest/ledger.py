@@ -13,9 +13,9 @@ from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import Work, Workload
 from conserve.jobs.window.lookahead import Lookahead
-from conserve.store.books import catalog, choice, queue, shards
+from conserve.store.books import catalog, choice, leases, queue, shards
 from conserve.store.books.choice import Terms
-from conserve.store.books.queue import Lease
+from conserve.store.books.leases import Lease
 from conserve.store.books.states import JobState
 from conserve.store.database.connection import reserve_space
 from conserve.store.database.store import Store
@@ -78,7 +78,7 @@ class Ledger:
         """Take back rows of dead owners and of this owner's last session; compact ended jobs; sweep."""
         now = self._clock()
         with self._store.write() as tx:
-            queue.abandon(tx, owners.dead(queue.owners(tx)) | {self.owner})
+            leases.abandon(tx, owners.dead(leases.owners(tx)) | {self.owner})
             self._end_silent(tx)
         shards.compact_finished(self._store, now=now)
         sweep(self._store, now=now)
@@ -86,7 +86,7 @@ class Ledger:
     def give_back(self) -> None:
         """End this owner's leases; rows that are still under them wait for the next run."""
         with self._store.write() as tx:
-            queue.abandon(tx, [self.owner])
+            leases.abandon(tx, [self.owner])
         self.stopped_jobs()
 
     def claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
@@ -194,7 +194,7 @@ class Ledger:
         """Let a job fail with a reason, and end the lease on its rows."""
         with self._store.write() as tx:
             if epoch is not None:
-                queue.end(tx, [epoch])
+                leases.end(tx, [epoch])
             catalog.refuse(tx, job_id, reason, now=self._clock())
         if job_id in self._workload.seen():
             self._workload.close([job_id])  # once it is mended, it is opened anew
@@ -213,13 +213,13 @@ class Ledger:
         """True if the queue is drained; notes in the tally what it waits for if not."""
         now = self._clock()
         with self._store.read() as tx:
-            left, holders = self._backlog(tx), queue.owners(tx)
+            left, holders = self._backlog(tx), leases.owners(tx)
             others = catalog.of_other_models(tx, self.model, self._only) if self.model else {}
         self._note_others(others)
         if holders and self._monotonic() >= self._recover_at:
             self._recover_at = self._monotonic() + RECOVER_S
             with self._store.write() as tx:
-                queue.abandon(tx, owners.dead(queue.owners(tx)))
+                leases.abandon(tx, owners.dead(leases.owners(tx)))
                 self._end_silent(tx)
                 left = self._backlog(tx)
         if left.waiting and left.next_at is not None and left.next_at > now:
@@ -256,13 +256,13 @@ class Ledger:
         """Renew these leases, then end other owners' leases that are over; returns the epochs that still exist."""
         now = self._clock()
         with self._store.write() as tx:
-            alive = queue.renew(tx, epochs, now=now, lease_s=self._lease_s)
+            alive = leases.renew(tx, epochs, now=now, lease_s=self._lease_s)
             self._end_silent(tx)
         return alive
 
     def _end_silent(self, tx: Any) -> None:
         """End the leases of owners that have fallen silent."""
-        queue.end_silent(tx, self._expiry.over(queue.signs(tx, but=self.owner)))
+        leases.end_silent(tx, self._expiry.over(leases.signs(tx, but=self.owner)))
 
     def stopped_jobs(self) -> set[str]:
         """Open jobs that were paused, cancelled or removed; closes the files of jobs that have ended."""

@@ -9,10 +9,10 @@ from typing import Any
 from conserve.jobs.harvest.outage import Outage, elapsed_or_set
 from conserve.jobs.harvest.retry import RetryDecision
 from conserve.jobs.harvest.workload import Work
-from conserve.store.books import queue
+from conserve.store.books import saved_tokens
 from conserve.store.books.journal import Finished
-from conserve.store.books.queue import SavedTokens
 from conserve.store.books.results import Result
+from conserve.store.books.saved_tokens import SavedTokens
 
 FLUSH_ROWS = 512  # results that make a transaction without waiting for more
 FLUSH_S = 0.25  # longest wait of a result for others; a crash costs at most that much work
@@ -61,7 +61,7 @@ class Recording:
         """Add the tokens generated so far for a row, which replace earlier ones."""
         assert work.call is not None
         self.outbox.saved[work.key] = SavedTokens(
-            work.epoch, *work.key, queue.pack_tokens(tokens), work.call.identity or ""
+            work.epoch, *work.key, saved_tokens.pack_tokens(tokens), work.call.identity or ""
         )
 
     async def run(self) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from conserve.jobs.harvest.outbox import Outbox
-from conserve.store.books import journal, queue, shards
+from conserve.store.books import journal, leases, queue, saved_tokens, shards
 from conserve.store.books.journal import Committed
 from conserve.store.database.store import Store
 
@@ -22,7 +22,7 @@ class Recorder:
         now = self._clock()
         with self._store.write() as tx:
             if outbox.saved:
-                queue.save_tokens(tx, list(outbox.saved.values()))
+                saved_tokens.save_tokens(tx, list(outbox.saved.values()))
             for work, decision in outbox.returned:
                 queue.put_back(
                     tx,
@@ -33,7 +33,7 @@ class Recorder:
                     failed=decision.counts,
                     suspect=decision.suspect,
                 )
-            queue.end_if_empty(tx, {work.epoch for work, _ in outbox.returned})
+            leases.end_if_empty(tx, {work.epoch for work, _ in outbox.returned})
             committed = journal.commit(tx, outbox.finished, now=now)
         self._uncompacted.update(f.job_id for f in committed.written)
         self._compact(committed.completed)

@@ -11,7 +11,8 @@ from conserve.jobs.inputs.fingerprint import changed
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.task import Task
 from conserve.store.books import catalog
-from conserve.store.books.queue import Lease, LeasedRow, unpack_tokens
+from conserve.store.books.leases import Lease, LeasedRow
+from conserve.store.books.saved_tokens import unpack_tokens
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.upkeep.damage import StorePart, unreadable

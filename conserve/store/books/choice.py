@@ -11,18 +11,10 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, insert, select, update
 
-from conserve.store.books.queue import (
-    PASSED_OVER,
-    Lease,
-    LeasedRow,
-    chunks,
-    open_lease,
-    returned,
-    runnable_jobs,
-    take_again,
-    take_first,
-)
+from conserve.store.books.leases import Lease, LeasedRow, open_lease
+from conserve.store.books.queue import PASSED_OVER, returned, runnable_jobs, take_again, take_first
 from conserve.store.database import schema
+from conserve.store.database.connection import chunks
 
 job, request, meta = schema.job, schema.request, schema.meta
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from conserve.store.books import queue
+from conserve.store.books import leases
 from conserve.store.books.results import COUNTERS, Result, checked, counts, decode, encode, is_object
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
+from conserve.store.database.connection import chunks
 
 job, request, journal = schema.job, schema.request, schema.journal
 
@@ -42,7 +43,7 @@ def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Commi
     """
     if not finished:
         return Committed([], [], [])
-    alive = queue.held(tx, {f.epoch for f in finished})
+    alive = leases.held(tx, {f.epoch for f in finished})
     entries = [entry(f) for f in finished if f.epoch in alive]
     written = [f for f, _ in entries]
     late = [f for f in finished if f.epoch not in alive]
@@ -53,7 +54,7 @@ def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Commi
         end_requests(tx, epoch, job_id, [f.position for f in group])
     if written:
         tx.execute(insert(journal), [to_row(f, payload) for f, payload in entries])
-    queue.end_if_empty(tx, alive)
+    leases.end_if_empty(tx, alive)
     touched = count(tx, written)
     return Committed(written, late, [job_id for job_id in touched if complete(tx, job_id, now)])
 
@@ -96,7 +97,7 @@ def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[in
                 request.c.job_id == job_id, request.c.position.in_(chunk), request.c.epoch == epoch
             )
         ).rowcount
-        for chunk in queue.chunks(positions)
+        for chunk in chunks(positions)
     )
     assert gone == len(positions), f"lease {epoch} of {job_id} held {gone} of the rows {positions}"
 

@@ -11,13 +11,14 @@ import pyarrow.parquet as pq
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
 from conserve.errors import JobRefused, one_line
-from conserve.store.books import catalog, places, queue
+from conserve.store.books import catalog, places
 from conserve.store.books import journal as journalled
 from conserve.store.books.journal import Finished, is_whole
 from conserve.store.books.results import decode, encode, from_arrow, to_arrow
 from conserve.store.books.states import JobState
 from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database import schema
+from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
 from conserve.store.files.digests import Seal
@@ -198,7 +199,7 @@ def register(
 
 def as_read(job_id: str, rows: Sequence[Any]) -> Iterator[list[ColumnElement[bool]]]:
     """Conditions for these journal rows as they were read: `retry` and `check --repair` may have replaced some."""
-    for chunk in queue.chunks(rows):
+    for chunk in chunks(rows):
         of_job = journal.c.job_id == job_id
         new = [row for row in chunk if row.checksum is not None]
         old = [row for row in chunk if row.checksum is None]
@@ -251,7 +252,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
         for file in mixed:
             back_to_journal(tx, store.home, file, stuck.keys() & set(in_shards[file]))
         gone = [*mixed, *damaged.files]
-        for chunk in queue.chunks(sorted(set(journal_positions) - stuck.keys())):
+        for chunk in chunks(sorted(set(journal_positions) - stuck.keys())):
             tx.execute(delete(journal).where(*in_journal, journal.c.position.in_(chunk)))
         tx.execute(delete(shard).where(shard.c.id.in_([file.id for file in gone])))
         tx.execute(

@@ -1,10 +1,10 @@
 """The connection to the store's database: transactions, pragmas, and errors in plain words."""
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
@@ -23,6 +23,8 @@ from conserve.store.database.reader import reader
 from conserve.store.database.versions import LATEST, too_new
 
 BUSY_TIMEOUT_S = 60.0
+
+T = TypeVar("T")
 
 
 def connect(url: str) -> Engine:
@@ -152,3 +154,8 @@ def sqlite_url(path: Path) -> str:
 def reserve_space(tx: Connection) -> None:
     """Touch the database inside the transaction, so that a read-only store is found before any work."""
     tx.execute(text("update meta set value = value where key = 'version'"))
+
+
+def chunks(values: Sequence[T], size: int = 500) -> Iterable[Sequence[T]]:
+    """Cut values into slices short enough for an IN list in every database."""
+    return (values[start : start + size] for start in range(0, len(values), size))

@@ -14,13 +14,14 @@ import numpy as np
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, Table, delete, insert, select, text, update
 
-from conserve.store.books import catalog, places, queue, shards
+from conserve.store.books import catalog, places, shards
 from conserve.store.books.journal import is_whole
 from conserve.store.books.places import Positions
 from conserve.store.books.results import decode
 from conserve.store.books.shards import ShardFile
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
+from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, trash
 from conserve.store.upkeep import checking
@@ -150,7 +151,7 @@ def kept(tx: Connection, table: Table, current: catalog.Job, *, taken: Flags) ->
 
 def take_out(tx: Connection, table: Table, job_id: str, positions: Sequence[int]) -> None:
     """Delete the job's rows at these positions."""
-    for chunk in queue.chunks(positions):
+    for chunk in chunks(positions):
         tx.execute(delete(table).where(table.c.job_id == job_id, table.c.position.in_(chunk)))
 
 

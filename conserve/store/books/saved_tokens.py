@@ -1,0 +1,82 @@
+"""Generated tokens of rows in flight: the next attempt of a row continues from them."""
+
+import array
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, update
+
+from conserve.store.database import schema
+
+request = schema.request
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTokens:
+    """Generated tokens of one row in flight."""
+
+    epoch: int
+    job_id: str
+    position: int
+    tokens: bytes
+    tokens_by: str  # Endpoint.identity
+
+
+def save_tokens(tx: Connection, saved: Sequence[SavedTokens]) -> None:
+    """Save the tokens of rows in flight; a row that is no longer under that lease is skipped."""
+    tx.execute(
+        update(request)
+        .where(
+            request.c.job_id == bindparam("of_job"),
+            request.c.position == bindparam("at_position"),
+            request.c.epoch == bindparam("under_epoch"),
+        )
+        .values(
+            tokens=bindparam("new_tokens"),
+            tokens_by=bindparam("new_tokens_by"),
+            checksum=bindparam("new_checksum"),
+        ),
+        [
+            {
+                "of_job": s.job_id,
+                "at_position": s.position,
+                "under_epoch": s.epoch,
+                "new_tokens": s.tokens,
+                "new_tokens_by": s.tokens_by,
+                "new_checksum": tokens_checksum(s.tokens, s.tokens_by),
+            }
+            for s in saved
+        ],
+    )
+
+
+def whole_tokens(row: Any) -> tuple[bytes | None, str | None]:
+    """Saved tokens of a row and the endpoint that generated them; None for both if their checksum is wrong."""
+    if row.checksum not in (None, tokens_checksum(row.tokens, row.tokens_by)):
+        return None, None
+    return row.tokens, row.tokens_by
+
+
+def tokens_checksum(tokens: bytes | None, tokens_by: str | None) -> int:
+    """CRC-32 of saved tokens."""
+    return zlib.crc32(tokens or b"", zlib.crc32((tokens_by or "").encode()))
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32, 4 bytes each."""
+    packed = array.array("i", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """The inverse of `pack_tokens`."""
+    unpacked = array.array("i")
+    unpacked.frombytes(data)
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return unpacked.tolist()
