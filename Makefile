@@ -29,7 +29,7 @@ test-full: setup  ## Also run what is statistical or exhaustive, before a releas
 test-vllm:  ## Run what touches the engine on another version of vLLM: make test-vllm VERSION=0.31.0
 	@PYTHON=$(PYTHON) bash tools/test_vllm.sh "$(VERSION)"
 
-soak: setup  ## Kill a run 1,000 times and say what the kills hit; 10,000 preemptions, 10,000 losses of memory
+soak: setup  ## Kill a run 1,000 times and say what the kills hit; 10,000 iterations that rows leave, 10,000 evictions
 	$(BIN)/pytest -m soak --timeout 7200
 
 break: setup  ## Break it on purpose: 1,000 kills, power cuts and more, and one table (BREAK="--break-rounds 2 --break-seed 7")

@@ -135,10 +135,10 @@ def sentence(block: Block, number: int, rounds: int) -> str:
         f"P99 TTFT {ttft_ms.p99:,.0f} ms, TBT {tbt_ms.p99:,.0f} ms" if ttft_ms and tbt_ms else "no answers"
     )
     offline, busy = block.offline_tokens / block.duration_s, block.busy_s / block.duration_s
-    preempted = f", {block.preemptions:,} preemptions" if block.preemptions else ""
+    left = f", rows left {block.iterations_left:,} iterations" if block.iterations_left else ""
     return (
         f"round {number + 1}/{rounds} {block.policy}: {len(block.answers)} requests, {latency}, "
-        f"{offline:,.0f} offline tokens/s, engine busy {busy:.0%}{preempted}"
+        f"{offline:,.0f} offline tokens/s, engine busy {busy:.0%}{left}"
     )
 
 

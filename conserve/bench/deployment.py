@@ -27,7 +27,7 @@ class Counters:
     planned: int
     overruns: int
     busy_s: float
-    preemptions: int = 0
+    iterations_left: int = 0
     tokens_redone: int = 0
     tokens_wasted: float = 0.0
     live_tokens_recomputed: int = 0
@@ -46,7 +46,7 @@ class Counters:
             planned=said["planned"],
             overruns=said["overruns"],
             busy_s=said["busy_s"],
-            preemptions=preemption.get("preemptions", 0),
+            iterations_left=preemption.get("iterations_left", preemption.get("preemptions", 0)),
             tokens_redone=preemption.get("tokens_redone", 0),
             tokens_wasted=preemption.get("tokens_wasted", 0.0),
             live_tokens_recomputed=preemption.get("live_tokens_recomputed", 0),

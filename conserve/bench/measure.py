@@ -25,7 +25,7 @@ class Block:
 
     `started_s` is on the clock that the blocks share; `answers` and `offline_series`
     (seconds, offline tokens so far) count from there. `iterations` were the engine's, of which `planned` had
-    a time limit and `overruns` exceeded it; offline rows left `preemptions` of them, with `tokens_redone`
+    a time limit and `overruns` exceeded it; offline rows left `iterations_left` of them, with `tokens_redone`
     tokens, and `tokens_wasted` tokens' worth of computing was thrown away. `live_tokens_recomputed` counts the
     tokens of online requests in such iterations.
     """
@@ -40,7 +40,7 @@ class Block:
     overruns: int
     offline_work: float = 0.0  # offline tokens weighted by their cost, see `profiles.worth`
     busy_s: float = 0.0  # time that the engine spent in iterations
-    preemptions: int = 0
+    iterations_left: int = 0
     tokens_redone: int = 0
     tokens_wasted: float = 0.0
     live_tokens_recomputed: int = 0
@@ -98,16 +98,22 @@ class Overruns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preempted:
-    """Iterations that offline rows left, evictions, and their cost; the share is of offline tokens."""
+class Left:
+    """Iterations that offline rows left, and their cost; the share is of offline tokens."""
 
-    count: int
+    iterations: int
     tokens_redone: int
     tokens_wasted: float
     wasted_share: float | None
     live_tokens_recomputed: int
-    tokens_restored: int  # of evicted rows
-    tokens_recomputed: int  # of evicted rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evicted:
+    """KV of evicted rows that was restored from host memory, and KV that was computed again."""
+
+    tokens_restored: int
+    tokens_recomputed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,17 +145,16 @@ class PolicyOutcome:
     attainment: Mapping[str, Attainment]
     engine_busy: float  # share of the time
     overruns: Overruns
-    preempted: Preempted
+    left: Left
+    evicted: Evicted
     late: Lateness
     spread: Mapping[str, Spread | None]
 
     def document(self) -> dict[str, Any]:
         """The outcome as JSON; `preempted` is the deprecated name of `left` and `evicted`, for one release."""
-        costs = asdict(self.preempted)
-        kinds = ("tokens_redone", "tokens_wasted", "wasted_share", "live_tokens_recomputed")
-        left = {"iterations": costs["count"], **{name: costs[name] for name in kinds}}
-        evicted = {name: costs[name] for name in ("tokens_restored", "tokens_recomputed")}
-        return {**asdict(self), "left": left, "evicted": evicted}
+        found = asdict(self)
+        left = dict(found["left"])
+        return {**found, "preempted": {"count": left.pop("iterations"), **left, **found["evicted"]}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +228,8 @@ def outcome(blocks: Sequence[Block], reference: LatencyLimits | None) -> PolicyO
         attainment=attainments(answers, reference),
         engine_busy=sum(block.busy_s for block in blocks) / duration_s,
         overruns=overruns(blocks),
-        preempted=preempted(blocks),
+        left=left(blocks),
+        evicted=evicted(blocks),
         late=lateness(answers),
         spread=spreads(blocks),
     )
@@ -271,15 +277,21 @@ def overruns(blocks: Sequence[Block]) -> Overruns:
     return Overruns(count=count, share=count / planned if planned else None)
 
 
-def preempted(blocks: Sequence[Block]) -> Preempted:
-    """Sums of the blocks' preemption counts."""
+def left(blocks: Sequence[Block]) -> Left:
+    """Sums over the blocks, of the iterations that offline rows left."""
     wasted, offline = sum(block.tokens_wasted for block in blocks), sum(b.offline_tokens for b in blocks)
-    return Preempted(
-        count=sum(block.preemptions for block in blocks),
+    return Left(
+        iterations=sum(block.iterations_left for block in blocks),
         tokens_redone=sum(block.tokens_redone for block in blocks),
         tokens_wasted=wasted,
         wasted_share=wasted / offline if offline > 0 else None,
         live_tokens_recomputed=sum(block.live_tokens_recomputed for block in blocks),
+    )
+
+
+def evicted(blocks: Sequence[Block]) -> Evicted:
+    """Sums over the blocks, of evicted rows' tokens."""
+    return Evicted(
         tokens_restored=sum(block.tokens_restored for block in blocks),
         tokens_recomputed=sum(block.tokens_recomputed for block in blocks),
     )

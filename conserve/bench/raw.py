@@ -40,15 +40,17 @@ BLOCKS = pa.schema(
         ("planned", pa.int64()),
         ("overruns", pa.int64()),
         ("busy_s", pa.float64()),
-        ("preemptions", pa.int64()),
+        ("iterations_left", pa.int64()),
         ("tokens_redone", pa.int64()),
         ("tokens_wasted", pa.float64()),
         ("live_tokens_recomputed", pa.int64()),
         ("tokens_saved", pa.int64()),
         ("tokens_restored", pa.int64()),
         ("tokens_recomputed", pa.int64()),
+        ("preemptions", pa.int64()),  # deprecated: the former name of iterations_left, kept for one release
     ]
 )
+COUNTS = BLOCKS.names[1:-1]  # fields of a `Block`
 
 
 def table(answers: Sequence[Answer], *, policy: str, block: int) -> Any:
@@ -82,7 +84,7 @@ def write_blocks(blocks: Sequence[Block], path: Path) -> None:
 def write_counts(blocks: Sequence[Block], path: Path) -> None:
     """Write the engine's counts of each block, in their order; raises OSError."""
     rows = [
-        {"block": n, **{name: getattr(block, name) for name in BLOCKS.names[1:]}}
+        {"block": n, "preemptions": block.iterations_left, **{name: getattr(block, name) for name in COUNTS}}
         for n, block in enumerate(blocks)
     ]
     pq.write_table(pa.Table.from_pylist(rows, schema=BLOCKS), path, compression="zstd")

@@ -27,7 +27,7 @@ HEADER = (
         "TTFT ratio",
         "TBT ratio",
         "offline ratio",
-        "preemptions",
+        "iterations left",
         "wasted",
         "restored",
         "recomputed",
@@ -44,9 +44,8 @@ CLIENTS_NOTE = (
 QUEUE_NOTE = (
     "Offline tokens per second; work: the same with decode steps counted as so many tokens of prompts as they "
     "cost, to compare policies whose rows are at different stages. Offline ratio: tokens to those of "
-    "non-preemptive. Preemptions: iterations that offline rows left for a live request; wasted: tokens computed "
-    "for those rows by then, as a share of offline tokens. Restored and recomputed: tokens of rows that had lost "
-    "their memory. Overruns: share of planned iterations that took longer than their limit."
+    "non-preemptive. Iterations left: those that offline rows left for a live request; wasted: tokens computed for "
+    "those rows by then, as a share of offline tokens. Restored and recomputed: tokens of evicted rows. Overruns: share of planned iterations that took longer than their limit."
 )
 ATTAINMENT_NOTE = (
     "Share of requests whose TTFT, and of token gaps, that stay within the reference times the scale (the smaller "
@@ -88,10 +87,10 @@ def table_rows(comparison: Comparison) -> Table:
                 _cell(ratios.ttft_p99_to_online_only),
                 _cell(ratios.tbt_p99_to_online_only),
                 _cell(ratios.offline_tokens_to_non_preemptive),
-                f"{outcome.preempted.count:,}",
-                _fine_share(outcome.preempted.wasted_share),
-                f"{outcome.preempted.tokens_restored:,}",
-                f"{outcome.preempted.tokens_recomputed:,}",
+                f"{outcome.left.iterations:,}",
+                _fine_share(outcome.left.wasted_share),
+                f"{outcome.evicted.tokens_restored:,}",
+                f"{outcome.evicted.tokens_recomputed:,}",
                 _fine_share(outcome.overruns.share),
             ]
         )

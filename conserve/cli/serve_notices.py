@@ -15,7 +15,7 @@ def open_to_all(host: str, settings: Settings) -> list[str]:
     if settings.api_key or is_loopback(host):
         return []
     return [
-        f"no API key: everybody who reaches {host} may use the engine, overtake others and change what it does; "
+        f"no API key: any machine that reaches {host} may use the engine, overtake others and change what it does; "
         "set CONSERVE_API_KEY"
     ]
 
@@ -35,7 +35,7 @@ async def warnings(settings: Settings, section: dict[str, Any], url: str) -> lis
     try:
         async with httpx.AsyncClient(timeout=10.0, trust_env=False, headers=bearer(settings)) as client:
             said = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()
-            found = [*too_tight(said["alone"], section), *not_preempted(said["preemption"], section)]
+            found = [*too_tight(said["alone"], section), *not_left(said["preemption"], section)]
             return [*only_counted(section), *found]
     except (httpx.HTTPError, KeyError, ValueError):
         return ["the server does not say how it does; is another plug-in in its way?"]
@@ -49,7 +49,7 @@ def only_counted(section: dict[str, Any]) -> list[str]:
     return [f"--policy {section['policy']} knows no SLO: {' and '.join(flags)} is counted, and not kept"]
 
 
-def not_preempted(preemption: dict[str, Any], section: dict[str, Any]) -> list[str]:
+def not_left(preemption: dict[str, Any], section: dict[str, Any]) -> list[str]:
     """Warn if rows cannot leave iterations although preemption is on."""
     why = preemption["why_off"]
     if not why or section.get("preemption") == OFF:
@@ -63,8 +63,8 @@ def too_tight(alone: dict[str, Any] | None, section: dict[str, Any]) -> list[str
         return []
     found = []
     for name, thing, rows in (
-        ("ttft", f"a prompt of {alone['prompt_tokens']} tokens", "rows run only while nobody is served"),
-        ("tbt", "a token", "rows run only while nobody is served"),
+        ("ttft", f"a prompt of {alone['prompt_tokens']} tokens", "rows run only while no live request does"),
+        ("tbt", "a token", "rows run only while no live request does"),
     ):
         slo_ms, alone_ms = section[f"{name}_slo_ms"], alone[f"{name}_ms"]
         if slo_ms is not None and slo_ms < alone_ms:

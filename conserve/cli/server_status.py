@@ -39,7 +39,7 @@ def unanswered(error: Exception) -> str:
 
 
 def lines(servers: list[dict[str, Any]]) -> list[str]:
-    """Lines on each server: online, offline, latency model, preemptions, checkpoints."""
+    """Lines on each server: online, offline, latency model, iterations that rows left, checkpoints."""
     shown: list[str] = []
     for server in servers:
         if "error" in server:
@@ -52,7 +52,7 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             f"TBT {pair(online['tbt_ms'], slo['tbt_ms'])}, {attained(online['attainment'])}",
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
             *predicted(server),
-            *preempted(server.get("preemption"), offline["tokens"]),
+            *left(server.get("preemption"), offline["tokens"]),
             *checkpointed(server.get("checkpoint")),
         ]
     return [*shown, ""] if shown else []
@@ -76,14 +76,19 @@ def predicted(server: dict[str, Any]) -> list[str]:
     return [f"  model    {model['name']} from the {model['source']}{seen}"]
 
 
-def preempted(said: dict[str, Any] | None, offline_tokens: float) -> list[str]:
+def left(said: dict[str, Any] | None, offline_tokens: float) -> list[str]:
     """Line on the iterations that rows left for arrivals; none if the server says nothing of them."""
     if said is None:
         return []
     if said["policy"] == "off":
-        return [f"  no preemption: {said['why_off']}" if said["why_off"] else "  no preemption"]
+        return [
+            f"  rows leave no iteration: {said['why_off']}"
+            if said["why_off"]
+            else "  rows leave no iteration"
+        ]
     redone, p99_ms = said["tokens_redone"], said["reaction_ms"]["p99"]
-    parts = [output.count(said["preemptions"], "preemption")]
+    iterations = said.get("iterations_left", said.get("preemptions", 0))  # the latter from an older server
+    parts = [f"rows left {output.count(iterations, 'iteration')}"]
     if redone:
         share = f" ({redone / offline_tokens:.1%} of offline tokens)" if offline_tokens else ""
         parts.append(output.count(redone, "token") + " redone" + share)

@@ -550,19 +550,25 @@ def test_raw_numbers_survive_the_disk(tmp_path: Path) -> None:
 def test_counts_of_blocks_survive_the_disk(tmp_path: Path) -> None:
     blocks = [
         *four_policies(),
-        block("conserve/off", [], preemptions=2, live_tokens_recomputed=9, tokens_wasted=7.5),
+        block("conserve/off", [], iterations_left=2, live_tokens_recomputed=9, tokens_wasted=7.5),
     ]
     raw.write_counts(blocks, tmp_path / "blocks.parquet")
     rows = pq.read_table(tmp_path / "blocks.parquet").to_pylist()
     assert [row["block"] for row in rows] == [0, 1, 2, 3, 4]
-    last = {"policy": "conserve/off", "preemptions": 2, "live_tokens_recomputed": 9, "tokens_wasted": 7.5}
+    last = {
+        "policy": "conserve/off",
+        "iterations_left": 2,
+        "preemptions": 2,
+        "live_tokens_recomputed": 9,
+        "tokens_wasted": 7.5,
+    }
     assert rows[-1].items() >= last.items()
     assert (rows[0]["offline_tokens"], rows[0]["preemptions"]) == (800, 0)
 
 
-def test_what_preemption_cost_is_pooled_and_shown_next_to_the_worst_case() -> None:
+def test_what_leaving_cost_is_pooled_and_shown_next_to_the_worst_case() -> None:
     blocks = four_policies()
-    more = {"preemptions": 3, "tokens_redone": 30, "tokens_wasted": 2.0, "offline_tokens": 200}
+    more = {"iterations_left": 3, "tokens_redone": 30, "tokens_wasted": 2.0, "offline_tokens": 200}
     more |= {"tokens_restored": 500, "tokens_recomputed": 7, "live_tokens_recomputed": 5}
     blocks += [block("conserve", [answer(250.0)], **more), block("conserve", [answer(1.0)], **more)]
     comparison = compare(blocks)
@@ -578,7 +584,7 @@ def test_what_preemption_cost_is_pooled_and_shown_next_to_the_worst_case() -> No
     assert found["preempted"] == {"count": 6, **costs, **evicted}
     table = report.table_rows(comparison)
     shown = dict(zip(table.header, table.rows[0], strict=True))
-    assert (shown["TTFT max"], shown["preemptions"], shown["wasted"]) == ("250", "6", "0.33%")
+    assert (shown["TTFT max"], shown["iterations left"], shown["wasted"]) == ("250", "6", "0.33%")
     assert (shown["restored"], shown["recomputed"]) == ("1,000", "14")
     assert dict(zip(table.header, table.rows[1], strict=True))["wasted"] == "-"  # nothing offline
 
@@ -641,7 +647,6 @@ REPORT: dict[str, Any] = {
 SECTION: dict[str, Any] = {
     "policy": "all-offline",
     "why_off": None,
-    "preemptions": 3,
     "tokens_redone": 40,
     "tokens_wasted": 1.5,
 }
@@ -698,7 +703,7 @@ def test_a_server_that_knows_no_preemption_is_not_asked_for_it() -> None:
     async def go() -> None:
         deployment = deployed(server)
         counters = await deployment.follow("conserve", preemption="prompt")
-        assert (counters.preemptions, counters.tokens_redone, counters.tokens_wasted) == (0, 0, 0)
+        assert (counters.iterations_left, counters.tokens_redone, counters.tokens_wasted) == (0, 0, 0)
         await deployment.follow("conserve/off", preemption="prompt")
         with pytest.raises(EndpointUnusable, match="cannot run conserve/never"):
             await deployment.follow("conserve/never")
@@ -723,14 +728,15 @@ def test_a_variant_that_the_engine_cannot_run_is_refused_and_says_why() -> None:
     asyncio.run(go())
 
 
-def test_a_block_counts_what_its_time_added() -> None:
-    first = Counters.of({**REPORT, "preemption": SECTION})
-    last = Counters.of({**REPORT, "busy_s": 2.0, "preemption": {**SECTION, "preemptions": 10}})
+@pytest.mark.parametrize("name", ["iterations_left", "preemptions"])  # the latter by an older server
+def test_a_block_counts_what_its_time_added(name: str) -> None:
+    first = Counters.of({**REPORT, "preemption": {**SECTION, name: 3}})
+    last = Counters.of({**REPORT, "busy_s": 2.0, "preemption": {**SECTION, name: 10}})
     added = last.since(first)
-    assert added["preemptions"] == 7
+    assert added["iterations_left"] == 7
     assert added["busy_s"] == 1.5
     assert added["tokens_redone"] == added["offline_tokens"] == 0
-    assert Block(policy="conserve", started_s=0.0, duration_s=1.0, answers=(), **added).preemptions == 7
+    assert Block(policy="conserve", started_s=0.0, duration_s=1.0, answers=(), **added).iterations_left == 7
 
 
 # Reports

@@ -112,10 +112,10 @@ def test_a_file_that_cannot_be_recorded_in_is_refused_before_the_server_starts(f
 
 
 def test_preemption_that_cannot_be_is_said_in_a_sentence_unless_it_was_not_wanted() -> None:
-    (sentence,) = serve_notices.not_preempted({"why_off": WHY}, {})
+    (sentence,) = serve_notices.not_left({"why_off": WHY}, {})
     assert sentence == f"live requests wait for the iteration under way, which rows cannot leave: {WHY}"
-    assert serve_notices.not_preempted({"why_off": None}, {}) == []
-    assert serve_notices.not_preempted({"why_off": "it is switched off"}, {"preemption": "off"}) == []
+    assert serve_notices.not_left({"why_off": None}, {}) == []
+    assert serve_notices.not_left({"why_off": "it is switched off"}, {"preemption": "off"}) == []
 
 
 def test_a_server_schedules_ahead_only_where_the_user_says_so() -> None:
@@ -138,16 +138,21 @@ def server(preemption: dict[str, Any] | None, *, offline_tokens: int = 85_000) -
 
 def test_status_says_what_preemption_did() -> None:
     counted: dict[str, Any] = {
-        "policy": "prompt", "why_off": None, "preemptions": 12, "tokens_redone": 340,
+        "policy": "prompt", "why_off": None, "iterations_left": 12, "tokens_redone": 340,
         "reaction_ms": {"p50": 3.0, "p99": 14.2},
     }  # fmt: skip
     assert server_status.lines([server(counted)])[3] == (
-        "  since the start 12 preemptions, 340 tokens redone (0.4% of offline tokens), reaction P99 14 ms"
+        "  since the start rows left 12 iterations, 340 tokens redone (0.4% of offline tokens), reaction P99 14 ms"
     )
-    none = {**counted, "preemptions": 0, "tokens_redone": 0, "reaction_ms": {"p50": None, "p99": None}}
-    assert server_status.lines([server(none, offline_tokens=0)])[3] == "  since the start 0 preemptions"
-    assert server_status.lines([server({"policy": "off", "why_off": WHY})])[3] == f"  no preemption: {WHY}"
-    assert server_status.lines([server({"policy": "off", "why_off": None})])[3] == "  no preemption"
+    none = {**counted, "iterations_left": 0, "tokens_redone": 0, "reaction_ms": {"p50": None, "p99": None}}
+    assert (
+        server_status.lines([server(none, offline_tokens=0)])[3] == "  since the start rows left 0 iterations"
+    )
+    assert (
+        server_status.lines([server({"policy": "off", "why_off": WHY})])[3]
+        == f"  rows leave no iteration: {WHY}"
+    )
+    assert server_status.lines([server({"policy": "off", "why_off": None})])[3] == "  rows leave no iteration"
     assert len(server_status.lines([server(None)])) == 4  # an older server: no line, and the blank one
 
 
