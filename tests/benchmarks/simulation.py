@@ -131,6 +131,7 @@ class Seen:
     tbt_ms: Sequence[Floats]
     offline_tokens: Sequence[int] = ()  # computed while requests arrived, as `conserve bench` counts them
     wasted: float = 0.0  # of offline tokens
+    live_tokens_recomputed: int = 0
     busy: float = 0.0  # of the time
 
     def runs(self) -> list[Self]:
@@ -162,8 +163,13 @@ def p99(blocks: Sequence[Floats]) -> float:
     return float(np.percentile(np.concatenate(blocks), 99, method="inverted_cdf"))
 
 
-def simulate(setting: Setting, policy: str, slo: LatencyLimits | None = None) -> Seen:
-    """Block after block on one engine, which has run offline rows alone before."""
+def simulate(
+    setting: Setting, policy: str, slo: LatencyLimits | None = None, *, separable: bool = True
+) -> Seen:
+    """Play block after block on one engine, which has run offline rows alone before.
+
+    Where rows are not `separable`, none leaves an iteration alone or joins a later one (`View.apart`).
+    """
     from conserve.engine.vllm.settings import WORKER
     from tests.bare_scheduler import RESIDUALS, Clock, engine_config
     from tests.simulated_engine import SimulatedEngine
@@ -194,6 +200,7 @@ def simulate(setting: Setting, policy: str, slo: LatencyLimits | None = None) ->
             window=setting.window,
             scatter=SCATTER,
             seed=SEED,
+            separable=separable,
         )
         engine.go_on_until(clock.now + setting.block_s)
         began, before = clock.now, Counters.of(engine.scheduler.conserve())
@@ -207,6 +214,7 @@ def simulate(setting: Setting, policy: str, slo: LatencyLimits | None = None) ->
         tbt_ms=[np.concatenate([answer.tbts_ms for answer in block]) for block in answers],
         offline_tokens=offline_tokens,
         wasted=counted["tokens_wasted"] / max(1, counted["offline_tokens"]),
+        live_tokens_recomputed=counted["live_tokens_recomputed"],
         busy=counted["busy_s"] / (clock.now - began),
     )
 
