@@ -45,7 +45,8 @@ QUEUE_NOTE = (
     "Offline tokens per second; work: the same with decode steps counted as so many tokens of prompts as they "
     "cost, to compare policies whose rows are at different stages. Offline ratio: tokens to those of "
     "non-preemptive. Iterations left: those that offline rows left for a live request; wasted: tokens computed for "
-    "those rows by then, as a share of offline tokens. Restored and recomputed: tokens of evicted rows. Overruns: share of planned iterations that took longer than their limit."
+    "those rows by then, as a share of offline tokens. Restored and recomputed: tokens of evicted rows. "
+    "Overruns: share of planned iterations that took longer than their limit."
 )
 ATTAINMENT_NOTE = (
     "Share of requests whose TTFT, and of token gaps, that stay within the reference times the scale (the smaller "

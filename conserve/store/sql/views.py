@@ -1,7 +1,7 @@
 """The views `jobs`, `results` and `inputs` over a snapshot; a file that cannot be read is left out of its view."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from conserve.store.sql.input_parts import InputPart, changed, parts_of
 from conserve.store.sql.quoting import parquet, quoted
 from conserve.store.sql.readable import CHECK, REPAIR, LeftOut, first_line
 from conserve.store.sql.snapshot import Snapshot
+from conserve.store.sql.unheld import SUBMIT_AGAIN, time_fault
 from conserve.store.upkeep.damage import Damage, StorePart
 
 Fault = Callable[[Path], str | None]  # reason why a file cannot be read; None if it can
@@ -144,21 +145,36 @@ def input_fault(source: catalog.Source, parts: Sequence[InputPart], fault: Fault
 def add_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, list[InputPart]]) -> list[LeftOut]:
     """Create the view `inputs`: job_id, row_index, and by name the columns of the input files of all jobs.
 
-    A job with a file that DuckDB cannot read is left out.
+    A job with a file that DuckDB cannot read, or with a time that it cannot hold, is left out.
     """
     types: dict[str, dict[str, str]] = {}
     left_out = []
     for job_id, parts in readable.items():
         try:
-            types[job_id] = input_types(duck, parts)
+            kinds = input_types(duck, parts)
         except duckdb.Error as error:
             reason = f"its input {parts[0].path} cannot be read ({first_line(error)})"
             left_out.append(LeftOut(view="inputs", job_id=job_id, reason=reason, fix=CHECK))
+            continue
+        if reason := odd_time(parts, kinds):
+            left_out.append(LeftOut(view="inputs", job_id=job_id, reason=reason, fix=SUBMIT_AGAIN))
+        else:
+            types[job_id] = kinds
     as_text = disagreeing(list(types.values()))
     selects = [input_select(job_id, readable[job_id], kinds, as_text) for job_id, kinds in types.items()]
     nothing = "select null::varchar as job_id, null::bigint as row_index where false"
     duck.execute(f"create view inputs as {' union all by name '.join(selects) or nothing}")
     return left_out
+
+
+def odd_time(parts: Sequence[InputPart], kinds: Mapping[str, str]) -> str | None:
+    """First part of an input that has a time that DuckDB cannot hold, as a reason; None if there is none."""
+    if not any("TIME" in kind for kind in kinds.values()):
+        return None
+    for part in parts:
+        if fault := time_fault(part.path):
+            return f"its input {part.path} {fault}"
+    return None
 
 
 def columns_of(duck: duckdb.DuckDBPyConnection, view: str) -> list[str]:

@@ -1,0 +1,89 @@
+"""Times in inputs that DuckDB cannot hold: they cost `conserve sql` one job's inputs, and no other job anything."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from conserve.store.database.store import Store
+from conserve.store.sql.query import views
+from conserve.store.sql.unheld import read_fault, time_fault
+from tests.commands import conserve
+from tests.unit.test_views import answer, queue
+
+LATEST_MS = (2**63 - 1) // 1000
+DAY_MS = 24 * 3600 * 1000
+
+
+UNHELD = {
+    "a time beyond DuckDB's": pa.array([LATEST_MS + 1], pa.timestamp("ms")),
+    "a time before DuckDB's": pa.array([-LATEST_MS - 1], pa.timestamp("ms", "UTC")),
+    "a time that DuckDB cannot write as text": pa.array([-(2**63)], pa.timestamp("us")),
+    "a time of day beyond the day": pa.array([DAY_MS + 1], pa.time32("ms")),
+    "a negative time of day": pa.array([-1], pa.time64("ns")),
+    "one in a list": pa.array([[0, LATEST_MS + 1]], pa.list_(pa.timestamp("ms"))),
+}
+HELD = {
+    "the latest": pa.array([LATEST_MS], pa.timestamp("ms")),
+    "the earliest": pa.array([-LATEST_MS + 1], pa.timestamp("ms")),
+    "microseconds": pa.array([2**63 - 1], pa.timestamp("us")),
+    "nanoseconds": pa.array([2**63 - 1], pa.timestamp("ns")),
+    "the end of the day": pa.array([DAY_MS], pa.time32("ms")),
+    "midnight": pa.array([0], pa.time64("us")),
+    "a date": pa.array([2**31 - 1], pa.date32()),
+    "a number": pa.array([2**63 - 1]),
+    "none": pa.array([None], pa.timestamp("ms")),
+}
+
+
+def written(path: Path, column: pa.Array, *, statistics: bool = True, **columns: list[object]) -> Path:
+    table = pa.table({**({"q": ["a"] * len(column)} | columns), "seen at": column})
+    pq.write_table(table, path, write_statistics=statistics)
+    return path
+
+
+@pytest.mark.parametrize("what", UNHELD)
+def test_a_time_that_duckdb_cannot_hold_is_found_in_the_files_statistics(tmp_path: Path, what: str) -> None:
+    path = written(tmp_path / "odd.parquet", UNHELD[what])
+    fault = time_fault(path)
+    assert fault is not None
+    assert fault.startswith("has a time in the column seen at that SQL cannot hold")
+    assert read_fault(path, ["seen at"]) is not None or "as text" in what, "DuckDB fails at it too"
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_all_other_times_are_held(tmp_path: Path, what: str) -> None:
+    path = written(tmp_path / "plain.parquet", HELD[what])
+    assert time_fault(path) is None
+    assert read_fault(path, ["seen at"]) is None, "DuckDB reads it"
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("what", ["a time beyond DuckDB's", "a time of day beyond the day", "one in a list"])
+def test_one_odd_value_costs_its_jobs_inputs_alone(
+    store: Store, tmp_path: Path, what: str, statistics: bool
+) -> None:
+    good = queue(store, written(tmp_path / "good.parquet", pa.array(["noon"])))
+    bad = queue(store, written(tmp_path / "bad.parquet", UNHELD[what], statistics=statistics))
+    for job_id in (good, bad):
+        answer(store, job_id)
+    done = conserve(
+        "sql", "--csv", 'select job_id, q, "seen at" from inputs join results using (job_id, row_index)'
+    )
+    assert (done.returncode, done.stdout) == (0, f"job_id,q,seen at\n{good},a,noon\n"), done.stderr
+    assert done.stderr.startswith(f"warning: the view inputs leaves out rows of job {bad}: its input ")
+    assert "mend the file and submit the file again" in done.stderr
+    assert done.stderr.count("\n") == 1
+    done = conserve("results", bad, "--with-inputs")
+    assert done.returncode == 2
+    assert "leave out --with-inputs" in done.stderr
+    assert conserve("results", bad).returncode == 0
+
+
+def test_a_jobs_inputs_are_left_out_of_the_view(store: Store, tmp_path: Path) -> None:
+    bad = queue(store, written(tmp_path / "bad.parquet", UNHELD["one in a list"]))
+    with views(store, now=0.0) as opened:
+        assert opened.duck.execute("select * from inputs").fetchall() == []
+        (left_out,) = opened.left_out
+    assert (left_out.view, left_out.job_id) == ("inputs", bad)
