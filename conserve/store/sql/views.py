@@ -156,8 +156,8 @@ def add_inputs(duck: duckdb.DuckDBPyConnection, readable: dict[str, list[InputPa
             reason = f"its input {parts[0].path} cannot be read ({first_line(error)})"
             left_out.append(LeftOut(view="inputs", job_id=job_id, reason=reason, fix=CHECK))
             continue
-        if reason := odd_time(parts, kinds):
-            left_out.append(LeftOut(view="inputs", job_id=job_id, reason=reason, fix=SUBMIT_AGAIN))
+        if odd := odd_time(parts, kinds):
+            left_out.append(LeftOut(view="inputs", job_id=job_id, reason=odd, fix=SUBMIT_AGAIN))
         else:
             types[job_id] = kinds
     as_text = disagreeing(list(types.values()))
