@@ -25,7 +25,9 @@ def __getattr__(name: str) -> Any:
     if name not in NAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "Worker" and _is_lost("LEAVING"):
-        return _vllms_worker()
+        from conserve.engine.vllm.compat.vllms_worker import VllmWorker
+
+        return VllmWorker
     if name == "CheckpointConnector" and (cause := _is_lost("CHECKPOINTS")):
         raise EndpointUnusable(
             f"vLLM has changed: {cause}; leave CheckpointConnector out of --kv-transfer-config"
@@ -39,12 +41,3 @@ def _is_lost(part: str) -> str | None:
     from conserve.engine.vllm.compat import internals, trial
 
     return trial.lost_parts().get(internals.Part[part])
-
-
-def _vllms_worker() -> Any:
-    """vLLM's own worker, in whose iterations rows stay."""
-    from vllm.platforms import current_platform
-
-    kind = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
-    module, _, name = f"vllm.v1.worker.{kind}".rpartition(".")
-    return getattr(import_module(module), name)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tools.gpu import children, parts, prepare, rehearse, steps, unpack, words
@@ -386,22 +387,13 @@ time.sleep(600)
         self, stubborn: tuple["subprocess.Popen[bytes]", int]
     ) -> None:
         process, below = stubborn
-        began = children.began_at(below)
-        assert children.family(process.pid).keys() == {process.pid, below}
+        member = psutil.Process(below)
+        assert {one.pid for one in children.family(process.pid)} == {process.pid, below}
         children.end(process, patience_s=0)
         assert process.returncode == -9
-        while children.began_at(below) == began and children.stat_fields(below)[0] != "Z":
+        while member.is_running() and member.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)  # the time limit of the test is its failure
-
-    def test_a_process_with_another_birth_is_never_killed(
-        self, stubborn: tuple["subprocess.Popen[bytes]", int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        process, below = stubborn
-        with monkeypatch.context() as patch:
-            patch.setattr(children, "family", lambda root: {root: "never", below: "never"})
-            children.end(process, patience_s=0)  # its group is its own
-        assert children.began_at(below) is not None
-        os.kill(below, 9)
+        assert children.family(process.pid) == []
 
 
 class Switched:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tools.gpu.results import FAILED
 
 STOP_PATIENCE_S = 20.0
@@ -86,41 +88,23 @@ def tail(log: Path) -> str:
 
 def end(process: "subprocess.Popen[bytes]", patience_s: float = STOP_PATIENCE_S) -> None:
     """Ask a child to stop, then kill it, its group and all its descendants that are left."""
-    members = family(process.pid) if process.poll() is None else {}
+    members = family(process.pid) if process.poll() is None else []
     if members:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience_s)
-    for pid, began in members.items():
-        if began_at(pid) == began:  # otherwise the number belongs to another process by now
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+    for member in members:
+        with contextlib.suppress(psutil.Error):  # it is gone; its number may belong to another process by now
+            member.kill()
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def family(root: int) -> dict[int, str]:
-    """A process and all its descendants, each with its time of start."""
-    parents, began = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and (fields := stat_fields(int(entry.name))):
-            parents[int(entry.name)], began[int(entry.name)] = int(fields[1]), fields[19]
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {pid: began[pid] for pid in found if pid in began}
-
-
-def began_at(pid: int) -> str | None:
-    """Time of start of a process, in ticks; None if it is gone."""
-    fields = stat_fields(pid)
-    return fields[19] if fields else None
-
-
-def stat_fields(pid: int) -> list[str]:
-    """Fields of `/proc/PID/stat` behind the name, which may hold spaces; empty if the process is gone."""
+def family(root: int) -> list[psutil.Process]:
+    """A process and all its descendants; none if the process is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+        process = psutil.Process(root)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
         return []

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
-from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 
 from conserve.engine.runtime.launches import Launches
 from conserve.engine.runtime.safepoint import LeaveFlag
+from conserve.engine.vllm.compat.vllms_worker import VllmWorker
 from conserve.engine.vllm.iteration import Outcome, Stamp, stamp_of
 from conserve.engine.vllm.preemption.outputs import nothing_sampled, with_outcome
 from conserve.engine.vllm.preemption.pieces import pieces_of
@@ -29,11 +29,6 @@ from conserve.engine.vllm.preemption.safepoints import (
     in_attention,
 )
 from conserve.engine.vllm.preemption.segments import NotDivisible, Stitched, recorded
-
-if TYPE_CHECKING or not current_platform.is_cpu():
-    from vllm.v1.worker.gpu_worker import Worker as VllmWorker
-else:
-    from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
 
 log = logging.getLogger("vllm.conserve")
 
