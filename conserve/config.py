@@ -11,6 +11,7 @@ from conserve.errors import SettingsError
 
 DEMO_MODEL = "smollm2-demo"
 PROJECT_FILE = "conserve.toml"
+SQLITE = "sqlite:///"
 UTILITY = 0.9
 LINUX = sys.platform == "linux"  # its folders need no platformdirs, which takes 20 ms to import
 
@@ -96,7 +97,12 @@ class Settings:
     @property
     def store_url(self) -> str:
         """Database URL, given or derived from `home`."""
-        return self.store or f"sqlite:///{self.home / 'conserve.db'}"
+        return self.store or f"{SQLITE}{self.home / 'conserve.db'}"
+
+    @property
+    def sqlite_file(self) -> Path | None:
+        """File of the database; None if that is not SQLite."""
+        return Path(self.store_url.removeprefix(SQLITE)) if self.store_url.startswith(SQLITE) else None
 
 
 def model_name(model: str) -> str:

@@ -22,9 +22,6 @@ conserve show gsm8k-k3f9 --id question-17
 conserve show gsm8k-k3f9 17 --json
 """
 
-TIMES = ("submitted_at", "started_at", "finished_at")
-DOCUMENTS = ("json", "choices", "logprobs")
-
 
 def show(
     ctx: typer.Context,
@@ -63,7 +60,7 @@ def show(
 
 def document(job: "Job", asked: "FoundRequest", stands: "Standing") -> dict[str, Any]:
     """Row as JSON (docs/reference/json.md)."""
-    from conserve.store.books.results import COLUMNS
+    from conserve.store.books.results import COLUMNS, DOCUMENTS, TIMES
 
     values = {name: getattr(stands.result, name, None) for name in COLUMNS}
     for name in TIMES:

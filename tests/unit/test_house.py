@@ -1,5 +1,6 @@
 """The house stands as docs/explanation/house.md says: what loads what, what ships, how a store comes to be."""
 
+import ast
 import subprocess
 import sys
 import tarfile
@@ -25,6 +26,7 @@ DATA = {"duckdb", "pyarrow", "sqlalchemy"}
 OTHERS = {"httpx", "jinja2", "rich"}
 SLOW = {"typer", "pydantic", "asyncio", "msgspec", "psutil", "platformdirs", "tomllib", "difflib", "numpy"}
 RUN = "from conserve.__main__ import main\ntry: main()\nexcept SystemExit: pass"
+MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 LOADS_NOTHING = (
     "from conserve.engine.vllm.launching import loading; loading.WORDS = ('-c', 'raise SystemExit(1)')"
 )
@@ -142,3 +144,18 @@ def test_a_wheel_built_from_the_sdist_is_whole(tmp_path: Path) -> None:
         command, cwd=site, env={"PYTHONPATH": str(site)}, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("conserve ")
+
+
+def test_modules_and_functions_are_short_enough_to_be_read() -> None:
+    """Signatures do not count: that of a command declares its flags. Test modules do not either: they are read test
+    by test."""
+    for folder in ("conserve", "tools"):
+        for module in (REPOSITORY / folder).rglob("*.py"):
+            text = module.read_text()
+            assert text.count("\n") < MOST_LINES, module
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    assert (node.end_lineno or 0) - node.body[0].lineno < MOST_FUNCTION_LINES, (
+                        module,
+                        node.name,
+                    )

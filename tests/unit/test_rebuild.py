@@ -176,7 +176,7 @@ def test_rows_on_both_sides_of_a_damaged_page_are_read(tmp_path: Path) -> None:
 
 def test_a_store_on_another_database_is_not_rebuilt(tmp_path: Path) -> None:
     settings = load({"home": tmp_path, "store": "postgresql://x/y"}, environ={})
-    assert rebuild.sqlite_file(settings) is None
+    assert settings.sqlite_file is None
 
 
 def test_the_ids_of_each_place_are_kept(tmp_path: Path) -> None:

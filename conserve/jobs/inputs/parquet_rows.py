@@ -1,5 +1,6 @@
 """Rows of Parquet files: of one, or of several as if they were one."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,32 @@ from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.task import Kind, Task
 
 
-class ParquetRows:
+class Columns(ABC):
+    """Rows with the columns of a schema."""
+
+    name: str
+    schema: pa.Schema
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Names of the columns."""
+        return list(self.schema.names)
+
+    def check(self, task: Task) -> None:
+        """Raise `InputError` if the task's column cannot hold chats."""
+        check_chats(self.schema, self.name, task)
+
+    @abstractmethod
+    def arrow(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows in order, with these columns."""
+
+    def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the same rows as dictionaries of Python values."""
+        for batch in self.arrow(names):
+            yield python_rows(batch)
+
+
+class ParquetRows(Columns):
     """Rows of a Parquet file."""
 
     def __init__(self, path: Path, name: str) -> None:
@@ -33,13 +59,6 @@ class ParquetRows:
         if twice is not None:
             raise InputError(f"{name} has two columns called {twice!r}; rename one")
 
-    @property
-    def columns(self) -> Sequence[str]:
-        return list(self.schema.names)
-
-    def check(self, task: Task) -> None:
-        check_chats(self.schema, self.name, task)
-
     def batch_rows(self) -> int:
         """Number of rows to read at once, fewer if they are long."""
         fitting = int(GROUP_BYTES * self.num_rows / max(1, self._bytes))
@@ -53,12 +72,8 @@ class ParquetRows:
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{self.name} is damaged ({first_line(error)}); write it again") from error
 
-    def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
-        for batch in self.arrow(names):
-            yield python_rows(batch)
 
-
-class ParquetParts:
+class ParquetParts(Columns):
     """Rows of several Parquet files, one file after the other; a column that a file lacks is null there.
 
     Folders called key=value make a column of their key, where the files have none of that name.
@@ -91,19 +106,12 @@ class ParquetParts:
         return pa.schema([field.with_nullable(True) for field in schema])
 
     @property
-    def columns(self) -> Sequence[str]:
-        return list(self.schema.names)
-
-    @property
     def first_rows(self) -> list[int]:
         """Row index of each file's first row."""
         starts = [0]
         for part in self.parts[:-1]:
             starts.append(starts[-1] + part.num_rows)
         return starts
-
-    def check(self, task: Task) -> None:
-        check_chats(self.schema, self.name, task)
 
     def arrow(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield the rows in order, with these columns in the types that fit all files."""
@@ -116,10 +124,6 @@ class ParquetParts:
                 except pa.ArrowException as error:
                     raise misfit(batch, wanted, part.name, read) from error
                 read += batch.num_rows
-
-    def batches(self, names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
-        for batch in self.arrow(names):
-            yield python_rows(batch)
 
     def copy_to(self, path: Path) -> None:
         """Write all rows as one Parquet file."""

@@ -172,9 +172,8 @@ def untaken(settings: Settings, job_id: str) -> list[int]:
 @contextmanager
 def opened(settings: Settings) -> Iterator[Query | None]:
     """Yield a function that queries the store within one read transaction; None where there is no store yet."""
-    url = settings.store_url
-    if url.startswith("sqlite:///"):
-        with opened_sqlite(Path(url.removeprefix("sqlite:///"))) as query:
+    if (path := settings.sqlite_file) is not None:
+        with opened_sqlite(path) as query:
             yield query
     else:
         with opened_elsewhere(settings) as query:

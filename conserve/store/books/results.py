@@ -64,7 +64,8 @@ _INTEGERS = {
     "resumed_tokens": "int32",
     "attempts": "int32",
 }
-_TIMES = ("submitted_at", "started_at", "finished_at")
+TIMES = ("submitted_at", "started_at", "finished_at")
+DOCUMENTS = ("json", "choices", "logprobs")  # columns that hold JSON
 
 encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Result).decode
@@ -152,7 +153,7 @@ def arrow_schema() -> "pa.Schema":
     import pyarrow as pa
 
     def kind(name: str) -> "pa.DataType":
-        if name in _TIMES:
+        if name in TIMES:
             return pa.timestamp("us", tz="UTC")
         return getattr(pa, _INTEGERS.get(name, "string"))()
 
@@ -168,7 +169,7 @@ def to_arrow(job_ids: Sequence[str], positions: Sequence[int], results: Sequence
     columns: list[list[object]] = [list(job_ids), list(positions)]
     for name in COLUMNS:
         values = [getattr(result, name) for result in results]
-        columns.append([round(value * 1e6) for value in values] if name in _TIMES else values)
+        columns.append([round(value * 1e6) for value in values] if name in TIMES else values)
     arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -176,7 +177,7 @@ def to_arrow(job_ids: Sequence[str], positions: Sequence[int], results: Sequence
 def from_arrow(table: "pa.Table") -> list[Result]:
     """Results in a table that `to_arrow` made; an earlier version's table lacks columns."""
     columns = {name: table[name].to_pylist() for name in COLUMNS if name in table.column_names}
-    for name in _TIMES:
+    for name in TIMES:
         columns[name] = [value.timestamp() for value in columns[name]]
     rows = zip(*columns.values(), strict=True)
     return [Result(**dict(zip(columns, row, strict=True))) for row in rows]

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, select
 from conserve.store.books import shards
 from conserve.store.books.catalog import Job
 from conserve.store.books.journal import is_whole
-from conserve.store.books.results import COLUMNS, Result, decode
+from conserve.store.books.results import COLUMNS, TIMES, Result, decode
 from conserve.store.books.shards import ShardFile
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
@@ -20,7 +20,6 @@ from conserve.store.database.store import Store
 from conserve.store.files import digests
 
 request, lease, journal = schema.request, schema.lease, schema.journal
-TIMES = ("submitted_at", "started_at", "finished_at")
 BYTES_A_TOKEN = 4
 
 

@@ -146,11 +146,6 @@ def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:
     return StoreError(f"the store {where} failed: {cause}; run: conserve doctor")
 
 
-def sqlite_url(path: Path) -> str:
-    """The URL of the SQLite database at `path`."""
-    return f"sqlite:///{path}"
-
-
 def reserve_space(tx: Connection) -> None:
     """Touch the database inside the transaction, so that a read-only store is found before any work."""
     tx.execute(text("update meta set value = value where key = 'version'"))

@@ -9,7 +9,7 @@ import duckdb
 import pyarrow as pa
 
 from conserve.store.books import catalog, readings
-from conserve.store.books.results import COLUMNS
+from conserve.store.books.results import COLUMNS, DOCUMENTS
 from conserve.store.books.shards import ShardFile
 from conserve.store.sql.input_columns import (
     RESULT_COLUMNS,
@@ -26,7 +26,6 @@ from conserve.store.sql.unheld import SUBMIT_AGAIN, time_fault
 from conserve.store.upkeep.damage import Damage, StorePart
 
 Fault = Callable[[Path], str | None]  # reason why a file cannot be read; None if it can
-DOCUMENTS = ("json", "choices", "logprobs")  # columns of `results` that hold JSON
 FIRST_COLUMNS = ("job_id", "position", *(name for name in COLUMNS if name != "engine"))
 """The columns that shards of every version have."""
 

@@ -59,7 +59,7 @@ def strangers(store: Store) -> list[Stranger]:
 
 def rebuild(settings: Settings, *, now: float) -> list[str]:
     """Make a new SQLite database beside the damaged one; returns the changes in words."""
-    path = sqlite_file(settings)
+    path = settings.sqlite_file
     if path is None:
         raise StoreError("only an SQLite store can be rebuilt; restore the database from its backup")
     aside = path.with_name(f"{path.name}.damaged-{int(now)}")
@@ -74,12 +74,6 @@ def rebuild(settings: Settings, *, now: float) -> list[str]:
     finally:
         store.close()
     return [f"the damaged database is kept as {aside.name}", *said]
-
-
-def sqlite_file(settings: Settings) -> Path | None:
-    """File of the settings' database; None if that is not SQLite."""
-    url = settings.store_url
-    return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:///") else None
 
 
 def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *, now: float) -> list[str]:
