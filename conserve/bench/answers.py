@@ -11,7 +11,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Status(StrEnum):
-    """How a request ended."""
+    """End of a request."""
 
     OK = "ok"  # the answer is complete
     REFUSED = "http_error"  # the server refused, at once or halfway through the answer

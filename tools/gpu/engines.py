@@ -30,7 +30,7 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much of everything; lengths are tokens."""
+    """Amounts of a measurement; lengths are in tokens."""
 
     model: str = "llama-8b"
     flags: tuple[str, ...] = ("--load-format", "dummy", "--max-model-len", "8192")

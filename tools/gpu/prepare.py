@@ -80,7 +80,7 @@ def download(lines: list[str]) -> None:
 
 
 def archive(name: str) -> Path:
-    """Where an archive is built."""
+    """Path at which an archive is built."""
     return BUILD / f"{name}.tar.xz"
 
 

@@ -156,7 +156,7 @@ def words(surveyed: Survey) -> Mapping[str, Lines]:
 
 
 def identity(mutant: Mutant) -> tuple[str, str, str, str]:
-    """What a mutant is recognised by after lines before it have moved."""
+    """Key that recognises a mutant after lines before it have moved."""
     before, after = change(mutant)
     return mutant.path, mutant.function or "", before, after
 

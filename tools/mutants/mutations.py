@@ -48,7 +48,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where the walk through the tree is."""
+    """Place of the walk through the tree."""
 
     function: str | None = None
     scope: str = ""
@@ -208,7 +208,7 @@ class _Walk:
             yield from self._expression(node, place)
 
     def _expression(self, node: ast.AST, place: _Place, *, text: bool = True) -> Iterator[Mutant]:
-        """Of an expression and what is in it; `text` False: strings say something to people."""
+        """Yield the mutants of an expression and its parts; `text` False: strings are for people to read."""
 
         def instead(new: ast.AST | str, kind: str) -> Mutant:
             return self._mutant(node, new if isinstance(new, str) else f"({ast.unparse(new)})", place, kind)
@@ -305,7 +305,7 @@ def _is_type_checking(node: ast.stmt) -> bool:
 
 
 def _trivial_bodies(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    """What could stand for the whole body if no test looked at what the function does."""
+    """Bodies that could replace the whole one if no test looked at what the function does."""
     if any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(node)):
         yield "return; yield"
         return

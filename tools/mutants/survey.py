@@ -1,4 +1,4 @@
-"""Which test runs which lines, and how long it takes; kept for each test file until it or the code changes."""
+"""Lines that each test runs, and the time it takes; kept for each test file until it or the code changes."""
 
 import hashlib
 import os
@@ -57,7 +57,7 @@ def survey(items: Sequence[pytest.Item], *, examples: int) -> Survey:
 
 
 def _known(kept: Path) -> Survey | None:
-    """What was found earlier, if the files that the tests run are still the same."""
+    """Findings of an earlier survey, if the files that the tests run are still the same."""
     if not kept.is_file():
         return None
     files, digest, result = pickle.loads(kept.read_bytes())

@@ -51,7 +51,7 @@ OPTIONS = [
 
 
 class Fate(StrEnum):
-    """What became of a mutant."""
+    """End of a mutant."""
 
     KILLED = "killed"  # a test failed, or ended neither in time nor within the memory
     SURVIVED = "survived"
@@ -81,7 +81,7 @@ class Trials:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """In place of running the tests once."""
+        """Try the mutants, in place of running the tests once."""
         fewer_examples(session.items, self.examples)
         self.survey = survey(session.items, examples=self.examples)
         for name, tested in self.survey.items():

@@ -1,4 +1,4 @@
-"""Which rows leave the running iteration when an online request arrives: pure decisions, as plans are."""
+"""Rows that leave the running iteration when an online request arrives: pure decisions, as plans are."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

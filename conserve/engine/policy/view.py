@@ -1,4 +1,4 @@
-"""What a policy sees: the engine's requests, its free room, its latency model and the promises to keep."""
+"""Views of an engine for policies: its requests, its free room, its latency model and the promises to keep."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

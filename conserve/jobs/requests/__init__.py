@@ -1,1 +1,1 @@
-"""From rows to a job's requests, in execution order."""
+"""Rendering of rows into a job's requests, in execution order."""

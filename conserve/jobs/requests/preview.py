@@ -16,7 +16,7 @@ from conserve.jobs.task import Kind, Task
 
 
 class Preview(NamedTuple):
-    """One row's request, or why it has none."""
+    """One row's request, or the reason why it has none."""
 
     row_index: int
     custom_id: str | None

@@ -58,7 +58,7 @@ def cut(sequence: Any, size: int) -> Sequence[Any]:
 
 
 def chained(blocks: Iterable[Any], seed: int) -> Key:
-    """For each block a hash of it and of all before it, 8 bytes each."""
+    """Hash of each block and all blocks before it, 8 bytes each."""
     key = array("q")
     so_far = seed
     for block in blocks:

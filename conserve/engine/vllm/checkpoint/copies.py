@@ -202,7 +202,7 @@ class NoStream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """One priority only."""
+        """Range of the streams' priorities: there is one priority."""
         return 0, 0
 
 

@@ -52,7 +52,7 @@ class Restores:
 
     @property
     def awaited(self) -> Mapping[int, list[str]]:
-        """For every transfer under way, the rows that are complete once it has ended."""
+        """Rows that are complete once a transfer under way has ended, by transfer."""
         return self._awaited
 
     def begin(self, name: str, copies: Iterable[Copy], keys: frozenset[Hashable]) -> None:

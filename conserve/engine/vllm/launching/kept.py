@@ -1,4 +1,4 @@
-"""What this machine has taught earlier starts: a value for each key, in a JSON file of the user's cache."""
+"""Findings of earlier starts on this machine: a value for each key, in a JSON file of the user's cache."""
 
 from pathlib import Path
 from typing import TypeVar

@@ -155,7 +155,7 @@ class ArrivalMonitor:
         self._expected.pop(request, None)
 
     def end(self, iteration: Iteration) -> None:
-        """Take in the outcome of an iteration that was to be stamped: learn of the worker, and count who left."""
+        """Take in the outcome of a stamped iteration: what the worker can do, and the rows that left."""
         with self._lock:
             self._running = None
         outcome, left, tokens = iteration.outcome, iteration.left, iteration.tokens
@@ -308,7 +308,7 @@ def connector_of(config: Any) -> str | None:
 
 
 def why_not(config: Any) -> str | None:
-    """Why no row can leave an iteration of this engine; None if rows can."""
+    """Reason why no row can leave an iteration of this engine; None if rows can."""
     parallel, model = config.parallel_config, config.model_config
     changed = lost_parts().get(Part.LEAVING)
     reasons = {

@@ -1,4 +1,4 @@
-"""Which variables of a compiled pass have an entry a token: what differs between two passes of other sizes.
+"""Variables of a compiled pass that have an entry a token: those that differ between passes of two sizes.
 
 vLLM loads compiled models from a cache, without the graphs that they were compiled from. So the shapes are noted in
 two passes at the start, which attend to nothing.
@@ -82,7 +82,7 @@ def layouts_of(stitched: Stitched, segments: Segments, run: Callable[[int], Any]
 
 
 def seen(stitched: Stitched, segments: Segments, run: Callable[[int], Any], tokens: int) -> Seen:
-    """One pass, watched."""
+    """Run one pass of so many tokens, and note its variables."""
     passes: list[Seen] = []
 
     def watching(*args: Any) -> Any:

@@ -28,7 +28,7 @@ class Runner(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the layers run."""
+        """Device that the layers run on."""
 
     @property
     def groups(self) -> Sequence[Any]:

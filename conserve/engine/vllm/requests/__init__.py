@@ -1,1 +1,1 @@
-"""From OpenAI bodies to vLLM's requests and back to answers, continued from saved tokens."""
+"""Translation of OpenAI bodies into vLLM's requests and back into answers, continued from saved tokens."""

@@ -37,7 +37,7 @@ class Picture:
         self._now = time.time()
 
     def view(self, slo: Slo, model: LatencyModel) -> View:
-        """All that a policy is told. The waiting requests are looked at as far as they are read."""
+        """Make the view for a policy. A waiting request is looked at when it is read."""
         scheduler = self._scheduler
         online, offline = self._running()
         holding = list(scheduler.kv_holding_waiting)  # they have KV blocks, or are getting them

@@ -1,4 +1,4 @@
-"""What the scheduler says of itself: the JSON of `GET /v1/conserve`."""
+"""Report of the scheduler: the JSON of `GET /v1/conserve`."""
 
 from __future__ import annotations
 

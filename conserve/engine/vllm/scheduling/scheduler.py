@@ -371,7 +371,7 @@ class CoServing:
 
 
 def recording_of(vllm_config: Any, path: Path | None) -> Recording | None:
-    """Where this engine's views are recorded, if they are; data parallel engines behind the first add a number."""
+    """File of this engine's recorded views, if any; data parallel engines behind the first add a number."""
     if path is None:
         return None
     number = vllm_config.parallel_config.data_parallel_index
