@@ -25,7 +25,7 @@ def begin() -> None:
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """Of each guard how often it let an example through, and how many came to it."""
+    """Number of examples that each guard let through, and number of those that came to it."""
     return {what: (_passed[what], asked) for what, asked in _asked.items()}
 
 

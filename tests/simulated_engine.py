@@ -5,7 +5,7 @@ by layer: requests arrive in the middle of an iteration, rows leave it at a safe
 they left. Hence hundreds of blocks in a minute, the same arrivals for each policy, and no noisy machine.
 
 What flatters a policy that preempts: planning takes no time, what an iteration takes whatever is in it is spread
-over its layers, so that who leaves early is spared the rest of it, and the policy knows the true model.
+over its layers, so that a row that leaves early is spared the rest of it, and the policy knows the true model.
 """
 
 from collections import deque
@@ -94,7 +94,7 @@ class SimulatedEngine(BareEngine):
         return int(self.scheduler._traffic.offline_tokens)
 
     def play(self, arrivals: Iterable[Arrival], block_s: float = 0.0) -> list[Timed]:
-        """These requests, from now on; returns when all are answered and `block_s` are over.
+        """Play these requests from now on; returns when all are answered and `block_s` are over.
 
         `counted` are the offline tokens of the block itself.
         """
@@ -137,7 +137,7 @@ class SimulatedEngine(BareEngine):
                     self._rows -= 1
 
     def _arrive(self) -> None:
-        """Who is due by now reaches the engine: its I/O thread, that is."""
+        """Hand the requests that are due by now to the engine, as its I/O thread does."""
         now = self.clock.now
         while self._due and self._due[0].arrival_time <= now:
             request = self._due.popleft()
@@ -149,7 +149,7 @@ class SimulatedEngine(BareEngine):
     # The worker.
 
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute, as far as time is concerned; whoever is due a token gets a 7."""
+        """Compute, as far as time is concerned; each request that is due a token gets a 7."""
         requests, names = self.scheduler.requests, list(output.num_scheduled_tokens)
         due = {name: not requests[name].is_prefill_chunk for name in names}
         self._forget(output)
@@ -168,7 +168,7 @@ class SimulatedEngine(BareEngine):
         return result
 
     def _forget(self, output: SchedulerOutput) -> None:
-        """As `Rows.begin`: who finished or lost its memory does not go on."""
+        """As `Rows.begin`: a row that finished or was evicted does not go on."""
         gone = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
         gone += output.scheduled_cached_reqs.resumed_req_ids
         for name in [*gone, *(new.req_id for new in output.scheduled_new_reqs)]:
@@ -188,15 +188,15 @@ class SimulatedEngine(BareEngine):
                 del self._suspended[name]
         joined, left, asked, left_before = len(joining), set[str](), 0, 0
         speed = max(0.5, 1 + self._scatter * self._dice.standard_normal()) / self._layers / 1e3
-        layer_s: float | None = None  # of those who are in
+        layer_s: float | None = None  # of the rows that are in the pass
         for layer in range(self._layers if slices else 0):
             if layer in joining.values():
                 joining = {name: at for name, at in joining.items() if at != layer}
                 layer_s = None
             if stamp is not None and layer % stamp.every == 0 and (rows := self._orders(stamp)) > asked:
                 left_before, asked = left_before if asked else layer, rows
-                everybody = rows == ALL_ROWS
-                leaving = slices.keys() if everybody else slices.keys() & set(stamp.rows[:rows])
+                all_leave = rows == ALL_ROWS
+                leaving = slices.keys() if all_leave else slices.keys() & set(stamp.rows[:rows])
                 for name in leaving - left - joining.keys() if layer and self._separable else ():
                     self._suspended[name] = Suspended(layer, slices[name].context, slices[name].tokens)
                 left |= leaving
@@ -225,7 +225,7 @@ class SimulatedEngine(BareEngine):
         return int(flag.rows_asked(stamp.iteration)) if flag is not None else 0
 
     def _keep_the_rest(self, computed: Mapping[str, int]) -> None:
-        """As `Rows.end`: who ran only the beginning of what it had keeps the rest."""
+        """As `Rows.end`: a row that ran part of its chunk keeps the remaining tokens."""
         for name in self._suspended.keys() & computed.keys():
             one, ran = self._suspended.pop(name), computed[name]
             if ran < one.tokens:

@@ -83,6 +83,6 @@ def job(store: Store, job_id: str = "job-1") -> catalog.Job:
 
 
 def select(store: Store, query: str) -> list[tuple[Any, ...]]:
-    """What the database says."""
+    """Rows of a query on the database."""
     with store.read() as tx:
         return [tuple(row) for row in tx.execute(text(query))]

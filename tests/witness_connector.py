@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 
 class WitnessConnector(KVConnectorBase_V1, SupportsHMA):
-    """Stands for somebody else's."""
+    """Stands for another project's connector."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -250,5 +250,5 @@ class Harness:
 
 
 def answer(task: Task, prompt: str, tokens: int) -> str:
-    """What the fake answers to this prompt when nothing ever interrupts it."""
+    """Answer of the fake to this prompt if nothing interrupts it."""
     return " ".join(FAKE_WORDS[t] for t in answer_tokens(request_text(task.body(prompt)), tokens))

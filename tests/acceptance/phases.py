@@ -1,4 +1,4 @@
-"""Where a process is in its work, written so that a SIGKILL cannot lose it.
+"""Phase of a process's work, written so that a SIGKILL cannot lose it.
 
 A process maps a file of four numbers and changes them as it goes. Each change is a store to memory, which the
 kernel keeps whatever becomes of the process. After the kill the harness reads there which phase it hit, and how
@@ -17,7 +17,7 @@ from tests.acceptance.rewiring import rewire, wrap
 
 
 class Phase(IntEnum):
-    """What a run does: the store's thread if it does anything, else the event loop."""
+    """Work of a run: that of the store's thread if it has any, else that of the event loop."""
 
     STARTING = 0  # imports, settings; the store is not open
     RECOVERING = 1  # the store is open; rows of dead processes come back
@@ -78,7 +78,7 @@ class Trace:
 
     @property
     def phase(self) -> Phase:
-        """Where the process is, or was when it was killed."""
+        """Phase that the process is in, or was in when it was killed."""
         if self[STORE] != IDLE:
             return Phase(self[STORE])
         phase = Phase(self[LOOP])

@@ -1,4 +1,4 @@
-"""What a soak did: kills by the phase of the work that they hit, and what the rows cost."""
+"""Record of a soak: kills by the phase of the work that they hit, and the cost of the rows."""
 
 import json
 import time

@@ -14,7 +14,7 @@ DEAD = "EngineCore encountered an issue. See stack trace (above) for the root ca
 
 @dataclass(slots=True, kw_only=True)
 class Script:
-    """How the server behaves; a word in a request's text makes it misbehave, the first time if it `excuses`.
+    """Behaviour of the server; a word in a request's text makes it misbehave, the first time if it `excuses`.
 
     BUSY: 429. FAULT: 500. GARBAGE: no JSON. BREAK: the connection ends half-way. ABORT: the answer is given
     up. DIES: an event says that the engine is dead. DIED: as DIES, and /health says so too from then on.
@@ -39,7 +39,7 @@ class Script:
 
 @dataclass(slots=True)
 class Request:
-    """What came in on a route that completes."""
+    """A request on a route that completes."""
 
     path: str
     body: dict[str, Any]

@@ -63,7 +63,7 @@ class Harvest:
 
     @property
     def tokens(self) -> list[int]:
-        """How many tokens of each row in flight have arrived."""
+        """Number of tokens of each row in flight that have arrived."""
         return [len(flight.tokens) for flight in self.harvester._flights]
 
     async def until(self, condition: Callable[[], bool]) -> None:

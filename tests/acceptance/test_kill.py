@@ -59,7 +59,7 @@ def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path) -> None:
     for shot in (
         Shot(at=f"{SHARDS}:to_arrow"),  # before there is a file
         Shot(at=f"{HOME}:write_durably"),  # the file has its scratch name
-        Shot(at=f"{HOME}:write_durably", after=True),  # it has its name, and nobody knows of it
+        Shot(at=f"{HOME}:write_durably", after=True),  # it has its name, and no record names it
         Shot(at=f"{SHARDS}:register", after=True),  # registered
     ):
         harness.kill(shot, conserve__store__books__shards__SHARD_ROWS=600)

@@ -1,4 +1,4 @@
-"""What a row costs beside the engine: claim, commit, compact, with an endpoint that takes no time."""
+"""Cost of a row beside the engine: claim, commit, compact, with an endpoint that takes no time."""
 
 import asyncio
 import tempfile

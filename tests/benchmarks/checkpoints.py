@@ -1,4 +1,4 @@
-"""What losing memory costs a row that has a checkpoint, and what having one costs.
+"""Cost of an eviction for a row that has a checkpoint, and cost of the checkpoint.
 
 The real engine in this process, in eager mode, on the demo model. What is compared takes turns.
 """
@@ -76,13 +76,13 @@ class Victim:
         return self.engine.scheduler.checkpoints
 
     def run(self, tokens: int) -> None:
-        """Until it has so many more."""
+        """Run until the row has so many more tokens."""
         wanted = self.request.num_output_tokens + tokens
         while self.request.num_output_tokens < wanted:
             self.engine.step()
 
     def resume_s(self, *, restoring: bool) -> float:
-        """From the moment at which it may come back to its next token; the last of its KV is saved by then."""
+        """Time from the moment at which the row may come back to its next token, in s; its KV is saved by then."""
         self.checkpoints.on = True  # what is unsaved is saved in both cases
         self.engine.take_memory(self.name)
         self.stay_away()
@@ -97,7 +97,7 @@ class Victim:
         return took
 
     def stay_away(self) -> None:
-        """For some iterations, in which the last of its KV is saved."""
+        """Keep the row out for some iterations, in which the last of its KV is saved."""
         self.engine.scheduler.restores_pause = 1 << 30
         for _ in range(SAVING):
             self.engine.step()
@@ -193,7 +193,7 @@ def without(engine: Any, victim: Victim) -> list[Timed]:
 
 
 def slower_percent(beside: Sequence[Timed], others: Sequence[Timed]) -> float:
-    """How much longer these take than the line through the others says."""
+    """Share by which these take longer than the line through the others says, in percent."""
     line = np.polynomial.Polynomial.fit(*np.array(others).T, deg=1)
     expected = [float(line(each.step)) for each in beside]
     return (sum(each.ms for each in beside) / sum(expected) - 1) * 100
@@ -206,7 +206,7 @@ def timed(engine: Any) -> Timed:
 
 
 def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
-    """Throughput with checkpoints that nobody needs, and the time that the scheduler spends on them."""
+    """Throughput with checkpoints that no row needs, and the time that the scheduler spends on them."""
     checkpoints = engine.scheduler.checkpoints
     ask, spent = checkpoints.transfers, [0.0]
 
@@ -238,7 +238,7 @@ def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
 
 
 def batch_s(engine: Any, arm: str, seed: int) -> float:
-    """Some rows from beginning to end."""
+    """Time of some rows from beginning to end, in s."""
     from conserve.engine.policy.checkpointing import policy_named
     from tests.preempted_engine import Ask, greedy, prompt
 
@@ -288,7 +288,7 @@ def bandwidth(raw: dict[str, Any]) -> list[Figure]:
 
 
 def resampled(name: str, percents: Sequence[float], most: float) -> Figure:
-    """With a 95 % interval of the median."""
+    """Median with its 95 % interval."""
     dice = np.random.default_rng(SEED)
     medians = np.median(dice.choice(np.array(percents), (RESAMPLES, len(percents))), axis=1)
     low, high = np.percentile(medians, (2.5, 97.5))

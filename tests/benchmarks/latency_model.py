@@ -1,4 +1,4 @@
-"""How well latency models predict batches they were not fitted to, and what they cost.
+"""Errors of latency models on batches that they were not fitted to, and the cost of the models.
 
 A profile is measured as `conserve profile` does. After each of its measurements a batch of another kind is
 run, composed as a scheduler would from the lengths of the Azure conversation trace (online) and of arXiv
@@ -208,7 +208,7 @@ def corrected(
 
 
 def costs() -> list[Figure]:
-    """What fitting and asking take."""
+    """Time of fitting a model, and of asking it."""
     dice = random.Random(SEED)
     truth = MODELS["conserve"].of(0.3, 1e-4, 2e-4, 1.5e-3, 0.1, 1.0, 1e-3, 15.0)
     some = [Batch.of([Slice(1, dice.randrange(4000), True)] * dice.randrange(1, 64)) for _ in range(1000)]

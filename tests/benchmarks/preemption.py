@@ -1,4 +1,4 @@
-"""How soon offline rows leave an iteration, and what it costs that they could.
+"""Time until offline rows leave an iteration, and the cost of safepoints.
 
 The real engine in this process, in eager mode, on the demo model. What is compared takes turns, down to single
 iterations where they are long.
@@ -57,7 +57,7 @@ def measure() -> list[Figure]:
 
 
 def reactions(engine: Any, raw: dict[str, Any]) -> list[Figure]:
-    """From raising the flag to the scheduler's having control again."""
+    """Times from raising the flag until the scheduler has control again."""
     dice = random.Random(SEED)
     moments = {step: stratified(dice, RAISES * (3 if step == 1 else 1)) for step in STEPS}
     watch = Watch(engine)
@@ -100,7 +100,7 @@ class Watch:
         engine.preemptions.begin = self._begins
 
     def close(self) -> None:
-        """As it was."""
+        """Put the engine's own functions back."""
         self._engine.scheduler.update_from_output = self._plain
         self._engine.preemptions.begin = self._begin
 
@@ -167,7 +167,7 @@ def reaction_figure(step: int, ms: Sequence[float], whole_ms: float, layers: int
     )
 
 
-# What it costs when nobody leaves.
+# Cost of safepoints where no row leaves.
 
 
 def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
@@ -256,7 +256,7 @@ def cost_figure(name: str, step: int, triples: Sequence[Triple]) -> Figure:
 
 
 def call_us(engine: Any) -> dict[str, list[float]]:
-    """What the call of a layer takes longer for its safepoint, in microseconds: one sample is many passes."""
+    """Time that a layer's call takes longer for its safepoint, in us: one sample is many passes."""
     import torch
 
     from conserve.engine.vllm.iteration import Stamp

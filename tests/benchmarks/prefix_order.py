@@ -1,4 +1,4 @@
-"""What prefix order is worth: real few-shot jobs in the order of their prefixes and of a shuffled input."""
+"""Gain of prefix order: real few-shot jobs in the order of their prefixes and of a shuffled input."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""What the bookkeeping costs beside the real engine: the same rows with and without a store, one engine."""
+"""Cost of the bookkeeping beside the real engine: the same rows with and without a store, one engine."""
 
 import asyncio
 import statistics

@@ -1,4 +1,4 @@
-"""What planning adds to an iteration: our scheduler beside vLLM's own, on the same requests, computing nothing."""
+"""Time that planning adds to an iteration: our scheduler beside vLLM's own, on the same requests, no model."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ COMMAND = "python -m tests.benchmarks scheduling"
 ROUNDS = 5
 ITERATIONS = 60
 RUNNING = 256
-PROMPT, ANSWER = 100, 400  # tokens: nobody finishes while it is measured
+PROMPT, ANSWER = 100, 400  # tokens: no request finishes while planning is measured
 
 
 def measure() -> list[Figure]:

@@ -1,4 +1,4 @@
-"""What the plug-in costs a server without offline work: `conserve serve` and stock vLLM take turns."""
+"""Cost of the plug-in for a server without offline work: `conserve serve` and stock vLLM take turns."""
 
 import asyncio
 import os
@@ -124,7 +124,7 @@ def p99s(answers: Sequence[Answer]) -> tuple[float, float]:
 
 
 def tokens_per_s(answers: Sequence[Answer]) -> float:
-    """Of prompts and answers, from the first request to the last answer."""
+    """Tokens of prompts and answers per second, from the first request to the last answer."""
     tokens = sum(answer.input_tokens + answer.tokens for answer in answers)
     return tokens / (max(answer.ended_s for answer in answers) - min(answer.due_s for answer in answers))
 

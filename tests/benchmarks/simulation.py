@@ -101,7 +101,7 @@ def phases() -> Setting:
 
 
 def paper(rate: float) -> Setting:
-    """Of conserve-2026's figure 6 and its ablation: Llama-3.1 8B on an H100, 4,096 tokens in, 256 out, CV 0.5."""
+    """Setting of conserve-2026's figure 6 and ablation: Llama-3.1 8B, an H100, 4,096 tokens in, 256 out, CV 0.5."""
     profile, block_s, block_size = Book(Path("nowhere")).named("llama-3.1-8b-h100"), 30.0, 64
     return Setting(
         name=f"the paper's, {rate:g}/s",
@@ -125,7 +125,7 @@ def paper(rate: float) -> Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What live requests got under one policy, and the offline rows beside them, block by block."""
+    """Latencies of live requests under one policy, and the offline tokens beside them, block by block."""
 
     ttft_ms: Sequence[Floats]
     tbt_ms: Sequence[Floats]
@@ -135,7 +135,7 @@ class Seen:
     busy: float = 0.0  # of the time
 
     def runs(self) -> list[Self]:
-        """As many comparisons of `RUN` blocks."""
+        """Split the blocks into comparisons of `RUN` blocks each."""
         starts = range(0, len(self.ttft_ms), RUN)
         return [
             replace(
@@ -222,7 +222,7 @@ def simulate(
 def prompts_alone(setting: Setting) -> Seen:
     """First come, first served cannot do with less: each prompt's own work, and nothing else ever.
 
-    What every iteration takes whatever is in it is counted once for as long as somebody waits, as if all of their
+    What every iteration takes whatever is in it is counted once for as long as a request waits, as if all of their
     prompts were in one.
     """
     constant_ms, ttft_ms = setting.model.predict(Batch()), []
@@ -246,7 +246,7 @@ def measure() -> list[Figure]:
 
 
 def figures(setting: Setting) -> Iterator[Figure]:
-    """Of one setting: each a sample for every `RUN` blocks, in its note the figure of all of them."""
+    """Figures of one setting: a sample for every `RUN` blocks each, and in the note the figure of all blocks."""
     alone = simulate(setting, ALONE)
     ours, uninterrupted = (simulate(setting, policy, alone.slo) for policy in (OURS, UNINTERRUPTED))
     least = prompts_alone(setting)

@@ -1,4 +1,4 @@
-"""How long the commands take that a user waits for, beside Python alone."""
+"""Time of the commands that a user waits for, beside Python alone."""
 
 import statistics
 import sys

@@ -172,7 +172,7 @@ def drain(home: Path, data: Path) -> tuple[float, float]:
 
 
 class Fairness(NamedTuple):
-    """What one utility came to."""
+    """Result of one utility."""
 
     utility: float
     lone_later: bool  # whether rows without sharing go on coming
@@ -203,7 +203,7 @@ def fairness(raw: dict[str, Any]) -> list[Figure]:
 
 
 def stream(utility: float, *, lone_later: bool) -> Fairness:
-    """As many rows come as go."""
+    """Play a stream of rows: as many come as go."""
     dice, blocks = random.Random(SEED), count()
     subjects = [[next(blocks) for _ in range(SUBJECT_BLOCKS)] for _ in range(SUBJECTS)]
     window = WaitingWindow(utility, seed=SEED)
@@ -245,7 +245,7 @@ class Cache:
         self._held: OrderedDict[int, None] = OrderedDict()
 
     def compute(self, key: Sequence[int]) -> int:
-        """How many blocks of this prompt it lacks; it has them all afterwards."""
+        """Number of this prompt's blocks that the cache lacks; it has them all afterwards."""
         missing = next((len(key) - depth for depth, block in enumerate(key) if block not in self._held), 0)
         for block in reversed(key):
             self._held[block] = None
@@ -294,7 +294,7 @@ def drawn(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def places(start: float) -> list[float]:
-    """Where the utilities stand on a panel that begins there."""
+    """Places of the utilities on a panel that begins at this point."""
     return [start + 15 + 35 * number for number in range(len(UTILITIES))]
 
 

@@ -1,4 +1,4 @@
-"""What is in a store, read past the code under test: the database through `sqlite3`, shards through pyarrow.
+"""Contents of a store, read past the code under test: the database through `sqlite3`, shards through pyarrow.
 
 The files of the database are copied first, so that the next command, and not the audit, takes up what a kill has
 left in the write-ahead log. So no process may write meanwhile.
@@ -82,7 +82,7 @@ def copied(home: Path) -> Iterator[sqlite3.Connection]:
 
 
 def rows(database: sqlite3.Connection, query: str, *values: Any) -> list[dict[str, Any]]:
-    """What a query finds, by the names of its columns."""
+    """Rows that a query finds, by the names of its columns."""
     found = database.execute(query, values)
     names = [column[0] for column in found.description]
     return [dict(zip(names, row, strict=True)) for row in found]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 HOUR_S = 3_600.0
 
-_offset_s = memoryview(bytearray(8)).cast("d")  # in a process whose clock nobody sets
+_offset_s = memoryview(bytearray(8)).cast("d")  # in a process whose clock is not set
 
 
 class Clock:
@@ -32,7 +32,7 @@ class Clock:
 
 
 def mapped(path: Path) -> memoryview:
-    """The number in a file, shared with those who map it too."""
+    """The number in a file, shared with the processes that map it too."""
     with path.open("r+b") as file:
         return memoryview(mmap.mmap(file.fileno(), 8)).cast("d")
 

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: how long they go on, and the table that they print together."""
+"""Common parts of this folder's tests: their length, and the table that they print together."""
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -19,7 +19,7 @@ def rounds(pytestconfig: pytest.Config) -> int:
 
 @pytest.fixture
 def seed(pytestconfig: pytest.Config) -> int:
-    """What all choices follow from."""
+    """Seed of all choices."""
     return int(pytestconfig.getoption("--break-seed"))
 
 

@@ -40,7 +40,7 @@ DONE = (0, 5)  # without an error, or with failed rows
 
 
 class Way(StrEnum):
-    """How a command is ended."""
+    """Way in which a command is ended."""
 
     KILL = "-9"
     TERM = "-15"

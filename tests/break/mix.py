@@ -114,7 +114,7 @@ def server() -> Server:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """What was submitted, and how much of it was seen to be done."""
+    """A submitted job, and the part of it that was seen to be done."""
 
     prompts: Sequence[str]
     tokens: int
@@ -327,7 +327,7 @@ class Mix:
     # What is checked.
 
     def check(self, running: Running) -> None:
-        """What the command has said holds, and the jobs are what was submitted."""
+        """Assert that the command's words hold, and that the jobs are the submitted ones."""
         if running.name.startswith("submit"):
             self.note_id(running)
         self.look()

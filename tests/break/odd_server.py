@@ -204,7 +204,7 @@ def fresh(asked: Asked) -> Any:
 
 
 def text_place(asked: Asked) -> tuple[Any, ...]:
-    """Where the text stands."""
+    """Place of the text."""
     if not asked.streamed:
         return ("choices", 0, "message", "content") if "chat" in asked.path else ("choices", 0, "text")
     return (1, "choices", 0, "delta", "content") if "chat" in asked.path else (1, "choices", 0, "text")

@@ -30,7 +30,7 @@ NOTES = "notes.jsonl"
 
 
 class State(StrEnum):
-    """What a power cut leaves of that which was not synced."""
+    """Part of the unsynced data that a power cut leaves."""
 
     NOTHING = "nothing"
     NAMES = "names without contents"
@@ -38,7 +38,7 @@ class State(StrEnum):
 
 
 class Entry(NamedTuple):
-    """What a name in a folder stands for."""
+    """File or folder that a name stands for."""
 
     inode: int
     is_folder: bool
@@ -133,7 +133,7 @@ def entries_of(folder: Path) -> Entries:
 
 @dataclass(slots=True)
 class Disk:
-    """What is on the disk for certain, and what the system has in memory beyond that."""
+    """Data that is on the disk for certain, and data that the system has in memory only."""
 
     notes: Path
     synced: dict[int, Entries] = field(default_factory=dict)  # of folders

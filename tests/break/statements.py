@@ -146,7 +146,7 @@ class Generator:
         self._paths, self._functions = paths, functions
 
     def statements(self, count: int) -> Iterator[str]:
-        """So many of them."""
+        """Yield so many statements."""
         for _ in range(count):
             yield self._statement()
 

@@ -9,7 +9,7 @@ PROPERTY = "breakage"  # of a test's report: it travels from a worker process to
 
 
 class Attempt(NamedTuple):
-    """So many tries of one kind, and how many rows they cost."""
+    """Tries of one kind, and the number of rows that they cost."""
 
     what: str
     tried: int

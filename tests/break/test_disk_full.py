@@ -54,7 +54,7 @@ def run(**script: object) -> Done:
 
 
 def is_one_sentence(done: Done) -> bool:
-    """Whether a command that could not write says just that, and what to do."""
+    """True if a command that could not write says just that, and the next command."""
     assert "Traceback" not in done.stderr, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("conserve: ")]
     assert len(said) == 1, done.stderr
@@ -69,7 +69,7 @@ def row_indexes(job_id: str) -> list[int]:
 
 
 def whole() -> bool:
-    """Whether nothing at all is damaged."""
+    """True if nothing is damaged."""
     done = conserve("check")
     assert done.returncode == 0, done
     return True
@@ -183,7 +183,7 @@ def test_results_as_a_file_are_there_whole_or_not_at_all(disk: Disk, lines: Path
 
 
 def test_repairs_are_made_as_a_whole_or_not_at_all(disk: Disk, lines: Path, number: int) -> None:
-    """What a try could not mend, the next one does."""
+    """The next try mends what one could not."""
     job_id = submit(lines).stdout.strip()
     run()
     home = disk.folder / "home"
@@ -272,7 +272,7 @@ def test_removing_makes_room_on_a_full_disk(disk: Disk, lines: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1 << 12, 1 << 16])
 def test_a_limit_on_the_size_of_files_is_a_full_disk_too(tmp_path: Path, lines: Path, limit: int) -> None:
-    """Of a process that any user may start."""
+    """The limit is that of a process that any user may start."""
     Store.open(load()).close()
     job_id = submit(lines).stdout.strip()
 

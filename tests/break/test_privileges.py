@@ -1,4 +1,4 @@
-"""Who may do what on a server with keys: vLLM's whole app, our guard around it, and our hook where requests end.
+"""Privileges on a server with keys: vLLM's whole app, our guard around it, and our hook where requests end.
 
 Only the engine and vLLM's serving classes are missing: a route ends where they end, in `AsyncLLM.generate`.
 """
@@ -183,7 +183,7 @@ def test_clients_reach_every_route_that_serves_and_none_that_changes_the_server(
 
 
 class Try(NamedTuple):
-    """A request for something, who may have it, and what the engine then gets."""
+    """A request, the keys that allow it, and the body that the engine then gets."""
 
     says: dict[str, Any]
     headers: dict[str, str]

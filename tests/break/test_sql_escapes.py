@@ -31,7 +31,7 @@ from .table import report
 from .watch import Watch
 
 PER_ROUND = 500
-SECRET = "nobody may read this"
+SECRET = "no query may read this"
 MIB = 1 << 20
 BOUNDS = Bounds(threads=2, memory_bytes=512 * MIB, disk_bytes=64 * MIB)
 SETTINGS = "select name, value from duckdb_settings() order by name"
@@ -110,7 +110,7 @@ def functions() -> list[Function]:
 
 
 class Found:
-    """What a batch of statements did."""
+    """Result of a batch of statements."""
 
     def __init__(self) -> None:
         self.escapes: list[str] = []

@@ -20,7 +20,7 @@ class Seen(NamedTuple):
 
 
 class Watch:
-    """What happens in some folders, not below them."""
+    """Changes in some folders, not below them."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""What holds of every trace and of every comparison."""
+"""Properties of every trace and of every comparison."""
 
 from itertools import pairwise
 

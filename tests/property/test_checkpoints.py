@@ -29,7 +29,7 @@ Content = tuple[str, int, int]  # whose tokens, which block of them, how many of
 
 @dataclass(eq=False)
 class FakeRequest:
-    """What checkpoints look at."""
+    """The part of a request that checkpoints read."""
 
     request_id: str
     stream: str  # rows of one stream have the same tokens
@@ -50,7 +50,7 @@ class Block:
 
 
 class Pool:
-    """The device: blocks that nobody holds are overwritten at once."""
+    """The device: free blocks are overwritten at once."""
 
     def __init__(self) -> None:
         self.num_gpu_blocks = DEVICE
@@ -214,7 +214,7 @@ class World:
                 for here, there in zip(sent.load_cpu_blocks, sent.load_gpu_blocks, strict=True):
                     self.pool.content[there] = None if fails else self.host.get(here)
         back = {name for event in self.loaded for name in now.load_event_to_reqs.get(event, ())}
-        self.loaded.clear()  # an event that nobody waits for is never asked about again
+        self.loaded.clear()  # an event without a waiting row is never asked about again
         broken, self.broken = self.broken & back, self.broken - back
         self.checkpoints.arrived(WorkerReport(stores, failed), back, broken)
         for name in back:
@@ -250,7 +250,7 @@ class World:
         row.status, row.num_computed_tokens = RequestStatus.PREEMPTED, 0
 
     def finish(self) -> None:
-        """Everybody ends; nothing is left."""
+        """All requests end; nothing is left."""
         for row in list(self.rows.values()):
             if not row.over:
                 self._end(row)

@@ -332,7 +332,7 @@ class Queue(RuleBasedStateMachine):
         return {row["position"]: dict(row) for row in self.database.execute("select * from request")}
 
     def epochs(self) -> dict[int, int | None]:
-        """Of each live position the lease it is under."""
+        """Epoch of the lease of each live position."""
         return dict(self.select("select position, epoch from request"))
 
     def held(self, lease: Lease) -> set[int]:

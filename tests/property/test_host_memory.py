@@ -35,7 +35,7 @@ class Memory(RuleBasedStateMachine):
         if not reached("a block is allocated", block is not None):
             return
         assert block is not None
-        assert block not in self.holds, "somebody holds it"
+        assert block not in self.holds, "the block is held"
         self.holds.append(block)
         self.content[block] = key
         self.written.discard(block)
@@ -84,7 +84,7 @@ class Memory(RuleBasedStateMachine):
         assert self.memory.used == len(set(self.holds))
 
     @invariant()
-    def room_is_what_nobody_holds(self) -> None:
+    def room_is_the_blocks_that_are_not_held(self) -> None:
         assert self.memory.room == CAPACITY - len(set(self.holds))
         assert self.memory.used <= CAPACITY
 

@@ -1,4 +1,4 @@
-"""What holds of every latency model, whatever its coefficients and whatever the batch."""
+"""Properties of every latency model, whatever its coefficients and whatever the batch."""
 
 import random
 from collections.abc import Sequence

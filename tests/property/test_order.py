@@ -114,12 +114,12 @@ Steps = list[str]
 
 
 def steps(chat: list[tuple[str, str]]) -> Steps:
-    """What an engine sees of it: of each message the role, the characters and an end."""
+    """Steps of a chat as an engine reads it: the role, the characters and an end of each message."""
     return [step for role, content in chat for step in (role, *content, "end")]
 
 
 def shared(one: Steps, other: Steps) -> int:
-    """How long their common prefix is."""
+    """Length of their common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -1,4 +1,4 @@
-"""What holds of every plan, whatever the view; and what holds of the work that plans get done."""
+"""Properties of every plan, whatever the view, and of the work that plans get done."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,7 +76,7 @@ def unread(draw: st.DrawFn, name: str, context: int, blocks: int) -> Candidate:
 
 @st.composite
 def views(draw: st.DrawFn) -> View:
-    """Mostly with room for somebody, and with one thing or another that is short."""
+    """Mostly with room for a request, and with one thing or another that is short."""
     block_tokens = draw(st.sampled_from([4, 16]))
 
     def some(kind: str, made: Callable[..., st.SearchStrategy[Candidate]], most: int) -> list[Candidate]:
@@ -191,7 +191,7 @@ class Judged:
         return self.blocks_for(request, request.tokens if name in self.waiting else self.plan.tokens[name])
 
     def ms(self, more: Candidate | None = None, tokens: int = 0) -> float:
-        """What the plan takes, with some tokens more of one request."""
+        """Predicted time of the plan with some tokens more of one request, in ms."""
         planned = dict(self.plan.tokens)
         if more is not None:
             planned[more.name] = planned.get(more.name, 0) + tokens
@@ -201,11 +201,11 @@ class Judged:
         return self.view.model.predict(batch) + surcharge_ms
 
     def served(self, request: Candidate) -> bool:
-        """Whether it got all it wanted, be it from host memory."""
+        """True if the request got all its tokens, also if from host memory."""
         return request.name in self.plan.restored or self.plan.tokens.get(request.name) == request.tokens
 
     def online_limit_ms(self) -> float:
-        """What the online requests in the iteration leave to offline ones."""
+        """Time that the online requests in the iteration leave to offline ones, in ms."""
         tbt = [self.view.slo.tbt_ms for request in self.view.online if request.decode]
         first_tokens = [
             self.view.slo.ttft_ms - request.age_ms
@@ -215,11 +215,11 @@ class Judged:
         return min([*tbt, *first_tokens], default=inf)
 
     def limit_ms(self) -> float:
-        """What offline tokens have to fit into under ConServe's policy."""
+        """Time that offline tokens have to fit into under ConServe's policy, in ms."""
         return min(self.online_limit_ms(), arrival_limit_ms(self.view))
 
     def computed_for(self, request: Candidate, by: Iterable[str] | None = None) -> bool:
-        """Whether somebody else in the plan computes the block that the request would begin with."""
+        """True if another request in the plan computes the block that the request would begin with."""
         size = self.view.block_tokens
         block = request.context // size
         if block >= len(request.prefix) or (block + 1) * size >= request.context + request.tokens:
@@ -243,7 +243,7 @@ class Judged:
         return None if first is not None and first.restorable else first
 
     def could_have_more(self, request: Candidate, limit_ms: float, prompts: Sequence[Candidate]) -> bool:
-        """Whether there was time, room and memory for the least more of the request."""
+        """True if there was time, room and memory for the least more of the request."""
         planned = self.plan.tokens.get(request.name, 0)
         least = request.tokens if request.decode else 1
         if self.tokens_left < least or self.ms(request, least) > limit_ms / ROUNDING:
@@ -401,7 +401,7 @@ def test_chunks_of_online_prompts_keep_the_tbt_unless_their_own_ttft_is_at_stake
 
 
 def unhurried(view: View) -> bool:
-    """Whether every prompt makes its TTFT token by token, one an iteration, each as long as the TBT SLO."""
+    """True if every prompt makes its TTFT token by token, one an iteration, each as long as the TBT SLO."""
     prompts = [*(request for request in view.online if not request.decode), *view.waiting_online]
     left_ms = [view.slo.ttft_ms - request.age_ms for request in prompts]
     alone_ms = [
@@ -480,7 +480,7 @@ def test_nobody_is_preempted_for_nothing(view: View, policy: Policy) -> None:
 
 @settings(max_examples=EXAMPLES)
 @given(full_views(online=False))
-def test_somebody_survives_the_growth_of_others(view: View) -> None:
+def test_a_row_survives_the_growth_of_others(view: View) -> None:
     plan = Judged(view, Conserve().plan(view)).plan
     if reached("rows are evicted", plan.evicted):
         assert len(plan.evicted) < len(view.offline)

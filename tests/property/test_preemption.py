@@ -1,4 +1,4 @@
-"""Who leaves an iteration, whatever runs and whoever comes."""
+"""Requests that leave an iteration, whatever runs and whatever arrives."""
 
 from dataclasses import replace
 from math import inf
@@ -55,7 +55,7 @@ policies = st.sampled_from(sorted(LEAVE_RULES)).map(lambda name: LEAVE_RULES[nam
 
 
 @given(iterations(), comings(), policies)
-def test_nobody_leaves_who_is_not_there(running: UnderWay, come: Arrivals, policy: LeaveRule) -> None:
+def test_only_rows_of_the_iteration_leave(running: UnderWay, come: Arrivals, policy: LeaveRule) -> None:
     before = replace(running.batch)
     assert 0 <= policy.leaving(running, come, MODEL) <= len(running.rows)
     assert running.batch == before, "a decision changes nothing"
@@ -72,7 +72,7 @@ def test_with_more_slack_no_more_rows_leave(
 
 
 @given(iterations(), comings())
-def test_nobody_leaves_for_a_promise_that_is_kept_anyway(running: UnderWay, come: Arrivals) -> None:
+def test_no_row_leaves_for_a_promise_that_is_kept_anyway(running: UnderWay, come: Arrivals) -> None:
     kept = remaining_ms(running, MODEL) + prompts_ms(come, MODEL) <= come.slack_ms
     if reached("a promise is kept anyway", kept):
         assert AllOffline().leaving(running, come, MODEL) == 0

@@ -166,7 +166,7 @@ class Cache:
         self.held: OrderedDict[int, None] = OrderedDict()
 
     def compute(self, key: Key) -> int:
-        """How many blocks of this prompt it lacks."""
+        """Number of this prompt's blocks that the cache lacks."""
         missing = next((len(key) - depth for depth, block in enumerate(key) if block not in self.held), 0)
         for block in reversed(key):
             self.held[block] = None

@@ -59,7 +59,7 @@ def written(folder: Path, ranks: Sequence[Blocks], name: str = "spill") -> Spill
 
 
 def come_back(folder: Path, regions: Sequence[int], blocks: int | None = None) -> list[Blocks]:
-    """What the next engine reads; raises `SpillRefused`."""
+    """Read the spill as the next engine does; raises `SpillRefused`."""
     spill = read_index(folder)
     assert spill is not None
     require_same(spill.identity, ENGINE)
@@ -229,7 +229,7 @@ def test_a_full_disk_leaves_nothing_of_the_shard(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_nobody_else_may_read_what_prompts_became(tmp_path: Path) -> None:
+def test_no_other_user_may_read_what_prompts_became(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "spill"
     with claim(folder):
         written(folder, [made(random.Random(1), 1, [8])])

@@ -120,7 +120,7 @@ def test_at_0_the_oldest_goes_first_and_at_1_no_stale_row_ever() -> None:
 
 
 def test_an_order_goes_on_where_it_was_left() -> None:
-    """With turn, cursor and the rows that wait, another window goes on as the first would have."""
+    """Another window with the turn, the cursor and the waiting rows goes on as the first would have."""
     dice = random.Random(2)
     keys = [chained([dice.randrange(3) for _ in range(5)]) for _ in range(200)]
     first = filled(0.8, keys)
@@ -137,7 +137,7 @@ def test_an_order_goes_on_where_it_was_left() -> None:
 
 @pytest.mark.parametrize("utility", [0.5, 0.9])
 def test_a_row_without_sharing_waits_as_long_as_its_staler_ones_allow(utility: float) -> None:
-    """With rows that share coming for ever: its turn among the stale comes every 1 / (1 - u) turns."""
+    """While rows that share come for ever, its turn among the stale comes every 1 / (1 - u) turns."""
     staler, runs = 10, 200
     waits = [wait_of_a_lone_row(utility, staler, seed, most=10_000) for seed in range(runs)]
     expected = (staler + 1) / (1 - utility)

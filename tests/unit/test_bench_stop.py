@@ -41,7 +41,7 @@ STATE: dict[str, Any] = {
 
 
 class World:
-    """What the processes and the server of a comparison do, and when the signal came."""
+    """Behaviour of a comparison's processes and server, and the time of the signal."""
 
     def __init__(
         self, *, stop_in: int = NEVER, number: int = signal.SIGTERM, hangs: bool = False, dies_in: int = NEVER

@@ -56,7 +56,7 @@ def results(job_id: str) -> list[dict[str, Any]]:
 
 
 def check(*words: str, code: int | None = 1) -> dict[str, Any]:
-    """What `conserve check --json` says."""
+    """Document of `conserve check --json`."""
     done = conserve("check", *words, "--json")
     assert code is None or done.returncode == code, done
     return dict(json.loads(done.stdout))
@@ -322,7 +322,7 @@ def test_books_that_do_not_add_up_are_found_and_mended(
 def test_a_damaged_record_is_taken_from_the_jobs_folder(
     store: Store, submit: Callable[..., str], change: str, marked: bool
 ) -> None:
-    """Where that is lost too the job runs no more, and keeps its results. Others work all the time."""
+    """If the folder's record is lost too, the job runs no more, and keeps its results. Others work all the time."""
     from sqlalchemy import text
 
     hurt, other = submit(), submit("two")
@@ -454,7 +454,7 @@ def test_a_job_that_is_not_there_is_a_mistake_of_the_users(store: Store) -> None
 
 
 def test_files_of_an_earlier_version_are_read_to_their_end(store: Store, submit: Callable[..., str]) -> None:
-    """They have no digest; a page that cannot be read is found all the same."""
+    """Such files have no digest; a page that cannot be read is found all the same."""
     job_id = submit(rows=2000)
     run()
     with store.write() as tx:
@@ -504,7 +504,7 @@ def test_a_flipped_bit_in_requests_is_noticed_by_its_page(store: Store, submit: 
 def test_answers_of_a_damaged_shard_are_left_out_and_never_wrong(
     store: Store, submit: Callable[..., str], damage: Callable[[Path], Any]
 ) -> None:
-    """With a sentence that names the job and the next command, and exit code 1; other jobs know nothing of it."""
+    """A sentence names the job and the next command, the exit code is 1, and other jobs are not affected."""
     hurt, other = submit(), submit("two")
     run()
     (file,) = shard_files(store, hurt)

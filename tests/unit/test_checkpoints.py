@@ -1,4 +1,4 @@
-"""Who is checkpointed, what copies blocks, and the flags that ask for it."""
+"""Rows that are checkpointed, the copies of their blocks, and the flags that ask for it."""
 
 import ctypes
 import json
@@ -37,7 +37,7 @@ def pressure(free: int, *, host_room: int = 1000, budget: int = 1000) -> Pressur
 
 
 def chosen(policy: Adaptive | Eager, rows: Sequence[Marked], free: int, **rest: int) -> dict[str, int]:
-    """What one iteration copies."""
+    """Blocks that one iteration copies."""
     now = pressure(free, **rest)
     if not policy.wants_marks(now):
         return {}

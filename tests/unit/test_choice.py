@@ -1,4 +1,4 @@
-"""Leases of rows that a window has chosen: each row is in one place still, whoever chose what."""
+"""Leases of rows that a window has chosen: each row is in one place still, whichever window chose it."""
 
 from typing import Any
 

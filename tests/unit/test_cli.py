@@ -24,7 +24,7 @@ def submit(path: Path, *arguments: str) -> str:
 
 
 def test_the_main_job_from_submit_to_sql(write_input: WriteInput, tmp_path: Path) -> None:
-    """In processes of their own: every module is imported where it is needed, output ends up whole."""
+    """Commands run in processes of their own: every module is imported where it is needed, output ends up whole."""
     submitted = process("submit", str(write_input(q=["a", "b"], n=[1, 2])), "--prompt", "{{ q }}")
     assert submitted.returncode == 0, submitted.stderr
     job_id = submitted.stdout.strip()
@@ -166,7 +166,7 @@ def test_doctor_names_the_fix(tmp_path: Path) -> None:
 
 
 def completed(words: str) -> list[str]:
-    """What Bash would offer for the last of these words."""
+    """Completions that Bash would offer for the last of these words."""
     position = str(len(words.split(" ")) - 1)
     offered = conserve(_CONSERVE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=position)
     return offered.stdout.split()

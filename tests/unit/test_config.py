@@ -1,4 +1,4 @@
-"""Where settings come from, and which source wins."""
+"""Sources of settings, and the source that wins."""
 
 from pathlib import Path
 

@@ -180,7 +180,7 @@ def test_a_body_that_does_not_come_makes_room_and_its_request_ends() -> None:
     on_server(1, play)
 
 
-def test_an_answer_that_nobody_reads_makes_room() -> None:
+def test_an_unread_answer_makes_room() -> None:
     class Connection:
         number = 0
         cycle = Namespace(response_complete=False, more_body=False)

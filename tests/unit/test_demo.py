@@ -21,7 +21,7 @@ def readme_block() -> str:
 
 
 class Screen:
-    """What a terminal shows in the end: it follows the controls that the progress bar uses."""
+    """Text that a terminal shows in the end, after the controls that the progress bar uses."""
 
     def __init__(self) -> None:
         self.lines = [""]
@@ -61,7 +61,7 @@ class Screen:
 
 
 def demo(home: Path, **variables: str) -> str:
-    """What a terminal shows after the demo."""
+    """Text that a terminal shows after the demo."""
     terminal, end = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "CONSERVE_HOME": str(home), **variables}
     environment.pop("NO_COLOR", None)
@@ -86,7 +86,7 @@ def demo(home: Path, **variables: str) -> str:
 
 
 def score(home: Path) -> str:
-    """What the query in examples/README.md prints about the demo's job."""
+    """Output of the query in examples/README.md about the demo's job."""
     block = re.search(r"```sh\n(.*?)```", (REPOSITORY / "examples" / "README.md").read_text(), re.DOTALL)
     assert block is not None
     query = block[1].replace(".demo/store", str(home))

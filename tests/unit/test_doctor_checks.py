@@ -210,7 +210,7 @@ def test_little_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 class Keyed(BaseHTTPRequestHandler):
-    """A server that answers those who have the key."""
+    """A server that answers clients with the key."""
 
     def do_GET(self) -> None:
         known = self.headers.get("Authorization") == "Bearer right" and self.path == "/v1/models"

@@ -57,7 +57,7 @@ class Machine:
         return [work.row.position for work in works]
 
     def renew(self) -> None:
-        """What a harvester does every third of a lease; rows whose lease has gone it lets go."""
+        """Renew, as a harvester does every third of a lease, and drop rows whose lease has gone."""
         alive = self.ledger.renew({work.epoch for work in self.held})
         self.held = [work for work in self.held if work.epoch in alive]
 
@@ -224,7 +224,7 @@ def test_a_clock_that_is_slowed_down_or_sped_up_was_not_set() -> None:
 def test_a_run_whose_clock_is_set_says_so_and_renews_at_once(
     store: Store, job_id: str, by: float, word: str
 ) -> None:
-    """So that what its leases say of their end is right again; every row is done once."""
+    """The ends of its leases are right again; every row is done once."""
     said: list[str] = []
     ends: list[float] = []
 

@@ -112,7 +112,7 @@ def test_several_choices_keep_their_order_and_logprobs() -> None:
 
 
 def test_a_job_is_exported_in_the_order_of_its_input(store: Store) -> None:
-    """From shards and journal; rows of other jobs are left out."""
+    """The rows are of shards and journal; rows of other jobs are left out."""
     for job_id in ("job-1", "other"):
         add_job(store, job_id, rows=4)
         lease = leased(store)

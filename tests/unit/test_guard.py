@@ -23,7 +23,7 @@ CLIENT, HARVESTER = "sesame", "open"
 
 
 async def echo(request: Request) -> JSONResponse:
-    """How long the body is, and the caller as a route of vLLM's sees it."""
+    """Length of the body, and the caller as a route of vLLM's sees it."""
     caller = CALLER.get()
     body = await request.body()
     return JSONResponse(
@@ -110,7 +110,7 @@ def test_what_changes_the_server_for_all_wants_the_harvesters_key(keyed: Starlet
     assert ask(keyed, "/v1/conserve", CLIENT, method="GET").status_code == 200
 
 
-def test_a_mistyped_path_is_not_there_whoever_asks(keyed: Starlette) -> None:
+def test_a_mistyped_path_is_not_there_with_any_key(keyed: Starlette) -> None:
     assert ask(keyed, "/chat/completions", CLIENT).status_code == 404
     assert ask(keyed, "/chat/completions").status_code == 401
 
@@ -125,7 +125,7 @@ def test_metrics_are_open_only_if_they_were_opened(monkeypatch: pytest.MonkeyPat
         assert ask(closed, "/metrics", key, method="GET").status_code == status
 
 
-def test_without_an_api_key_everybody_may_do_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_api_key_every_client_may_do_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HARVEST_KEY, HARVESTER)
     for path in PATHS:
         answer = ask(app_for(None), path)
@@ -250,7 +250,7 @@ RESUMED = {"conserve_resume": [1, 2]}
         (LIVE, 0, {"conserve_ttft_ms": -1}, "below the server's --ttft-slo"),
         (LIVE, 0, {"conserve_ttft_ms": float("nan")}, "below the server's --ttft-slo"),
         (LIVE, 0, {"conserve_ttft_ms": "5000"}, "below the server's --ttft-slo"),
-        (LIVE, 1000, {"conserve_ttft_ms": 1}, None),  # a row's, which stops nobody
+        (LIVE, 1000, {"conserve_ttft_ms": 1}, None),  # a row's, which stops no client
         (NO_SLO, 0, {"conserve_ttft_ms": 5000}, "without --ttft-slo"),
         (ROWS, -5, {**RESUMED, "conserve_ttft_ms": 1e-9}, None),
         (None, -5, {**RESUMED, "conserve_ttft_ms": 1e-9}, None),

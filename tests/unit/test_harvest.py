@@ -404,7 +404,7 @@ class Following:
 
     @property
     def headlines(self) -> list[str]:
-        """What was said, without reasons."""
+        """Warnings without their reasons."""
         return [line.partition(" (")[0] for line in self.said]
 
 

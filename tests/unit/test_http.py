@@ -146,7 +146,7 @@ COSERVING = {"identity": "model and weights", "max_num_seqs": 4, "offline_priori
 def streamed(
     events: bytes | list[bytes], *, resume_from: list[int] | None = None, call: Call = CHAT
 ) -> tuple[Completion, list[list[int]], dict[str, Any]]:
-    """What a co-serving server answers in these pieces, the tokens as they came, and what was sent."""
+    """Answer of a co-serving server in these pieces, the tokens as they came, and the bodies that were sent."""
     sent: dict[str, Any] = {}
     seen: list[list[int]] = []
 
@@ -618,7 +618,7 @@ class Slices(httpx.AsyncByteStream):
 
 
 def test_answers_under_way_share_the_memory() -> None:
-    """Those that find no room give way to others, and come when they are sent again."""
+    """Answers that find no room give way to others, and come when they are sent again."""
     text = "x" * 900
     content = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
     content = content.ljust(1000)

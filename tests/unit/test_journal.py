@@ -43,7 +43,7 @@ def test_counters_are_what_a_recount_gives(store: Store) -> None:
 
 
 def test_results_of_several_leases_and_jobs_go_together(store: Store) -> None:
-    """In one transaction, those of a lost lease are left out and the others are written."""
+    """In one transaction, results of a lost lease are left out and the others are written."""
     for name in ("one", "other"):
         add_job(store, name, rows=2)
     lost, kept, other = leased(store, limit=1), leased(store, limit=1), leased(store)

@@ -1,4 +1,4 @@
-"""What becomes of a job when its input file is overwritten, replaced or deleted, by how the input was kept."""
+"""Jobs whose input file is overwritten, replaced or deleted, by the way in which the input was kept."""
 
 import errno
 import fcntl

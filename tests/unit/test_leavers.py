@@ -157,7 +157,7 @@ def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest
     assert rows.left == {"a", "c"}
     assert torch.equal(some[3:5], wanted[3:5])
     with pytest.raises(Abandoned):
-        once({2: ALL_ROWS})  # everybody, where c has joined and a has not
+        once({2: ALL_ROWS})  # at a layer where c has joined and a has not
     assert rows.suspended == {"a": 3, "b": 2, "c": 2}
     assert torch.equal(once({}), wanted)  # all go on where they left
     assert rows.suspended == {}

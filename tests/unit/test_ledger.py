@@ -92,7 +92,7 @@ def test_claimed_rows_come_with_their_requests(party: Party, job_id: str) -> Non
 
 
 def test_a_claim_that_found_nothing_looks_before_it_locks(store: Store, party: Party, job_id: str) -> None:
-    """It only reads until there is something: rows never leased, or some whose time has come."""
+    """A claim only reads until there are rows that were never leased or whose time has come."""
     works = party.claim()
     assert party.claim() == []
     assert not party.ledger.claimable()
@@ -218,7 +218,7 @@ def test_the_queue_is_drained_when_nothing_is_leased_and_nothing_waits(
 def test_rows_of_the_dead_and_of_lost_leases_come_back_while_there_is_nothing_else(
     store: Store, party: Party, job_id: str
 ) -> None:
-    """But looked for once a second only; of a lease that nobody renewed, not at the first looks."""
+    """Waiting rows are looked for once a second only; an unrenewed lease ends after several looks."""
     dead = party.ledger.owner.rsplit(":", 2)[0] + ":0:abcdef"
     claim(store, owner=dead, now=1000.0, lease_s=900.0, limit=1)
     claim(store, owner="elsewhere:1:2:3", now=1000.0, lease_s=2.0, limit=1)

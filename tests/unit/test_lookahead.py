@@ -380,7 +380,7 @@ def common(
 
 def test_keys_agree_as_far_as_whole_blocks_do() -> None:
     assert common(body("x" * 63), body("x" * 63)) == 1
-    assert common(body("x" * 50), body("x" * 50)) == 0, "less than a block is shared with nobody"
+    assert common(body("x" * 50), body("x" * 50)) == 0, "a beginning shorter than a block is not shared"
     assert common(body("x" * 200 + "a"), body("x" * 200 + "b")) == 3
     assert common(body("y" + "x" * 200), body("x" * 200)) == 0
     assert common(body("x" * 640), body("x" * 640), block_tokens=128) == 1

@@ -1,4 +1,4 @@
-"""What corrects a latency model, and what is said of it: margins, drift, errors, noise, as tables."""
+"""Corrections of a latency model and their report: margins, drift, errors, noise, as tables."""
 
 from math import exp, log, sqrt
 

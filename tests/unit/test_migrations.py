@@ -92,7 +92,7 @@ def test_every_earlier_version_arrives_at_the_schema(settings: Settings, number:
 
 
 def test_the_tables_of_the_first_version_are_not_edited() -> None:
-    """What they were is a matter of record: number of columns of each."""
+    """The first version's tables are a matter of record: the number of columns of each."""
     tables = first_schema.metadata.tables
     assert {name: len(table.columns) for name, table in tables.items()} == {
         "meta": 2,

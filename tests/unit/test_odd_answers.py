@@ -248,7 +248,7 @@ def test_no_endpoint_is_waited_for_longer_than_a_minute(
 def test_an_endpoint_that_starts_and_refuses_rows_is_said_once(
     store: Store, queue_up: Callable[..., str]
 ) -> None:
-    """As one whose address redirects: it seems to be back at each start, until a row is answered."""
+    """An endpoint whose address redirects seems to be back at each start, until a row is answered."""
     job_id = queue_up("a", "b")
     said: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What offline tokens are worth, and which of them count."""
+"""Worth of offline tokens, and the tokens that count."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ def request(name: str, computed: int, prompt: int = 100) -> Any:
 
 
 def part(row: Any, tokens: int) -> Slice:
-    """As the scheduler sees it."""
+    """A part of an iteration as the scheduler sees it."""
     context = row.num_computed_tokens - tokens
     return Slice(tokens, context, tokens == 1 and context >= row.num_prompt_tokens)
 

@@ -33,7 +33,7 @@ def executed(store: Store, job_id: str, count: int) -> list[int]:
 
 
 def answer(task: Task, question: str) -> str:
-    """What the fake says to this question and to no other."""
+    """Answer of the fake to this question and to no other."""
     return " ".join(WORDS[token] for token in answer_tokens(request_text(task.body(question)), 8))
 
 

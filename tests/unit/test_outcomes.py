@@ -1,4 +1,4 @@
-"""What becomes of a row: its call, its result, and the decision after an error."""
+"""The way of a row: its call, its result, and the decision after an error."""
 
 import json
 from dataclasses import replace
@@ -171,7 +171,7 @@ def test_json_is_kept_where_the_answer_is_some(text: str, kept: str | None) -> N
     answer = replace(ANSWER, choices=[Choice(text=text, finish_reason="length")])
     found = success(work(task=task), answer, now=0.0)
     assert (found.text, found.json) == (text, kept)
-    assert success(work(), answer, now=0.0).json is None, "which nobody asked for"
+    assert success(work(), answer, now=0.0).json is None, "the task does not ask for it"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Who holds leases and who serves: processes that live, of this machine."""
+"""Owners of leases, and servers: processes of this machine that live."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What the policies promise, as tables: a view with one thing changed, and what the plan does about it."""
+"""Promises of the policies, as tables: a view with one thing changed, and the plan for it."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.policy_views import FRESH, ROW, decodes, plan_of, view_of
 
 
 class TestArrivalLimit:
-    """How long an iteration with offline tokens may last for the sake of arrivals."""
+    """Longest iteration with offline tokens that arrivals can wait for."""
 
     slo = Slo(ttft_ms=1000)
 
@@ -59,7 +59,7 @@ class TestArrivalLimit:
         seldom = view_of(slo=self.slo, rows_leave=True, arrivals_per_s=1)
         assert arrival_limit_ms(seldom) == pytest.approx(110), "an arrival may still have to wait it out"
 
-    def test_where_nobody_came_one_arrival_a_minute_is_expected(self) -> None:
+    def test_without_arrivals_one_a_minute_is_expected(self) -> None:
         assert cheapest_ms(view_of(), 10) == pytest.approx(sqrt(2 * 10 * 60_000))
         assert cheapest_ms(view_of(arrivals_per_s=1 / 120), 10) == pytest.approx(sqrt(2 * 10 * 60_000))
 
@@ -136,7 +136,7 @@ class TestComingBack:
             plan = plan_of(waiting_offline=rows, free_blocks=free_blocks, reserved_blocks=5)
             assert plan.restored == restored
 
-    def test_nobody_overtakes_it(self) -> None:
+    def test_no_request_overtakes_it(self) -> None:
         small = Candidate("small", 16, 0)
         assert not plan_of(waiting_offline=[ROW, small], free_blocks=6).admitted
         assert plan_of(waiting_offline=[FRESH, ROW, small], free_blocks=13).admitted == ["fresh"]
@@ -328,7 +328,7 @@ class TestOnlinePrompts:
 
 
 class TestLeast:
-    """Where there is no time for any token, an engine without online requests computes a few all the same."""
+    """An engine without online requests computes a few tokens even where there is time for none."""
 
     no_time = Slo(tbt_ms=1.0, ttft_ms=0.0)
 
@@ -403,7 +403,7 @@ def test_a_row_whose_prefix_is_being_computed_is_held_out_while_others_fill_the_
         assert plan.admitted == ["alike-0", "other-0", "other-1", "other-2", "other-3"]
 
 
-def test_a_row_held_out_is_taken_where_nobody_else_fills_the_iteration() -> None:
+def test_a_deferred_row_is_taken_where_no_other_fills_the_iteration() -> None:
     plan = Conserve().plan(spacious(waiting_offline=sharing(3, behind=1)))
     assert plan.admitted == ["alike-0", "other-0", "alike-1", "alike-2"]
 
@@ -425,7 +425,7 @@ def test_rows_are_held_out_for_prompts_under_way_and_for_online_ones_too() -> No
     assert "alike-0" in Conserve().plan(view).tokens
 
 
-def test_what_is_cached_already_holds_nobody_out() -> None:
+def test_a_cached_prefix_defers_no_request() -> None:
     waiting = [row._replace(tokens=4, context=96, blocks=6) for row in sharing(3)]
     view = spacious(waiting_offline=waiting)
     assert Conserve().plan(view).admitted == ["alike-0", "alike-1", "alike-2"]
@@ -585,7 +585,7 @@ def test_what_is_reserved_is_used_by_rows_that_lose_nothing_with_their_memory() 
 
 def test_blocks_that_several_rows_share_are_reserved_once() -> None:
     rows = [Candidate(f"row{n}", 1, 160, decode=True, blocks=10, saved=True) for n in range(4)]
-    view = spacious(offline=rows, reserved_blocks=50, used_blocks=16)  # eight of them are everybody's
+    view = spacious(offline=rows, reserved_blocks=50, used_blocks=16)  # eight of them are shared
     assert revocable_blocks(view) == 16
     assert revocable_blocks(replace(view, used_blocks=40)) == 40
     assert revocable_blocks(replace(view, used_blocks=26, online=[Candidate("live", 1, 160, True, 10)])) == 16

@@ -1,4 +1,4 @@
-"""What only PostgreSQL can show: transactions that see one moment, and locks of rows.
+"""Tests that need PostgreSQL: transactions that see one moment, and locks of rows.
 
 POSTGRES_URL=postgresql+psycopg://user@host/empty_database pytest tests/unit/test_postgresql.py
 """

@@ -1,4 +1,4 @@
-"""Layer-wise preemption without an engine: who leaves, the flag that says so, and the places that look at it."""
+"""Layer-wise preemption without an engine: rows that leave, the flag for them, and the places that look at it."""
 
 import subprocess
 import sys
@@ -96,7 +96,7 @@ class TestJustEnough:
     policy = JustEnough()
 
     def test_row_after_row_leaves_until_the_promise_can_be_kept(self) -> None:
-        # 200 ms; with k rows gone that much less, and the prompt with those who are left.
+        # 200 ms; with k rows gone that much less, and the prompt with the rows that are left.
         running = under_way([100, 50, 20], online=20)
         needed = [(200 - gone) + (200 - gone + 50) for gone in (0, 100, 150, 170)]
         for rows, ms in enumerate(needed):
@@ -108,7 +108,7 @@ class TestJustEnough:
 
     @pytest.mark.parametrize("slack_ms", [0.0, 100.0, 259.0, 260.0, 1000.0])
     @pytest.mark.parametrize("elapsed_ms", [0.0, 50.0, 150.0])
-    def test_where_rows_cannot_leave_alone_it_is_all_or_nobody(
+    def test_where_rows_cannot_leave_alone_all_leave_or_none(
         self, slack_ms: float, elapsed_ms: float
     ) -> None:
         running = under_way([100, 50], online=40, elapsed_ms=elapsed_ms, separable=False)
@@ -215,7 +215,7 @@ class TestFlag:
         with LeaveFlag.attach(flag.name) as other:
             flag.raise_for(1, 2)
             assert other.rows_asked(1) == 2
-        assert flag.rows_asked(1) == 2, "who only reads it removes nothing"
+        assert flag.rows_asked(1) == 2, "a reader removes nothing"
         flag.close()
         flag.close()
         with pytest.raises(OSError):
@@ -273,7 +273,7 @@ class TestSafepoints:
         assert said == [0, 0, 0, 2, 0, 0, 0, 0]
         assert safepoints.left_before == 3
 
-    def test_nobody_looks_where_no_iteration_is_under_way(self) -> None:
+    def test_the_flag_is_not_read_where_no_iteration_is_under_way(self) -> None:
         from conserve.engine.vllm.iteration import Stamp
 
         orders = FakeOrders(at_0=1)

@@ -50,7 +50,7 @@ class Run:
         self.tally.in_flight, self.endpoint.in_flight = rows, InFlight(tokens, most)
 
     def finish(self, rows: int, tokens: int) -> None:
-        """So many rows were answered with as many tokens each, and are durable."""
+        """Finish so many rows with as many tokens each; their results are durable."""
         for _ in range(rows):
             answer = Completion(
                 choices=(),

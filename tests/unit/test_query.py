@@ -228,7 +228,7 @@ def test_inputs_beside_results_hide_no_answer(store: Store, write_input: WriteIn
 
 
 def read_back(sink: io.BytesIO, kind: str) -> list[dict[str, Any]]:
-    """What an export wrote, row by row."""
+    """Rows that an export wrote."""
     if kind == "parquet":
         sink.seek(0)
         return pq.read_table(sink).to_pylist()

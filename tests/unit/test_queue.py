@@ -266,7 +266,7 @@ def test_tokens_are_four_bytes_little_endian() -> None:
 
 
 def test_tokens_are_little_endian_on_a_big_endian_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the bytes of an array are swapped on their way out and back."""
+    """On such a machine the bytes of an array are swapped on their way out and back."""
     monkeypatch.setattr("sys.byteorder", "big")
     assert saved_tokens.pack_tokens([1]) == bytes.fromhex("00000001")
     assert saved_tokens.unpack_tokens(bytes.fromhex("00000001")) == [1]

@@ -1,4 +1,4 @@
-"""Views and plans in a file: what is read back is planned the same, and the disk harms nobody."""
+"""Views and plans in a file: views that are read back are planned the same, and a slow disk harms no request."""
 
 import logging
 import threading
@@ -137,7 +137,7 @@ class TestFile:
 
     @pytest.fixture
     def said(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """What the log says; vLLM's logger passes nothing on, and other tests set its level."""
+        """Lines of the log; vLLM's logger passes nothing on, and other tests set its level."""
         found: list[str] = []
         log = logging.getLogger("vllm.conserve")
         monkeypatch.setattr(log, "disabled", False)

@@ -156,7 +156,7 @@ def test_prune_takes_what_ended_long_ago(store: Store, submit: Callable[..., str
 
 
 def test_prune_empties_the_trash(store: Store, submit: Callable[..., str]) -> None:
-    """With what the sweep puts there just before."""
+    """The folders that the sweep puts there just before go too."""
     job_id = submit()
     orphan = home.job_folder(store.home, "orphan")
     orphan.mkdir()

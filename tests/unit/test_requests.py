@@ -1,4 +1,4 @@
-"""What was asked of a row, and where the row is: the view `requests`, `conserve show`, `--with-prompts`."""
+"""The request of a row, and the row's place: the view `requests`, `conserve show`, `--with-prompts`."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_each_kind_of_request_has_its_text(task: Task, payload: str, prompt: str
 
 
 class Named(NamedTuple):
-    """What of a job a request's wording follows from."""
+    """The part of a job that a request's wording follows from."""
 
     id: str
     task: str

@@ -1,4 +1,4 @@
-"""What `conserve serve` and `conserve status` say of preemption, and what they start the server with."""
+"""Words of `conserve serve` and `conserve status` on rows that leave, and the flags of the server."""
 
 import json
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def test_the_harvester_gets_the_utility(
 
 
 def section_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
-    """What the server would be started with."""
+    """Configuration that the server would be started with."""
     found: list[dict[str, Any]] = []
 
     def catch(settings: Any, section: dict[str, Any], *rest: Any) -> Any:
@@ -202,7 +202,7 @@ def test_status_says_which_model_plans_and_how_far_off_it_was() -> None:
 
 
 def environments(settings: Settings) -> tuple[dict[str, str], dict[str, str]]:
-    """Of the server and the harvester."""
+    """Environments of the server and of the harvester."""
     server = serving.server_command(settings, {"policy": "conserve"}, ["--port", "1"], 1)
     harvester = serving.harvester_command(settings, "http://127.0.0.1:1")
     for command in (server, harvester):

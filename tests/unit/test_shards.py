@@ -21,7 +21,7 @@ def files(store: Store, job_id: str = "job-1") -> list[Path]:
 
 
 def shard_rows(store: Store) -> list[tuple[str, list[int], bool]]:
-    """Of each registered shard its job, its positions and whether its rows failed."""
+    """Job and positions of each registered shard, and whether its rows failed."""
     found = select(store, "select job_id, file, failed from shard order by id")
     return [
         (job_id, pq.read_table(store.home / file)["position"].to_pylist(), bool(failed))
@@ -160,7 +160,7 @@ def test_jobs_that_ended_are_compacted_and_others_are_not(store: Store) -> None:
 
 
 def test_a_retry_puts_back_the_failed_rows_and_no_others(store: Store) -> None:
-    """Of the journal and of shards; they start anew and wait for nothing."""
+    """The rows are of the journal and of shards; they start anew and wait for nothing."""
     finished_job(store, 6, failed=(1, 4))
     finished_job(store, 2, failed=(0,), job_id="other")
     shards.compact(store, "job-1", now=0.0)

@@ -1,4 +1,4 @@
-"""What is answered without typer is answered as typer would, and what it does not know is left to typer."""
+"""Answers without typer equal typer's, and command lines that are not known are left to typer."""
 
 import os
 import subprocess
@@ -100,7 +100,7 @@ def test_a_reader_that_leaves_ends_a_shortcut_quietly(words: list[str], write_in
 
 
 def conserve_into_closed_pipe(*words: str) -> tuple[int, str]:
-    """Exit code and stderr of a command whose standard output nobody reads."""
+    """Exit code and stderr of a command whose standard output has no reader."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "conserve", *words]

@@ -1,4 +1,4 @@
-"""What a comparison plays, from how fast the engine is; and the sentence where that is too much."""
+"""Sizes of a comparison by the engine's speed, and the sentence where the load is too much."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ def asked(
     seed: int = 0,
     **given: Any,
 ) -> Offered:
-    """As the command line asks for it; the bursty trace unless something else is named."""
+    """A comparison as the command line asks for it; of the bursty trace unless something else is named."""
     trace = BURSTY if (trace, gamma, on_off) == (None, None, None) else trace
     return arrivals(preset, trace, gamma, on_off, rate, speed, lengths, seed, given={**NOTHING, **given})
 

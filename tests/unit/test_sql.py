@@ -220,7 +220,7 @@ class TestNamedFiles:
 
 
 def at_work(running: "subprocess.Popen[str]") -> bool:
-    """Whether the command has its child compute."""
+    """True if the command's child computes."""
     children = psutil.Process(running.pid).children()
     return bool(children) and children[0].cpu_times().user > 0.05
 
@@ -258,7 +258,7 @@ def test_a_temporary_file_of_a_killed_command_goes_at_the_next(tmp_path: Path) -
 
 
 def on_a_terminal(*arguments: str, **variables: str) -> str:
-    """What a command shows on a terminal, both streams together."""
+    """Output of a command on a terminal, both streams together."""
     master, slave = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "conserve", *arguments],

@@ -51,7 +51,7 @@ PRINTING = [
 
 
 class Ended(NamedTuple):
-    """How a command ended, and what it said."""
+    """End of a command, and its output."""
 
     returncode: int
     stderr: str
@@ -71,7 +71,7 @@ def into(
 
 @contextlib.contextmanager
 def closed_pipe() -> Iterator[int]:
-    """The writing end of a pipe that nobody reads."""
+    """The writing end of a pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer
@@ -141,7 +141,7 @@ def test_a_closed_standard_output_is_a_sentence(words: list[str], job: str) -> N
 
 
 def test_no_file_takes_the_place_of_a_closed_stream(job: str) -> None:
-    """What is printed must not go into the store, whose files are the next to be opened."""
+    """Printed lines must not go into the store, whose files are the next to be opened."""
     command = f"{sys.executable} -m conserve sql 'select 1' <&- >&- 2>&-"
     assert subprocess.run(["bash", "-c", command], check=False).returncode == 1
     assert conserve("status", job).returncode == 0

@@ -1,4 +1,4 @@
-"""What the plug-in adds to vLLM's API server, on an app without an engine behind it."""
+"""Additions of the plug-in to vLLM's API server, on an app without an engine behind it."""
 
 import asyncio
 import json

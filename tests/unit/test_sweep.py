@@ -263,7 +263,7 @@ def test_a_submit_that_a_crash_ended_is_swept_up(
 def test_a_record_that_may_have_been_written_keeps_its_folder(
     store: Store, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection broke after the commit, and nobody heard that it went well."""
+    """The connection broke after the commit, before its answer arrived."""
     add = catalog.add
 
     def lost_answer(*arguments: Any, **named: Any) -> None:

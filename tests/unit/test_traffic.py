@@ -1,4 +1,4 @@
-"""What the engine core remembers of live traffic: the last minute, and nothing of those who are gone."""
+"""Live traffic that the engine core remembers: the last minute, and nothing of requests that are gone."""
 
 from fractions import Fraction
 from math import inf
@@ -101,7 +101,7 @@ def test_a_typical_prompt_is_the_median_of_recent_ones() -> None:
     for n in range(RECENT_PROMPTS):
         traffic.arrived(f"long-{n}", 3000, at=0.0)
     assert traffic.typical_prompt(now=WINDOW_S - 1) == 3000
-    assert traffic.typical_prompt(now=WINDOW_S) == 0  # nobody came for a minute
+    assert traffic.typical_prompt(now=WINDOW_S) == 0  # no arrival for a minute
 
 
 def test_slots_are_expected_to_be_wanted_as_in_the_last_minute() -> None:

@@ -26,7 +26,7 @@ BEYOND = 10_000_000  # days: the year 29,349
 
 
 def text_of(*values: bytes) -> pa.Array:
-    """A column of text that nobody has checked."""
+    """A column of unchecked text."""
     offsets = [sum(map(len, values[:n])) for n in range(len(values) + 1)]
     buffers = [None, pa.array(offsets, pa.int32()).buffers()[1], pa.py_buffer(b"".join(values))]
     return pa.Array.from_buffers(pa.string(), len(values), buffers)

@@ -181,7 +181,7 @@ def test_a_file_that_turns_out_to_be_damaged_is_left_out(
 
 
 def test_a_damage_found_after_the_first_rows_ends_the_answer(store: Store, tmp_path: Path) -> None:
-    """Of a store of an earlier version, which has no digests."""
+    """The store is of an earlier version and has no digests."""
     lines = tmp_path / "rows.jsonl"
     lines.write_text('{"q": "a"}\n')
     path = home.inputs_file(store.home, queue(store, lines))
@@ -234,7 +234,7 @@ def odd_table() -> pa.Table:
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_an_input_column_has_one_name_everywhere(store: Store, tmp_path: Path, kind: str) -> None:
-    """In `sql` and beside results, in every format; the results' own columns keep their names."""
+    """The name holds in `sql` and beside results, in every format; the results' own columns keep their names."""
     source = tmp_path / f"input.{kind}"
     if kind == "parquet":
         pq.write_table(odd_table(), source)

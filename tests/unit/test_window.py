@@ -1,4 +1,4 @@
-"""How many rows a server bears: additive increase, multiplicative decrease, and what counts as pressure."""
+"""Number of rows that a server bears: additive increase, multiplicative decrease, and signs of pressure."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,7 +77,7 @@ def test_a_first_token_that_takes_longer_than_in_calm_is_pressure() -> None:
         looks.append(pressure.observe(ServerMetrics(0, count, seconds)))
     assert looks == [False, False, True, True, True]
     assert not pressure.observe(ServerMetrics(0, count, seconds)), (
-        "nobody got a first token: nothing is known"
+        "no row got a first token: nothing is known"
     )
 
 
