@@ -49,6 +49,11 @@ def one_line(said: object, *, most: int = 500) -> str:
     return shown if len(shown) <= most and len(text) <= 4 * most else f"{shown[: most - 1]}…"
 
 
+def first_line(error: Exception) -> str:
+    """First line of an error's text; the name of its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class ConserveError(Exception):
     """One sentence for the user that names the cause and the next command."""
 

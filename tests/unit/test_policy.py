@@ -461,7 +461,7 @@ def test_a_model_without_a_constant_does_not_shut_offline_requests_out() -> None
     assert Conserve().plan(view).tokens
 
 
-def test_nobody_is_preempted_for_decode_steps_that_there_is_no_time_for() -> None:
+def test_no_row_is_evicted_for_decode_steps_that_there_is_no_time_for() -> None:
     """The TBT is too tight for offline tokens, and the KV cache is full."""
     offline = [Candidate(f"off-{n}", 1, 64, True, 4) for n in range(3)]
     online = [Candidate("on", 1, 20, True, 2)]

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conserve.errors import InputError
+from conserve.errors import InputError, first_line
 from conserve.jobs.inputs.cells import python_rows
 from conserve.jobs.inputs.files import Partition
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
@@ -196,8 +196,3 @@ def is_messages(kind: pa.DataType) -> bool:
 def is_text(kind: pa.DataType) -> bool:
     """True if a column's type is text, of any of Arrow's widths."""
     return kind in (pa.string(), pa.large_string(), pa.string_view())
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

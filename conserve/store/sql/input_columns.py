@@ -6,10 +6,10 @@ from pathlib import Path
 
 import duckdb
 
+from conserve.errors import first_line
 from conserve.store.books.results import COLUMNS
 from conserve.store.sql.input_parts import ROW_NUMBER, InputPart, relation
 from conserve.store.sql.quoting import literal, parquet, quoted
-from conserve.store.sql.readable import first_line
 
 ROW = ("job_id", "row_index")  # names a row in the views `results`, `inputs` and `requests`
 RESULT_COLUMNS = ("job_id", *COLUMNS)

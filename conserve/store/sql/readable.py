@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from conserve.errors import first_line
+
 MAGIC = b"PAR1"
 BATCH_ROWS = 4096
 LEAST_BYTES = 12  # magic, length of the footer, magic
@@ -38,11 +40,6 @@ def damage(path: Path) -> str | None:
     except (OSError, pa.ArrowException, ValueError) as error:
         return f"is damaged ({first_line(error)})"
     return None
-
-
-def first_line(error: Exception) -> str:
-    """First line of an error's text."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def fault(path: Path) -> str | None:

@@ -8,6 +8,7 @@ import duckdb
 import pyarrow as pa
 
 from conserve.errors import InputError
+from conserve.store.sql.query import one_line
 from conserve.store.sql.quoting import quoted
 from conserve.store.sql.reading import only_reads
 
@@ -46,8 +47,7 @@ def selected(duck: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelati
 
 
 def in_one_line(error: Exception) -> str:
-    """DuckDB's message on one line, without the lines that point at the mistake."""
+    """Message of an error of DuckDB's, or of text that is not UTF-8, on one line."""
     if isinstance(error, UnicodeError):
         return "it is not UTF-8"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "^" not in line]
-    return " ".join(lines) or type(error).__name__
+    return one_line(str(error)) or type(error).__name__

@@ -9,8 +9,9 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conserve.errors import first_line
 from conserve.store.sql.quoting import parquet, quoted
-from conserve.store.sql.readable import BATCH_ROWS, first_line
+from conserve.store.sql.readable import BATCH_ROWS
 
 SUBMIT_AGAIN = "mend the file and submit the file again, to join it; the view results has this job's answers"
 PER_SECOND = {"milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}

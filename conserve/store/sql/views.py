@@ -8,6 +8,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
+from conserve.errors import first_line
 from conserve.store.books import catalog, readings
 from conserve.store.books.results import COLUMNS, DOCUMENTS
 from conserve.store.books.shards import ShardFile
@@ -20,7 +21,7 @@ from conserve.store.sql.input_columns import (
 )
 from conserve.store.sql.input_parts import InputPart, changed, parts_of
 from conserve.store.sql.quoting import parquet, quoted
-from conserve.store.sql.readable import CHECK, REPAIR, LeftOut, first_line
+from conserve.store.sql.readable import CHECK, REPAIR, LeftOut
 from conserve.store.sql.snapshot import Snapshot
 from conserve.store.sql.unheld import SUBMIT_AGAIN, time_fault
 from conserve.store.upkeep.damage import Damage, StorePart

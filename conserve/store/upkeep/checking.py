@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, text
 
-from conserve.errors import JobNotFound, StoreDamaged, StoreError
+from conserve.errors import JobNotFound, StoreDamaged, StoreError, first_line
 from conserve.store.books import catalog, places, shards
 from conserve.store.books.journal import is_whole
 from conserve.store.books.places import Content
@@ -355,8 +355,3 @@ def fix_of(found: Damage, audited: JobAudit) -> str:
         StorePart.MARK: "it is written anew",
     }
     return f"run: conserve check --repair {found.job_id} ({comes_to[found.part]})"
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -46,7 +46,7 @@ class Runner(Protocol):
         """Run a pass of exactly so many tokens of no request, without attention and CUDA graphs."""
 
     def discarding(self, left: frozenset[str]) -> AbstractContextManager[None]:
-        """While vLLM samples, give rows that left no token and count none of their chunk as computed.
+        """Give rows that left no token while vLLM samples, and count none of their chunk as computed.
 
         They draw no random number, and their hidden states, which are zeros, end up in no prompt logprobs.
         """

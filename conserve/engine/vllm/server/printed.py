@@ -70,7 +70,7 @@ def command_of(
 
 
 def portable(section: dict[str, Any], config: Any) -> dict[str, Any]:
-    """What a user may write of our section; without a latency profile the engine learns one at its start."""
+    """Part of our section that a user may write; without a latency profile the engine learns one at its start."""
     usual = {"profiles": str(default_home() / "profiles"), "policy": CONSERVE}
     kept = {
         key: value
