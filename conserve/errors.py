@@ -7,6 +7,7 @@ ConserveError                  one sentence for the user, with the next command;
 │   ├── SettingsError          a flag, variable or conserve.toml entry that makes no sense
 │   ├── JobNotFound            no such job; names the nearest
 │   ├── Overloaded             `conserve bench`: live requests queue without any offline row beside them
+│   ├── PackageMissing         a package that ConServe does not depend on, as pandas, is not installed
 │   ├── QueryError             SQL that is wrong, or that the sandbox forbids
 │   └── GridTooLarge           a profile was asked for that does not fit the KV cache or the model
 ├── QueryTooGreedy             a query that needs more memory, temporary disk or time than it may have
@@ -32,6 +33,8 @@ ConserveError                  one sentence for the user, with the next command;
         ├── EndpointUnavailable  out of reach (connection, 502, 504); says nothing about the row
         ├── EndpointFault      reached, and no usable answer: a 500, garbage, one that is too long or too slow
         └── EngineDied         the engine stopped while this request was in it; the request is a suspect
+
+Warnings from Python, which the command line prints: `RowsLeftOut` and `RowsUnanswerable`.
 """
 
 from typing import Self
@@ -90,6 +93,10 @@ class JobNotFound(UsageError):
 
 class Overloaded(UsageError):
     """Live requests queue without any offline row beside them: nothing is left to compare."""
+
+
+class PackageMissing(UsageError):
+    """A package that ConServe does not depend on is not installed."""
 
 
 class QueryError(UsageError):
@@ -227,3 +234,11 @@ class EngineDied(RetryableError):
     """The engine stopped while this request was in it, perhaps because of it."""
 
     kind = "engine_died"
+
+
+class RowsLeftOut(UserWarning):
+    """Rows that cannot be read are missing from an answer."""
+
+
+class RowsUnanswerable(UserWarning):
+    """Rows of a new job cannot be sent, and will fail."""

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
+from conserve.api.running import engine_flags
 from conserve.cli import output
 from conserve.cli.bench_flags import RECOMPUTE, limits, make_design, resized, section, which
 from conserve.cli.bench_report import conclude
 from conserve.cli.bench_server import enqueue_rows, on_own_server
-from conserve.cli.context import Context, engine_flags
+from conserve.cli.context import Context
 from conserve.cli.serve import checkpointing
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE, SERVING

@@ -1,6 +1,5 @@
 """Context of a command: the settings and the store."""
 
-import shlex
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -49,11 +48,6 @@ def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
     """Split a command's own words from vLLM's flags behind them; no job id or model begins with a dash."""
     first_flag = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
     return words[:first_flag], words[first_flag:]
-
-
-def engine_flags(settings: Settings, flags: list[str]) -> list[str]:
-    """Flags of the embedded engine: those of the settings, then those of the command line."""
-    return [*shlex.split(settings.engine_args), *flags]
 
 
 def job_ids(incomplete: str) -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from conserve.api.running import engine_flags
 from conserve.cli import exits, output
-from conserve.cli.context import engine_flags
 from conserve.config import DEMO_MODEL, Settings
 from conserve.store.books.readings import JobReading, read_task
 

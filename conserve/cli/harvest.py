@@ -7,21 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from conserve.api.binding import Binding
+from conserve.api.running import Pace, make_endpoint, outcome, unfinished, unfinished_rows
 from conserve.cli import exits, output
-from conserve.cli.binding import Binding
 from conserve.cli.context import Context, job_ids
 from conserve.cli.idle_jobs import nothing_to_run
 from conserve.cli.options import Rebind, Utility
 from conserve.cli.progress import RunProgress
-from conserve.cli.run import (
-    Pace,
-    Times,
-    make_endpoint,
-    report,
-    supervise,
-    unfinished,
-    unfinished_rows,
-)
+from conserve.cli.run import report, supervise
 from conserve.config import DEMO_MODEL, Settings
 from conserve.errors import ConserveError, SettingsError, StoreError, StoreTooNew
 from conserve.store.books.readings import read_jobs
@@ -143,10 +136,8 @@ def work(
     begun = time.monotonic()
     lines = until_empty or output.colourful(sys.stderr)
     interrupted = asyncio.run(supervise(harvester, lambda: show(harvester, settings, only, lines=lines)))
-    ready_at = harvester.ready_at or time.monotonic()
-    work_s = max(0.0, (harvester.ended_at or time.monotonic()) - ready_at)
-    times = Times(start_s=ready_at - begun, work_s=work_s)
-    code = report(harvester.tally, settings, interrupted, times, only=only, as_json=as_json)
+    done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
+    code = report(done, settings, only=only, as_json=as_json)
     return code if until_empty else exits.DONE  # a harvester that follows the queue ends by a signal only
 
 
@@ -154,7 +145,7 @@ def server(settings: Settings, window: int | None) -> "Endpoint":
     """Endpoint of the settings, as one that live requests use too."""
     address = settings.endpoint or ""
     if not address.startswith(("http://", "https://")):
-        return make_endpoint(settings, [], Pace())
+        return make_endpoint(settings, [], Pace(), say=output.say)
     from conserve.endpoints.exchange import AnswerLimits
     from conserve.endpoints.http import HttpEndpoint
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from conserve.api.words import count as count
+from conserve.api.words import duration as duration
 from conserve.errors import ConserveError
 
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -101,11 +103,6 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequenc
     return [head, *(line(row, [len(c) for c in bare]) for row, bare in zip(rows, plain, strict=True))]
 
 
-def count(number: int, one: str, many: str | None = None) -> str:
-    """Number with its noun: `1 row`, `2 rows`, `12,345 rows`."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
 def moment(seconds: float | None) -> str:
     """Local time of a moment in s since 1970; a dash for None."""
     if seconds is None:
@@ -116,13 +113,3 @@ def moment(seconds: float | None) -> str:
 def iso(seconds: float | None) -> str | None:
     """Moment in s since 1970 as ISO 8601 in UTC, for JSON."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-def duration(seconds: float) -> str:
-    """Duration in words: `8.2 s`, `4 min 10 s`, `3 h 12 min`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from conserve.api.running import engine_flags
 from conserve.cli import exits, output
-from conserve.cli.context import Context, engine_flags, split_flags
+from conserve.cli.context import Context, split_flags
 from conserve.cli.profile_report import range_words, show_profile
 
 if TYPE_CHECKING:

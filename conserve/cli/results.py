@@ -1,19 +1,18 @@
 """`conserve results`: the answers of a job as a file."""
 
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
+from conserve.api.queries import check_join, results_query
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
     from conserve.store.books.catalog import Job
-    from conserve.store.sql.answer import SnapshotQuery
     from conserve.store.sql.batches import RowBatches
     from conserve.store.sql.export import Format
     from conserve.store.sql.readable import LeftOut
@@ -54,9 +53,17 @@ def results(
     from conserve.cli.queries import answer
     from conserve.cli.signals import ended_in_order
     from conserve.cli.sink import sink
+    from conserve.store.sql.export import Format
 
     wanted = wanted_format(out, format, as_json=as_json, more=with_inputs or with_prompts)
-    found, asked = question(ctx.obj, job, wanted, with_inputs=with_inputs, with_prompts=with_prompts)
+    context: Context = ctx.obj
+    found, asked = results_query(
+        context.settings(),
+        job,
+        with_inputs=with_inputs,
+        with_prompts=with_prompts,
+        with_urls=wanted is Format.OPENAI,
+    )
     left_out: list[LeftOut] = []
     with (
         ended_in_order(),
@@ -87,45 +94,9 @@ def wanted_format(out: Path | None, named: str | None, *, as_json: bool, more: b
     return wanted
 
 
-def question(
-    context: Context, job: str, wanted: "Format", *, with_inputs: bool, with_prompts: bool
-) -> "tuple[Job, SnapshotQuery]":
-    """Job, and the query for the results that it has now."""
-    from conserve.cli.bounds import export_bounds
-    from conserve.jobs.requests.wording import Tasks
-    from conserve.store.books import catalog
-    from conserve.store.sql import export
-    from conserve.store.sql.answer import SnapshotQuery
-    from conserve.store.sql.snapshot import snapshot
-
-    with context.store_to_read() as store:
-        with store.read() as tx:
-            found = catalog.get(tx, job)
-        taken = snapshot(store, now=time.time(), only=[found.id])
-    uses = {"results"} | ({"inputs"} if with_inputs else set()) | ({"requests"} if with_prompts else set())
-    if wanted is export.Format.OPENAI:
-        ask = lambda duck: export.with_urls(duck, taken.home, found.id)  # noqa: E731
-    else:
-        ask = lambda duck: export.ordered(  # noqa: E731
-            duck, found.id, with_inputs=with_inputs, with_prompts=with_prompts
-        )
-    bounds = export_bounds(context.settings())
-    return found, SnapshotQuery(
-        taken=taken,
-        ask=ask,
-        uses=lambda: uses,
-        bounds=bounds,
-        sealed=False,
-        wording=Tasks(taken.catalog),
-    )
-
-
 def accept(gap: "LeftOut", left_out: "list[LeftOut]") -> None:
     """Warn of results that cannot be read; raise if joining with the missing part would drop others."""
-    if gap.view == "inputs":
-        raise UsageError(f"the inputs cannot be joined: {gap.reason}; leave out --with-inputs")
-    if gap.view == "requests":
-        raise UsageError(f"the prompts cannot be shown: {gap.reason}; leave out --with-prompts")
+    check_join(gap)
     output.warn(gap.sentence)
     left_out.append(gap)
 

@@ -1,60 +1,44 @@
 """`conserve run`: run queued rows until none is left."""
 
 import asyncio
-import contextlib
 import os
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from math import inf
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from conserve.api.binding import Binding
+from conserve.api.progress import first_step
+from conserve.api.running import (
+    Outcome,
+    Pace,
+    check_endpoint,
+    make_endpoint,
+    outcome,
+    stoppable,
+    unfinished,
+    unfinished_rows,
+)
 from conserve.cli import exits, output
-from conserve.cli.binding import Binding
-from conserve.cli.context import Context, engine_flags, job_ids, split_flags
+from conserve.cli.context import Context, job_ids, split_flags
 from conserve.cli.idle_jobs import left_paused, nothing_to_run
 from conserve.cli.options import Rebind, Utility
-from conserve.cli.progress import RunProgress, first_step
-from conserve.config import DEMO_MODEL, Settings
-from conserve.errors import SettingsError
+from conserve.cli.progress import RunProgress
+from conserve.config import Settings
 from conserve.store.books.readings import JobReading, read_jobs, resolve
+from conserve.store.books.states import JobState
 
 if TYPE_CHECKING:
-    from conserve.endpoints.protocol import Endpoint
-    from conserve.engine.vllm.settings import Pacing
-    from conserve.jobs.harvest.harvester import Harvester, Tally
+    from conserve.jobs.harvest.harvester import Harvester
 
 EXAMPLE = """
 conserve run
 conserve run gsm8k-k3f9 --model Qwen/Qwen2.5-7B-Instruct -- --max-model-len 8192
 conserve run --endpoint http://localhost:8000
 """
-
-
-FAKE = "CONSERVE_FAKE"  # 1 where rows may be answered with made-up words: in tests
-
-
-class Times(NamedTuple):
-    """Seconds until the endpoint was ready, and from there until the last row was durable."""
-
-    start_s: float
-    work_s: float
-
-
-class Pace(NamedTuple):
-    """Flags about latency profiles."""
-
-    tbt_ms: float | None = None
-    profile: str | None = None
-    forget_correction: bool = False
-
-    @property
-    def asked_for(self) -> bool:
-        return self.tbt_ms is not None or self.profile is not None
 
 
 def run(
@@ -160,10 +144,9 @@ def drain(
 
     store = Store.open(settings)
     try:
-        endpoint = make_endpoint(settings, flags, pace)
         harvester = Harvester(
             store,
-            endpoint,
+            make_endpoint(settings, flags, pace, say=output.say),
             lease_s=settings.lease_s,
             max_attempts=settings.max_attempts,
             only=only,
@@ -173,10 +156,8 @@ def drain(
         begun = time.monotonic()
         progress = RunProgress(harvester, lambda: unfinished_rows(settings, only), sys.stderr, said=said)
         interrupted = asyncio.run(supervise(harvester, progress.show))
-        ready_at = harvester.ready_at or time.monotonic()
-        ended_at = harvester.ended_at or time.monotonic()
-        times = Times(start_s=ready_at - begun, work_s=max(0.0, ended_at - ready_at))
-        return report(harvester.tally, settings, interrupted, times, only=only, as_json=as_json)
+        done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
+        return report(done, settings, only=only, as_json=as_json)
     finally:
         store.close()
 
@@ -190,74 +171,8 @@ def begin(settings: Settings) -> str | None:
     return step
 
 
-def unfinished(settings: Settings, only: list[str] | None) -> list[JobReading]:
-    """Jobs that this run may work on."""
-    readings = read_jobs(settings, now=time.time())
-    return [r for r in readings if r.state in ("queued", "running") and (only is None or r.id in only)]
-
-
-def make_pacing(settings: Settings, flags: list[str], pace: Pace) -> "Pacing":
-    """Pacing of the embedded engine, from the flags."""
-    from conserve.engine.policy.view import Slo
-    from conserve.engine.vllm.settings import Pacing
-
-    behind = f" -- {shlex.join(flags)}" if flags else ""
-    return Pacing(
-        folder=settings.profiles_folder,
-        command=f"conserve profile {settings.model}{behind}",
-        profile=pace.profile,
-        slo=Slo(tbt_ms=inf if pace.tbt_ms is None else pace.tbt_ms),
-        keep_correction=not pace.forget_correction,
-    )
-
-
-def check_endpoint(settings: Settings, flags: list[str], pace: Pace) -> None:
-    """Raise `SettingsError` for an address, or for flags beside it, that no endpoint can be made from."""
-    address = settings.endpoint
-    if pace.tbt_ms is not None and not 0 < pace.tbt_ms < float("inf"):
-        raise SettingsError(f"--tbt-ms {pace.tbt_ms:g} leaves no time for an iteration; give milliseconds")
-    if address is None:
-        return
-    if pace.asked_for:
-        raise SettingsError("--tbt-ms and --profile are for the embedded engine, and --endpoint was given")
-    if flags:
-        raise SettingsError("flags for vLLM go to the embedded engine, and --endpoint was given")
-    if address.startswith("fake:") and os.environ.get(FAKE) != "1":
-        raise SettingsError(
-            "the fake endpoint answers with made-up words, which would stand in the results; to see what a run "
-            f"would meet: conserve run --dry-run (tests set {FAKE}=1)"
-        )
-    if not address.startswith(("fake:", "http://", "https://")):
-        raise SettingsError(f"--endpoint takes an http:// or https:// address, not {address!r}")
-
-
-def make_endpoint(settings: Settings, flags: list[str], pace: Pace) -> "Endpoint":
-    """Make the endpoint of the settings: the fake, an HTTP server or the embedded engine."""
-    check_endpoint(settings, flags, pace)
-    address = settings.endpoint
-    if address is None:
-        from conserve.engine.vllm.embedded import EmbeddedEndpoint
-
-        return EmbeddedEndpoint(
-            settings.model,
-            engine_flags=engine_flags(settings, flags),
-            cache_dir=settings.models_folder,
-            pacing=make_pacing(settings, flags, pace) if pace.asked_for else None,
-            say=output.say,
-        )
-    if address.startswith("fake:"):
-        from conserve.endpoints.fake import FakeEndpoint, Script
-
-        return FakeEndpoint(Script.from_url(address))
-    from conserve.endpoints.exchange import AnswerLimits
-    from conserve.endpoints.http import HttpEndpoint
-
-    model = None if settings.model == DEMO_MODEL else settings.model
-    return HttpEndpoint(address, api_key=settings.api_key, model=model, limits=AnswerLimits.of(settings))
-
-
 async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-    """Run the harvester beside its display; True if it was interrupted."""
+    """Run the harvester beside its display until it ends or a signal comes; True if it was interrupted."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -270,39 +185,19 @@ async def supervise(harvester: "Harvester", show: Callable[[], Coroutine[Any, An
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     shown = asyncio.create_task(show())
-    working = asyncio.create_task(harvester.run(stop))
-    stopped = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done() and harvester.ready_at is None:
-            working.cancel()  # an engine that is still starting has nothing to save
-        with contextlib.suppress(asyncio.CancelledError):
-            await working
+        await stoppable(harvester, stop)
     finally:
-        for task in (shown, stopped):
-            task.cancel()
-        await asyncio.gather(shown, stopped, return_exceptions=True)
+        shown.cancel()
+        await asyncio.gather(shown, return_exceptions=True)
     return stop.is_set()
 
 
-def unfinished_rows(settings: Settings, only: list[str] | None) -> int:
-    """Number of queued rows without a result."""
-    return sum(reading.rows - reading.done for reading in unfinished(settings, only))
-
-
-def report(
-    tally: "Tally",
-    settings: Settings,
-    interrupted: bool,
-    times: Times,
-    *,
-    only: list[str] | None = None,
-    as_json: bool,
-) -> int:
+def report(done: Outcome, settings: Settings, *, only: list[str] | None = None, as_json: bool) -> int:
     """Print the outcome; returns the exit code. `only` are the jobs that the command line names."""
     readings = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
-    ours = [readings[job_id] for job_id in tally.jobs if job_id in readings]
-    for reason in tally.refused.values():
+    ours = [readings[job_id] for job_id in done.jobs if job_id in readings]
+    for reason in done.refused.values():
         output.say(f"refused: {reason}")
     for reading in ours:
         failed = f", {reading.failed:,} failed" if reading.failed else ""
@@ -311,42 +206,24 @@ def report(
         output.say(
             'why rows failed: conserve sql "select error_type, error from results where error is not null"'
         )
-    tokens = tally.prompt_tokens + tally.completion_tokens
     output.say(
-        f"{output.count(tally.done, 'row')} in {output.duration(times.work_s)}, "
-        f"{tokens / max(times.work_s, 1e-9):,.0f} tokens/s (ready after {output.duration(times.start_s)})"
+        f"{output.count(done.done, 'row')} in {output.duration(done.work_s)}, "
+        f"{done.tokens_per_s:,.0f} tokens/s (ready after {output.duration(done.start_s)})"
     )
     meant = [reading for job_id, reading in readings.items() if reading in ours or job_id in (only or ())]
     paused = left_paused(meant)
     if as_json:
-        output.data_json(document(tally, ours, times, interrupted))
-    return exit_code(tally, ours, interrupted=interrupted, paused=paused)
+        output.data_json(done.document())
+    return exit_code(done, ours, paused=paused)
 
 
-def exit_code(tally: "Tally", ours: list[JobReading], *, interrupted: bool, paused: bool) -> int:
+def exit_code(done: Outcome, ours: list[JobReading], *, paused: bool) -> int:
     """Exit code of the worst outcome (docs/reference/exit-codes.md)."""
     happened = {
-        exits.INTERRUPTED: interrupted,
-        exits.FAILED: bool(tally.refused),
-        exits.CANCELLED: bool(tally.cancelled),
+        exits.INTERRUPTED: done.interrupted,
+        exits.FAILED: bool(done.refused),
+        exits.CANCELLED: JobState.CANCELLED in done.jobs.values(),
         exits.PAUSED: paused,
         exits.FAILED_ROWS: any(reading.failed for reading in ours),
     }
     return next((code for code in exits.WORST_FIRST if happened.get(code)), exits.DONE)
-
-
-def document(tally: "Tally", ours: list[JobReading], times: Times, interrupted: bool) -> dict[str, object]:
-    """Report as JSON (docs/reference/json.md)."""
-    return {
-        "succeeded": tally.succeeded,
-        "failed": tally.failed,
-        "retried": tally.retried,
-        "prompt_tokens": tally.prompt_tokens,
-        "completion_tokens": tally.completion_tokens,
-        "resumed_tokens": tally.resumed_tokens,
-        "start_s": round(times.start_s, 3),
-        "work_s": round(times.work_s, 3),
-        "interrupted": interrupted,
-        "jobs": {reading.id: reading.state for reading in ours},
-        "refused": tally.refused,
-    }

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from conserve.api.running import engine_flags
+from conserve.api.sizes import size_bytes
 from conserve.cli import exits, output
-from conserve.cli.context import Context, bearer, engine_flags
+from conserve.cli.context import Context, bearer
 from conserve.cli.options import Utility
 from conserve.cli.serve_notices import open_to_all, warnings
-from conserve.cli.sizes import size_bytes
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS, HOST_BYTES, policy_named
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS

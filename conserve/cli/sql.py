@@ -1,19 +1,18 @@
 """`conserve sql`: SQL over jobs, results, inputs and requests."""
 
 import sys
-import time
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from conserve.api.queries import sql_query
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from conserve.store.sql.answer import SnapshotQuery
     from conserve.store.sql.batches import RowBatches
     from conserve.store.sql.export import Format
     from conserve.store.sql.readable import LeftOut
@@ -78,7 +77,8 @@ def sql(
     wanted = wanted_format(out, as_json=as_json, as_csv=as_csv)
     text = sys.stdin.read() if query == "-" else query
     context: Context = ctx.obj
-    asked = question(context, text, job, named, None if wanted else SHOWN_ROWS + 1, memory, timeout)
+    settings = context.settings(sql_memory=memory, sql_timeout_s=timeout)
+    asked = sql_query(settings, text, jobs=job, named=named or (), limit=None if wanted else SHOWN_ROWS + 1)
     with ended_in_order(), answer(asked, warn) as rows:
         if wanted is None:
             show(rows)
@@ -102,40 +102,6 @@ def wanted_format(out: Path | None, *, as_json: bool, as_csv: bool) -> "Format |
     if out is not None and named is None and flagged is None:
         raise UsageError(f"-o {out} does not say how to write; end it in .parquet, .csv or .jsonl")
     return flagged or named
-
-
-def question(
-    context: Context,
-    text: str,
-    job: list[str] | None,
-    named: list[str] | None,
-    limit: int | None,
-    memory: str | None,
-    timeout: float | None,
-) -> "SnapshotQuery":
-    """Query over the store as it is now; `limit` cuts its rows."""
-    from conserve.cli.bounds import query_bounds
-    from conserve.jobs.requests.wording import Tasks
-    from conserve.store.books import catalog
-    from conserve.store.sql.answer import SnapshotQuery
-    from conserve.store.sql.named_files import named_file
-    from conserve.store.sql.query import ask, views_of
-    from conserve.store.sql.snapshot import snapshot
-
-    settings = context.settings(sql_memory=memory, sql_timeout_s=timeout)
-    bounds, files = query_bounds(settings), tuple(named_file(one) for one in named or ())
-    with context.store_to_read() as store:
-        with store.read() as tx:
-            only = [catalog.get(tx, name).id for name in job] if job else None
-        taken = snapshot(store, now=time.time(), only=only)
-    return SnapshotQuery(
-        taken=taken,
-        ask=lambda duck: ask(duck, text, limit=limit),
-        uses=lambda: views_of(text),
-        bounds=bounds,
-        wording=Tasks(taken.catalog),
-        named=files,
-    )
 
 
 def show(rows: "RowBatches") -> None:

@@ -7,18 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from conserve.api.asking import in_order, job_name, make_input, make_task, request_params, unanswerable
 from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.signals import ended_in_order, held_back
-from conserve.cli.submit_flags import (
-    in_order,
-    make_task,
-    read_input,
-    read_name,
-    read_prompt,
-    read_tags,
-    request_params,
-)
+from conserve.cli.submit_flags import read_params, read_prompt, read_schema, read_tags
 from conserve.config import Settings
 from conserve.errors import ConserveError, one_line
 
@@ -129,7 +122,8 @@ def submit(
     from conserve.jobs.requests.submit import submit as enqueue
 
     params = request_params(
-        completions,
+        read_params(param or []),
+        completions=completions,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -137,14 +131,15 @@ def submit(
         stop=stop,
         n=n,
         logprobs=logprobs,
-        schema=schema,
-        param=param,
+        schema=None if schema is None else read_schema(schema),
         unknown_params=unknown_params,
     )
     task = make_task(read_prompt(prompt, prompt_file), messages, system, completions, id, params)
     task = in_order(task, order)
     context: Context = ctx.obj
-    given = read_input(files or [], sql, form, keep_input, context.settings())
+    given = make_input(
+        files or [], sql=sql, form=form, keep=keep_input, copy_gib=context.settings().input_copy_gib
+    )
     if dry_run is not None:
         preview(
             context.settings(model=model),
@@ -160,7 +155,7 @@ def submit(
             store,
             given,
             task,
-            name=read_name(name),
+            name=job_name(name),
             priority=priority,
             model=model,
             tags=read_tags(tag or []),
@@ -193,11 +188,8 @@ def tell(done: "Submitted") -> None:
     output.say(f"queued {output.count(done.rows, 'row')}; run them with: conserve run")
     if done.kept in WHERE:
         output.say(f"{WHERE[done.kept]}; --keep-input copy keeps a copy in the store")
-    if done.unrendered:
-        percent = f"{100 * done.unrendered / done.rows:.3g} %"
-        share = f"{done.unrendered:,} of {output.count(done.rows, 'row')} ({percent})"
-        first = f"the first is row {done.first_row:,}: {one_line(done.first_error)}"
-        output.say(f"warning: {share} cannot be answered and will fail; {first}")
+    if (sentence := unanswerable(done)) is not None:
+        output.say(f"warning: {sentence}")
 
 
 class UnprintedJob(ConserveError):

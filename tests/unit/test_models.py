@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import text
 
-from conserve.cli.binding import Binding
+from conserve.api.binding import Binding
 from conserve.cli.harvest import Announcer
 from conserve.config import Settings, load, model_name
 from conserve.endpoints.fake import FakeEndpoint, Script

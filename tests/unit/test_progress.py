@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.cli.progress import LINE_S, RunProgress, first_step, rounded
-from conserve.cli.run import Pace, make_endpoint
+from conserve.api.progress import LINE_S, first_step, rounded
+from conserve.api.running import Pace, make_endpoint
+from conserve.cli.progress import RunProgress
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, InFlight, Url
@@ -86,7 +87,7 @@ def test_a_step_that_was_said_is_not_said_again_at_once(store: Store) -> None:
 @pytest.mark.parametrize("address", [None, "fake:?tokens=4", "http://127.0.0.1:9/v1", "http://127.0.0.1:9"])
 def test_the_first_step_is_called_as_the_endpoint_calls_it(address: str | None) -> None:
     settings = load({"endpoint": address})
-    endpoint: Any = make_endpoint(settings, [], Pace())
+    endpoint: Any = make_endpoint(settings, [], Pace(), say=print)
     assert first_step(settings) == endpoint.doing
     asyncio.run(endpoint.close())
 

@@ -7,16 +7,17 @@ only once. So their rows are copied into the job's folder as Parquet, where SQL 
 import glob
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-import pyarrow.parquet as pq
+import pyarrow as pa
 
-from conserve.errors import InputError, TemplateError, UsageError
+from conserve.errors import InputError, TemplateError, UsageError, one_line
 from conserve.jobs.inputs.files import Form, Named, form_of, partitions, spelled_out
 from conserve.jobs.inputs.fingerprint import fingerprint, together, written_meanwhile
+from conserve.jobs.inputs.held_rows import keep_batches, spool_rows
 from conserve.jobs.inputs.keeping import Keep, choice, keep
 from conserve.jobs.inputs.parquet_rows import ParquetParts, ParquetRows
 from conserve.jobs.inputs.text_rows import CsvRows, JsonLines, OpenAILines, TextRows, TsvRows
@@ -47,10 +48,15 @@ class InputRows(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """Input as the user names it: files, patterns and folders, or a query; and how to keep it."""
+    """Input as the user gives it, and how to keep it: files, patterns and folders, a query, a table, or rows.
+
+    A table and rows are read once.
+    """
 
     names: Sequence[str] = ()
     sql: str | None = None
+    table: pa.RecordBatchReader | None = None
+    rows: Iterable[Mapping[str, Any]] | None = None
     form: Form | None = None
     keep: Keep | None = None  # None: a copy up to `copy_gib`, a link beyond
     copy_gib: float = COPY_GIB
@@ -58,6 +64,8 @@ class Input:
     @property
     def label(self) -> str:
         """Name that the job's id begins with: of the file, or of the folder around a pattern's files."""
+        if self.table is not None or self.rows is not None:
+            return "table" if self.table is not None else "rows"
         if self.sql is not None or not self.names:
             return "sql"
         if list(self.names) == [STDIN]:
@@ -71,6 +79,8 @@ class Input:
         """Name of the input in messages."""
         if self.sql is not None:
             return "the answer to --sql"
+        if self.table is not None or self.rows is not None:
+            return f"the {self.label}"
         return "standard input" if list(self.names) == [STDIN] else " ".join(self.names)
 
 
@@ -97,6 +107,16 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
         if given.names:
             raise UsageError("give files or --sql, not both")
         return open_query(given, given.sql, folder)
+    if given.table is not None:
+        if openai:
+            raise unasked(given.title, "a table")
+        try:
+            return kept_table(given.table, folder, given.title, "table")
+        except pa.ArrowException as error:
+            raise InputError(f"{given.title} cannot be read: {one_line(error)}") from error
+    if given.rows is not None:
+        spool_rows(given.rows, folder / SPOOLED, given.title)
+        return open_text([folder / SPOOLED], given.title, Form.JSONL, openai=openai)
     from_stdin = STDIN in given.names
     if from_stdin and len(given.names) > 1:
         raise UsageError("- is standard input and goes with no other file")
@@ -106,16 +126,20 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
     form = form_of_all(named, given, from_stdin=from_stdin)
     if form is Form.PARQUET or (form is not Form.JSONL and openai):
         if openai:
-            kind = "a Parquet file" if form is Form.PARQUET else form.upper()
-            raise InputError(
-                f"{given.title} is {kind}; say what to ask: --prompt TEMPLATE or --messages COLUMN"
-            )
+            raise unasked(given.title, "a Parquet file" if form is Form.PARQUET else form.upper())
         return open_parquet(named, given, folder, from_stdin=from_stdin)
     marks = [] if from_stdin else marks_of(named.paths)
+    opened = open_text(named.paths, given.title, form, openai=openai, several=named.several)
+    return replace(opened, source=replace(source_of(named, marks, opened.source.format), copied=True))
+
+
+def open_text(
+    paths: Sequence[Path], title: str, form: Form, *, openai: bool, several: bool = False
+) -> Opened:
+    """Rows of text files, which are copied into the job's folder later."""
     lines = OpenAILines if openai else TEXTS[form]
-    rows = lines(named.paths, given.title, partitions(named.paths) if named.several else None)
-    source = source_of(named, marks, "openai" if openai else form)
-    return Opened(rows, replace(source, copied=True))
+    rows = lines(paths, title, partitions(paths) if several else None)
+    return Opened(rows, Source(path=None, format="openai" if openai else form, copied=True))
 
 
 def form_of_all(named: Named, given: Input, *, from_stdin: bool) -> Form:
@@ -135,30 +159,29 @@ def form_of_all(named: Named, given: Input, *, from_stdin: bool) -> Form:
 
 def open_query(given: Input, sql: str, folder: Path) -> Opened:
     """Run the query once and keep its rows."""
-    path, scratch = folder / home.INPUTS, folder / "scratch"
+    scratch = folder / "scratch"
     try:
-        with (
-            scanned(sql, scratch) as reader,
-            pq.ParquetWriter(path, reader.schema, compression="zstd", write_page_checksum=True) as writer,
-        ):
-            for batch in reader:
-                writer.write_batch(batch)
+        with scanned(sql, scratch) as reader:
+            opened = kept_table(reader, folder, given.title, "sql")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    rows = ParquetRows(path, given.title)
+    return replace(opened, source=replace(opened.source, sql=sql))
+
+
+def kept_table(reader: pa.RecordBatchReader, folder: Path, title: str, kind: str) -> Opened:
+    """Keep the rows of a table, which is read once, in the job's folder."""
+    path = folder / home.INPUTS
+    keep_batches(reader, path, title)
     mark = fingerprint(path)
-    return Opened(
-        rows,
-        Source(
-            path=None,
-            format="sql",
-            size=mark.size,
-            mtime_ns=mark.mtime_ns,
-            digest=mark.digest,
-            copied=True,
-            sql=sql,
-        ),
+    source = Source(
+        path=None, format=kind, size=mark.size, mtime_ns=mark.mtime_ns, digest=mark.digest, copied=True
     )
+    return Opened(ParquetRows(path, title), source)
+
+
+def unasked(title: str, kind: str) -> InputError:
+    """Error for rows that are no OpenAI lines, and that no task asks anything."""
+    return InputError(f"{title} is {kind}; say what to ask: --prompt TEMPLATE or --messages COLUMN")
 
 
 def open_parquet(named: Named, given: Input, folder: Path, *, from_stdin: bool) -> Opened:

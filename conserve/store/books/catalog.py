@@ -45,8 +45,8 @@ class InputFile:
 class Source:
     """The input of a job, with its fingerprint at submit."""
 
-    path: str | None  # absolute; of several files their folder; None for standard input and queries
-    format: str  # "parquet", "jsonl", "openai", "csv", "tsv", "sql"
+    path: str | None  # absolute; of several files their folder; None for standard input, queries and tables
+    format: str  # "parquet", "jsonl", "openai", "csv", "tsv", "sql", "table"
     size: int = 0  # bytes, of all files
     mtime_ns: int = 0  # of the file changed last
     digest: str = ""  # BLAKE2b of the contents; of several files, of their digests

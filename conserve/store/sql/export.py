@@ -166,6 +166,15 @@ def documents_parsed(rows: RowBatches) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def decoded(rows: RowBatches) -> Iterator[dict[str, Any]]:
+    """Rows as dictionaries for a program: JSON columns are Python's own values."""
+    for row in documents_parsed(rows):
+        yield {
+            name: msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+            for name, value in row.items()
+        }
+
+
 def parsed(document: str | None) -> Any:
     """JSON text as a value that is written unchanged; text that is not JSON stays text."""
     if document is None:

@@ -4,7 +4,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from conserve.cli.sizes import size_bytes
+from conserve.api.sizes import size_bytes
 from conserve.config import Settings
 from conserve.errors import SettingsError
 from conserve.store.sql.scratch import system_folder

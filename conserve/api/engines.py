@@ -1,0 +1,133 @@
+"""Engines that stay up across jobs."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from conserve.api.display import say
+from conserve.api.portal import portal
+from conserve.api.running import Pace, check_endpoint, make_endpoint
+from conserve.api.twins import awaited
+from conserve.config import Settings, load
+from conserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from conserve.endpoints.protocol import Call, Completion, Endpoint, OnTokens
+
+
+class Engine:
+    """An engine, or a server, that stays ready across runs: `with conserve.Engine(MODEL) as engine`.
+
+    `engine_args` are vLLM's own flags. Settings that are not given come from `CONSERVE_*` and conserve.toml.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        endpoint: str | None = None,
+        api_key: str | None = None,
+        engine_args: Sequence[str] = (),
+        path: str | Path | None = None,
+    ) -> None:
+        given = {"home": path, "model": model, "endpoint": endpoint, "api_key": api_key}
+        self._settings = load(given)
+        self._flags = tuple(engine_args)
+        self._endpoint: Endpoint | None = None
+        self._closed = False
+        self._starting = asyncio.Lock()
+        check_endpoint(self._settings, self._flags, Pace())
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "not started" if self._endpoint is None else "ready"
+        return f"<conserve.Engine {self._settings.endpoint or self._settings.model}: {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "an engine cannot be pickled, since it lives in its process; pickle its job or store"
+        )
+
+    def settings(self, store: Settings) -> Settings:
+        """Settings of a run over this store on this engine."""
+        return replace(
+            store,
+            model=self._settings.model,
+            endpoint=self._settings.endpoint,
+            api_key=self._settings.api_key,
+        )
+
+    @awaited
+    async def start(self) -> Self:
+        """Start the engine, unless it is ready; with vLLM that takes up to a minute."""
+        await self.borrowed()
+        return self
+
+    @awaited
+    async def close(self) -> None:
+        """Stop the engine and free its memory; end the runs on it first."""
+        await self._close()
+
+    async def borrowed(self) -> "Borrowed":
+        """Endpoint for one run, in the portal; the run's end does not close the engine."""
+        if self._closed:
+            raise UsageError("the engine is closed; make another one")
+        async with self._starting:
+            if self._endpoint is None:
+                endpoint = make_endpoint(self._settings, self._flags, Pace(), say=say)
+                await endpoint.start()
+                self._endpoint = endpoint
+                portal.last(self._close)
+        return Borrowed(self._endpoint)
+
+    async def _close(self) -> None:
+        self._closed = True
+        portal.not_last(self._close)
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            await endpoint.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.start.aio()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close.aio()
+
+
+class Borrowed:
+    """Endpoint of an engine that outlives the harvester that uses it."""
+
+    def __init__(self, endpoint: "Endpoint") -> None:
+        self._endpoint = endpoint
+
+    @property
+    def identity(self) -> str:
+        return self._endpoint.identity
+
+    @property
+    def capacity(self) -> int:
+        return self._endpoint.capacity
+
+    async def start(self) -> None:
+        """Do nothing: the engine is ready."""
+
+    async def close(self) -> None:
+        """Do nothing: the engine stays up."""
+
+    async def complete(self, call: "Call", on_tokens: "OnTokens | None" = None) -> "Completion":
+        return await self._endpoint.complete(call, on_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._endpoint, name)

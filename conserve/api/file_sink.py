@@ -1,0 +1,39 @@
+"""Files that appear whole or not at all."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from conserve.errors import UsageError
+
+
+@contextmanager
+def file_sink(path: Path) -> Iterator[BinaryIO]:
+    """Open the file at this path for writing; a pipe or a device is written as it is."""
+    from conserve.store.files.home import explained
+
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder} to write {path.name} to; make it first")
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file in it")
+    with explained(path):
+        if path.exists() and not path.is_file():  # a pipe or a device takes no renaming
+            with path.open("wb") as stream:
+                yield stream
+        else:
+            with whole(path) as stream:
+                yield stream
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that is renamed to `path` once it is complete and on the disk."""
+    from conserve.store.files.home import write_durably
+    from conserve.store.sql import scratch
+
+    with scratch.place(path.absolute().parent) as temporary:
+        with temporary.open("xb") as stream:
+            yield stream
+        write_durably(path, temporary)

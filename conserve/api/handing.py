@@ -1,0 +1,87 @@
+"""Sources of a job as Python hands them over: paths, tables of any library, rows."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+from conserve.api.asking import make_input
+from conserve.errors import InputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from conserve.jobs.inputs.source import Input
+
+
+class ArrowStream(Protocol):
+    """A table of any library that speaks Arrow: pyarrow, pandas, polars, DuckDB and others."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+
+class Scannable(Protocol):
+    """A pyarrow dataset."""
+
+    def scanner(self) -> Any: ...
+
+
+Source: TypeAlias = (
+    str
+    | PathLike[str]
+    | Sequence[str | PathLike[str]]
+    | ArrowStream
+    | Scannable
+    | Iterable[Mapping[str, Any]]
+)
+"""A path, pattern or folder, or several; a table, frame, relation or dataset; or rows as mappings."""
+
+
+def input_of(source: Source, *, form: str | None, keep: str | None, copy_gib: float) -> "Input":
+    """Input for a source; raises `InputError` for anything else."""
+    from conserve.jobs.inputs.source import Input
+
+    if (names := names_of(source)) is not None:
+        return make_input(names, sql=None, form=form, keep=keep, copy_gib=copy_gib)
+    if form is not None or keep is not None:
+        raise InputError("format and keep_input are for files; a table and rows are copied into the store")
+    if (table := table_of(source)) is not None:
+        return Input(table=table)
+    if isinstance(source, Iterable) and not isinstance(source, bytes | bytearray | Mapping):
+        return Input(rows=cast("Iterable[Mapping[str, Any]]", source))
+    raise InputError(
+        f"a job cannot be made of a {type(source).__name__}; give a path, a table, a frame, a relation, or dicts"
+    )
+
+
+def names_of(source: object) -> list[str] | None:
+    """Names of files; None if the source is something else."""
+    if isinstance(source, str | PathLike):
+        return [path_text(source)]
+    if isinstance(source, list | tuple) and source and all(isinstance(one, str | PathLike) for one in source):
+        return [path_text(one) for one in source]
+    return None
+
+
+def path_text(path: "str | PathLike[str]") -> str:
+    """Path as text; the home folder's sign is spelled out, which no shell has done here."""
+    return str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
+
+
+def table_of(source: Any) -> "pa.RecordBatchReader | None":
+    """Batches of a table, a frame, a relation or a dataset; None if the source is something else."""
+    import pyarrow as pa
+
+    library = type(source).__module__.partition(".")[0]
+    if library == "pandas":
+        named = any(name is not None for name in source.index.names)  # else it says nothing
+        return pa.Table.from_pandas(source, preserve_index=named).to_reader()
+    if library == "polars" and hasattr(source, "collect"):
+        source = source.collect()
+    if isinstance(source, pa.Table):
+        return source.to_reader()
+    if hasattr(source, "__arrow_c_stream__"):
+        return pa.RecordBatchReader.from_stream(source)
+    if hasattr(source, "scanner"):
+        return source.scanner().to_reader()
+    return None

@@ -1,0 +1,188 @@
+"""Runs: rows of a store drained into an endpoint, for `conserve run`, `conserve harvest` and `Job.run`."""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from conserve.config import DEMO_MODEL, Settings
+from conserve.errors import SettingsError
+from conserve.store.books.readings import JobReading, read_jobs
+from conserve.store.books.states import JobState
+
+if TYPE_CHECKING:
+    from conserve.endpoints.protocol import Endpoint
+    from conserve.engine.vllm.settings import Pacing
+    from conserve.jobs.harvest.harvester import Harvester
+
+FAKE = "CONSERVE_FAKE"  # 1 where rows may be answered with made-up words: in tests
+
+
+class Pace(NamedTuple):
+    """Flags about latency profiles."""
+
+    tbt_ms: float | None = None
+    profile: str | None = None
+    forget_correction: bool = False
+
+    @property
+    def asked_for(self) -> bool:
+        return self.tbt_ms is not None or self.profile is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Outcome of a run: rows and tokens of this run alone, and the state of its jobs at the end of it."""
+
+    succeeded: int
+    failed: int
+    retried: int
+    prompt_tokens: int
+    completion_tokens: int
+    resumed_tokens: int
+    start_s: float
+    """Seconds until the endpoint was ready."""
+    work_s: float
+    """Seconds from there until the last row was durable."""
+    interrupted: bool
+    jobs: dict[str, str]
+    """State of each job that rows were taken of, by its id."""
+    refused: dict[str, str]
+    """Reason of each job that was refused, by its id."""
+
+    @property
+    def done(self) -> int:
+        """Rows that have a result because of this run."""
+        return self.succeeded + self.failed
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of prompts and answers per second of work."""
+        return (self.prompt_tokens + self.completion_tokens) / max(self.work_s, 1e-9)
+
+    def document(self) -> dict[str, Any]:
+        """Outcome as JSON (docs/reference/json.md)."""
+        return asdict(self) | {"start_s": round(self.start_s, 3), "work_s": round(self.work_s, 3)}
+
+
+def unfinished(settings: Settings, only: Collection[str] | None) -> list[JobReading]:
+    """Jobs with rows to run, of these or of all."""
+    readings = read_jobs(settings, now=time.time())
+    states = (JobState.QUEUED, JobState.RUNNING)
+    return [r for r in readings if r.state in states and (only is None or r.id in only)]
+
+
+def unfinished_rows(settings: Settings, only: Collection[str] | None) -> int:
+    """Number of queued rows without a result."""
+    return sum(reading.rows - reading.done for reading in unfinished(settings, only))
+
+
+def engine_flags(settings: Settings, flags: Sequence[str]) -> list[str]:
+    """Flags of the embedded engine: those of the settings, then those of the command line."""
+    return [*shlex.split(settings.engine_args), *flags]
+
+
+def make_pacing(settings: Settings, flags: Sequence[str], pace: Pace) -> "Pacing":
+    """Pacing of the embedded engine, from the flags."""
+    from conserve.engine.policy.view import Slo
+    from conserve.engine.vllm.settings import Pacing
+
+    behind = f" -- {shlex.join(flags)}" if flags else ""
+    return Pacing(
+        folder=settings.profiles_folder,
+        command=f"conserve profile {settings.model}{behind}",
+        profile=pace.profile,
+        slo=Slo(tbt_ms=inf if pace.tbt_ms is None else pace.tbt_ms),
+        keep_correction=not pace.forget_correction,
+    )
+
+
+def check_endpoint(settings: Settings, flags: Sequence[str], pace: Pace) -> None:
+    """Raise `SettingsError` for an address, or for flags beside it, that no endpoint can be made from."""
+    address = settings.endpoint
+    if pace.tbt_ms is not None and not 0 < pace.tbt_ms < float("inf"):
+        raise SettingsError(f"--tbt-ms {pace.tbt_ms:g} leaves no time for an iteration; give milliseconds")
+    if address is None:
+        return
+    if pace.asked_for:
+        raise SettingsError("--tbt-ms and --profile are for the embedded engine, and --endpoint was given")
+    if flags:
+        raise SettingsError("flags for vLLM go to the embedded engine, and --endpoint was given")
+    if address.startswith("fake:") and os.environ.get(FAKE) != "1":
+        raise SettingsError(
+            "the fake endpoint answers with made-up words, which would stand in the results; to see what a run "
+            f"would meet: conserve run --dry-run (tests set {FAKE}=1)"
+        )
+    if not address.startswith(("fake:", "http://", "https://")):
+        raise SettingsError(f"--endpoint takes an http:// or https:// address, not {address!r}")
+
+
+def make_endpoint(
+    settings: Settings, flags: Sequence[str], pace: Pace, *, say: Callable[[str], None]
+) -> "Endpoint":
+    """Make the endpoint of the settings: the fake, an HTTP server or the embedded engine.
+
+    `say` gets sentences on why an engine takes longer to start.
+    """
+    check_endpoint(settings, flags, pace)
+    address = settings.endpoint
+    if address is None:
+        from conserve.engine.vllm.embedded import EmbeddedEndpoint
+
+        return EmbeddedEndpoint(
+            settings.model,
+            engine_flags=engine_flags(settings, flags),
+            cache_dir=settings.models_folder,
+            pacing=make_pacing(settings, flags, pace) if pace.asked_for else None,
+            say=say,
+        )
+    if address.startswith("fake:"):
+        from conserve.endpoints.fake import FakeEndpoint, Script
+
+        return FakeEndpoint(Script.from_url(address))
+    from conserve.endpoints.exchange import AnswerLimits
+    from conserve.endpoints.http import HttpEndpoint
+
+    model = None if settings.model == DEMO_MODEL else settings.model
+    return HttpEndpoint(address, api_key=settings.api_key, model=model, limits=AnswerLimits.of(settings))
+
+
+async def stoppable(harvester: "Harvester", stop: asyncio.Event) -> None:
+    """Run a harvester until its queue is empty or `stop` is set; an engine that is still starting is given up."""
+    working = asyncio.create_task(harvester.run(stop))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and harvester.ready_at is None:
+            working.cancel()  # an engine that is still starting has nothing to save
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
+    finally:
+        stopped.cancel()
+        await asyncio.gather(stopped, return_exceptions=True)
+
+
+def outcome(harvester: "Harvester", settings: Settings, *, begun: float, interrupted: bool) -> Outcome:
+    """Outcome of a harvester that has ended; `begun` is the moment of its start on the monotonic clock."""
+    tally = harvester.tally
+    states = {reading.id: reading.state.value for reading in read_jobs(settings, now=time.time())}
+    ready_at = harvester.ready_at or time.monotonic()
+    ended_at = harvester.ended_at or time.monotonic()
+    return Outcome(
+        succeeded=tally.succeeded,
+        failed=tally.failed,
+        retried=tally.retried,
+        prompt_tokens=tally.prompt_tokens,
+        completion_tokens=tally.completion_tokens,
+        resumed_tokens=tally.resumed_tokens,
+        start_s=ready_at - begun,
+        work_s=max(0.0, ended_at - ready_at),
+        interrupted=interrupted,
+        jobs={job_id: states[job_id] for job_id in tally.jobs if job_id in states},
+        refused=dict(tally.refused),
+    )

@@ -1,0 +1,224 @@
+"""Runs of this process: jobs drained by harvesters in the portal."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from conserve.api.binding import Binding
+from conserve.api.display import Silence, display_of, say
+from conserve.api.engines import Engine
+from conserve.api.idle import idle
+from conserve.api.portal import Pending, portal
+from conserve.api.progress import Progress
+from conserve.api.running import (
+    Outcome,
+    Pace,
+    check_endpoint,
+    make_endpoint,
+    outcome,
+    stoppable,
+    unfinished_rows,
+)
+from conserve.api.words import count, duration
+from conserve.config import Settings
+from conserve.errors import JobRefused, UsageError
+from conserve.store.books.readings import JobReading, read_jobs
+from conserve.store.books.states import JobState
+
+if TYPE_CHECKING:
+    from conserve.endpoints.protocol import Endpoint
+    from conserve.jobs.harvest.harvester import Harvester
+    from conserve.store.database.store import Store
+
+SHOW_S = 0.5  # between two looks at a run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunArguments:
+    """Arguments of `Job.run` and `Job.start`."""
+
+    model: str | None = None
+    endpoint: str | None = None
+    engine: Engine | None = None
+    engine_args: Sequence[str] = ()
+    api_key: str | None = None
+    rebind: bool = False
+    progress: bool = True
+
+    def settings(self, store: Settings) -> Settings:
+        """Settings of the store with those of this run on top; raises `UsageError` for two engines."""
+        if self.engine is not None:
+            if self.model or self.endpoint or self.engine_args or self.api_key:
+                raise UsageError("an engine has its model, endpoint and flags already; give the engine alone")
+            return self.engine.settings(store)
+        given = {"model": self.model, "endpoint": self.endpoint, "api_key": self.api_key}
+        return replace(store, **{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def binding(self) -> Binding:
+        """What the arguments say about the model."""
+        return Binding(named=self.model is not None or self.engine is not None, rebind=self.rebind)
+
+
+Key = tuple[str, str]  # the store's database, and the job
+under_way: dict[Key, Pending[Outcome]] = {}
+"""Runs that `Job.start` began in this process."""
+
+
+def reading_of(settings: Settings, job_id: str) -> JobReading:
+    """Reading of one job; raises `JobNotFound` if it was removed."""
+    from conserve.store.books.readings import resolve
+
+    found = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
+    return found[resolve(list(found), job_id)]
+
+
+def started(settings: Settings, job_id: str, arguments: RunArguments) -> Pending[Outcome]:
+    """Begin a run in the portal; raises `UsageError` if one of this job is under way in this process."""
+    key = (settings.store_url, job_id)
+    if key in under_way and not under_way[key].done.done():
+        raise UsageError(f"job {job_id} is running in this process already; wait for it, or stop it first")
+    under_way[key] = portal.submit(drained(settings, job_id, arguments))
+    return under_way[key]
+
+
+async def drained(settings: Settings, job_id: str, arguments: RunArguments) -> Outcome:
+    """Run the rows of one job; raises `JobRefused` if it may not run. Cancelled, it saves the rows in flight."""
+    job = await asyncio.to_thread(reading_of, settings, job_id)
+    if job.state is JobState.COMPLETED:
+        return nothing_left(job)
+    if job.state not in (JobState.QUEUED, JobState.RUNNING):
+        raise JobRefused(idle(job))
+    chosen = arguments.binding.settled(arguments.settings(settings), [job])
+    check_endpoint(chosen, arguments.engine_args, Pace())
+    endpoint = await endpoint_of(chosen, arguments)
+    display = display_of(progress=arguments.progress)
+    store = await asyncio.to_thread(opened, chosen)
+    try:
+        harvester = harvester_of(store, endpoint, chosen, job_id, rebind=arguments.rebind)
+        done = await shown(harvester, chosen, job_id, display)
+    finally:
+        store.close()
+    if job_id in done.refused:
+        raise JobRefused(done.refused[job_id])
+    return done
+
+
+async def endpoint_of(settings: Settings, arguments: RunArguments) -> "Endpoint":
+    """Endpoint of the arguments: borrowed from their engine, or one for this run alone."""
+    if arguments.engine is not None:
+        return await arguments.engine.borrowed()
+    return make_endpoint(settings, arguments.engine_args, Pace(), say=say)
+
+
+def opened(settings: Settings) -> "Store":
+    """Open store of these settings."""
+    from conserve.store.database.store import Store
+
+    return Store.open(settings)
+
+
+def harvester_of(
+    store: "Store", endpoint: "Endpoint", settings: Settings, job_id: str, *, rebind: bool
+) -> "Harvester":
+    """Harvester of one job."""
+    from conserve.jobs.harvest.harvester import Harvester
+
+    return Harvester(
+        store,
+        endpoint,
+        lease_s=settings.lease_s,
+        max_attempts=settings.max_attempts,
+        only=[job_id],
+        utility=settings.utility,
+        rebind=rebind,
+    )
+
+
+async def shown(harvester: "Harvester", settings: Settings, job_id: str, display: Silence) -> Outcome:
+    """Run a harvester beside its display."""
+    begun = time.monotonic()
+    progress = Progress(harvester, lambda: unfinished_rows(settings, [job_id]))
+    showing = asyncio.create_task(show(display, progress))
+    stop = asyncio.Event()
+    working = asyncio.create_task(stoppable(harvester, stop))
+    try:
+        with at_exit(stop, working):
+            await saved(working, stop)
+    finally:
+        showing.cancel()
+        await asyncio.gather(showing, return_exceptions=True)
+        done = outcome(harvester, settings, begun=begun, interrupted=stop.is_set())
+        display.end(summary(done, reading_of(settings, job_id)))
+    return done
+
+
+async def saved(working: "asyncio.Task[None]", stop: asyncio.Event) -> None:
+    """Wait for a harvester; if cancelled, let it save its rows first."""
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        stop.set()
+        await working
+        raise
+
+
+@contextlib.contextmanager
+def at_exit(stop: asyncio.Event, working: "asyncio.Task[None]") -> Iterator[None]:
+    """Save the rows of this run if the interpreter ends before it does."""
+
+    async def end() -> None:
+        stop.set()
+        await asyncio.wait([working])
+
+    portal.last(end)
+    try:
+        yield
+    finally:
+        portal.not_last(end)
+
+
+async def show(display: Silence, progress: Progress) -> None:
+    """Show the progress until cancelled."""
+    while True:
+        display.show(progress)
+        await asyncio.sleep(SHOW_S)
+
+
+def summary(done: Outcome, job: JobReading) -> str:
+    """Sentence on a run that has ended."""
+    failed = f", {job.failed:,} failed" if job.failed else ""
+    return (
+        f"{job.id}: {job.state}, {job.done:,} of {count(job.rows, 'row')} done{failed}; {done.done:,} of them now in "
+        f"{duration(done.work_s)}, {done.tokens_per_s:,.0f} tokens/s (ready after {duration(done.start_s)})"
+    )
+
+
+def nothing_left(job: JobReading) -> Outcome:
+    """Outcome of a run that found its job completed."""
+    counters = dict.fromkeys(
+        ("succeeded", "failed", "retried", "prompt_tokens", "completion_tokens", "resumed_tokens"), 0
+    )
+    return Outcome(
+        **counters, start_s=0.0, work_s=0.0, interrupted=False, jobs={job.id: job.state.value}, refused={}
+    )
+
+
+async def ended(
+    settings: Settings, job_id: str, timeout_s: float | None, *, clock: Callable[[], float] = time.monotonic
+) -> JobState:
+    """Wait until no row of a job is left to run, whichever process runs it; raises the error of this one's run."""
+    until = None if timeout_s is None else clock() + timeout_s
+    while True:
+        ours = under_way.get((settings.store_url, job_id))
+        if ours is not None and ours.done.done():
+            ours.done.result()
+        job = await asyncio.to_thread(reading_of, settings, job_id)
+        if job.state.final:
+            return job.state
+        if until is not None and clock() >= until:
+            raise TimeoutError(f"job {job_id} is {job.state} after {timeout_s:g} s")
+        await asyncio.sleep(SHOW_S)

@@ -1,0 +1,145 @@
+"""Handle of a store: submit jobs, find them, query them."""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conserve.api import display
+from conserve.api.asking import in_order, job_name, make_task, request_params, unanswerable
+from conserve.api.handing import Source, input_of
+from conserve.api.job import Job
+from conserve.api.queries import sql_query
+from conserve.api.results import answered
+from conserve.api.twins import blocking
+from conserve.config import Settings
+from conserve.errors import RowsUnanswerable
+from conserve.store.books.readings import read_jobs, resolve
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from conserve.jobs.requests.submit import Submitted
+
+SHOWN_JOBS = 20
+
+
+class Store:
+    """Handle of a store. It holds no connection and may be pickled; the store's settings, keys too, go with it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @property
+    def path(self) -> Path:
+        """Folder of the store."""
+        return self._settings.home
+
+    def __repr__(self) -> str:
+        return f"<conserve.Store {self._settings.home}>"
+
+    @blocking
+    def submit(
+        self,
+        source: Source,
+        *,
+        prompt: str | None = None,
+        messages: str | None = None,
+        system: str | None = None,
+        completions: bool = False,
+        params: Mapping[str, Any] | None = None,
+        schema: Mapping[str, Any] | None = None,
+        id: str | None = None,
+        model: str | None = None,
+        name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        priority: int = 0,
+        order: str = "prefix",
+        format: str | None = None,
+        keep_input: str | None = None,
+        constant_prompt: bool = False,
+        unknown_params: bool = False,
+    ) -> Job:
+        """Queue a job; once it is returned, it is durable.
+
+        `source` is a path, a pattern or a folder, or several; a pyarrow Table or dataset, a pandas or polars
+        frame, a DuckDB relation; or dicts. `prompt` is a Jinja template over a row's columns, `messages` a column
+        of chats; without both the rows are OpenAI Batch lines. `params` are fields of each request, as
+        `{"max_tokens": 128}`. `schema` is a JSON schema that answers obey. The others are the flags of
+        `conserve submit`. A table and dicts are copied into the store. Warns with `RowsUnanswerable` of rows that
+        cannot be sent.
+        """
+        from conserve.jobs.requests.submit import submit
+        from conserve.store.database.store import Store as Database
+
+        settings = self._settings
+        fields = request_params(
+            params or {},
+            completions=completions,
+            logprobs=None,
+            schema=schema,
+            unknown_params=unknown_params,
+        )
+        task = in_order(make_task(prompt, messages, system, completions, id, fields), order)
+        given = input_of(source, form=format, keep=keep_input, copy_gib=settings.input_copy_gib)
+        with closing(Database.open(settings)) as database:
+            done = submit(
+                database,
+                given,
+                task,
+                name=job_name(name),
+                priority=priority,
+                model=model,
+                tags=tags,
+                constant_prompt=constant_prompt,
+            )
+        return self._handle(done)
+
+    @blocking
+    def jobs(self) -> list[Job]:
+        """All jobs, oldest first."""
+        return [Job(self._settings, reading.id) for reading in read_jobs(self._settings, now=time.time())]
+
+    @blocking
+    def job(self, name: str) -> Job:
+        """Job with this id, or the only one whose id begins so, or the newest of this name; "last" is the newest.
+
+        Raises `JobNotFound`, which names the nearest.
+        """
+        known = [reading.id for reading in read_jobs(self._settings, now=time.time())]
+        namesakes = [job_id for job_id in known if job_id.rpartition("-")[0] == name]
+        return Job(self._settings, namesakes[-1] if namesakes else resolve(known, name))
+
+    @blocking
+    def sql(
+        self,
+        query: str,
+        *,
+        jobs: Sequence[str] | None = None,
+        files: Mapping[str, str | Path] | None = None,
+    ) -> "duckdb.DuckDBPyRelation":
+        """Answer of one SELECT over the views jobs, results, inputs and requests, as a DuckDB relation.
+
+        A child process computes it, sealed off from all but the store and `files`, which are tables by name. The
+        relation holds the answer, on DuckDB's default connection, so that it joins tables and frames of yours.
+        Raises `QueryError` for a mistake and `QueryTooGreedy` beyond the settings' bounds.
+        """
+        from conserve.store.sql.relation import relation
+
+        named = [f"{name}={path}" for name, path in (files or {}).items()]
+        with answered(sql_query(self._settings, query, jobs=jobs, named=named), joins=False) as rows:
+            return relation(rows)
+
+    def _handle(self, done: "Submitted") -> Job:
+        """Handle of a new job; warns of its rows that cannot be sent."""
+        import warnings
+
+        if (sentence := unanswerable(done)) is not None:
+            warnings.warn(sentence, RowsUnanswerable, stacklevel=4)
+        return Job(self._settings, done.job_id)
+
+    def _repr_html_(self) -> str:
+        readings = read_jobs(self._settings, now=time.time())[::-1]
+        rows = [(job.id, job.state.value, f"{job.done:,} / {job.rows:,}", job.failed) for job in readings]
+        return display.table_html(("job", "state", "rows", "failed"), rows[:SHOWN_JOBS])

@@ -1,0 +1,77 @@
+"""Calls that block, and their twins that are awaited: `job.wait()` and `await job.wait.aio()`.
+
+Each has one implementation: a function, which the twin runs in a thread, or a coroutine function, which both run in
+the portal.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from conserve.api.portal import portal
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+class Call(Generic[P, R]):
+    """A function that blocks; `aio` takes the same arguments and is awaited."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._function(*args, **kwargs)
+
+    async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The same without blocking the event loop; if cancelled, the function still runs to its end."""
+        return await asyncio.to_thread(self._function, *args, **kwargs)
+
+
+class PortalCall(Call[P, R]):
+    """A coroutine function that runs in the portal; cancelling either form ends it in order."""
+
+    def __init__(self, function: Callable[P, Coroutine[Any, Any, R]]) -> None:
+        functools.update_wrapper(self, function)
+        self._work = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return portal.submit(self._work(*args, **kwargs)).result()
+
+    async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The same without blocking the event loop."""
+        return await portal.submit(self._work(*args, **kwargs)).awaited()
+
+
+class Method(Generic[S, P, R]):
+    """A method whose bound form is a `Call`."""
+
+    def __init__(
+        self, function: Callable[..., Any], kind: Callable[[Callable[..., Any]], Call[P, R]]
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._kind = function, kind
+
+    @overload
+    def __get__(self, instance: None, owner: type[S]) -> "Method[S, P, R]": ...
+
+    @overload
+    def __get__(self, instance: S, owner: type[S]) -> Call[P, R]: ...
+
+    def __get__(self, instance: S | None, owner: type[S]) -> "Method[S, P, R] | Call[P, R]":
+        if instance is None:
+            return self
+        return self._kind(self._function.__get__(instance, owner))
+
+
+def blocking(function: Callable[Concatenate[S, P], R]) -> Method[S, P, R]:
+    """Give a method that blocks an awaited twin."""
+    return Method(function, Call)
+
+
+def awaited(function: Callable[Concatenate[S, P], Coroutine[Any, Any, R]]) -> Method[S, P, R]:
+    """Give a coroutine method, which runs in the portal, a form that blocks and one that is awaited."""
+    return Method(function, PortalCall)

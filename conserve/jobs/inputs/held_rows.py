@@ -1,0 +1,55 @@
+"""Rows that a program holds: tables in batches, and mappings one by one, kept as files."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conserve.errors import InputError, one_line
+
+
+def keep_batches(reader: pa.RecordBatchReader, path: Path, title: str) -> None:
+    """Write the batches of a table as Parquet; raises `InputError` for types that Parquet lacks."""
+    with storable(title):
+        writer = pq.ParquetWriter(path, reader.schema, compression="zstd", write_page_checksum=True)
+    with writer:
+        for batch in reader:
+            with storable(title):
+                writer.write_batch(batch)
+
+
+@contextmanager
+def storable(title: str) -> Iterator[None]:
+    """Explain errors of writing a table as Parquet."""
+    try:
+        yield
+    except pa.ArrowException as error:
+        said = f"{title} cannot be kept as Parquet ({one_line(error)})"
+        raise InputError(f"{said}; cast the column and submit again") from error
+
+
+def spool_rows(rows: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Write mappings as lines of JSON; raises `InputError` for a row that is none, or has a value without JSON."""
+    encode = msgspec.json.Encoder(enc_hook=plain).encode
+    with path.open("wb") as file:
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                kind = type(row).__name__
+                raise InputError(f"row {number:,} of {title} is of type {kind}; give a dict of its columns")
+            try:
+                file.write(encode(dict(row)) + b"\n")
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                said = f"row {number:,} of {title} has no JSON ({one_line(error)})"
+                raise InputError(f"{said}; give text, numbers, lists and dicts") from error
+
+
+def plain(value: object) -> object:
+    """Value of Python for one of NumPy; raises `TypeError` for any other that JSON lacks."""
+    convert = getattr(value, "tolist", None)
+    if convert is None:
+        raise TypeError(f"a value of type {type(value).__name__}")
+    return convert()

@@ -1,0 +1,71 @@
+"""Results of one job as they become durable, each row once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from sqlalchemy import Connection, select
+
+from conserve.errors import StoreDamaged
+from conserve.store.books import queue
+from conserve.store.books.catalog import Job
+from conserve.store.books.journal import is_whole
+from conserve.store.books.results import Result, decode, from_arrow
+from conserve.store.books.shards import ShardFile, files
+from conserve.store.database import schema
+from conserve.store.database.store import Store
+
+journal = schema.journal
+
+
+class NewResults:
+    """Reader of a job's results that remembers the rows it has read; a row that `retry` asks again is not new."""
+
+    def __init__(self, store: Store, job: Job) -> None:
+        self._store, self._job = store, job
+        self._seen = bytearray(job.num_rows)  # by position
+        self._read: set[int] = set()  # ids of shards
+
+    def look(self) -> list[Result]:
+        """Results of rows that had none at the last look."""
+        with self._store.read() as tx:
+            journalled = self._journalled(tx)
+            shards = [shard for shard in files(tx, [self._job.id]) if shard.id not in self._read]
+        found = [decode(row.payload) for row in journalled if is_whole(row)]
+        self._mark([row.position for row in journalled])
+        for shard in shards:
+            found += self._of_shard(shard)
+        return found
+
+    def _journalled(self, tx: Connection) -> list[Any]:
+        ours = journal.c.job_id == self._job.id
+        positions = tx.scalars(select(journal.c.position).where(ours).order_by(journal.c.position))
+        new = [position for position in positions if not self._seen[position]]
+        return [
+            row
+            for chunk in queue.chunks(new)
+            for row in tx.execute(select(journal).where(ours, journal.c.position.in_(chunk)))
+        ]
+
+    def _of_shard(self, shard: ShardFile) -> list[Result]:
+        """New results in a shard; none where `retry` has removed it since."""
+        path = self._store.home / shard.file
+        try:
+            table = pq.read_table(path)
+        except FileNotFoundError:
+            return []
+        except (pa.ArrowException, OSError) as error:
+            raise StoreDamaged(
+                f"{shard.file} cannot be read; run: conserve check --repair {self._job.id}",
+                job_id=self._job.id,
+            ) from error
+        positions = table["position"].to_pylist()
+        new = pa.array([not self._seen[position] for position in positions])
+        self._read.add(shard.id)
+        self._mark(positions)
+        return from_arrow(table.filter(new))
+
+    def _mark(self, positions: Sequence[int]) -> None:
+        for position in positions:
+            self._seen[position] = 1
