@@ -29,19 +29,7 @@ MODULES = {
     "open": "api.opening",
 }
 """Modules of the public names, which are imported when they are first used."""
-__all__ = [
-    "Engine",
-    "Job",
-    "JobReading",
-    "JobState",
-    "Outcome",
-    "Result",
-    "Results",
-    "Store",
-    "errors",
-    "map",
-    "open",
-]
+__all__ = [*MODULES, "errors"]
 
 
 def __getattr__(name: str) -> object:

@@ -99,7 +99,7 @@ def request_params(
     """Body fields of every request: those with names of their own, then those that were `given`."""
     from conserve.jobs.requests.parameter_names import unknown_name
 
-    params = {key: value for key, value in plain.items() if value not in (None, [])}
+    params: dict[str, Any] = {key: value for key, value in plain.items() if value not in (None, [])}
     if logprobs is not None:
         params |= {"logprobs": logprobs} if completions else {"logprobs": True, "top_logprobs": logprobs}
     if schema is not None:
@@ -107,7 +107,7 @@ def request_params(
         params["response_format"] = {"type": "json_schema", "json_schema": answer}
     if not unknown_params and (unknown := unknown_name(given)) is not None:
         raise UsageError(f"--param: {one_line(unknown)}")
-    return params | given
+    return params | dict(given)
 
 
 def unanswerable(done: "Submitted") -> str | None:

@@ -16,8 +16,14 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+SHOW_S = 0.5  # between two looks at a run
+
+
 class Silence:
     """Display of a run that shows nothing."""
+
+    def step(self, words: str) -> None:
+        """Show a step of an engine's start."""
 
     def show(self, progress: Progress) -> None:
         """Show how the run stands."""
@@ -28,6 +34,14 @@ class Silence:
 
 class Lines(Silence):
     """Lines on stderr: one at each new step, and every 30 s."""
+
+    def __init__(self) -> None:
+        self._step: str | None = None
+
+    def step(self, words: str) -> None:
+        if words != self._step:
+            self._step = words
+            say(words)
 
     def show(self, progress: Progress) -> None:
         if (line := progress.line()) is not None:
@@ -40,10 +54,12 @@ class Lines(Silence):
 class Terminal(Silence):
     """One line of a terminal, written over and over."""
 
+    def step(self, words: str) -> None:
+        print(f"\r{words}\x1b[K", end="", file=sys.stderr, flush=True)
+
     def show(self, progress: Progress) -> None:
         step, done, total, pace = progress.standing()
-        line = step or f"{done:,}/{total:,} rows, {pace}"
-        print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
+        self.step(step or f"{done:,}/{total:,} rows, {pace}")
 
     def end(self, summary: str) -> None:
         print(f"\r{summary}\x1b[K", file=sys.stderr, flush=True)
@@ -56,6 +72,9 @@ class Notebook(Silence):
         from IPython.display import display
 
         self._handle: Any = display(as_html(""), display_id=True)
+
+    def step(self, words: str) -> None:
+        self._update(html.escape(words))
 
     def show(self, progress: Progress) -> None:
         step, done, total, pace = progress.standing()

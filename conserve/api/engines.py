@@ -1,16 +1,18 @@
 """Engines that stay up across jobs."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from conserve.api.display import say
+from conserve.api.display import SHOW_S, Silence, display_of, say
 from conserve.api.portal import portal
 from conserve.api.running import Pace, check_endpoint, make_endpoint
 from conserve.api.twins import awaited
+from conserve.api.words import duration
 from conserve.config import Settings, load
 from conserve.errors import UsageError
 
@@ -32,10 +34,12 @@ class Engine:
         api_key: str | None = None,
         engine_args: Sequence[str] = (),
         path: str | Path | None = None,
+        progress: bool = True,
     ) -> None:
         given = {"home": path, "model": model, "endpoint": endpoint, "api_key": api_key}
         self._settings = load(given)
         self._flags = tuple(engine_args)
+        self._progress = progress
         self._endpoint: Endpoint | None = None
         self._closed = False
         self._starting = asyncio.Lock()
@@ -43,7 +47,11 @@ class Engine:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "not started" if self._endpoint is None else "ready"
-        return f"<conserve.Engine {self._settings.endpoint or self._settings.model}: {state}>"
+        return f"<conserve.Engine {self._named}: {state}>"
+
+    @property
+    def _named(self) -> str:
+        return self._settings.endpoint or self._settings.model
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
@@ -60,10 +68,9 @@ class Engine:
         )
 
     @awaited
-    async def start(self) -> Self:
+    async def start(self) -> None:
         """Start the engine, unless it is ready; with vLLM that takes up to a minute."""
         await self.borrowed()
-        return self
 
     @awaited
     async def close(self) -> None:
@@ -77,10 +84,21 @@ class Engine:
         async with self._starting:
             if self._endpoint is None:
                 endpoint = make_endpoint(self._settings, self._flags, Pace(), say=say)
-                await endpoint.start()
+                await self._shown_start(endpoint)
                 self._endpoint = endpoint
                 portal.last(self._close)
         return Borrowed(self._endpoint)
+
+    async def _shown_start(self, endpoint: "Endpoint") -> None:
+        """Start the endpoint beside a display of its steps."""
+        display = display_of(progress=self._progress)
+        begun = time.monotonic()
+        showing = asyncio.create_task(show_steps(display, endpoint))
+        try:
+            await endpoint.start()
+        finally:
+            showing.cancel()
+        display.end(f"{self._named}: ready after {duration(time.monotonic() - begun)}")
 
     async def _close(self) -> None:
         self._closed = True
@@ -90,7 +108,8 @@ class Engine:
             await endpoint.close()
 
     def __enter__(self) -> Self:
-        return self.start()
+        self.start()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -98,12 +117,21 @@ class Engine:
         self.close()
 
     async def __aenter__(self) -> Self:
-        return await self.start.aio()
+        await self.start.aio()
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close.aio()
+
+
+async def show_steps(display: Silence, endpoint: "Endpoint") -> None:
+    """Show the steps of an endpoint's start until cancelled."""
+    while True:
+        if (step := getattr(endpoint, "doing", None)) is not None:
+            display.step(step)
+        await asyncio.sleep(SHOW_S)
 
 
 class Borrowed:

@@ -3,15 +3,16 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from conserve.api import display
+from conserve.api.display import SHOW_S
 from conserve.api.engines import Engine
 from conserve.api.results import Results
 from conserve.api.running import Outcome
-from conserve.api.runs import SHOW_S, RunArguments, drained, ended, reading_of, started, under_way
+from conserve.api.runs import RunArguments, drained, ended, reading_of, started, under_way
 from conserve.api.twins import awaited, blocking
 from conserve.config import Settings
 from conserve.store.books.readings import JobReading
@@ -167,7 +168,7 @@ class Job:
             if not found:
                 time.sleep(SHOW_S)
 
-    def _looks(self) -> "Iterator[list[Result]]":
+    def _looks(self) -> "Generator[list[Result], None, None]":
         """Yield the results that are new at each look, until the job has ended."""
         from conserve.store.books import catalog
         from conserve.store.books.new_results import NewResults

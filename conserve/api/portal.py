@@ -56,6 +56,7 @@ class Pending(Generic[T]):
     async def awaited(self) -> T:
         """Wait for the end in the caller's loop. Cancelling the caller cancels the work and waits likewise."""
         waiting = asyncio.wrap_future(self.done)
+        waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it is known here
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from conserve.api.binding import Binding
-from conserve.api.display import Silence, display_of, say
+from conserve.api.display import SHOW_S, Silence, display_of, say
 from conserve.api.engines import Engine
 from conserve.api.idle import idle
 from conserve.api.portal import Pending, portal
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from conserve.jobs.harvest.harvester import Harvester
     from conserve.store.database.store import Store
 
-SHOW_S = 0.5  # between two looks at a run
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunArguments:
@@ -54,8 +52,12 @@ class RunArguments:
             if self.model or self.endpoint or self.engine_args or self.api_key:
                 raise UsageError("an engine has its model, endpoint and flags already; give the engine alone")
             return self.engine.settings(store)
-        given = {"model": self.model, "endpoint": self.endpoint, "api_key": self.api_key}
-        return replace(store, **{name: value for name, value in given.items() if value is not None})
+        return replace(
+            store,
+            model=self.model or store.model,
+            endpoint=self.endpoint or store.endpoint,
+            api_key=self.api_key or store.api_key,
+        )
 
     @property
     def binding(self) -> Binding:
@@ -87,12 +89,13 @@ def started(settings: Settings, job_id: str, arguments: RunArguments) -> Pending
 
 async def drained(settings: Settings, job_id: str, arguments: RunArguments) -> Outcome:
     """Run the rows of one job; raises `JobRefused` if it may not run. Cancelled, it saves the rows in flight."""
+    wanted = arguments.settings(settings)
     job = await asyncio.to_thread(reading_of, settings, job_id)
     if job.state is JobState.COMPLETED:
         return nothing_left(job)
     if job.state not in (JobState.QUEUED, JobState.RUNNING):
         raise JobRefused(idle(job))
-    chosen = arguments.binding.settled(arguments.settings(settings), [job])
+    chosen = arguments.binding.settled(wanted, [job])
     check_endpoint(chosen, arguments.engine_args, Pace())
     endpoint = await endpoint_of(chosen, arguments)
     display = display_of(progress=arguments.progress)
@@ -192,8 +195,9 @@ def summary(done: Outcome, job: JobReading) -> str:
     """Sentence on a run that has ended."""
     failed = f", {job.failed:,} failed" if job.failed else ""
     return (
-        f"{job.id}: {job.state}, {job.done:,} of {count(job.rows, 'row')} done{failed}; {done.done:,} of them now in "
-        f"{duration(done.work_s)}, {done.tokens_per_s:,.0f} tokens/s (ready after {duration(done.start_s)})"
+        f"{job.id}: {job.state}, {job.done:,} of {count(job.rows, 'row')} done{failed}; "
+        f"{done.done:,} in {duration(done.work_s)}, {done.tokens_per_s:,.0f} tokens/s "
+        f"(ready after {duration(done.start_s)})"
     )
 
 

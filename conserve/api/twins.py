@@ -7,9 +7,10 @@ the portal.
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from conserve.api.portal import portal
+from conserve.api.speech import spoken
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,11 +25,13 @@ class Call(Generic[P, R]):
         self._function = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._function(*args, **kwargs)
+        with spoken():
+            return self._function(*args, **kwargs)
 
     async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The same without blocking the event loop; if cancelled, the function still runs to its end."""
-        return await asyncio.to_thread(self._function, *args, **kwargs)
+        with spoken():
+            return await asyncio.to_thread(self._function, *args, **kwargs)
 
 
 class PortalCall(Call[P, R]):
@@ -39,39 +42,43 @@ class PortalCall(Call[P, R]):
         self._work = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return portal.submit(self._work(*args, **kwargs)).result()
+        with spoken():
+            return portal.submit(self._work(*args, **kwargs)).result()
 
     async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The same without blocking the event loop."""
-        return await portal.submit(self._work(*args, **kwargs)).awaited()
+        with spoken():
+            return await portal.submit(self._work(*args, **kwargs)).awaited()
 
 
-class Method(Generic[S, P, R]):
+class Method(Generic[P, R]):
     """A method whose bound form is a `Call`."""
 
-    def __init__(
-        self, function: Callable[..., Any], kind: Callable[[Callable[..., Any]], Call[P, R]]
-    ) -> None:
-        functools.update_wrapper(self, function)
+    def __init__(self, function: Callable[..., Any], kind: Callable[..., Call[P, R]]) -> None:
+        wrapper: Any = self
+        functools.update_wrapper(wrapper, function)
         self._function, self._kind = function, kind
 
-    @overload
-    def __get__(self, instance: None, owner: type[S]) -> "Method[S, P, R]": ...
+    def __call__(self, instance: object, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.__get__(instance, type(instance))(*args, **kwargs)
 
     @overload
-    def __get__(self, instance: S, owner: type[S]) -> Call[P, R]: ...
+    def __get__(self, instance: None, owner: type) -> Self: ...
 
-    def __get__(self, instance: S | None, owner: type[S]) -> "Method[S, P, R] | Call[P, R]":
+    @overload
+    def __get__(self, instance: object, owner: type) -> Call[P, R]: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | Call[P, R]:
         if instance is None:
             return self
         return self._kind(self._function.__get__(instance, owner))
 
 
-def blocking(function: Callable[Concatenate[S, P], R]) -> Method[S, P, R]:
+def blocking(function: Callable[Concatenate[S, P], R]) -> Method[P, R]:
     """Give a method that blocks an awaited twin."""
     return Method(function, Call)
 
 
-def awaited(function: Callable[Concatenate[S, P], Coroutine[Any, Any, R]]) -> Method[S, P, R]:
+def awaited(function: Callable[Concatenate[S, P], Coroutine[Any, Any, R]]) -> Method[P, R]:
     """Give a coroutine method, which runs in the portal, a form that blocks and one that is awaited."""
     return Method(function, PortalCall)

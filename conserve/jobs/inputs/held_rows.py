@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -32,7 +31,7 @@ def storable(title: str) -> Iterator[None]:
         raise InputError(f"{said}; cast the column and submit again") from error
 
 
-def spool_rows(rows: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
+def spool_rows(rows: Iterable[object], path: Path, title: str) -> None:
     """Write mappings as lines of JSON; raises `InputError` for a row that is none, or has a value without JSON."""
     encode = msgspec.json.Encoder(enc_hook=plain).encode
     with path.open("wb") as file:

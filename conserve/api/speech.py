@@ -1,0 +1,34 @@
+"""Sentences of errors for a reader of Python: arguments are named where the command line has flags."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from conserve.errors import ConserveError
+
+COMMAND_OR_FLAG = re.compile(r"((?<=: )conserve [^;]*)|--([a-z]+(?:-[a-z]+)*)")
+OTHERWISE = {
+    "param": "params",
+    "tag": "tags",
+    "with": "the argument files",
+    "memory": "the setting sql_memory",
+    "timeout": "the setting sql_timeout_s",
+}
+"""Arguments that have other names than their flags."""
+
+
+def in_python(sentence: str) -> str:
+    """Sentence with the names of arguments for flags; commands in it stay as they are."""
+    return COMMAND_OR_FLAG.sub(
+        lambda found: found[1] or OTHERWISE.get(found[2], found[2].replace("-", "_")), sentence
+    )
+
+
+@contextmanager
+def spoken() -> Iterator[None]:
+    """Put the sentences of errors into the words of Python."""
+    try:
+        yield
+    except ConserveError as error:
+        error.args = (in_python(str(error)), *error.args[1:])
+        raise

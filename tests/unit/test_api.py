@@ -1,0 +1,512 @@
+"""ConServe from Python: every source becomes the same rows, and a run there is a run of the command line."""
+
+import asyncio
+import inspect
+import json
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+
+import conserve
+from conserve.api.display import in_notebook, job_html, table_html
+from conserve.api.speech import in_python
+from conserve.errors import (
+    InputError,
+    JobNotFound,
+    JobRefused,
+    PackageMissing,
+    QueryError,
+    RowsLeftOut,
+    RowsUnanswerable,
+    SettingsError,
+    UsageError,
+)
+from tests import commands
+
+QUESTIONS = [f"question {number}" for number in range(5)]
+TABLE = pa.table({"q": QUESTIONS, "n": range(5)})
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSERVE_ENDPOINT", "fake:?tokens=4")
+
+
+@pytest.fixture
+def opened() -> conserve.Store:
+    return conserve.open()
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    yield from TABLE.to_pylist()
+
+
+def pandas_frame() -> Any:
+    return pytest.importorskip("pandas").DataFrame({"q": QUESTIONS, "n": range(5)})
+
+
+def polars_frame() -> Any:
+    return pytest.importorskip("polars").DataFrame({"q": QUESTIONS, "n": list(range(5))})
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "a table": lambda: TABLE,
+    "batches": lambda: TABLE.to_reader(max_chunksize=2),
+    "a dataset": lambda: pa.dataset.dataset(TABLE),
+    "a relation": lambda: duckdb.from_arrow(TABLE, connection=duckdb.connect()),
+    "dicts": lambda: TABLE.to_pylist(),
+    "a generator": rows,
+    "pandas": pandas_frame,
+    "polars": polars_frame,
+    "polars, lazily": lambda: polars_frame().lazy(),
+}
+
+
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+def test_every_source_becomes_the_same_rows_kept_in_the_store(
+    opened: conserve.Store, make: Callable[[], Any]
+) -> None:
+    job = opened.submit(make(), prompt="{{ q }} {{ n }}")
+    assert job.progress().rows == 5
+    (kept,) = opened.path.glob(f"jobs/{job.id}/inputs.parquet")
+    assert pq.read_table(kept).to_pydict() == TABLE.to_pydict()
+    job.run(progress=False)
+    asked = job.results(with_inputs=True, with_prompts=True).arrow()
+    assert asked["prompt"].to_pylist() == [f"user: {q} {n}" for n, q in enumerate(QUESTIONS)]
+    assert asked["q"].to_pylist() == QUESTIONS
+
+
+def test_paths_patterns_and_lists_of_them_are_files(opened: conserve.Store, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        pq.write_table(TABLE, tmp_path / f"{name}.parquet")
+    one = opened.submit(tmp_path / "a.parquet", prompt="{{ q }}", keep_input="reference")
+    assert one.id.startswith("a-")
+    assert one.progress().rows == 5
+    assert opened.submit(str(tmp_path / "*.parquet"), prompt="{{ q }}").progress().rows == 10
+    both = [tmp_path / "a.parquet", str(tmp_path / "b.parquet")]
+    assert opened.submit(both, prompt="{{ q }}").progress().rows == 10
+
+
+def test_dicts_without_a_prompt_are_openai_lines(opened: conserve.Store) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    line = {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    job = opened.submit([line])
+    job.run(progress=False)
+    assert [row["custom_id"] for row in job.results()] == ["x"]
+
+
+def test_a_named_index_of_pandas_is_a_column_and_another_is_not(opened: conserve.Store) -> None:
+    frame = pandas_frame()
+    named = opened.submit(frame.set_index("n"), prompt="{{ q }}", id="n")
+    named.run(progress=False)
+    assert named.results().arrow()["custom_id"].to_pylist() == list("01234")
+    filtered = opened.submit(frame[frame.n > 2], prompt="{{ q }}")
+    (kept,) = opened.path.glob(f"jobs/{filtered.id}/inputs.parquet")
+    assert pq.read_table(kept).column_names == ["q", "n"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (7, "a job cannot be made of a int; give a path, a table, a frame, a relation, or dicts"),
+        ({"q": "one"}, "a job cannot be made of a dict"),
+        ([{"q": "a"}, 7], "row 1 of the rows is of type int; give a dict of its columns"),
+        ([{"q": object()}], "row 0 of the rows has no JSON (a value of type object); give text, numbers"),
+        ([], "the rows has no rows"),
+        (pa.table({"q": pa.array([], pa.string())}), "the input has no rows; nothing was submitted"),
+        (pa.table([["a"], ["b"]], names=["q", "q"]), "the table has two columns called 'q'"),
+        (
+            pa.table({"q": ["a"], "d": pa.array([None], pa.month_day_nano_interval())}),
+            "the table cannot be kept as Parquet",
+        ),
+    ],
+)
+def test_a_source_that_is_none_leaves_nothing_behind(opened: conserve.Store, source: Any, said: str) -> None:
+    with pytest.raises(InputError) as raised:
+        opened.submit(source, prompt="{{ q }}")
+    assert said in str(raised.value)
+    assert opened.jobs() == []
+    assert list(opened.path.glob("jobs/*")) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"prompt": "{{ q }}", "messages": "q"}, "give prompt or messages, not both"),
+        ({}, "the table is a table; say what to ask: prompt TEMPLATE or messages COLUMN"),
+        ({"prompt": "same"}, "give constant_prompt"),
+        ({"prompt": "{{ q }}", "params": {"max_tokenz": 1}}, "params: "),
+        ({"prompt": "{{ q }}", "order": "upwards"}, "order takes prefix, input, random or random:SEED"),
+        ({"prompt": "{{ q }}", "format": "csv"}, "format and keep_input are for files"),
+        ({"prompt": "{{ q }}", "priority": 2**40}, "priority goes from"),
+        ({"prompt": "{{ q }}", "name": "!"}, "name takes Latin letters"),
+    ],
+)
+def test_errors_name_arguments_and_not_flags(
+    opened: conserve.Store, arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        opened.submit(TABLE, **arguments)
+    assert said in str(raised.value)
+    assert "--" not in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+def test_commands_in_a_sentence_stay_as_they_are() -> None:
+    said = "run: conserve run --endpoint URL; give --api-key, or more with --timeout"
+    assert in_python(said) == (
+        "run: conserve run --endpoint URL; give api_key, or more with the setting sql_timeout_s"
+    )
+
+
+def test_rows_that_cannot_be_sent_are_warned_of_where_they_were_submitted(opened: conserve.Store) -> None:
+    with pytest.warns(RowsUnanswerable, match="1 of 2 rows") as warned:
+        opened.submit([{"q": {"a": "b"}}, {"q": {}}], prompt="{{ q.a }}")
+    assert warned[0].filename == __file__
+
+
+def test_the_command_line_and_python_see_one_store(opened: conserve.Store, tmp_path: Path) -> None:
+    job = opened.submit(TABLE, prompt="{{ q }}", name="nightly", tags={"team": "search"})
+    (listed,) = json.loads(commands.conserve("jobs", "--json").stdout)
+    assert (listed["id"], listed["tags"]) == (job.id, {"team": "search"})
+    assert commands.conserve("run", "nightly").returncode == 0
+    assert job.status == "completed"
+    lines = commands.conserve("results", "nightly").stdout.splitlines()
+    assert [json.loads(line)["text"] for line in lines] == job.results().arrow()["text"].to_pylist()
+
+
+def test_answers_come_in_the_form_that_is_asked_for(opened: conserve.Store, tmp_path: Path) -> None:
+    job = opened.submit(TABLE, prompt="{{ q }}", schema={"type": "object"})
+    job.run(progress=False)
+    texts = job.results().arrow()["text"].to_pylist()
+    assert len(set(texts)) == 5
+    assert job.results().duckdb().project("text").fetchall() == [(text,) for text in texts]
+    assert [row["text"] for row in job.results()] == texts
+    assert job.results().write(tmp_path / "answers.parquet") == 5
+    assert pq.read_table(tmp_path / "answers.parquet")["text"].to_pylist() == texts
+    with pytest.raises(UsageError, match="names no format"):
+        job.results().write(tmp_path / "answers.xyz")
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_answers_come_as_frames(opened: conserve.Store, library: str) -> None:
+    pytest.importorskip(library)
+    job = opened.submit(TABLE, prompt="{{ q }}")
+    job.run(progress=False)
+    frame = getattr(job.results(), library)()
+    assert list(frame["text"]) == job.results().arrow()["text"].to_pylist()
+
+
+def test_a_package_that_is_missing_is_named(opened: conserve.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = opened.submit(TABLE, prompt="{{ q }}")
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(PackageMissing, match="polars is not installed; run: pip install polars, or use"):
+        job.results().polars()
+
+
+def test_sql_answers_with_a_relation_that_joins_what_the_program_has(opened: conserve.Store) -> None:
+    job = opened.submit(TABLE, prompt="{{ q }}")
+    job.run(progress=False)
+    answers = opened.sql("select row_index, text from results order by row_index", jobs=[job.id])
+    gold = pa.table({"row_index": range(5), "right": [True, False] * 2 + [True]})
+    joined = answers.join(duckdb.from_arrow(gold, connection=duckdb.default_connection()), "row_index")
+    assert joined.filter('"right"').count("*").fetchall() == [(3,)]
+    with pytest.raises(QueryError, match="only SELECT is possible"):
+        opened.sql("create table x as select 1")
+    with pytest.raises(QueryError, match="and nothing else"):
+        opened.sql("select * from '/etc/passwd'")
+
+
+def test_sql_reads_files_that_it_is_given(opened: conserve.Store, tmp_path: Path) -> None:
+    gold = tmp_path / "gold.csv"
+    gold.write_text("row_index,label\n0,good\n")
+    opened.submit(TABLE, prompt="{{ q }}").run(progress=False)
+    query = "select label from results join gold using (row_index)"
+    assert opened.sql(query, files={"gold": gold}).fetchall() == [("good",)]
+
+
+def test_documents_are_json_in_a_relation_and_values_in_a_dict(opened: conserve.Store) -> None:
+    job = opened.submit(TABLE, prompt="{{ q }}", params={"n": 2})
+    job.run(progress=False)
+    (row, *_) = job.results()
+    kinds = dict(zip(job.results().duckdb().columns, map(str, job.results().duckdb().types), strict=True))
+    assert kinds["choices"] == "JSON"
+    assert row["choices"] is None or isinstance(row["choices"], list)
+
+
+def test_results_that_cannot_be_read_are_warned_of(opened: conserve.Store) -> None:
+    job = opened.submit(TABLE, prompt="{{ q }}")
+    job.run(progress=False)
+    (shard,) = opened.path.glob(f"jobs/{job.id}/**/0*.parquet")
+    shard.write_bytes(b"no shard")
+    with pytest.warns(RowsLeftOut, match=job.id):
+        assert job.results().arrow().num_rows == 0
+
+
+def test_failed_rows_raise_nothing_and_come_back(opened: conserve.Store) -> None:
+    job = opened.submit([{"q": "good"}, {"q": "REJECT this"}], prompt="{{ q }}")
+    done = job.run(progress=False)
+    assert (done.succeeded, done.failed, done.done) == (1, 1, 2)
+    assert job.retry() == 1
+    assert job.run(progress=False).failed == 1
+    assert [row["error_type"] for row in job.results()] == [None, "invalid_request"]
+
+
+def test_a_job_that_may_not_run_says_why(opened: conserve.Store) -> None:
+    job = opened.submit(TABLE, prompt="{{ q }}")
+    job.pause()
+    assert job.status == "paused"
+    with pytest.raises(JobRefused, match="is paused and 5 rows of it wait"):
+        job.run(progress=False)
+    job.resume()
+    assert job.run(progress=False).succeeded == 5
+    again = job.run(progress=False)
+    assert (again.done, again.jobs) == (0, {job.id: "completed"})
+    cancelled = opened.submit(TABLE, prompt="{{ q }}")
+    cancelled.cancel()
+    with pytest.raises(JobRefused, match="was cancelled"):
+        cancelled.run(progress=False)
+
+
+def test_a_job_keeps_its_model_unless_it_is_rebound(opened: conserve.Store) -> None:
+    job = opened.submit(TABLE, prompt="{{ q }}", model="other")
+    with pytest.raises(JobRefused, match="is answered by other"):
+        job.run(endpoint="fake:?model=one", progress=False)
+    job.resume()
+    assert job.run(endpoint="fake:?model=one", rebind=True, progress=False).succeeded == 5
+    assert job.progress().model == "one"
+
+
+def test_jobs_are_found_by_id_beginning_name_and_age(opened: conserve.Store) -> None:
+    first, second = (opened.submit(TABLE, prompt="{{ q }}", name="nightly") for _ in range(2))
+    assert opened.jobs() == [first, second]
+    assert opened.job(first.id) == first
+    assert opened.job("nightly") == opened.job("last") == second
+    with pytest.raises(JobNotFound, match="run: conserve jobs"):
+        opened.job("zzz")
+
+
+def test_handles_are_pickled_and_engines_are_not(opened: conserve.Store) -> None:
+    job = opened.submit(TABLE, prompt="{{ q }}")
+    job.run(progress=False)
+    again = pickle.loads(pickle.dumps(job))
+    assert again == job
+    assert hash(again) == hash(job)
+    assert again.results().arrow().num_rows == 5
+    assert pickle.loads(pickle.dumps(opened)).jobs() == [job]
+    assert pickle.loads(pickle.dumps(job.results())).arrow().num_rows == 5
+    with pytest.raises(UsageError, match="an engine cannot be pickled"):
+        pickle.dumps(conserve.Engine())
+
+
+def test_an_engine_stays_up_across_jobs(opened: conserve.Store) -> None:
+    jobs = [opened.submit(TABLE, prompt="{{ q }}") for _ in range(2)]
+    with conserve.Engine("one", endpoint="fake:?model=one", progress=False) as engine:
+        assert "ready" in repr(engine)
+        endpoint = engine._endpoint
+        for job in jobs:
+            assert job.run(engine=engine, progress=False).succeeded == 5
+            assert engine._endpoint is endpoint
+        with pytest.raises(UsageError, match="give the engine alone"):
+            jobs[0].run(engine=engine, model="other")
+    assert endpoint is not None
+    assert endpoint.calls == 10  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="the engine is closed"):
+        opened.submit(TABLE, prompt="{{ q }}").run(engine=engine, progress=False)
+
+
+def test_map_is_a_job_in_one_line(opened: conserve.Store) -> None:
+    answers = conserve.map(TABLE, "{{ q }}", params={"max_tokens": 2}, name="mapped", progress=False)
+    assert answers.arrow().select(["n", "q"]).to_pydict() == {"n": [0, 1, 2, 3, 4], "q": QUESTIONS}
+    assert all(len(row["text"].split()) == 2 for row in answers)
+    assert opened.job("mapped").status == "completed"
+
+
+def test_the_twins_that_are_awaited_work_in_a_running_loop(opened: conserve.Store) -> None:
+    async def work() -> list[int]:
+        job = await opened.submit.aio(TABLE, prompt="{{ q }}")
+        running = asyncio.create_task(job.run.aio(progress=False))
+        seen = [answer.row_index async for answer in job]
+        assert (await running).succeeded == 5
+        assert await job.wait.aio() == "completed"
+        assert (await job.results().arrow.aio()).num_rows == 5
+        async with conserve.Engine(endpoint="fake:", progress=False) as engine:
+            other = await opened.submit.aio(TABLE, prompt="{{ q }}")
+            await other.run.aio(engine=engine, progress=False)
+        assert (await conserve.map.aio(TABLE, "{{ q }}", progress=False)).arrow().num_rows == 5
+        with pytest.raises(UsageError, match="give prompt or messages"):
+            await opened.submit.aio(TABLE, prompt="{{ q }}", messages="q")
+        return seen
+
+    assert sorted(asyncio.run(work())) == [0, 1, 2, 3, 4]
+
+
+def test_blocking_calls_work_while_a_loop_runs_as_in_a_notebook(opened: conserve.Store) -> None:
+    async def cell() -> None:
+        job = opened.submit(TABLE, prompt="{{ q }}")
+        assert job.run(progress=False).succeeded == 5
+        assert job.wait() == "completed"
+
+    asyncio.run(cell())
+
+
+def test_answers_are_seen_as_they_come_each_once(opened: conserve.Store) -> None:
+    job = opened.submit([{"q": str(n)} for n in range(300)], prompt="{{ q }}")
+    job.start()
+    seen = [answer.row_index for answer in job]
+    assert sorted(seen) == list(range(300))
+    assert job.wait() == "completed"
+
+
+def line(number: int, tokens: int) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": str(number)}], "max_tokens": tokens}
+    return {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+LINES = [line(number, 1 if number < 3 else 20_000) for number in range(5)]
+SLOW = "fake:?token_ms=500"  # three rows are answered, and two hardly ever
+
+
+def test_a_run_that_is_stopped_saves_its_rows_and_the_next_goes_on(opened: conserve.Store) -> None:
+    job = opened.submit(LINES)
+    job.start(endpoint=SLOW)
+    with pytest.raises(UsageError, match="running in this process already"):
+        job.start()
+    answers = iter(job)
+    assert sorted(next(answers).row_index for _ in range(3)) == [0, 1, 2]
+    job.stop()
+    assert (job.progress().done, job.progress().running) == (3, 0)
+    assert job.run(progress=False).done == 2
+    assert [row["row_index"] for row in job.results()] == list(range(5))
+
+
+def test_a_cancelled_task_saves_its_rows_before_it_ends(opened: conserve.Store) -> None:
+    job = opened.submit(LINES)
+
+    async def work() -> None:
+        running = asyncio.create_task(job.run.aio(endpoint=SLOW, progress=False))
+        async for _ in job:
+            break
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(work())
+    assert (job.progress().done, job.progress().running) == (3, 0)
+
+
+def test_ctrl_c_saves_the_rows_and_is_passed_on(opened: conserve.Store) -> None:
+    job = opened.submit(LINES)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def press() -> None:
+        next(iter(job))
+        signal.pthread_kill(main, signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        job.run(endpoint=SLOW, progress=False)
+    pressing.join()
+    assert (job.progress().done, job.progress().running) == (3, 0)
+
+
+def test_the_error_of_a_run_in_the_background_is_raised_where_it_is_waited_for(
+    opened: conserve.Store,
+) -> None:
+    job = opened.submit(TABLE, prompt="{{ q }}")
+    job.start(endpoint="ftp://nowhere")
+    with pytest.raises(SettingsError, match="endpoint takes an http"):
+        job.wait()
+    with pytest.raises(SettingsError):
+        list(job)
+
+
+def test_waiting_has_an_end(opened: conserve.Store) -> None:
+    with pytest.raises(TimeoutError, match="is queued after 0 s"):
+        opened.submit(TABLE, prompt="{{ q }}").wait(timeout_s=0)
+
+
+BEGUN = f"""
+import conserve
+job = conserve.open().submit({LINES!r}, name="nightly")
+job.start(endpoint={SLOW!r})
+answers = iter(job)
+for _ in range(3):
+    print(next(answers).row_index, flush=True)
+"""
+
+
+def test_a_killed_notebook_goes_on_with_the_job_by_name(opened: conserve.Store) -> None:
+    hangs = f"{BEGUN}\nimport time\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", hangs], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert sorted(int(first.stdout.readline()) for _ in range(3)) == [0, 1, 2]
+        first.kill()
+    job = opened.job("nightly")
+    assert job.progress().done == 3
+    assert job.run(progress=False).done == 2
+    assert [row["row_index"] for row in job.results()] == list(range(5))
+
+
+def test_a_program_that_ends_gives_its_rows_back(opened: conserve.Store) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BEGUN], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    left = opened.job("nightly").progress()
+    assert (left.done, left.running) == (3, 0)
+
+
+def test_open_takes_settings_by_name_and_no_others(tmp_path: Path) -> None:
+    store = conserve.open(tmp_path / "other", endpoint="fake:?tokens=1")
+    assert store.path == tmp_path / "other"
+    job = store.submit(TABLE, prompt="{{ q }}")
+    job.run(progress=False)
+    assert {row["completion_tokens"] for row in job.results()} == {1}
+    with pytest.raises(SettingsError, match="there is no setting 'enpoint'; there are: home, store"):
+        conserve.open(enpoint="x")
+
+
+def test_notebooks_see_html_and_hostile_text_stays_text(opened: conserve.Store) -> None:
+    job = opened.submit([{"q": "<script>"}, {"q": "x"}], prompt="{{ q }}", name="shown")
+    assert 'value="0" max="2"' in job_html(job.progress())
+    assert set(job._repr_mimebundle_()) == {"text/plain", "text/html"}
+    job.run(progress=False)
+    assert 'value="2" max="2"' in job._repr_html_()
+    shown = job.results(with_inputs=True)._repr_html_()
+    assert "&lt;script&gt;" in shown
+    assert "<script>" not in shown
+    assert job.id in opened._repr_html_()
+    assert "…" in table_html(["a"], [["x" * 500]])
+    assert not in_notebook()
+
+
+def test_progress_is_said_on_stderr(opened: conserve.Store, capsys: pytest.CaptureFixture[str]) -> None:
+    job = opened.submit(TABLE, prompt="{{ q }}")
+    job.run()
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{job.id}: completed, 5 of 5 rows done; 5 in " in said.err.splitlines()[-1]
+
+
+def test_public_names_have_docstrings_and_signatures() -> None:
+    for name in conserve.__all__:
+        assert getattr(conserve, name).__doc__ or name == "errors", name
+    assert "source" in inspect.signature(conserve.Store.submit).parameters
+    assert "timeout_s" in inspect.signature(conserve.open().submit(TABLE, prompt="{{ q }}").wait).parameters
+    assert set(conserve.__all__) <= set(dir(conserve))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = conserve.nothing
