@@ -9,7 +9,7 @@ PATHS ?=
 SINCE ?=
 BREAK ?=
 
-.PHONY: help setup demo test test-full test-vllm soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
+.PHONY: help setup demo test test-full test-notebook test-vllm soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,10 @@ test: setup  ## Run the tests, the real engine included (about 20 minutes on two
 
 test-full: setup  ## Also run what is statistical or exhaustive, before a release
 	$(BIN)/pytest -n $(WORKERS) -m "not soak" --hypothesis-profile full --timeout 1800
+
+test-notebook: setup  ## Run what needs pandas, polars and a kernel of Jupyter, which are fetched into .notebook
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target .notebook --constraint requirements/cpu.lock -r requirements/notebook.txt
+	PYTHONPATH=$(CURDIR):$(CURDIR)/.notebook $(BIN)/pytest tests/unit/test_api.py tests/unit/test_python_docs.py
 
 test-vllm:  ## Run what touches the engine on another version of vLLM: make test-vllm VERSION=0.31.0
 	@PYTHON=$(PYTHON) bash tools/test_vllm.sh "$(VERSION)"
@@ -64,4 +68,4 @@ docs:  ## Build the documentation into site/; a broken link fails
 	@PYTHON=$(PYTHON) bash tools/site.sh
 
 clean:  ## Remove .venv, the built documentation, the demo's store and all caches
-	rm -rf .venv .vllm .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .vllm .notebook .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -83,7 +83,7 @@ def test_every_source_becomes_the_same_rows_kept_in_the_store(
     assert pq.read_table(kept).to_pydict() == TABLE.to_pydict()
     job.run(progress=False)
     asked = job.results(with_inputs=True, with_prompts=True).arrow()
-    assert asked["prompt"].to_pylist() == [f"user: {q} {n}" for n, q in enumerate(QUESTIONS)]
+    assert asked["prompt"].to_pylist() == [f"{q} {n}" for n, q in enumerate(QUESTIONS)]
     assert asked["q"].to_pylist() == QUESTIONS
 
 
