@@ -14,7 +14,6 @@ from conserve.config import Settings
 from conserve.errors import PackageMissing, RowsLeftOut
 
 if TYPE_CHECKING:
-    import duckdb
     import pandas
     import polars
     import pyarrow as pa
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from conserve.store.sql.answer import SnapshotQuery
     from conserve.store.sql.batches import RowBatches
     from conserve.store.sql.readable import LeftOut
+    from conserve.store.sql.relation import Relation
 
 SHOWN_ROWS = 10
 SHOWN = ("row_index", "custom_id", "text", "finish_reason", "error")
@@ -64,7 +64,7 @@ class Results:
             return frame
 
     @blocking
-    def duckdb(self) -> "duckdb.DuckDBPyRelation":
+    def duckdb(self) -> "Relation":
         """All results as a DuckDB relation, on DuckDB's default connection."""
         from conserve.store.sql.relation import relation
 

@@ -18,9 +18,8 @@ from conserve.errors import RowsUnanswerable
 from conserve.store.books.readings import read_jobs, resolve
 
 if TYPE_CHECKING:
-    import duckdb
-
     from conserve.jobs.requests.submit import Submitted
+    from conserve.store.sql.relation import Relation
 
 SHOWN_JOBS = 20
 
@@ -118,7 +117,7 @@ class Store:
         *,
         jobs: Sequence[str] | None = None,
         files: Mapping[str, str | Path] | None = None,
-    ) -> "duckdb.DuckDBPyRelation":
+    ) -> "Relation":
         """Answer of one SELECT over the views jobs, results, inputs and requests, as a DuckDB relation.
 
         A child process computes it, sealed off from all but the store and `files`, which are tables by name. The

@@ -48,7 +48,11 @@ def loaded_by(code: str) -> set[str]:
 @pytest.mark.parametrize(
     ("code", "heavy"),
     [
-        ("import conserve", ENGINE | DATA | OTHERS),
+        (
+            "import conserve",
+            ENGINE | DATA | OTHERS | SLOW | {"dataclasses", "pathlib", "json", "sqlite3"},
+        ),
+        ("import conserve; conserve.Store, conserve.Engine, conserve.map", ENGINE | DATA | OTHERS),
         ("import conserve.cli.app", ENGINE | DATA | OTHERS),
         (
             f"import sys; sys.argv[1:] = ['--help']\n{RUN}",
