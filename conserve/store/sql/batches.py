@@ -51,6 +51,8 @@ def unique(names: Sequence[str]) -> list[str]:
 
 def values(column: pa.Array) -> list[Any]:
     """Values of a column as Python objects; text where Python has no type, as for dates beyond the year 9999."""
+    if holds_nanoseconds(column.type):  # where pandas is installed, Arrow gives objects of its own
+        return [value_of(scalar) for scalar in column]
     named = pa.types.is_map(column.type) and pa.types.is_string(column.type.key_type)
     try:
         found: list[Any] = column.to_pylist(maps_as_pydicts="strict" if named else None)
@@ -62,10 +64,28 @@ def values(column: pa.Array) -> list[Any]:
 def value_of(scalar: pa.Scalar) -> Any:
     """Convert one value to Python, a nested one part by part."""
     try:
-        return scalar.as_py()
+        return in_microseconds(scalar).as_py()
     except UNKNOWN_TO_PYTHON:
         if isinstance(scalar, pa.StructScalar):
             return {name: value_of(part) for name, part in scalar.items()}
         if isinstance(scalar, pa.ListScalar | pa.FixedSizeListScalar):
             return [value_of(part) for part in scalar.values]
         return scalar.cast(pa.string()).as_py()
+
+
+def in_microseconds(scalar: pa.Scalar) -> pa.Scalar:
+    """Time as Python holds it; raises `ArrowInvalid` for one that is finer, and for a nested value with times."""
+    kind = scalar.type
+    if not scalar.is_valid or not holds_nanoseconds(kind):
+        return scalar
+    if pa.types.is_timestamp(kind):
+        return scalar.cast(pa.timestamp("us", kind.tz))
+    if pa.types.is_nested(kind):
+        raise pa.ArrowInvalid("its parts are converted one by one")
+    return scalar.cast(pa.duration("us") if pa.types.is_duration(kind) else pa.time64("us"))
+
+
+def holds_nanoseconds(kind: pa.DataType) -> bool:
+    """True for a type of times in nanoseconds, and for a nested one with such a part."""
+    parts = [kind.field(number).type for number in range(kind.num_fields)]
+    return getattr(kind, "unit", None) == "ns" or any(map(holds_nanoseconds, parts))
