@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+import conserve
 from conserve.endpoints.protocol import Call, Completion, InFlight, OnTokens, Url
 from conserve.engine.vllm.embedded import EmbeddedEndpoint
 from conserve.engine.vllm.launching import fork_server
@@ -124,6 +125,20 @@ def demo(demo_cache: Path) -> Iterator[Engine]:
     yield from started(DEMO_MODEL, demo_cache, "--max-model-len", "1024", "--kv-cache-memory-bytes", "256M")
 
 
+class Elsewhere:
+    """The engine for callers in other event loops, while its own runs."""
+
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+        self._endpoint, self._loop = engine.endpoint, loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._endpoint, name)
+
+    async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        answer = self._endpoint.complete(call, on_tokens)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer, self._loop))
+
+
 class TestResuming:
     """Greedy and in float32, where equal means equal token by token."""
 
@@ -178,6 +193,25 @@ class TestResuming:
         assert whole.prompt_tokens + whole.completion_tokens == 512
         for cut in (1, 100, len(tokens) - 1, len(tokens)):
             assert facts(tiny.complete(body, resume_from=tokens[:cut])) == facts(whole), cut
+
+    def test_a_program_answers_a_job_on_it(self, tiny: Engine) -> None:
+        alone = tiny.complete(GREEDY).choices[0].text
+
+        async def program() -> list[dict[str, Any]]:
+            job = await conserve.open().submit.aio(
+                [{"q": "What is the capital of France?"}, {"q": "and of Spain?"}],
+                prompt="{{ q }}",
+                params={"temperature": 0, "max_tokens": 24},
+            )
+            engine = conserve.Engine()
+            engine._endpoint = Elsewhere(tiny, asyncio.get_running_loop())
+            assert (await job.run.aio(engine=engine, progress=False)).succeeded == 2
+            return await asyncio.to_thread(list, job.results())
+
+        first, other = tiny.run(program())
+        assert first["text"] == alone
+        assert other["text"] not in ("", alone)
+        assert first["engine"] == tiny.endpoint.identity
 
     def test_the_start_told_its_steps_and_ended_them(self, tiny: Engine) -> None:
         assert told(engine_log().tail()) == "preparing the model"
