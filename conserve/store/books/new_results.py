@@ -8,12 +8,12 @@ import pyarrow.parquet as pq
 from sqlalchemy import Connection, select
 
 from conserve.errors import StoreDamaged
-from conserve.store.books import queue
 from conserve.store.books.catalog import Job
 from conserve.store.books.journal import is_whole
 from conserve.store.books.results import Result, decode, from_arrow
 from conserve.store.books.shards import ShardFile, files
 from conserve.store.database import schema
+from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 
 journal = schema.journal
@@ -44,7 +44,7 @@ class NewResults:
         new = [position for position in positions if not self._seen[position]]
         return [
             row
-            for chunk in queue.chunks(new)
+            for chunk in chunks(new)
             for row in tx.execute(select(journal).where(ours, journal.c.position.in_(chunk)))
         ]
 
