@@ -20,6 +20,9 @@ class LatencyModel(Protocol):
         Source: conserve-2026 section 4.2, ``can_schedule(batch, req, TBT)``.
         """
 
+    def margin(self, at_ms: float) -> float:
+        """Factor that `can_schedule` keeps between its prediction and a limit of about `at_ms`."""
+
 
 class Timeless:
     """A `LatencyModel` for plans without time limits: every batch takes 0 ms."""
@@ -31,6 +34,10 @@ class Timeless:
     def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:
         """All tokens of the request."""
         return request.tokens
+
+    def margin(self, at_ms: float) -> float:
+        """None is kept."""
+        return 1.0
 
 
 TIMELESS = Timeless()
@@ -93,6 +100,10 @@ class LinearModel(ABC):
         for weight, value in zip(self._weights, self.columns(batch), strict=True):
             ms += weight * value
         return ms
+
+    def margin(self, at_ms: float) -> float:
+        """None is kept."""
+        return 1.0
 
     def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:
         """The largest number of tokens that fits, from the root of a quadratic.

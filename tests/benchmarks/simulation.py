@@ -164,7 +164,12 @@ def p99(blocks: Sequence[Floats]) -> float:
 
 
 def simulate(
-    setting: Setting, policy: str, slo: LatencyLimits | None = None, *, separable: bool = True
+    setting: Setting,
+    policy: str,
+    slo: LatencyLimits | None = None,
+    *,
+    separable: bool = True,
+    harm: float | None = None,
 ) -> Seen:
     """Play block after block on one engine, which has run offline rows alone before.
 
@@ -181,6 +186,7 @@ def simulate(
         "preemption": preemption or ("prompt" if name == OURS else "off"),
         "ttft_slo_ms": slo and slo.ttft_ms,
         "tbt_slo_ms": slo and slo.tbt_ms,
+        "harm": harm,
         "coefficients": setting.model.coefficients,
         "residuals": [(ms, factor) for (ms, _), factor in zip(RESIDUALS, scatter, strict=True)],
     }

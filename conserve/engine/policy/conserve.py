@@ -4,6 +4,7 @@ from itertools import chain, islice
 from math import inf, sqrt
 
 from conserve.engine.policy.composer import Composer, smallest_ms
+from conserve.engine.policy.harm import harm_layers_ms, harm_limit_ms, harm_wait_ms
 from conserve.engine.policy.offline import serve_least, serve_offline
 from conserve.engine.policy.online import OnlineShare, serve_online
 from conserve.engine.policy.plan import Plan
@@ -37,6 +38,7 @@ class Conserve:
         share = serve_online(composer, view, tbt_ms=view.slo.tbt_ms - view.online_waited_ms)
         if share.complete:
             budget_ms = time_budget_ms(share, view, limit_ms, mixed=bool(composer.tokens))
+            budget_ms = min(budget_ms, harm_limit_ms(composer, view))
             running, waiting = share.running_offline, iter(view.waiting_offline)
             first = list(islice(waiting, 1))
             serve_offline(composer, running, chain(first, waiting), budget_ms)
@@ -55,11 +57,11 @@ def time_budget_ms(share: OnlineShare, view: View, limit_ms: float, *, mixed: bo
 
 def arrival_limit_ms(view: View) -> float:
     """Longest iteration with offline tokens that an online request arriving during it can wait for, in ms."""
-    if view.slo.ttft_ms == inf:
+    if view.slo.ttft_ms == inf and view.slo.harm is None:
         return inf
     constant_ms = smallest_ms(view.model)
-    if view.rows_join:  # rows leave at once and lose nothing, so an arrival does not wait
-        return constant_ms / LEAST_LOSS
+    if view.rows_join:  # rows leave at once and lose nothing, so an arrival waits for a layer
+        return min(constant_ms / LEAST_LOSS, harm_layers_ms(view, constant_ms / LARGEST_LOSS))
     limit_ms = bearable_ms(view, constant_ms)
     return min(limit_ms, cheapest_ms(view, constant_ms)) if view.rows_leave else limit_ms
 
@@ -78,12 +80,12 @@ def cheapest_ms(view: View, constant_ms: float) -> float:
 def bearable_ms(view: View, constant_ms: float) -> float:
     """Longest iteration that an arrival can wait out without missing its TTFT, in ms.
 
-    The wait uses TTFT slack: the SLO minus the time of a typical prompt. Arrivals come in bursts, which need that
+    The wait uses TTFT slack: the SLO minus the time of a typical prompt, and what `harm` allows. Arrivals come in bursts, which need that
     slack for queueing, so the limit is at most the length at which the constant part of an iteration costs
     `LARGEST_LOSS` of throughput. After a minute without online requests that length alone is the limit.
     """
     prompt = Batch.of([Slice(view.prompt_tokens, 0)] if view.prompt_tokens else [])
-    slack_ms = view.slo.ttft_ms - view.model.predict(prompt)
+    slack_ms = min(view.slo.ttft_ms - view.model.predict(prompt), harm_wait_ms(view, constant_ms))
     enough_ms = constant_ms / LARGEST_LOSS
     idle = not view.online and not view.prompt_tokens
     return enough_ms if idle else max(0.0, min(slack_ms, enough_ms))

@@ -17,8 +17,11 @@ def offline_turn_ms(view: View, limit_ms: float) -> float:
     """Longest iteration of offline rows alone to come next, in ms; 0.0 if it is the online requests' turn.
 
     `limit_ms` is the longest iteration with offline tokens that an arrival can wait for. Online requests wait for
-    one such iteration at a time, and only while all of them decode: an unfinished prompt goes first.
+    one such iteration at a time, and only while all of them decode: an unfinished prompt goes first. A turn adds
+    more than any `harm` allows.
     """
+    if view.slo.harm is not None:
+        return 0.0
     if not view.apart or view.online_waited_ms or not view.online or view.queued_online:
         return 0.0
     if any(not request.decode for request in view.online) or any(True for _ in view.waiting_online):

@@ -31,10 +31,11 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """The promises to online requests, in ms: until the first token, and between two tokens."""
+    """The promises to online requests, as bounds on the next iteration."""
 
-    ttft_ms: float = inf
-    tbt_ms: float = inf
+    ttft_ms: float = inf  # until the first token
+    tbt_ms: float = inf  # between two tokens
+    harm: float | None = None  # share of their own time that offline tokens may add; None without the promise
 
 
 class Lazy(Generic[T]):
@@ -81,6 +82,7 @@ class View:
     arrivals_per_s: float = 0.0  # online requests, mean of the last 60 s
     rows_leave: bool = False  # offline rows can leave the iteration when an online request arrives
     rows_join: bool = False  # and join a later iteration at the layer where they left
+    layers: int = 1  # of the model: an arrival waits for one of them where rows join
     online_waited_ms: float = 0.0  # time of the last iteration, if running online requests were not in it
     max_tokens: int  # of one iteration
     free_slots: int  # sequences that could be added to the running ones

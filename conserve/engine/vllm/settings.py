@@ -36,6 +36,7 @@ WRITTEN = (
     "policy",
     "ttft_slo_ms",
     "tbt_slo_ms",
+    "harm",
     "profile",
     "profiles",
     "control",
@@ -72,6 +73,7 @@ class Pacing:
             "policy": self.policy,
             "ttft_slo_ms": finite(self.slo.ttft_ms),
             "tbt_slo_ms": finite(self.slo.tbt_ms),
+            "harm": self.slo.harm,
             "control": self.control,
             "preemption": self.preemption,
             "safepoint_every": self.safepoint_every,
@@ -124,6 +126,7 @@ class EngineSettings:
             section |= written(section).source(config)
         policy = section.get("policy", "conserve")
         slo = slo_of({"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")})
+        slo = Slo(ttft_ms=slo.ttft_ms, tbt_ms=slo.tbt_ms, harm=section.get("harm"))
         preemption = section.get("preemption", OFF if policy == "paced" else PREEMPTION)
         every = section.get("safepoint_every")
         views = Path(section["record_views"]) if section.get("record_views") else None

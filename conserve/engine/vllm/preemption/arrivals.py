@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -27,7 +27,7 @@ from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts
 from conserve.engine.vllm.iteration import Iteration, Outcome, Stamp
 from conserve.engine.vllm.settings import CONNECTOR, OUR_WORKERS
-from conserve.profiles.batch import Slice
+from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
 log = logging.getLogger("vllm.conserve")
@@ -269,7 +269,10 @@ class ArrivalMonitor:
                 ),
                 Arrivals(
                     prompts=[one.prompt for one in waiting],
-                    slack_ms=min(one.ttft_ms - (now - one.arrived) * 1e3 for one in waiting),
+                    slack_ms=min(
+                        *(one.ttft_ms - (now - one.arrived) * 1e3 for one in waiting),
+                        self._harmless_ms([one.prompt for one in waiting], model),
+                    ),
                     ttft_ms=min(one.ttft_ms for one in waiting),
                     spare_tokens=running.spare_tokens,
                 ),
@@ -280,6 +283,11 @@ class ArrivalMonitor:
                 alone = rows == running.batch.requests or not self.separable
                 self._flag.raise_for(running.stamp.iteration, ALL_ROWS if alone else rows)
 
+    def _harmless_ms(self, prompts: Sequence[Slice], model: LatencyModel) -> float:
+        """Time until the prompts' first token that `harm` allows, in ms: their own, and a share of it."""
+        harm = self._slo.harm
+        return inf if harm is None else (1 + harm) * model.predict(Batch.of(prompts))
+
     def _still_expected(self, now: float) -> list[Expected]:
         """Online requests on their way to the scheduler, without the ones that never got there."""
         for name, one in list(self._expected.items()):
@@ -288,7 +296,12 @@ class ArrivalMonitor:
         return list(self._expected.values())
 
     def _step(self, iteration_ms: float, slo: Slo) -> int:
-        """Layers between two safepoints: as many as run within `REACTION_SHARE` of the TTFT promise."""
+        """Layers between two safepoints: as many as run within `REACTION_SHARE` of the TTFT promise.
+
+        One where `harm` is promised: prompts may be short.
+        """
+        if slo.harm is not None:
+            return 1
         if slo.ttft_ms == inf:
             return LARGEST_STEP
         layer_ms = iteration_ms / max(1, self.layers)

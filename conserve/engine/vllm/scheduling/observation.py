@@ -54,6 +54,7 @@ class Picture:
             slo=slo,
             rows_leave=rows_leave,
             rows_join=rows_join,
+            layers=scheduler.arrival_monitor.layers,
             online_waited_ms=0.0 if scheduler.arrival_monitor.separable else self._waited_ms(online),
             max_tokens=scheduler.max_num_scheduled_tokens,
             held=self._held(holding),
