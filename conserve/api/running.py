@@ -89,7 +89,7 @@ def engine_flags(settings: Settings, flags: Sequence[str]) -> list[str]:
 
 def make_pacing(settings: Settings, flags: Sequence[str], pace: Pace) -> "Pacing":
     """Pacing of the embedded engine, from the flags."""
-    from conserve.engine.policy.view import Slo
+    from conserve.engine.policy.promises import Promises
     from conserve.engine.vllm.settings import Pacing
 
     behind = f" -- {shlex.join(flags)}" if flags else ""
@@ -97,7 +97,7 @@ def make_pacing(settings: Settings, flags: Sequence[str], pace: Pace) -> "Pacing
         folder=settings.profiles_folder,
         command=f"conserve profile {settings.model}{behind}",
         profile=pace.profile,
-        slo=Slo(tbt_ms=inf if pace.tbt_ms is None else pace.tbt_ms),
+        promises=Promises.of({"tbt_ms": pace.tbt_ms}),
         keep_correction=not pace.forget_correction,
     )
 

@@ -26,6 +26,7 @@ from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS, HOST_BYT
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import POLICIES, SERVING, named, preempts
 from conserve.engine.policy.preemption import OFF
+from conserve.engine.policy.promises import HARM
 from conserve.engine.runtime.front import BODY_BYTES, CONNECTIONS, HARVEST_KEY, Front
 from conserve.errors import SettingsError
 from conserve.jobs.harvest.services import announce
@@ -54,11 +55,25 @@ def serve(
     ] = None,
     ttft_slo: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Live requests get their first token within this, e.g. 1500ms."),
+        typer.Option(
+            metavar="TIME",
+            help="Live requests get their first token within this, e.g. 1500ms, or p50=300ms,p99=1500ms.",
+        ),
     ] = None,
     tbt_slo: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="And no two of their tokens are further apart, e.g. 100ms."),
+        typer.Option(
+            metavar="TIME",
+            help="And no two of their tokens are further apart, e.g. 100ms, or mean=40ms,p99=100ms.",
+        ),
+    ] = None,
+    harm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help=f"Rows lengthen no iteration of live requests by more, e.g. 5%; {HARM:.0%} where no SLO is given, "
+            "or off.",
+        ),
     ] = None,
     policy: Annotated[
         str,
@@ -146,12 +161,14 @@ def serve(
     )
     section = {
         "policy": policy,
-        "ttft_slo_ms": milliseconds("--ttft-slo", ttft_slo),
-        "tbt_slo_ms": milliseconds("--tbt-slo", tbt_slo),
+        "ttft_slo_ms": promise("--ttft-slo", ttft_slo),
+        "tbt_slo_ms": promise("--tbt-slo", tbt_slo),
         "profile": profile,
         "profiles": str(settings.profiles_folder),
         "control": allow_control,
     }
+    if harm is not None:
+        section["harm"] = share("--harm", harm)
     if record_views is not None:
         section["record_views"] = str(recording_at(record_views))
     if not preemption or not (preempts(policy) or allow_control):  # others never preempt
@@ -301,6 +318,32 @@ def milliseconds(flag: str, text: str | None) -> float | None:
     if found is None or not float(found[1]):
         raise SettingsError(f"{flag} takes a time like 1500ms or 1.5s, not {text!r}")
     return float(found[1]) * UNITS_MS[found[2]]
+
+
+def promise(flag: str, text: str | None) -> float | dict[str, float] | None:
+    """Parse a time, or times by name such as `p50=40ms,p99=150ms` or `mean=60ms`, in ms."""
+    from conserve.engine.policy.promises import bounds
+
+    if text is None or "=" not in text:
+        return milliseconds(flag, text)
+    parts = [part.partition("=") for part in text.split(",")]
+    named = {name.strip(): milliseconds(flag, time) or 0.0 for name, _, time in parts}
+    if len(named) < len(parts):
+        raise SettingsError(f"{flag} {text} names a promise twice; give each once")
+    try:
+        return bounds(named)
+    except ValueError as error:
+        raise SettingsError(f"{flag} {text}: {error}; write e.g. {flag} p50=40ms,p99=150ms") from error
+
+
+def share(flag: str, text: str) -> float | None:
+    """Parse a share such as 10%; None for off."""
+    if text.strip() == "off":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*%", text.strip())
+    if found is None or not float(found[1]):
+        raise SettingsError(f"{flag} takes a share like 10%, or off, not {text!r}")
+    return float(found[1]) / 100
 
 
 def keyed(settings: Settings) -> Settings:

@@ -5,6 +5,7 @@ from typing import Any
 
 from conserve.cli.context import bearer
 from conserve.config import Settings
+from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.preemption import OFF
 
 WITHOUT_SLO = ("non-preemptive", "priority")
@@ -36,7 +37,7 @@ async def warnings(settings: Settings, section: dict[str, Any], url: str) -> lis
         async with httpx.AsyncClient(timeout=10.0, trust_env=False, headers=bearer(settings)) as client:
             said = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()
             found = [*too_tight(said["alone"], section), *not_left(said["preemption"], section)]
-            return [*only_counted(section), *found]
+            return [*only_counted(section), *by_default(said["slo"], section), *found]
     except (httpx.HTTPError, KeyError, ValueError):
         return ["the server does not say how it does; is another plug-in in its way?"]
 
@@ -47,6 +48,15 @@ def only_counted(section: dict[str, Any]) -> list[str]:
     if not flags or section["policy"] not in WITHOUT_SLO:
         return []
     return [f"--policy {section['policy']} knows no SLO: {' and '.join(flags)} is counted, and not kept"]
+
+
+def by_default(slo: dict[str, Any], section: dict[str, Any]) -> list[str]:
+    """Say what is promised where nothing was asked for."""
+    harm = slo.get("harm")
+    if harm is None or "harm" in section or section["policy"] != CONSERVE:
+        return []
+    most = f"rows lengthen no iteration of live requests by more than {harm:.0%}"
+    return [f"{most}; change it with --harm, or give an SLO"]
 
 
 def not_left(preemption: dict[str, Any], section: dict[str, Any]) -> list[str]:
@@ -66,7 +76,8 @@ def too_tight(alone: dict[str, Any] | None, section: dict[str, Any]) -> list[str
         ("ttft", f"a prompt of {alone['prompt_tokens']} tokens", "rows run only while no live request does"),
         ("tbt", "a token", "rows run only while no live request does"),
     ):
-        slo_ms, alone_ms = section[f"{name}_slo_ms"], alone[f"{name}_ms"]
+        promised, alone_ms = section[f"{name}_slo_ms"], alone[f"{name}_ms"]
+        slo_ms = min(promised.values()) if isinstance(promised, dict) else promised
         if slo_ms is not None and slo_ms < alone_ms:
             takes = f"{thing} takes {alone_ms:.0f} ms on this machine with nothing beside it"
             found.append(f"--{name}-slo {slo_ms:g}ms cannot be kept: {takes}; {rows}")

@@ -48,8 +48,8 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
         online, offline, slo = server["online"], server["offline"], server["slo"]
         shown += [
             f"{server['url']}  policy {server['policy']}, last minute:",
-            f"  online   TTFT {pair(online['ttft_ms'], slo['ttft_ms'])}, "
-            f"TBT {pair(online['tbt_ms'], slo['tbt_ms'])}, {attained(online['attainment'])}",
+            f"  online   TTFT {pair(online['ttft_ms'], promised(slo, 'ttft_ms'))}, "
+            f"TBT {pair(online['tbt_ms'], promised(slo, 'tbt_ms'))}, {kept(slo, online)}",
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
             *predicted(server),
             *left(server.get("preemption"), offline["tokens"]),
@@ -129,12 +129,35 @@ def from_disk(said: dict[str, Any] | None) -> list[str]:
     return []
 
 
-def pair(latency: dict[str, float | None], slo_ms: float | None) -> str:
-    """P50 and P99 beside the SLO, in ms."""
+def pair(latency: dict[str, float | None], of: str) -> str:
+    """P50 and P99 beside the promises, in ms."""
     if latency["p50"] is None or latency["p99"] is None:
         return "-"
-    promised = f" of {slo_ms:,.0f}" if slo_ms is not None else ""
-    return f"{latency['p50']:,.0f}/{latency['p99']:,.0f}{promised} ms"
+    return f"{latency['p50']:,.0f}/{latency['p99']:,.0f}{of} ms"
+
+
+def promised(slo: dict[str, Any], name: str) -> str:
+    """The promises of one latency; a P99 alone without its name."""
+    bounds = slo.get("promises", {}).get(name) or {"p99": slo[name]}
+    if set(bounds) == {"p99"}:
+        return f" of {bounds['p99']:,.0f}" if bounds["p99"] is not None else ""
+    return " of " + ", ".join(f"{quantile} {ms:,.0f}" for quantile, ms in bounds.items())
+
+
+def kept(slo: dict[str, Any], online: dict[str, Any]) -> str:
+    """Promises of a quantile or a mean that are broken, the SLO attainment, or the largest harm promised."""
+    broken = [
+        f"{name.removesuffix('_ms').upper()} {quantile}"
+        for name, bounds in online.get("promises", {}).items()
+        for quantile, one in bounds.items()
+        if quantile != "p99" and not one["kept"]
+    ]
+    if broken:
+        return output.coloured(f"promise broken: {', '.join(broken)}", "red")
+    harm = slo.get("harm")
+    if harm is not None and slo["ttft_ms"] is None and slo["tbt_ms"] is None:
+        return f"iterations at most {harm:.0%} longer"
+    return attained(online["attainment"])
 
 
 def attained(share: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conserve.engine.policy.view import Slo
+from conserve.engine.policy.promises import Promises
 from conserve.engine.vllm.launching.environment import engine_log, prepare_environment
 from conserve.engine.vllm.launching.flags import parse_flags
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
@@ -73,7 +73,9 @@ def test_the_engine_on_a_profile_cuts_its_iterations_to_the_time(home: Path) -> 
     config = parse_flags(path, FLAGS).create_engine_config()
     key = key_of(config)
     tbt_ms = Book(home / "profiles").find(key, command=COMMAND).model().predict(Batch.of([Slice(CHUNK, 0)]))
-    Pacing(folder=home / "profiles", command=COMMAND, slo=Slo(tbt_ms=tbt_ms)).install(config)
+    Pacing(folder=home / "profiles", command=COMMAND, promises=Promises.of({"tbt_ms": tbt_ms})).install(
+        config
+    )
     core = asyncio.run(build_core(config, engine_log().fileno()))
     rig = EngineRig(DEMO_MODEL, key, core)
     scheduler: Any = core.scheduler

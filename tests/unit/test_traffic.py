@@ -2,15 +2,18 @@
 
 from fractions import Fraction
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.traffic import RECENT_PROMPTS, WINDOW_S, Traffic, at_rank, quantiles, share
 
-SLO = Slo(ttft_ms=1000.0, tbt_ms=100.0)
+PROMISES = Promises.of({"ttft_ms": 1000.0, "tbt_ms": 100.0})
+NO_PROMISES: dict[str, Any] = {"ttft_ms": {}, "tbt_ms": {}}
 
 
 def answer(
@@ -28,8 +31,14 @@ def answer(
 
 def test_nothing_has_happened_yet() -> None:
     nothing = {"p50": None, "p99": None}
-    assert Traffic().report(SLO, now=5.0) == {
-        "online": {"requests": 0, "ttft_ms": nothing, "tbt_ms": nothing, "attainment": 1.0},
+    assert Traffic().report(now=5.0) == {
+        "online": {
+            "requests": 0,
+            "ttft_ms": nothing,
+            "tbt_ms": nothing,
+            "attainment": 1.0,
+            "promises": NO_PROMISES,
+        },
         "offline": {"tokens": 0, "tokens_per_s": 0.0},
     }
 
@@ -37,7 +46,7 @@ def test_nothing_has_happened_yet() -> None:
 def test_the_first_token_counts_for_ttft_and_the_others_for_tbt() -> None:
     traffic = Traffic()
     answer(traffic, "a", at=10.0, ttft_s=0.25, gaps_s=(0.05, 0.05, 0.2))
-    online = traffic.report(SLO, now=11.0)["online"]
+    online = traffic.report(now=11.0)["online"]
     assert online["requests"] == 1
     assert online["ttft_ms"]["p50"] == pytest.approx(250)
     assert online["tbt_ms"] == pytest.approx({"p50": 50, "p99": 200})
@@ -50,26 +59,46 @@ def test_tokens_of_several_requests_are_told_apart() -> None:
     traffic.tokens(["a"], at=1.0)
     traffic.tokens(["a", "b", "offline"], at=1.5)
     traffic.tokens(["a", "b", "offline"], at=1.6)
-    online = traffic.report(SLO, now=2.0)["online"]
+    online = traffic.report(now=2.0)["online"]
     assert online["requests"] == 2
     assert online["ttft_ms"] == pytest.approx({"p50": 1000, "p99": 1400})
     assert online["tbt_ms"] == pytest.approx({"p50": 100, "p99": 500})
 
 
 def test_an_attainment_is_that_of_the_promise_that_is_kept_less_often() -> None:
-    traffic = Traffic()
+    traffic = Traffic(PROMISES)
     answer(traffic, "a", at=0.0, ttft_s=2.0, gaps_s=(0.01, 0.01))
     answer(traffic, "b", at=0.0, ttft_s=0.5, gaps_s=(0.01, 0.2))
-    assert traffic.report(SLO, now=3.0)["online"]["attainment"] == 0.5
-    assert traffic.report(Slo(tbt_ms=100.0), now=3.0)["online"]["attainment"] == 0.75
-    assert traffic.report(Slo(), now=3.0)["online"]["attainment"] == 1.0
+    assert traffic.report(now=3.0)["online"]["attainment"] == 0.5
+    traffic.promise(Promises.of({"tbt_ms": 100.0}))
+    assert traffic.report(now=3.0)["online"]["attainment"] == 0.75
+    traffic.promise(Promises())
+    assert traffic.report(now=3.0)["online"]["attainment"] == 1.0
+
+
+def test_each_promise_is_reported_beside_what_was_seen() -> None:
+    traffic = Traffic(Promises.of({"ttft_ms": {"p50": 100, "p99": 900}, "tbt_ms": {"mean": 30}}))
+    answer(traffic, "a", at=0.0, ttft_s=0.25, gaps_s=(0.01, 0.04))
+    said = traffic.report(now=3.0)["online"]["promises"]
+    assert said["ttft_ms"]["p50"] == {"promised_ms": 100.0, "seen_ms": pytest.approx(250), "kept": False}
+    assert said["ttft_ms"]["p99"]["kept"]
+    assert said["tbt_ms"]["mean"] == {"promised_ms": 30.0, "seen_ms": pytest.approx(25), "kept": True}
+
+
+def test_the_bound_on_the_next_iteration_follows_from_the_latencies_so_far() -> None:
+    traffic = Traffic(Promises.of({"tbt_ms": {"p50": 40, "p99": 150}, "harm": 0.5}))
+    assert traffic.bounds() == Slo(tbt_ms=40.0, harm=0.5)
+    answer(traffic, "a", at=0.0, gaps_s=(0.02,) * 10)
+    assert traffic.bounds() == Slo(tbt_ms=150.0, harm=0.5)
+    answer(traffic, "b", at=5.0, gaps_s=(0.1, 0.1))
+    assert traffic.bounds() == Slo(tbt_ms=40.0, harm=0.5)
 
 
 def test_a_report_covers_the_last_minute() -> None:
     traffic = Traffic()
     answer(traffic, "early", at=0.0, ttft_s=9.0, gaps_s=(5.0,))
     answer(traffic, "late", at=WINDOW_S, ttft_s=0.5, gaps_s=(0.05,))
-    online = traffic.report(SLO, now=WINDOW_S + 20.0)["online"]
+    online = traffic.report(now=WINDOW_S + 20.0)["online"]
     assert online["ttft_ms"]["p99"] == pytest.approx(500)
     assert online["tbt_ms"]["p99"] == pytest.approx(50)
     assert online["requests"] == 2, "counts are since the start"
@@ -79,17 +108,17 @@ def test_offline_tokens_are_counted_for_good_and_their_rate_by_the_minute() -> N
     traffic = Traffic()
     traffic.offline(500, at=0.0)
     traffic.offline(500, at=10.0)
-    assert traffic.report(SLO, now=10.0)["offline"] == {"tokens": 1000, "tokens_per_s": 100.0}
-    assert traffic.report(SLO, now=65.0)["offline"] == {"tokens": 1000, "tokens_per_s": 500 / WINDOW_S}
+    assert traffic.report(now=10.0)["offline"] == {"tokens": 1000, "tokens_per_s": 100.0}
+    assert traffic.report(now=65.0)["offline"] == {"tokens": 1000, "tokens_per_s": 500 / WINDOW_S}
     traffic.offline(600, at=200.0)
-    after_a_pause = traffic.report(SLO, now=201.0)["offline"]
+    after_a_pause = traffic.report(now=201.0)["offline"]
     assert after_a_pause == {"tokens": 1600, "tokens_per_s": 600 / WINDOW_S}
 
 
 def test_a_burst_at_the_start_is_not_a_rate_per_millisecond() -> None:
     traffic = Traffic()
     traffic.offline(500, at=7.0)
-    assert traffic.report(SLO, now=7.001)["offline"]["tokens_per_s"] == 500
+    assert traffic.report(now=7.001)["offline"]["tokens_per_s"] == 500
 
 
 def test_a_typical_prompt_is_the_median_of_recent_ones() -> None:
@@ -138,7 +167,7 @@ def test_those_who_hang_up_leave_nothing_behind() -> None:
         traffic.finished(str(n))
     assert not traffic._arrived_at
     assert not traffic._last_token_at
-    assert traffic.report(SLO, now=100.0)["online"]["requests"] == 50, "those without a token do not count"
+    assert traffic.report(now=100.0)["online"]["requests"] == 50, "those without a token do not count"
 
 
 def test_a_week_without_a_report_does_not_fill_the_memory() -> None:

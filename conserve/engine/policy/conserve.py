@@ -4,7 +4,7 @@ from itertools import chain, islice
 from math import inf, sqrt
 
 from conserve.engine.policy.composer import Composer, smallest_ms
-from conserve.engine.policy.harm import harm_layers_ms, harm_limit_ms, harm_wait_ms
+from conserve.engine.policy.harm import harm_limit_ms
 from conserve.engine.policy.offline import serve_least, serve_offline
 from conserve.engine.policy.online import OnlineShare, serve_online
 from conserve.engine.policy.plan import Plan
@@ -15,6 +15,9 @@ from conserve.profiles.batch import Batch, Slice
 LARGEST_LOSS = 0.1  # largest share of throughput given up for short iterations
 LEAST_LOSS = (
     0.02  # the same where rows join again at their layer: an arrival then waits for one layer at most
+)
+LEAST_WAIT = (
+    2.0  # smallest iterations that an arrival waits for: shorter ones are more than half constant part
 )
 LEAST_ARRIVALS_PER_S = 1 / 60  # assumed rate after a minute without arrivals
 
@@ -37,8 +40,9 @@ class Conserve:
             composer = Composer(view)
         share = serve_online(composer, view, tbt_ms=view.slo.tbt_ms - view.online_waited_ms)
         if share.complete:
-            budget_ms = time_budget_ms(share, view, limit_ms, mixed=bool(composer.tokens))
-            budget_ms = min(budget_ms, harm_limit_ms(composer, view))
+            mixed = bool(composer.tokens)
+            budget_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
+            budget_ms = min(budget_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
             running, waiting = share.running_offline, iter(view.waiting_offline)
             first = list(islice(waiting, 1))
             serve_offline(composer, running, chain(first, waiting), budget_ms)
@@ -57,11 +61,11 @@ def time_budget_ms(share: OnlineShare, view: View, limit_ms: float, *, mixed: bo
 
 def arrival_limit_ms(view: View) -> float:
     """Longest iteration with offline tokens that an online request arriving during it can wait for, in ms."""
-    if view.slo.ttft_ms == inf and view.slo.harm is None:
+    if view.slo.ttft_ms == inf:
         return inf
     constant_ms = smallest_ms(view.model)
-    if view.rows_join:  # rows leave at once and lose nothing, so an arrival waits for a layer
-        return min(constant_ms / LEAST_LOSS, harm_layers_ms(view, constant_ms / LARGEST_LOSS))
+    if view.rows_join:  # rows leave at once and lose nothing, so an arrival does not wait
+        return constant_ms / LEAST_LOSS
     limit_ms = bearable_ms(view, constant_ms)
     return min(limit_ms, cheapest_ms(view, constant_ms)) if view.rows_leave else limit_ms
 
@@ -80,12 +84,38 @@ def cheapest_ms(view: View, constant_ms: float) -> float:
 def bearable_ms(view: View, constant_ms: float) -> float:
     """Longest iteration that an arrival can wait out without missing its TTFT, in ms.
 
-    The wait uses TTFT slack: the SLO minus the time of a typical prompt, and what `harm` allows. Arrivals come in bursts, which need that
+    The wait uses TTFT slack: the SLO minus the time of a typical prompt. Arrivals come in bursts, which need that
     slack for queueing, so the limit is at most the length at which the constant part of an iteration costs
     `LARGEST_LOSS` of throughput. After a minute without online requests that length alone is the limit.
     """
-    prompt = Batch.of([Slice(view.prompt_tokens, 0)] if view.prompt_tokens else [])
-    slack_ms = min(view.slo.ttft_ms - view.model.predict(prompt), harm_wait_ms(view, constant_ms))
+    slack_ms = view.slo.ttft_ms - typical_prompt_ms(view)
     enough_ms = constant_ms / LARGEST_LOSS
     idle = not view.online and not view.prompt_tokens
     return enough_ms if idle else max(0.0, min(slack_ms, enough_ms))
+
+
+def typical_prompt_ms(view: View) -> float:
+    """Predicted time of a typical prompt alone, in ms."""
+    return view.model.predict(Batch.of([Slice(view.prompt_tokens, 0)] if view.prompt_tokens else []))
+
+
+def harmless_wait_ms(view: View) -> float:
+    """Longest iteration of offline rows alone that `harm` allows for the sake of arrivals, in ms.
+
+    An arrival waits a share `harm` of a typical prompt's own time at most: for the whole iteration where rows
+    cannot leave, for a layer where they join again, and for nothing where they begin anew. Where no traffic is
+    expected, only the constant part of an iteration limits it.
+    """
+    harm = view.slo.harm
+    if harm is None:
+        return inf
+    constant_ms = smallest_ms(view.model)
+    expected = bool(view.online or view.prompt_tokens)
+    enough_ms = constant_ms / LARGEST_LOSS
+    wait_ms = harm * typical_prompt_ms(view)
+    if view.rows_join:
+        layers_ms = max(enough_ms, view.layers * wait_ms / 2) if expected else inf
+        return min(constant_ms / LEAST_LOSS, layers_ms)
+    if view.rows_leave:
+        return min(enough_ms, cheapest_ms(view, constant_ms))
+    return min(enough_ms, max(LEAST_WAIT * constant_ms, wait_ms)) if expected else enough_ms

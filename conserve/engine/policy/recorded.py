@@ -102,7 +102,7 @@ def _view(view: View) -> dict[str, Any]:
     queues = (view.online, view.offline, _read(view.waiting_online, most), _read(view.waiting_offline, most))
     return {
         "model": _model(view.model),
-        "slo": {"ttft_ms": _ms(view.slo.ttft_ms), "tbt_ms": _ms(view.slo.tbt_ms)},
+        "slo": {"ttft_ms": _ms(view.slo.ttft_ms), "tbt_ms": _ms(view.slo.tbt_ms), "harm": view.slo.harm},
         **{name: getattr(view, name) for name in NUMBERS},
         **{
             name: [(*one[:-1], blocks.runs(one.prefix)) for one in queue]
@@ -118,11 +118,15 @@ def _view_of(said: Mapping[str, Any]) -> View:
     }
     return View(
         model=_model_of(said["model"]),
-        slo=Slo(**{name: float(ms) for name, ms in said["slo"].items()}),
+        slo=_slo_of(said["slo"]),
         coming=frozenset(_blocks_of(said["coming"])),
-        **{name: said[name] for name in NUMBERS},
+        **{name: said[name] for name in NUMBERS if name in said},
         **queues,
     )
+
+
+def _slo_of(said: Mapping[str, Any]) -> Slo:
+    return Slo(ttft_ms=float(said["ttft_ms"]), tbt_ms=float(said["tbt_ms"]), harm=said.get("harm"))
 
 
 def _read(queue: Iterable[Candidate], most: int) -> list[Candidate]:

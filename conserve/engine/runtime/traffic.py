@@ -2,11 +2,13 @@
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
+from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
 from conserve.engine.policy.view import Slo
+from conserve.engine.runtime.accountant import Accountant
 
 WINDOW_S = 60.0  # seconds that a report covers
 RECENT_PROMPTS = 64  # prompts whose median is the typical prompt
@@ -23,7 +25,8 @@ class Moment(NamedTuple):
 class Traffic:
     """Rolling windows over the last 60 s. Times are monotonic seconds, given by the caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, promises: Promises | None = None) -> None:
+        self._accountant = Accountant(promises or Promises())
         self._ttft_ms: deque[Moment] = deque()
         self._tbt_ms: deque[Moment] = deque()
         self._offline_tokens: deque[Moment] = deque()
@@ -37,6 +40,19 @@ class Traffic:
         self._prompt_at = 0.0
         self.online_requests = 0
         self.offline_tokens = 0
+
+    @property
+    def promises(self) -> Promises:
+        """The promises that the latencies are held against."""
+        return self._accountant.promises
+
+    def promise(self, promises: Promises) -> None:
+        """Hold latencies against these promises from now on."""
+        self._accountant = Accountant(promises)
+
+    def bounds(self) -> Slo:
+        """Bounds on the next iteration under which every promise can be kept."""
+        return self._accountant.slo(waiting=len(self._arrived_at), decoding=len(self._last_token_at))
 
     def typical_prompt(self, *, now: float) -> int:
         """Median number of tokens in recent online prompts; 0 after 60 s without one."""
@@ -80,11 +96,13 @@ class Traffic:
             elif (arrived := self._arrived_at.pop(request, None)) is not None:
                 self.online_requests += 1
                 remember(self._ttft_ms, Moment(at, (at - arrived) * 1e3))
+                self._accountant.ttft.note((at - arrived) * 1e3)
             else:
                 continue
             followed[request] = at
         for last, count in gaps.items():
             remember(self._tbt_ms, Moment(at, (at - last) * 1e3, count))
+            self._accountant.tbt.note((at - last) * 1e3, count)
 
     def answered(self, request: str) -> bool:
         """True if the online request has its first token."""
@@ -102,11 +120,12 @@ class Traffic:
         if self._offline_since is None:
             self._offline_since = at
 
-    def report(self, slo: Slo, *, now: float) -> dict[str, Any]:
+    def report(self, *, now: float) -> dict[str, Any]:
         """Report on the last 60 s, for JSON."""
         for window in (self._ttft_ms, self._tbt_ms, self._offline_tokens):
             forget(window, now=now)
         ttft_ms, tbt_ms = values(self._ttft_ms), values(self._tbt_ms)
+        promises, slo = self.promises, self.promises.slo
         span_s = WINDOW_S if self._offline_since is None else min(WINDOW_S, now - self._offline_since)
         return {
             "online": {
@@ -114,6 +133,10 @@ class Traffic:
                 "ttft_ms": quantiles(ttft_ms),
                 "tbt_ms": quantiles(tbt_ms),
                 "attainment": min(share(ttft_ms, slo.ttft_ms), share(tbt_ms, slo.tbt_ms)),
+                "promises": {
+                    name: kept(getattr(promises, name), ordered)
+                    for name, ordered in zip(LATENCIES, (ttft_ms, tbt_ms), strict=True)
+                },
             },
             "offline": {
                 "tokens": self.offline_tokens,
@@ -150,6 +173,16 @@ def quantiles(ordered: list[float]) -> dict[str, float | None]:
 def at_rank(ordered: list[float], q: float) -> float | None:
     """Smallest value that at least a share `q` of the values does not exceed."""
     return ordered[max(0, min(len(ordered) - 1, -int(-q * len(ordered) // 1) - 1))] if ordered else None
+
+
+def kept(promised: Mapping[str, float], ordered: list[float]) -> dict[str, Any]:
+    """Each promise beside these sorted latencies, for JSON; `seen_ms` is None without latencies."""
+    mean_ms = sum(ordered) / len(ordered) if ordered else None
+    seen = {name: mean_ms if name == MEAN else at_rank(ordered, rank(name)) for name in promised}
+    return {
+        name: {"promised_ms": ms, "seen_ms": seen[name], "kept": (seen[name] or 0.0) <= ms}
+        for name, ms in promised.items()
+    }
 
 
 def share(ordered: list[float], limit: float) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from conserve.config import default_home
 from conserve.engine.policy.policies import named
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
-from conserve.engine.policy.view import Slo
+from conserve.engine.policy.promises import HARM, Promises
 from conserve.engine.vllm.model.profile_key import key_of
 from conserve.errors import SettingsError
 from conserve.profiles.book import Book
@@ -53,7 +53,7 @@ class Pacing:
     folder: Path  # folder of profiles
     command: str  # command that makes a missing profile
     policy: str = "paced"
-    slo: Slo = field(default_factory=Slo)
+    promises: Promises = field(default_factory=Promises)
     profile: str | None = None
     keep_correction: bool = True  # start with the correction learned earlier
     control: bool = False  # True: policy and SLO may be changed over HTTP
@@ -64,16 +64,16 @@ class Pacing:
     def install(self, config: VllmConfig) -> None:
         """Write them into the configuration of an engine that starts; raises `ProfileError` and `SettingsError`."""
         scheduler = config.scheduler_config
-        if self.slo.tbt_ms < inf and not scheduler.enable_chunked_prefill:
+        if self.promises.slo.tbt_ms < inf and not scheduler.enable_chunked_prefill:
             raise SettingsError("a TBT limit cuts prompts into chunks; leave out --no-enable-chunked-prefill")
         scheduler.scheduler_cls = SCHEDULER
         if self.preemption != OFF and config.parallel_config.worker_cls in VLLMS_WORKERS:
             config.parallel_config.worker_cls = WORKER
         section = {
             "policy": self.policy,
-            "ttft_slo_ms": finite(self.slo.ttft_ms),
-            "tbt_slo_ms": finite(self.slo.tbt_ms),
-            "harm": self.slo.harm,
+            "ttft_slo_ms": dict(self.promises.ttft_ms) or None,
+            "tbt_slo_ms": dict(self.promises.tbt_ms) or None,
+            "harm": self.promises.harm,
             "control": self.control,
             "preemption": self.preemption,
             "safepoint_every": self.safepoint_every,
@@ -110,7 +110,7 @@ class EngineSettings:
     """Settings that the engine core runs with."""
 
     policy: str
-    slo: Slo
+    promises: Promises
     model: CorrectedModel | None  # None until the warm-up is over
     source: str = WARM_UP  # of the model
     correction_file: Path | None = None
@@ -122,18 +122,19 @@ class EngineSettings:
     def read(cls, config: VllmConfig) -> Self:
         """Read the settings that `Pacing.install`, or a user of `vllm serve`, wrote into the configuration."""
         section = dict(config.additional_config.get(SECTION, {}))
+        promises = promises_of(section)
         if "model" not in section:
-            section |= written(section).source(config)
+            asked = written(section)
+            promises = asked.promises
+            section |= asked.source(config)
         policy = section.get("policy", "conserve")
-        slo = slo_of({"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")})
-        slo = Slo(ttft_ms=slo.ttft_ms, tbt_ms=slo.tbt_ms, harm=section.get("harm"))
         preemption = section.get("preemption", OFF if policy == "paced" else PREEMPTION)
         every = section.get("safepoint_every")
         views = Path(section["record_views"]) if section.get("record_views") else None
         if section["model"] is None:
             return cls(
                 policy=policy,
-                slo=slo,
+                promises=promises,
                 model=None,
                 preemption=preemption,
                 safepoint_every=every,
@@ -147,7 +148,7 @@ class EngineSettings:
         corrected = CorrectedModel(model, residuals, correction=correction)
         return cls(
             policy=policy,
-            slo=slo,
+            promises=promises,
             model=corrected,
             source=f"profile {section['profile_name']}" if section.get("profile_name") else "profile",
             correction_file=file,
@@ -163,14 +164,13 @@ def block_ms(copies: Sequence[KVCopy]) -> tuple[float, float] | None:
     return (most.to_host_ms / most.blocks, most.to_device_ms / most.blocks) if most is not None else None
 
 
-def finite(ms: float) -> float | None:
-    """The time, or None if it is infinite, which JSON cannot hold."""
-    return None if ms == inf else ms
-
-
-def slo_of(promises: Mapping[str, float | None]) -> Slo:
-    """The SLO of these promises; one that is None or missing is not made."""
-    return Slo(**{name: inf if ms is None else ms for name, ms in promises.items()})
+def promises_of(section: Mapping[str, Any]) -> Promises:
+    """The promises in the section; raises `SettingsError`."""
+    said = {"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")}
+    try:
+        return Promises.of({**said, "harm": section.get("harm")})
+    except ValueError as error:
+        raise SettingsError(f"additional_config.conserve: {error}") from error
 
 
 def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacing:
@@ -180,10 +180,9 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         raise SettingsError(
             f"additional_config.conserve has {', '.join(sorted(unknown))}; it takes {', '.join(WRITTEN)}"
         )
-    for name in ("ttft_slo_ms", "tbt_slo_ms"):
-        ms = section.get(name)
-        if ms is not None and (isinstance(ms, bool) or not isinstance(ms, int | float) or ms <= 0):
-            raise SettingsError(f"additional_config.conserve.{name} takes milliseconds above 0, not {ms!r}")
+    promises = promises_of(section)
+    if not promises.any and "harm" not in section:
+        promises = Promises(harm=HARM)
     policy = section.get("policy", "conserve")
     try:
         named(policy)
@@ -204,7 +203,7 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         folder=Path(section.get("profiles") or default_home() / "profiles"),
         command=command,
         policy=policy,
-        slo=slo_of({"ttft_ms": section.get("ttft_slo_ms"), "tbt_ms": section.get("tbt_slo_ms")}),
+        promises=promises,
         profile=section.get("profile"),
         control=bool(section.get("control")),
         preemption=preemption,

@@ -9,7 +9,7 @@ from conserve.engine.vllm.profiling.warm_up import warm_up
 from conserve.engine.vllm.settings import PROFILE_COMMAND
 from conserve.errors import ProfileMissing
 
-SLO_FLAGS = {"ttft_ms": "--ttft-slo", "tbt_ms": "--tbt-slo"}
+SLO_FLAGS = {"ttft_ms": "--ttft-slo", "tbt_ms": "--tbt-slo", "harm": "--harm"}
 PACE_FLAGS = {"tbt_ms": "--tbt-ms"}
 
 
@@ -38,7 +38,7 @@ async def learn(engine_client: Any, *, say: Callable[[str], None]) -> None:
 
 def require_model(
     said: Mapping[str, Any],
-    slo: Mapping[str, float | None],
+    slo: Mapping[str, Any],
     command: str | None = None,
     *,
     flags: Mapping[str, str] = SLO_FLAGS,

@@ -8,7 +8,6 @@ from typing import Any
 
 from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.vllm.checkpoint.counts import CopyCounts
-from conserve.engine.vllm.settings import finite
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
@@ -17,13 +16,13 @@ SHORT_PROMPT = 128  # tokens
 
 def report(scheduler: Any) -> dict[str, Any]:
     """Policy, SLO and latency model, the last 60 s of both lanes, and counts since the start."""
-    iterations, slo = scheduler._iterations, scheduler._slo
-    traffic = scheduler._traffic.report(slo, now=time.monotonic())
+    iterations = scheduler._iterations
+    traffic = scheduler._traffic.report(now=time.monotonic())
     traffic["offline"]["work"] = scheduler._offline_tokens.work
     return {
         "policy": scheduler._policy_name,
         "refused_plans": scheduler.refused_plans,
-        "slo": {name: finite(ms) for name, ms in asdict(slo).items()},
+        "slo": scheduler._traffic.promises.document(),
         "alone": alone(iterations.model) if iterations.model is not None else None,
         "latency_model": iterations.described(),
         "max_num_batched_tokens": scheduler._most_tokens,

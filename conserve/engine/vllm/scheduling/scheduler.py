@@ -23,7 +23,9 @@ from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.own import Own
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import named
+from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.recorded import line_of
+from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.recording import Recording
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.counts import checkpoints_of
@@ -37,7 +39,7 @@ from conserve.engine.vllm.scheduling.lanes import Lanes
 from conserve.engine.vllm.scheduling.observation import Picture, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.report import report
-from conserve.engine.vllm.settings import EngineSettings, slo_of
+from conserve.engine.vllm.settings import EngineSettings
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import TIMELESS, LatencyModel
 
@@ -67,9 +69,8 @@ class CoServing:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         installed = EngineSettings.read(vllm_config)
         self.waiting = Lanes()
-        self._slo = installed.slo
         self._iterations = Iterations(installed)
-        self._traffic = Traffic()
+        self._traffic = Traffic(installed.promises)
         self._offline: set[str] = set()  # offline requests in the engine
         self._with_logprobs: set[str] = set()  # requests that want logprobs of their prompts
         self._grammars: dict[str, Request] = {}  # requests whose grammar is being compiled
@@ -100,7 +101,7 @@ class CoServing:
         if change and "checkpoint" in change and self.checkpoints is not None:
             self.checkpoints.on = change["checkpoint"] != OFF
         if change and "slo" in change:
-            self._slo = slo_of(change["slo"])
+            self._traffic.promise(Promises.of(change["slo"]))
         self._end_warm_up()
         return report(self)
 
@@ -236,6 +237,11 @@ class CoServing:
         return (
             {"count": policy.refused, "reasons": policy.reasons} if isinstance(policy, Own) else NONE_REFUSED
         )
+
+    @property
+    def _slo(self) -> Slo:
+        """Bounds on the next iteration under which every promise can be kept."""
+        return self._traffic.bounds()
 
     @property
     def last_iteration(self) -> Iteration:

@@ -138,10 +138,32 @@ class Report(NamedTuple):
                 "Share of the last minute's TTFTs, or TBTs if it is smaller, within the SLO.",
                 attainment,
             )
+        yield from self._promises()
         yield from self._reactions("conserve_leave_reaction_seconds", REACTION)
         yield from self._reactions(
             "conserve_preemption_reaction_seconds", "Deprecated: conserve_leave_reaction_seconds."
         )
+
+    def _promises(self) -> Iterator[Metric]:
+        """Each promise of a quantile or a mean, and its value over the last minute."""
+        labels = ["latency", "promise"]
+        bound = GaugeMetricFamily("conserve_promised_seconds", "Largest latency promised.", labels=labels)
+        seen = GaugeMetricFamily(
+            "conserve_promise_seen_seconds", "The same of the last minute's latencies.", labels=labels
+        )
+        online = self.said.get("online", {})
+        for latency, promises in online.get("promises", {}).items():
+            for name, one in promises.items():
+                where = [latency.removesuffix("_ms"), name]
+                bound.add_metric(where, one["promised_ms"] / 1e3)
+                if one["seen_ms"] is not None:
+                    seen.add_metric(where, one["seen_ms"] / 1e3)
+        harm = at(self.said, ("slo", "harm"))
+        if harm is not None:
+            yield GaugeMetricFamily(
+                "conserve_harm_limit", "Share of its own time that an iteration may be lengthened by.", harm
+            )
+        yield from (family for family in (bound, seen) if family.samples)
 
     def _reactions(self, name: str, says: str) -> Iterator[Metric]:
         reaction = GaugeMetricFamily(name, says, labels=["quantile"])

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 import conserve
 from conserve.engine.policy.policies import SERVING
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
+from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
@@ -59,17 +60,15 @@ async def change(request: Request) -> Response:
         wanted = json.loads(await request.body())
         policy, slo = wanted.get("policy", SERVING[0]), wanted.get("slo", {})
         preemption = wanted.get("preemption", OFF)
-        known = set(wanted) <= {"policy", "preemption", "checkpoint", "slo"} and set(slo) <= {
-            "ttft_ms",
-            "tbt_ms",
-        }
+        Promises.of(slo)
+        known = set(wanted) <= {"policy", "preemption", "checkpoint", "slo"}
         known = known and policy in (*SERVING, section.get("policy")) and preemption in (*LEAVE_RULES, OFF)
         known = known and wanted.get("checkpoint", OFF) in ("on", OFF)
-        positive = all(value is None or value > 0 for value in slo.values())
     except (ValueError, TypeError, AttributeError):
-        known = positive = False
-    if not known or not positive:
-        example = '{"preemption": "off", "checkpoint": "on", "slo": {"ttft_ms": 1500, "tbt_ms": 100}}'
+        known = False
+    if not known:
+        slo = '{"ttft_ms": 1500, "tbt_ms": {"p50": 40, "p99": 150}, "harm": null}'
+        example = f'{{"preemption": "off", "checkpoint": "on", "slo": {slo}}}'
         names = f"policies are {', '.join(SERVING)}; preemptions are {', '.join((*LEAVE_RULES, OFF))}"
         return reply({"error": {"message": f"send e.g. {example}; {names}"}}, 400)
     try:

@@ -1,0 +1,86 @@
+"""Harm: what an iteration, and an arrival's wait, may be lengthened by. 1 ms a token, 10 ms an iteration."""
+
+from typing import Any
+
+import pytest
+
+from conserve.engine.policy.conserve import Conserve, harmless_wait_ms
+from conserve.engine.policy.preemption import PATIENCE
+from conserve.engine.policy.turns import offline_turn_ms
+from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.profiles.correction import FrozenModel, step_of
+from tests.policy_views import MS_PER_TOKEN, decodes, view_of
+
+HARM = Slo(harm=0.5)
+ROWS = [Candidate(f"row{n}", 400, 0) for n in range(8)]
+
+
+def beside(slo: Slo = HARM, **changes: Any) -> View:
+    """Ten live requests that decode, 20 ms together, and rows that could use any time."""
+    given: dict[str, Any] = {"online": decodes(10, "live"), "offline": ROWS, "slo": slo}
+    return view_of(**{**given, **changes})
+
+
+def offline_tokens(view: View) -> int:
+    return sum(tokens for name, tokens in Conserve().plan(view).tokens.items() if name.startswith("row"))
+
+
+@pytest.mark.parametrize(("harm", "tokens"), [(0.1, 2), (0.5, 10), (1.0, 20)])
+def test_rows_add_a_share_of_the_live_requests_own_time(harm: float, tokens: int) -> None:
+    assert offline_tokens(beside(Slo(harm=harm))) == tokens
+
+
+def test_without_the_promise_rows_take_what_the_engine_takes() -> None:
+    assert offline_tokens(beside(Slo())) == 2048 - 10
+
+
+def test_an_slo_and_harm_bound_both() -> None:
+    assert offline_tokens(beside(Slo(tbt_ms=25, harm=0.5))) == 5
+    assert offline_tokens(beside(Slo(tbt_ms=100, harm=0.5))) == 10
+
+
+def test_beside_a_prompt_rows_add_little_since_requests_queue_for_prompts() -> None:
+    prompt = [Candidate("prompt", 990, 0)]
+    assert offline_tokens(beside(online=prompt)) == PATIENCE * 1000
+    assert offline_tokens(beside(online=prompt, slo=Slo(harm=0.01))) == 10
+
+
+def test_the_margin_is_on_what_is_added_alone() -> None:
+    noisy = FrozenModel(MS_PER_TOKEN, scale=1.0, margins={step_of(20.0): 1.25})
+    tokens = offline_tokens(beside(model=noisy))
+    assert tokens == 8, "10 ms that a quarter is kept of"
+
+
+def test_rows_run_alone_where_no_live_request_is() -> None:
+    assert offline_tokens(view_of(offline=ROWS, slo=HARM)) == 100, (
+        "ten times the smallest iteration, less 10 ms"
+    )
+
+
+class TestArrivals:
+    """How long an iteration of rows alone may last."""
+
+    def test_where_rows_join_again_a_layer_takes_half_of_what_an_arrival_may_wait(self) -> None:
+        view = view_of(slo=HARM, rows_leave=True, rows_join=True, layers=4, prompt_tokens=190)
+        assert harmless_wait_ms(view) == pytest.approx(4 * 0.25 * 200)
+
+    def test_it_loses_a_tenth_to_its_constant_part_at_most_and_two_percent_where_nobody_came(self) -> None:
+        joins: dict[str, Any] = {"slo": HARM, "rows_leave": True, "rows_join": True, "layers": 4}
+        assert harmless_wait_ms(view_of(**joins, prompt_tokens=1)) == pytest.approx(110)
+        assert harmless_wait_ms(view_of(**joins)) == pytest.approx(550)
+
+    def test_where_rows_cannot_leave_it_is_a_share_of_a_typical_prompt(self) -> None:
+        assert harmless_wait_ms(view_of(slo=HARM, prompt_tokens=90)) == pytest.approx(50)
+        assert harmless_wait_ms(view_of(slo=HARM, prompt_tokens=5)) == pytest.approx(22), (
+            "two of the smallest iterations"
+        )
+        assert harmless_wait_ms(view_of(slo=HARM, prompt_tokens=2000)) == pytest.approx(110)
+
+    def test_where_all_rows_leave_together_an_arrival_waits_for_none(self) -> None:
+        view = view_of(slo=HARM, rows_leave=True, prompt_tokens=5, arrivals_per_s=1)
+        assert harmless_wait_ms(view) == pytest.approx(110)
+
+    def test_a_turn_of_rows_alone_would_double_a_gap(self) -> None:
+        live = beside(rows_leave=True)
+        assert offline_turn_ms(live, 100.0) == 0.0
+        assert offline_turn_ms(beside(Slo(ttft_ms=1000, tbt_ms=200), rows_leave=True), 100.0) > 0

@@ -1,0 +1,136 @@
+"""Promises as users write them: flags, the section of vLLM's configuration, JSON, and lines of status."""
+
+from math import inf
+from typing import Any
+
+import pytest
+
+from conserve.cli import serve as serving
+from conserve.cli import serve_notices, server_status
+from conserve.engine.policy.promises import HARM, Promises
+from conserve.engine.policy.view import Slo
+from conserve.engine.vllm.settings import written
+from conserve.errors import SettingsError
+
+# torch's own while it is imported.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+MIDDLE: dict[str, Any] = {"ttft_ms": None, "tbt_ms": {"p50": 40, "p99": 150, "mean": 60}, "harm": 0.2}
+
+
+def test_a_time_without_a_name_is_that_of_the_p99() -> None:
+    assert Promises.of({"ttft_ms": 1500}).ttft_ms == {"p99": 1500.0}
+
+
+def test_the_slo_has_the_largest_bound_of_each_latency() -> None:
+    assert Promises.of(MIDDLE).slo == Slo(ttft_ms=inf, tbt_ms=150.0, harm=0.2)
+    assert Promises.of({"tbt_ms": {"mean": 60}}).slo.tbt_ms == inf
+
+
+def test_the_document_is_read_again() -> None:
+    promises = Promises.of(MIDDLE)
+    assert Promises.of(promises.document()) == promises
+    assert promises.document()["tbt_ms"] == 150.0
+    assert Promises.of(Promises().document()) == Promises()
+
+
+def test_bounds_stand_in_the_order_of_their_quantiles() -> None:
+    assert list(Promises.of({"tbt_ms": {"p99.9": 9, "p5": 1, "p50": 4}}).tbt_ms) == ["p5", "p50", "p99.9"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tbt_ms": 0}, {"tbt_ms": inf}, {"tbt_ms": True}, {"tbt_ms": "40"}, {"tbt_ms": {"p50": -1}},
+        {"tbt_ms": {"p0": 1}}, {"tbt_ms": {"p100": 1}}, {"tbt_ms": {"max": 1}}, {"tbt_ms": {"p50": 2, "p99": 1}},
+        {"harm": 0}, {"harm": "10%"}, {"harm": True}, {"e2e_ms": 1},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_promised_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"promise|harm|less than"):
+        Promises.of(wrong)
+
+
+class TestFlags:
+    """`--ttft-slo`, `--tbt-slo` and `--harm`."""
+
+    def test_times_have_names_and_units(self) -> None:
+        assert serving.promise("--tbt-slo", "p50=40ms, p99=0.15s") == {"p50": 40.0, "p99": 150.0}
+        assert serving.promise("--tbt-slo", "mean=60") == {"mean": 60.0}
+        assert serving.promise("--tbt-slo", "100ms") == 100.0
+        assert serving.promise("--tbt-slo", None) is None
+
+    @pytest.mark.parametrize(
+        "text", ["p50=soon", "median=4ms", "p50=150ms,p99=40ms", "p50=", "p50=1s,p50=2s"]
+    )
+    def test_a_wrong_one_is_refused_in_a_sentence_that_names_the_flag(self, text: str) -> None:
+        with pytest.raises(SettingsError, match="--tbt-slo"):
+            serving.promise("--tbt-slo", text)
+
+    def test_harm_is_a_share_or_off(self) -> None:
+        assert serving.share("--harm", "10%") == 0.1
+        assert serving.share("--harm", " 2.5 %") == 0.025
+        assert serving.share("--harm", "off") is None
+        for text in ("10", "0%", "much", "-5%"):
+            with pytest.raises(SettingsError, match="--harm takes a share like 10%"):
+                serving.share("--harm", text)
+
+
+class TestDefault:
+    """What is promised where the user promises nothing."""
+
+    def test_no_promise_is_a_harm_of_ten_percent(self) -> None:
+        assert written({}).promises == Promises(harm=HARM)
+        assert written({"ttft_slo_ms": None, "tbt_slo_ms": None}).promises == Promises(harm=HARM)
+
+    def test_an_slo_stays_what_it_was(self) -> None:
+        assert written({"ttft_slo_ms": 1500}).promises.harm is None
+        assert written({"tbt_slo_ms": {"p50": 40}}).promises.harm is None
+
+    def test_harm_can_be_promised_beside_an_slo_and_switched_off(self) -> None:
+        assert written({"ttft_slo_ms": 1500, "harm": 0.05}).promises.harm == 0.05
+        assert written({"harm": None}).promises == Promises()
+
+    def test_a_wrong_section_is_refused_with_its_name(self) -> None:
+        for section in ({"harm": -1}, {"tbt_slo_ms": {"p50": 9, "p99": 3}}):
+            with pytest.raises(SettingsError, match=r"additional_config\.conserve: "):
+                written(section)
+
+    def test_the_server_says_what_it_promises(self) -> None:
+        section: dict[str, Any] = {"policy": "conserve"}
+        (line,) = serve_notices.by_default({"harm": 0.1}, section)
+        assert line.startswith(
+            "rows lengthen no iteration of live requests by more than 10%; change it with --harm"
+        )
+        assert serve_notices.by_default({"harm": 0.1}, {**section, "harm": 0.1}) == []
+        assert serve_notices.by_default({"harm": None}, section) == []
+        assert serve_notices.by_default({"harm": 0.1}, {"policy": "priority"}) == []
+
+
+def test_the_smallest_bound_of_a_promise_is_the_one_that_may_be_too_tight() -> None:
+    alone = {"prompt_tokens": 128, "ttft_ms": 90.0, "tbt_ms": 21.0}
+    section = {"ttft_slo_ms": None, "tbt_slo_ms": {"p50": 15.0, "p99": 150.0}}
+    (line,) = serve_notices.too_tight(alone, section)
+    assert line.startswith("--tbt-slo 15ms cannot be kept: a token takes 21 ms")
+
+
+class TestStatus:
+    """The line on live requests."""
+
+    def test_promises_stand_beside_the_latencies(self) -> None:
+        slo = Promises.of(MIDDLE).document()
+        assert server_status.promised(slo, "tbt_ms") == " of p50 40, p99 150, mean 60"
+        assert server_status.promised(slo, "ttft_ms") == ""
+        assert server_status.promised({"tbt_ms": 150.0}, "tbt_ms") == " of 150", "an older server's"
+
+    def test_a_broken_promise_is_named(self) -> None:
+        slo, broken = Promises.of(MIDDLE).document(), {"promised_ms": 40.0, "seen_ms": 50.0, "kept": False}
+        online = {"attainment": 1.0, "promises": {"tbt_ms": {"p50": broken, "p99": broken}}}
+        assert server_status.kept(slo, online) == "promise broken: TBT p50"
+        assert server_status.kept(slo, {"attainment": 0.995}) == "SLO kept 99.5%"
+
+    def test_a_harm_alone_is_named(self) -> None:
+        assert (
+            server_status.kept(Promises(harm=0.1).document(), {"attainment": 1.0})
+            == "iterations at most 10% longer"
+        )
