@@ -7,7 +7,6 @@ import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conserve.config import DEMO_MODEL, Settings

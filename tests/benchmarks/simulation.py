@@ -169,11 +169,12 @@ def simulate(
     slo: LatencyLimits | None = None,
     *,
     separable: bool = True,
-    harm: float | None = None,
+    promises: Mapping[str, Any] | None = None,
 ) -> Seen:
     """Play block after block on one engine, which has run offline rows alone before.
 
-    Where rows are not `separable`, none leaves an iteration alone or joins a later one (`View.apart`).
+    Where rows are not `separable`, none leaves an iteration alone or joins a later one (`View.apart`). `promises`
+    are further entries of the engine's section.
     """
     from conserve.engine.vllm.settings import WORKER
     from tests.bare_scheduler import RESIDUALS, Clock, engine_config
@@ -186,9 +187,9 @@ def simulate(
         "preemption": preemption or ("prompt" if name == OURS else "off"),
         "ttft_slo_ms": slo and slo.ttft_ms,
         "tbt_slo_ms": slo and slo.tbt_ms,
-        "harm": harm,
         "coefficients": setting.model.coefficients,
         "residuals": [(ms, factor) for (ms, _), factor in zip(RESIDUALS, scatter, strict=True)],
+        **(promises or {}),
     }
     rows = like_papers(1 << 16, factor=setting.rows_factor, most=setting.longest_row, seed=SEED)
     clock = Clock()

@@ -32,8 +32,7 @@ class TestArrivalLimit:
     @pytest.mark.parametrize(
         ("prompt_tokens", "limit_ms"),
         [
-            (0, 110),  # ten times the smallest iteration: one token and the constant part
-            (500, 110),
+            (500, 110),  # ten times the smallest iteration: one token and the constant part
             (880, 110),  # 890 ms: what is left of the promise is as long
             (900, 90),
             (990, 0),
@@ -62,6 +61,42 @@ class TestArrivalLimit:
     def test_without_arrivals_one_a_minute_is_expected(self) -> None:
         assert cheapest_ms(view_of(), 10) == pytest.approx(sqrt(2 * 10 * 60_000))
         assert cheapest_ms(view_of(arrivals_per_s=1 / 120), 10) == pytest.approx(sqrt(2 * 10 * 60_000))
+
+
+class TestBatchingMode:
+    """No online request is in the engine, and none has arrived for a minute."""
+
+    slo = Slo(ttft_ms=1000, tbt_ms=50)
+
+    def test_an_iteration_is_as_large_as_the_engine_takes_where_rows_join_again(self) -> None:
+        rows = [Candidate(f"row{n}", 400, 0) for n in range(8)]
+        joins: dict[str, Any] = {
+            "slo": self.slo,
+            "rows_leave": True,
+            "rows_join": True,
+            "waiting_offline": rows,
+        }
+        assert plan_of(**joins).total == 2048
+        assert plan_of(**joins, arrivals_per_s=0.1, prompt_tokens=100).predicted_ms <= 550
+
+    def test_one_that_begins_anew_is_as_long_as_costs_the_least(self) -> None:
+        view = view_of(slo=self.slo, rows_leave=True)
+        assert arrival_limit_ms(view) == cheapest_ms(view, 11)
+
+    def test_one_that_rows_cannot_leave_takes_half_of_the_promise(self) -> None:
+        assert arrival_limit_ms(view_of(slo=self.slo)) == 500
+        assert arrival_limit_ms(view_of(slo=Slo(ttft_ms=100))) == pytest.approx(110)
+
+    @pytest.mark.parametrize(
+        "sign",
+        [
+            {"online": decodes(1)}, {"queued_online": 1}, {"waiting_online": [FRESH]}, {"prompt_tokens": 100},
+            {"arrivals_per_s": 1 / 60},
+        ],
+    )  # fmt: skip
+    def test_any_sign_of_an_online_request_ends_it(self, sign: dict[str, Any]) -> None:
+        assert view_of(slo=self.slo).quiet
+        assert arrival_limit_ms(view_of(slo=self.slo, **sign)) < 500
 
 
 class TestFirstTokens:

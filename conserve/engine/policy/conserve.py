@@ -63,11 +63,27 @@ def arrival_limit_ms(view: View) -> float:
     """Longest iteration with offline tokens that an online request arriving during it can wait for, in ms."""
     if view.slo.ttft_ms == inf:
         return inf
+    if view.quiet:
+        return quiet_limit_ms(view)
     constant_ms = smallest_ms(view.model)
     if view.rows_join:  # rows leave at once and lose nothing, so an arrival does not wait
         return constant_ms / LEAST_LOSS
     limit_ms = bearable_ms(view, constant_ms)
     return min(limit_ms, cheapest_ms(view, constant_ms)) if view.rows_leave else limit_ms
+
+
+def quiet_limit_ms(view: View) -> float:
+    """Longest iteration in batching mode: no online request is expected within the next iterations, in ms.
+
+    The next one waits for a layer where rows leave, or for half of its TTFT promise where they cannot. Source:
+    conserve-2026 section 4.2, the offline-optimized mode.
+    """
+    if view.rows_join:
+        return inf
+    constant_ms = smallest_ms(view.model)
+    if view.rows_leave:  # an arrival makes all of them begin anew
+        return cheapest_ms(view, constant_ms)
+    return max(constant_ms / LARGEST_LOSS, view.slo.ttft_ms / 2)
 
 
 def cheapest_ms(view: View, constant_ms: float) -> float:
@@ -103,19 +119,19 @@ def harmless_wait_ms(view: View) -> float:
     """Longest iteration of offline rows alone that `harm` allows for the sake of arrivals, in ms.
 
     An arrival waits a share `harm` of a typical prompt's own time at most: for the whole iteration where rows
-    cannot leave, for a layer where they join again, and for nothing where they begin anew. Where no traffic is
-    expected, only the constant part of an iteration limits it.
+    cannot leave, for a layer where they join again, and for nothing where they begin anew. In batching mode only
+    the constant part of an iteration limits it.
     """
     harm = view.slo.harm
     if harm is None:
         return inf
     constant_ms = smallest_ms(view.model)
-    expected = bool(view.online or view.prompt_tokens)
-    enough_ms = constant_ms / LARGEST_LOSS
+    longest_ms, enough_ms = constant_ms / LEAST_LOSS, constant_ms / LARGEST_LOSS
+    if view.quiet:
+        return longest_ms if view.rows_leave else enough_ms
     wait_ms = harm * typical_prompt_ms(view)
     if view.rows_join:
-        layers_ms = max(enough_ms, view.layers * wait_ms / 2) if expected else inf
-        return min(constant_ms / LEAST_LOSS, layers_ms)
+        return min(longest_ms, max(enough_ms, view.layers * wait_ms / 2))
     if view.rows_leave:
         return min(enough_ms, cheapest_ms(view, constant_ms))
-    return min(enough_ms, max(LEAST_WAIT * constant_ms, wait_ms)) if expected else enough_ms
+    return min(enough_ms, max(LEAST_WAIT * constant_ms, wait_ms))

@@ -97,6 +97,12 @@ class View:
     block_tokens: int
 
     @property
+    def quiet(self) -> bool:
+        """True if no online request is in the engine, and none has arrived for a minute."""
+        seen = self.online or self.queued_online or self.prompt_tokens or self.arrivals_per_s
+        return not seen and not any(True for _ in self.waiting_online)
+
+    @property
     def apart(self) -> bool:
         """True if offline rows can leave only an iteration that has no online request in it."""
         return self.rows_leave and not self.rows_join
