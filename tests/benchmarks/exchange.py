@@ -17,6 +17,7 @@ from tests.benchmarks.simulation import ALONE, OURS, Floats, Seen, Setting, burs
 COMMAND = "python -m tests.benchmarks exchange"
 HARMS = (0.05, 0.10, 0.25, 0.50)
 JUDGED = 0.10
+QUIET_S = 150.0
 NON_PREEMPTIVE = "non-preemptive"
 RANKS = (50, 99)
 
@@ -25,10 +26,24 @@ def measure() -> list[Figure]:
     """Each setting under each promise."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     settings = [
-        *(replace(setting, blocks=24) for setting in (phases(), bursty(0.4), bursty(0.8), bursty(1.2))),
-        *(replace(paper(rate), blocks=2) for rate in (0.5, 1)),
+        *(replace(setting, blocks=16) for setting in (phases(), bursty(0.4), bursty(1.2))),
+        replace(paper(0.5), blocks=2),
     ]
-    return list(chain.from_iterable(map(figures, settings)))
+    return [*batching(bursty(0.8)), *chain.from_iterable(map(figures, settings))]
+
+
+def batching(setting: Setting) -> Iterator[Figure]:
+    """Offline tokens of a server without live requests to those of vLLM's own scheduler, as in `conserve run`."""
+    empty = replace(setting, arrivals=lambda seed: [], blocks=1, block_s=QUIET_S)
+    (alone,) = simulate(empty, "priority").offline_tokens
+    for name, promises in (("harm 10%", {"harm": 0.1}), ("an SLO", {"ttft_slo_ms": 1200, "tbt_slo_ms": 500})):
+        for policy, how in (("", ""), ("/off", ", rows cannot leave")):
+            (tokens,) = simulate(empty, OURS + policy, promises=promises).offline_tokens
+            value, floor = tokens / alone, None if policy else 0.98
+            print(f"no live requests, {name}{how}: {value:.3f}", flush=True)
+            yield figure(
+                f"no live requests, {name}{how}: offline tokens to vLLM's", value, floor, at_most=False
+            )
 
 
 def figures(setting: Setting) -> Iterator[Figure]:
@@ -71,13 +86,14 @@ def told(
     yield figure(f"{setting.name}, {promise}: offline tokens to non-preemptive's", throughput, None)
 
 
-def figure(name: str, value: float, floor: float | None) -> Figure:
+def figure(name: str, value: float, floor: float | None, *, at_most: bool = True) -> Figure:
+    reached = floor is None or (value <= floor if at_most else value >= floor)
     return Figure(
         name=name,
         unit="",
         samples=[value],
-        target="-" if floor is None else f"<= {floor:g}",
-        reached=floor is None or value <= floor,
+        target="-" if floor is None else f"{'<=' if at_most else '>='} {floor:g}",
+        reached=reached,
         command=COMMAND,
     )
 

@@ -218,7 +218,7 @@ def simulate(
         engine.scheduler.shutdown()
     return Seen(
         ttft_ms=[np.array([answer.ttft_ms for answer in block]) for block in answers],
-        tbt_ms=[np.concatenate([answer.tbts_ms for answer in block]) for block in answers],
+        tbt_ms=[np.concatenate([np.empty(0), *(answer.tbts_ms for answer in block)]) for block in answers],
         offline_tokens=offline_tokens,
         wasted=counted["tokens_wasted"] / max(1, counted["offline_tokens"]),
         live_tokens_recomputed=counted["live_tokens_recomputed"],

@@ -84,3 +84,23 @@ class TestArrivals:
         live = beside(rows_leave=True)
         assert offline_turn_ms(live, 100.0) == 0.0
         assert offline_turn_ms(beside(Slo(ttft_ms=1000, tbt_ms=200), rows_leave=True), 100.0) > 0
+
+
+class TestLargest:
+    """Live requests are planned among themselves by the largest promise, rows by what accounts allow now."""
+
+    def test_a_prompt_is_not_cut_for_the_sake_of_the_median(self) -> None:
+        prompt, slo = Candidate("prompt", 100, 0), Slo(ttft_ms=1e4, tbt_ms=40, largest_tbt_ms=150)
+        assert Conserve().plan(beside(slo, waiting_online=[prompt])).tokens["prompt"] == 100
+        cut = Conserve().plan(beside(Slo(ttft_ms=1e4, tbt_ms=40), waiting_online=[prompt]))
+        assert cut.tokens["prompt"] == 20
+
+    def test_rows_have_what_the_accounts_allow(self) -> None:
+        assert offline_tokens(beside(Slo(tbt_ms=40, largest_tbt_ms=150))) == 20
+        assert offline_tokens(beside(Slo(tbt_ms=150, largest_tbt_ms=150))) == 130
+
+    def test_a_gap_is_not_stretched_for_a_first_token_that_the_median_may_miss(self) -> None:
+        slow, slo = Candidate("prompt", 100, 0, age_ms=300), Slo(ttft_ms=250, tbt_ms=40)
+        assert Conserve().plan(beside(slo, online=[*decodes(5), slow])).tokens["prompt"] == 100
+        patient = Slo(ttft_ms=250, tbt_ms=40, largest_ttft_ms=2000)
+        assert Conserve().plan(beside(patient, online=[*decodes(5), slow])).tokens["prompt"] == 25

@@ -25,10 +25,10 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
     TTFT for it: then the chunk is as large as vLLM would have made it (docs/adr/0006).
     """
     victims = sorted(view.offline, key=attrgetter("saved"))  # the last one is evicted first
-    limit_ms, first_tokens_ms = inf, inf
+    limit_ms, first_tokens_ms, gap_ms = inf, inf, inf
     decodes = [request for request in view.online if request.decode]
     if decodes:
-        limit_ms = tbt_ms
+        limit_ms, gap_ms = tbt_ms, view.slo.tbt_ms - view.online_waited_ms
         _add_steps(composer, victims, decodes)
     first_tokens = 0  # of requests whose prompt ends in this iteration
     prompts = ((request, False) for request in view.online if not request.decode)
@@ -52,7 +52,9 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
             first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
     if view.rows_leave and first_tokens_ms < inf:  # offline tokens delay it by `PATIENCE` at most
         first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + PATIENCE * view.slo.ttft_ms)
-    return OnlineShare(composer.free_blocks >= 0, min(limit_ms, first_tokens_ms), _left(view, composer))
+    return OnlineShare(
+        composer.free_blocks >= 0, min(limit_ms, first_tokens_ms, gap_ms), _left(view, composer)
+    )
 
 
 def _add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candidate]) -> None:
@@ -90,7 +92,7 @@ def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo) -> 
     As many as fit into `limit_ms` if the prompt still keeps its TTFT that way, else as many as the iteration takes.
     """
     tokens = composer.token_budget(request, limit_ms)
-    left_ms = slo.ttft_ms - request.age_ms
+    left_ms = slo.online_ttft_ms - request.age_ms
     if tokens:
         in_time = ceil(request.tokens / tokens) * limit_ms <= left_ms
     else:

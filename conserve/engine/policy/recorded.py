@@ -102,7 +102,7 @@ def _view(view: View) -> dict[str, Any]:
     queues = (view.online, view.offline, _read(view.waiting_online, most), _read(view.waiting_offline, most))
     return {
         "model": _model(view.model),
-        "slo": {"ttft_ms": _ms(view.slo.ttft_ms), "tbt_ms": _ms(view.slo.tbt_ms), "harm": view.slo.harm},
+        "slo": {field.name: _ms(getattr(view.slo, field.name)) for field in fields(Slo)},
         **{name: getattr(view, name) for name in NUMBERS},
         **{
             name: [(*one[:-1], blocks.runs(one.prefix)) for one in queue]
@@ -126,7 +126,7 @@ def _view_of(said: Mapping[str, Any]) -> View:
 
 
 def _slo_of(said: Mapping[str, Any]) -> Slo:
-    return Slo(ttft_ms=float(said["ttft_ms"]), tbt_ms=float(said["tbt_ms"]), harm=said.get("harm"))
+    return Slo(**{name: None if bound is None else float(bound) for name, bound in said.items()})  # type: ignore[arg-type]
 
 
 def _read(queue: Iterable[Candidate], most: int) -> list[Candidate]:
@@ -186,6 +186,6 @@ def _plan_of(said: Mapping[str, Any] | None) -> Plan | None:
     )
 
 
-def _ms(ms: float) -> float | str:
+def _ms(ms: float | None) -> float | str | None:
     """A time for JSON, which knows no infinity."""
     return "inf" if ms == inf else ms

@@ -31,11 +31,27 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """The promises to online requests, as bounds on the next iteration."""
+    """The promises to online requests, as bounds on the next iteration.
+
+    Offline tokens may have less than what is promised at most: half of the gaps may be long, but not the next ones.
+    Online requests are planned among themselves by the largest promise.
+    """
 
     ttft_ms: float = inf  # until the first token
     tbt_ms: float = inf  # between two tokens
     harm: float | None = None  # share of their own time that offline tokens may add; None without the promise
+    largest_ttft_ms: float | None = None  # None where it is `ttft_ms`
+    largest_tbt_ms: float | None = None
+
+    @property
+    def online_ttft_ms(self) -> float:
+        """TTFT that is promised at most."""
+        return self.ttft_ms if self.largest_ttft_ms is None else self.largest_ttft_ms
+
+    @property
+    def online_tbt_ms(self) -> float:
+        """TBT that is promised at most."""
+        return self.tbt_ms if self.largest_tbt_ms is None else self.largest_tbt_ms
 
 
 class Lazy(Generic[T]):

@@ -93,10 +93,13 @@ class Accountant:
 
         One more request may arrive while the iteration runs.
         """
+        slo = self.promises.slo
         return Slo(
             ttft_ms=self.ttft.bound_ms(waiting + 1),
             tbt_ms=self.tbt.bound_ms(decoding),
-            harm=self.promises.harm,
+            harm=slo.harm,
+            largest_ttft_ms=slo.ttft_ms,
+            largest_tbt_ms=slo.tbt_ms,
         )
 
 
