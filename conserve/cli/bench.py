@@ -17,7 +17,7 @@ from conserve.cli.bench_flags import RECOMPUTE, limits, make_design, resized, se
 from conserve.cli.bench_report import conclude
 from conserve.cli.bench_server import enqueue_rows, on_own_server
 from conserve.cli.context import Context
-from conserve.cli.serve import checkpointing
+from conserve.cli.serve_flags import checkpointing
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE, SERVING
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from conserve.cli.serve import milliseconds
+from conserve.cli.serve_flags import milliseconds
 from conserve.config import Settings
 from conserve.engine.policy.policies import CONSERVE, SERVING
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF

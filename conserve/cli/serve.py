@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import secrets
 import signal
 import time
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,11 +18,20 @@ from conserve.api.sizes import size_bytes
 from conserve.cli import exits, output
 from conserve.cli.context import Context, bearer
 from conserve.cli.options import Utility
+from conserve.cli.serve_flags import (
+    checkpointing,
+    drain_s,
+    promise,
+    recording_at,
+    refuse_ours,
+    require_policy,
+    share,
+)
 from conserve.cli.serve_notices import open_to_all, warnings
 from conserve.config import DEMO_MODEL, Settings
-from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS, HOST_BYTES, policy_named
+from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
-from conserve.engine.policy.policies import POLICIES, SERVING, named, preempts
+from conserve.engine.policy.policies import SERVING, preempts
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.policy.promises import HARM
 from conserve.engine.runtime.front import BODY_BYTES, CONNECTIONS, HARVEST_KEY, Front
@@ -42,7 +49,6 @@ conserve submit nightly.parquet --prompt "{{ q }}"
 VLLMS_KEY = "VLLM_API_KEY"
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # as in the engine's plug-in, which is not imported here
 SPILL_S = 60.0  # limit for writing the KV of rows in flight
-UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
 
 def serve(
@@ -201,18 +207,6 @@ def serve(
         raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
 
 
-def require_policy(name: str) -> None:
-    """Raise if live traffic cannot be served under this policy."""
-    if name in POLICIES and name not in SERVING:
-        raise SettingsError(
-            f"the policy {name} is for conserve run; for live traffic there are {', '.join(SERVING)}"
-        )
-    try:
-        named(name)
-    except ValueError as error:
-        raise SettingsError(f"--policy: {error}") from error
-
-
 def print_command(settings: Settings, section: dict[str, Any], flags: list[str]) -> int:
     """Print the command of a vLLM with the plug-in, in a process that imports vLLM; returns the exit code."""
     import subprocess
@@ -226,17 +220,6 @@ def print_command(settings: Settings, section: dict[str, Any], flags: list[str])
     return subprocess.run(command, env=environment, check=False).returncode
 
 
-def drain_s(flags: list[str]) -> float:
-    """Seconds that the server may take to end: vLLM's own time-out, and some more."""
-    limit = 30.0
-    for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
-        name, _, joined = flag.partition("=")
-        text = joined or value
-        if name == "--shutdown-timeout" and text.isdigit():
-            limit = float(text)
-    return limit + 15.0
-
-
 def require_free(host: str, port: int) -> None:
     """Raise if another process listens there: its answers would pass for the server's."""
     import socket
@@ -248,102 +231,6 @@ def require_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise SettingsError(f"cannot listen at {host}:{port} ({error}); give another --port") from error
-
-
-def recording_at(file: Path) -> Path:
-    """The file's absolute path; raises `SettingsError` if nothing can be written there."""
-    path = file.expanduser().absolute()
-    if path.is_dir() or not path.parent.is_dir():
-        raise SettingsError(f"--record-views {file} is no file in a folder that exists; name one")
-    return path
-
-
-def refuse_ours(flags: list[str]) -> None:
-    """Raise for flags of vLLM that `conserve serve` sets itself or cannot supervise."""
-    ours = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
-    if any(flag.split("=")[0].replace("_", "-") == "--api-key" for flag in flags):
-        raise SettingsError("a key among vLLM's flags can be read by all; set CONSERVE_API_KEY instead")
-    others = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
-    for flag in flags:
-        name = flag.split("=")[0].replace("_", "-")
-        if name in ours:
-            raise SettingsError(
-                f"{name} is set by conserve serve; leave it out, or start vllm serve yourself"
-            )
-        if name in others:
-            raise SettingsError(
-                f"conserve serve cannot run with {name}; start vllm serve with ConServe's plug-in"
-            )
-
-
-def checkpointing(
-    flags: list[str], policy: str, host_memory: str | None, spill: Path | None = None
-) -> list[str]:
-    """Flags of an engine whose KV is checkpointed; none if it is not."""
-    from conserve.engine.vllm.checkpoint.kv_transfer import with_checkpoints
-
-    if policy == NO_CHECKPOINTS:
-        if host_memory is not None:
-            raise SettingsError("--kv-host-memory is for checkpoints; leave it out with --kv-checkpoint off")
-        if spill is not None:
-            raise SettingsError("--kv-spill is for checkpoints, which are off; give --kv-checkpoint adaptive")
-        return flags
-    try:
-        policy_named(policy)
-    except ValueError as error:
-        raise SettingsError(f"--kv-checkpoint: {error}") from error
-    ours: dict[str, Any] = {"policy": policy, "host_bytes": host_bytes(host_memory)}
-    return with_checkpoints(flags, {**ours, "spill": str(spill.resolve())} if spill is not None else ours)
-
-
-def host_bytes(text: str | None) -> int:
-    """Bytes of host memory; by default 4 GiB, or a quarter of a machine or container with less than 16 GiB."""
-    from conserve.engine.runtime.machine import memory_bytes
-
-    whole, _ = memory_bytes()
-    if text is None:
-        return min(HOST_BYTES, whole // 4)
-    size = size_bytes("--kv-host-memory", text)
-    if size > whole:
-        has = f"{whole / 2**30:.0f} GiB"
-        raise SettingsError(f"--kv-host-memory {text} is more than the {has} of this machine; give less")
-    return size
-
-
-def milliseconds(flag: str, text: str | None) -> float | None:
-    """Parse a time with its unit, in ms."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|)", text.strip())
-    if found is None or not float(found[1]):
-        raise SettingsError(f"{flag} takes a time like 1500ms or 1.5s, not {text!r}")
-    return float(found[1]) * UNITS_MS[found[2]]
-
-
-def promise(flag: str, text: str | None) -> float | dict[str, float] | None:
-    """Parse a time, or times by name such as `p50=40ms,p99=150ms` or `mean=60ms`, in ms."""
-    from conserve.engine.policy.promises import bounds
-
-    if text is None or "=" not in text:
-        return milliseconds(flag, text)
-    parts = [part.partition("=") for part in text.split(",")]
-    named = {name.strip(): milliseconds(flag, time) or 0.0 for name, _, time in parts}
-    if len(named) < len(parts):
-        raise SettingsError(f"{flag} {text} names a promise twice; give each once")
-    try:
-        return bounds(named)
-    except ValueError as error:
-        raise SettingsError(f"{flag} {text}: {error}; write e.g. {flag} p50=40ms,p99=150ms") from error
-
-
-def share(flag: str, text: str) -> float | None:
-    """Parse a share such as 10%; None for off."""
-    if text.strip() == "off":
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*%", text.strip())
-    if found is None or not float(found[1]):
-        raise SettingsError(f"{flag} takes a share like 10%, or off, not {text!r}")
-    return float(found[1]) / 100
 
 
 def keyed(settings: Settings) -> Settings:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conserve.cli.serve import checkpointing, host_bytes
+from conserve.cli.serve_flags import checkpointing, host_bytes
 from conserve.engine.policy.checkpointing import (
     ADAPTIVE,
     CHECKPOINTS,

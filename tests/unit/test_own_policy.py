@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conserve.cli.serve import require_policy
+from conserve.cli.serve_flags import require_policy
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.own import KINDS, Own, own_policy

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from conserve.cli import serve as serving
-from conserve.cli import serve_notices, server_status
+from conserve.cli import serve_flags, serve_notices, server_status
 from conserve.engine.policy.promises import HARM, Promises
 from conserve.engine.policy.view import Slo
 from conserve.engine.vllm.settings import written
@@ -55,25 +54,25 @@ class TestFlags:
     """`--ttft-slo`, `--tbt-slo` and `--harm`."""
 
     def test_times_have_names_and_units(self) -> None:
-        assert serving.promise("--tbt-slo", "p50=40ms, p99=0.15s") == {"p50": 40.0, "p99": 150.0}
-        assert serving.promise("--tbt-slo", "mean=60") == {"mean": 60.0}
-        assert serving.promise("--tbt-slo", "100ms") == 100.0
-        assert serving.promise("--tbt-slo", None) is None
+        assert serve_flags.promise("--tbt-slo", "p50=40ms, p99=0.15s") == {"p50": 40.0, "p99": 150.0}
+        assert serve_flags.promise("--tbt-slo", "mean=60") == {"mean": 60.0}
+        assert serve_flags.promise("--tbt-slo", "100ms") == 100.0
+        assert serve_flags.promise("--tbt-slo", None) is None
 
     @pytest.mark.parametrize(
         "text", ["p50=soon", "median=4ms", "p50=150ms,p99=40ms", "p50=", "p50=1s,p50=2s"]
     )
     def test_a_wrong_one_is_refused_in_a_sentence_that_names_the_flag(self, text: str) -> None:
         with pytest.raises(SettingsError, match="--tbt-slo"):
-            serving.promise("--tbt-slo", text)
+            serve_flags.promise("--tbt-slo", text)
 
     def test_harm_is_a_share_or_off(self) -> None:
-        assert serving.share("--harm", "10%") == 0.1
-        assert serving.share("--harm", " 2.5 %") == 0.025
-        assert serving.share("--harm", "off") is None
+        assert serve_flags.share("--harm", "10%") == 0.1
+        assert serve_flags.share("--harm", " 2.5 %") == 0.025
+        assert serve_flags.share("--harm", "off") is None
         for text in ("10", "0%", "much", "-5%"):
             with pytest.raises(SettingsError, match="--harm takes a share like 10%"):
-                serving.share("--harm", text)
+                serve_flags.share("--harm", text)
 
 
 class TestDefault:

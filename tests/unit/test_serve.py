@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from conserve.cli import serve as serving
-from conserve.cli import serve_notices, server_status
+from conserve.cli import serve_flags, serve_notices, server_status
 from conserve.cli.app import app
 from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
@@ -23,8 +23,8 @@ WHY = "the pipeline is parallel"
 @pytest.mark.parametrize("flag", ["--worker-cls", "--worker_cls=mine.Worker", "--scheduler-cls=x"])
 def test_what_conserve_serve_decides_is_refused(flag: str) -> None:
     with pytest.raises(SettingsError, match="leave it out, or start vllm serve yourself"):
-        serving.refuse_ours(["--tensor-parallel-size", "2", flag])
-    serving.refuse_ours(["--tensor-parallel-size", "2", "--async-scheduling"])
+        serve_flags.refuse_ours(["--tensor-parallel-size", "2", flag])
+    serve_flags.refuse_ours(["--tensor-parallel-size", "2", "--async-scheduling"])
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_what_conserve_serve_decides_is_refused(flag: str) -> None:
     ],
 )
 def test_the_server_may_take_as_long_to_end_as_vllm_is_told(flags: list[str], limit_s: float) -> None:
-    assert serving.drain_s(flags) == limit_s
+    assert serve_flags.drain_s(flags) == limit_s
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_views_are_recorded_in_a_file_that_the_server_finds_from_wherever_it_run
 @pytest.mark.parametrize("file", ["nowhere/views.jsonl", "."])
 def test_a_file_that_cannot_be_recorded_in_is_refused_before_the_server_starts(file: str) -> None:
     with pytest.raises(SettingsError, match=r"--record-views .* is no file in a folder that exists"):
-        serving.recording_at(Path(file))
+        serve_flags.recording_at(Path(file))
 
 
 def test_preemption_that_cannot_be_is_said_in_a_sentence_unless_it_was_not_wanted() -> None:
@@ -250,7 +250,7 @@ def test_without_an_api_key_there_is_no_key_at_all(monkeypatch: pytest.MonkeyPat
 def test_a_key_among_vllms_flags_is_refused() -> None:
     for flag in ("--api-key", "--api_key=sesame"):
         with pytest.raises(SettingsError, match="set CONSERVE_API_KEY instead"):
-            serving.refuse_ours([flag, "sesame"])
+            serve_flags.refuse_ours([flag, "sesame"])
 
 
 @pytest.mark.parametrize(

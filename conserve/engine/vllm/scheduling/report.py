@@ -7,11 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from conserve.engine.policy.checkpointing import OFF
+from conserve.engine.policy.own import Own
 from conserve.engine.vllm.checkpoint.counts import CopyCounts
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
 SHORT_PROMPT = 128  # tokens
+NONE_REFUSED: dict[str, Any] = {"count": 0, "reasons": []}
 
 
 def report(scheduler: Any) -> dict[str, Any]:
@@ -21,7 +23,7 @@ def report(scheduler: Any) -> dict[str, Any]:
     traffic["offline"]["work"] = scheduler._offline_tokens.work
     return {
         "policy": scheduler._policy_name,
-        "refused_plans": scheduler.refused_plans,
+        "refused_plans": refused_plans(scheduler._policy),
         "slo": scheduler._traffic.promises.document(),
         "alone": alone(iterations.model) if iterations.model is not None else None,
         "latency_model": iterations.described(),
@@ -31,6 +33,11 @@ def report(scheduler: Any) -> dict[str, Any]:
         "preemption": scheduler.arrival_monitor.report(),
         "checkpoint": {**checkpoints(scheduler), "tokens_recomputed": scheduler._offline_tokens.again},
     }
+
+
+def refused_plans(policy: Any) -> dict[str, Any]:
+    """Number of plans of a user's own policy that were refused, and the first reason of each kind."""
+    return {"count": policy.refused, "reasons": policy.reasons} if isinstance(policy, Own) else NONE_REFUSED
 
 
 def alone(model: LatencyModel) -> dict[str, Any]:

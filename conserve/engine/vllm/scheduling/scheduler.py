@@ -20,7 +20,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.checkpointing import OFF
-from conserve.engine.policy.own import Own
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import named
 from conserve.engine.policy.promises import Promises
@@ -44,7 +43,6 @@ from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import TIMELESS, LatencyModel
 
 log = logging.getLogger("vllm.conserve")
-NONE_REFUSED: dict[str, Any] = {"count": 0, "reasons": []}
 LEARN_EVERY = 8  # of iterations without a plan, the model learns from one: nothing depends on its speed then
 
 
@@ -229,14 +227,6 @@ class CoServing:
         plan = self._last.plan
         online = (request.request_id for request in self.running if is_online(request))
         return plan is not None and any(name not in plan.tokens for name in online)
-
-    @property
-    def refused_plans(self) -> dict[str, Any]:
-        """Number of plans of a user's own policy that were refused, and the different reasons."""
-        policy = self._policy
-        return (
-            {"count": policy.refused, "reasons": policy.reasons} if isinstance(policy, Own) else NONE_REFUSED
-        )
 
     @property
     def _slo(self) -> Slo:
