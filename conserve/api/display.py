@@ -31,6 +31,9 @@ class Silence:
     def end(self, summary: str) -> None:
         """Show the outcome."""
 
+    def leave(self) -> None:
+        """Make room for an error."""
+
 
 class Lines(Silence):
     """Lines on stderr: one at each new step, and every 30 s."""
@@ -62,7 +65,11 @@ class Terminal(Silence):
         self.step(step or f"{done:,}/{total:,} rows, {pace}")
 
     def end(self, summary: str) -> None:
-        print(f"\r{summary}\x1b[K", file=sys.stderr, flush=True)
+        self.step(summary)
+        self.leave()
+
+    def leave(self) -> None:
+        say("")
 
 
 class Notebook(Silence):

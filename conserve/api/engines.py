@@ -96,6 +96,9 @@ class Engine:
         showing = asyncio.create_task(show_steps(display, endpoint))
         try:
             await endpoint.start()
+        except BaseException:
+            display.leave()
+            raise
         finally:
             showing.cancel()
         display.end(f"{self._named}: ready after {duration(time.monotonic() - begun)}")

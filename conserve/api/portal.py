@@ -85,15 +85,6 @@ class Portal:
                 AT_EXIT(self.end)
             return self._loop
 
-    @contextlib.contextmanager
-    def ended_by(self, end: Callable[[], Coroutine[Any, Any, object]]) -> Any:
-        """Await `end()` if the interpreter ends within the context."""
-        self.last(end)
-        try:
-            yield
-        finally:
-            self.not_last(end)
-
     def last(self, end: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Await `end()` in the loop before the interpreter ends."""
         self._last.append(end)

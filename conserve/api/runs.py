@@ -151,11 +151,14 @@ async def shown(harvester: "Harvester", settings: Settings, job_id: str, display
     try:
         with at_exit(stop, working):
             await saved(working, stop)
+    except BaseException:
+        display.leave()
+        raise
     finally:
         showing.cancel()
         await asyncio.gather(showing, return_exceptions=True)
-        done = outcome(harvester, settings, begun=begun, interrupted=stop.is_set())
-        display.end(summary(done, reading_of(settings, job_id)))
+    done = outcome(harvester, settings, begun=begun, interrupted=stop.is_set())
+    display.end(summary(done, reading_of(settings, job_id)))
     return done
 
 

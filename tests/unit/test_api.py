@@ -502,6 +502,19 @@ def test_progress_is_said_on_stderr(opened: conserve.Store, capsys: pytest.Captu
     assert f"{job.id}: completed, 5 of 5 rows done; 5 in " in said.err.splitlines()[-1]
 
 
+def test_a_terminal_has_one_line_that_is_written_over(
+    opened: conserve.Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    job = opened.submit(TABLE, prompt="{{ q }}")
+    job.run()
+    first, *others = capsys.readouterr().err.split("\r")
+    assert first == ""
+    assert others[0] == "starting the fake endpoint\x1b[K"
+    assert others[-1].startswith(f"{job.id}: completed, 5 of 5 rows done; 5 in ")
+    assert others[-1].endswith("\x1b[K\n")
+
+
 def test_public_names_have_docstrings_and_signatures() -> None:
     for name in conserve.__all__:
         assert getattr(conserve, name).__doc__ or name == "errors", name
