@@ -84,7 +84,7 @@ def test_who_leaves_an_iteration_takes_back_what_it_counted() -> None:
     scheduled = {"chunk": 64, "step": 1, "late": 70}
     assert counted.count(scheduled, rows, set(rows), batch(rows, scheduled), WORTH) == 64 + 1 + 20
     assert counted.again == 50
-    left = [counted.left(rows[name], part(rows[name], tokens), WORTH) for name, tokens in scheduled.items()]
+    left = [counted.left(name, part(rows[name], tokens), WORTH) for name, tokens in scheduled.items()]
     assert left == [64, 1, 20]
     assert counted.work == pytest.approx(0)
     assert counted.again == 0

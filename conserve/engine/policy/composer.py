@@ -7,7 +7,7 @@ which all take about the same time, are added many at a time.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -26,7 +26,7 @@ class Composer:
         self._block_tokens = view.block_tokens
         self.batch = Batch()
         self.tokens: dict[str, int] = {}
-        self._computing: set[Hashable] = set()  # KV blocks that its prompts compute, wholly or in part
+        self._computing = set(view.computing)  # and KV blocks that its prompts compute, wholly or in part
         self.admitted: list[str] = []
         self.restored: list[str] = []
         self.evicted: list[str] = []
@@ -108,7 +108,7 @@ class Composer:
         return max(0, wanted - candidate.blocks)
 
     def computes_next_of(self, candidate: Candidate) -> bool:
-        """True if the batch already computes the KV block that the request would begin with."""
+        """True if the batch or an iteration under way computes the KV block that the request would begin with."""
         size = self._block_tokens
         block = candidate.context // size
         usable = (block + 1) * size < candidate.context + candidate.tokens  # one token is always computed

@@ -26,8 +26,9 @@ READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
 )
 QUEUES = ("online", "offline", "waiting_online", "waiting_offline", "held")
+BLOCKS = ("coming", "computing")
 NUMBERS = [
-    field.name for field in fields(View) if field.name not in (*QUEUES, "model", "slo", "coming")
+    field.name for field in fields(View) if field.name not in (*QUEUES, *BLOCKS, "model", "slo")
 ]  # and truth values
 
 
@@ -108,7 +109,7 @@ def _view(view: View) -> dict[str, Any]:
             name: [(*one[:-1], blocks.runs(one.prefix)) for one in queue]
             for name, queue in zip(QUEUES, (*queues, view.held), strict=True)
         },
-        "coming": blocks.runs(sorted(view.coming, key=blocks.place)),
+        **{name: blocks.runs(sorted(getattr(view, name), key=blocks.place)) for name in BLOCKS},
     }
 
 
@@ -116,10 +117,10 @@ def _view_of(said: Mapping[str, Any]) -> View:
     queues: dict[str, Any] = {
         name: [Candidate._make((*one[:-1], _blocks_of(one[-1]))) for one in said[name]] for name in QUEUES
     }
+    queues |= {name: frozenset(_blocks_of(said.get(name, ()))) for name in BLOCKS}
     return View(
         model=_model_of(said["model"]),
         slo=_slo_of(said["slo"]),
-        coming=frozenset(_blocks_of(said["coming"])),
         **{name: said[name] for name in NUMBERS if name in said},
         **queues,
     )

@@ -109,6 +109,7 @@ class View:
     watermark_blocks: int = 0  # of the free ones: vLLM admits no request into them while another one runs
     held: Sequence[Candidate] = ()  # waiting offline requests whose KV has come back; they can be evicted
     coming: frozenset[Hashable] = frozenset()  # names of KV blocks that are being restored
+    computing: frozenset[Hashable] = frozenset()  # names of KV blocks that an iteration under way computes
     unwritten_blocks: int = 0  # of the free ones: running prompts will need them, and no restore takes them
     block_tokens: int
 

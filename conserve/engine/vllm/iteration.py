@@ -23,6 +23,8 @@ class Stamp:
     flag: str  # name of the shared memory
     rows: Sequence[str]  # offline requests that may leave, the first to leave first
     every: int  # layers between two safepoints
+    ahead: bool = False  # scheduled while an earlier iteration ran, so it may be refused
+    settled: int = 0  # last stamped iteration that was settled when this one was planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ class Outcome:
     separable: bool = False  # rows can leave while others stay
     safepoints: int = 0  # in the model; without any, no row can leave
     heard: bool = True  # the flag could be read
+    refused: bool = False  # the iteration was not begun, and all of its requests have left
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,6 +54,8 @@ class Iteration:
     started: float = 0.0  # monotonic seconds
     plan: Plan | None = None  # None where vLLM composes the iteration
     registers_late: bool = False  # KV blocks become reusable once computed, not once allocated
+    ahead: bool = False  # scheduled while an earlier iteration ran
+    overlapped: bool = False  # it, or the one after it, was scheduled ahead: its time is not its own alone
     # Scheduled.
     tokens: Mapping[str, int] = field(default_factory=dict)  # request -> tokens that it computes
     batch: Batch | None = None  # the same for the latency model; None where it learns nothing
@@ -78,7 +83,9 @@ class Iteration:
 
     @property
     def whole(self) -> bool:
-        """True if all layers ran on all tokens, so that the time taken is that of the batch."""
+        """True if all layers ran on all tokens and nothing else, so that the time taken is that of the batch."""
+        if self.overlapped:
+            return False
         return self.outcome is None or not (self.left or self.outcome.joined)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -357,8 +357,8 @@ class Checkpoints:
 
 
 def confirmed(request: Request) -> int:
-    """Number of tokens whose KV is certainly computed."""
-    return int(request.num_computed_tokens - request.num_output_placeholders)
+    """Number of tokens whose KV is certainly computed: a row may yet leave the iterations in flight."""
+    return max(0, int(request.num_computed_tokens - request.num_in_flight_tokens))
 
 
 def saveable(request: Request) -> bool:

@@ -166,6 +166,9 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.v1.attention.backend.CommonAttentionMetadata": "cut down; its fields are listed in rows.of_requests",
         "vllm.forward_context.get_forward_context": "its attn_metadata and slot_mapping are swapped",
         "vllm.distributed.get_tp_group": "ranks, cpu_group: all ranks decide alike",
+        "EngineCore.step_with_batch_queue": "wrapped: where the next iteration is not scheduled ahead, a step ends with "
+        "its own",
+        "VllmConfig.use_v2_model_runner": "iterations are scheduled ahead under the V2 runner alone",
         "KVCacheManager.{allocate_slots,cache_blocks}": "blocks are registered when they are computed",
         "Scheduler._inflight_prefills": "put back for rows that left",
         "Request.{is_prefill_chunk,num_in_flight_tokens}": "the same",
@@ -271,7 +274,9 @@ HABITS = {
     "Worker.execute_model and sample_tokens": "alternate",
     "Attention.impl.forward": "wrapped: safepoints where there are none between layers",
     "a decoder layer's forward": "wrapped: token-major tensors in, token-major tensors out",
-    "V2 GPUModelRunner.kv_connector.post_forward": "what an abandoned iteration brings",
+    "V2 GPUModelRunner.kv_connector.{post_forward,no_forward}": "what an abandoned and a refused iteration bring",
+    "V2 GPUModelRunner.execute_model": "has taken in who came and went when it calls prepare_inputs",
+    "a request with num_stale_output_tokens": "loses what iterations in flight bring for it",
     "EngineCore.{conserve,conserve_spill}": "added: utility calls that ask our scheduler, and have the workers "
     "write and read",
     "AsyncLLM.engine_core.call_utility_async": "makes those calls from the API server",

@@ -11,6 +11,7 @@ from conserve.engine.vllm.launching.number_format import FLOAT32, Chosen, format
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 KV_BYTES_MAX = 4 << 30  # zeroing takes a second per GiB; more only helps thousands of rows in flight
@@ -38,10 +39,15 @@ def parse_flags(model: str, flags: Sequence[str]) -> AsyncEngineArgs:
         _refuse(str(error))
 
 
-def synchronous(flags: Sequence[str]) -> list[str]:
-    """Our server default beside these flags: no row can leave an iteration that was scheduled ahead."""
+def names_scheduling(flags: Sequence[str]) -> bool:
+    """True if the user says whether iterations are scheduled ahead."""
     named = {flag.split("=")[0].replace("_", "-") for flag in flags}
-    return [] if named & {"--async-scheduling", "--no-async-scheduling"} else ["--no-async-scheduling"]
+    return not named.isdisjoint(("--async-scheduling", "--no-async-scheduling"))
+
+
+def ahead_under_v1(config: VllmConfig) -> bool:
+    """True if iterations are scheduled ahead under the V1 model runner, where rows cannot leave them."""
+    return bool(config.scheduler_config.async_scheduling and not config.use_v2_model_runner)
 
 
 def _refuse(message: str) -> NoReturn:

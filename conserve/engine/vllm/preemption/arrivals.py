@@ -23,10 +23,8 @@ from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.leavers import Leavers, Lost
 from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
 from conserve.engine.runtime.traffic import quantiles
-from conserve.engine.vllm.compat.internals import Part
-from conserve.engine.vllm.compat.trial import lost_parts
 from conserve.engine.vllm.iteration import Iteration, Outcome, Stamp
-from conserve.engine.vllm.settings import CONNECTOR, OUR_WORKERS
+from conserve.engine.vllm.preemption.reasons import why_not
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
@@ -61,12 +59,14 @@ class ArrivalMonitor:
         self._seen = False  # a worker has answered that it has safepoints and reads the flag
         self.iterations_left = self.abandoned = self.rows_left = self.layers_run = self.tokens_redone = 0
         self.live_tokens_recomputed = 0
+        self.ahead = self.refused = 0
         self.tokens_wasted = 0.0
         self._every = every
         self._flag = LeaveFlag.create() if self.why_not is None else None
         self._lock = threading.Lock()
         self._iterations = 0  # stamped so far
-        self._running: Iteration | None = None  # the stamped iteration that the model runs
+        self._settled = 0  # number of the last one whose outcome is known
+        self._in_flight: list[Iteration] = []  # stamped and not settled: one runs, and one may wait
         self._expected: dict[str, Expected] = {}
         self._leavers = Leavers()
         self._reactions_ms: deque[float] = deque(maxlen=REMEMBERED)
@@ -89,6 +89,17 @@ class ArrivalMonitor:
         """True if rows can leave the next iteration, as far as is known."""
         return self.on and self._seen and (self.separable or not self._leavers.any_sheltered())
 
+    @property
+    def reaches(self) -> bool:
+        """True if workers that read the flag are known to run the iterations."""
+        return self.on and self._seen
+
+    @property
+    def expects(self) -> bool:
+        """True if an online request has reached the engine and not yet the scheduler."""
+        with self._lock:
+            return bool(self._still_expected(time.monotonic()))
+
     def chunk(self, request: str) -> int | None:
         """Largest next chunk of a row that has left an iteration, in tokens; None for any other row."""
         return self._leavers.chunk(request) if self.on else None
@@ -107,14 +118,16 @@ class ArrivalMonitor:
         """Stamp the iteration, then re-check for requests that arrived while it was planned.
 
         `offline` are the iteration's offline rows and their tokens, `offline_tokens` all that were ever computed.
-        Without a row that may leave there is no stamp, unless the workers have not said yet what they can do.
+        Without a row that may leave there is no stamp, unless the workers have not said yet what they can do, or
+        rows may leave an iteration in flight, whose outcome decides on this one.
         """
         rows = self._may_leave(iteration, offline)
-        if not rows and self._seen:
+        if not rows and self._seen and not self._in_flight:
             return
         assert self._flag is not None
         assert iteration.batch is not None
         self._iterations += 1
+        self.ahead += iteration.ahead
         self._model, self._slo = model, slo
         iteration.rows = rows
         iteration.spare_tokens = spare_tokens(offline_tokens, self.tokens_wasted)
@@ -123,10 +136,14 @@ class ArrivalMonitor:
             flag=self._flag.name,
             rows=[request.request_id for request, _ in rows],
             every=self._every or self._step(model.predict(iteration.batch), slo),
+            ahead=iteration.ahead,
+            settled=self._settled,
         )
-        if not rows:
+        if not rows and not iteration.ahead:
             return
-        self._running = iteration
+        with self._lock:
+            self._flag.expect(self._iterations)
+            self._in_flight.append(iteration)
         if self._expected:
             self._consider()
 
@@ -155,9 +172,11 @@ class ArrivalMonitor:
         self._expected.pop(request, None)
 
     def end(self, iteration: Iteration) -> None:
-        """Take in the outcome of a stamped iteration: what the worker can do, and the rows that left."""
-        with self._lock:
-            self._running = None
+        """Take in the outcome of an iteration: what the worker can do, and the rows that left."""
+        if iteration.stamp is not None:
+            self._settled = iteration.stamp.iteration
+            with self._lock:
+                self._in_flight = [one for one in self._in_flight if one is not iteration]
         outcome, left, tokens = iteration.outcome, iteration.left, iteration.tokens
         self._leavers.computed(
             {name: n for name, n in tokens.items() if name not in left} if left else tokens
@@ -166,7 +185,9 @@ class ArrivalMonitor:
             return
         self.separable, self.layers = outcome.separable, max(1, outcome.layers)
         self._believe(outcome)
-        if left:
+        if outcome.refused:
+            self.refused += 1
+        elif left:
             self._count_left(iteration, outcome)
 
     def computed(self, tokens: Mapping[str, int]) -> None:
@@ -230,6 +251,8 @@ class ArrivalMonitor:
             "abandoned": self.abandoned,
             "rows": self.rows_left,
             "layers_run": self.layers_run,
+            "scheduled_ahead": self.ahead,
+            "refused": self.refused,  # of these, before anything of them was computed
             "tokens_redone": self.tokens_redone,
             "tokens_wasted": self.tokens_wasted,
             "live_tokens_recomputed": self.live_tokens_recomputed,
@@ -245,43 +268,62 @@ class ArrivalMonitor:
         tokens = max(1, request.num_prompt_tokens)
         promise = self._slo.ttft_ms if ttft_ms is None else ttft_ms
         self._expected[request.request_id] = Expected(Slice(tokens, 0), arrived, promise)
-        if self._running is not None:
+        if self._in_flight:
             self._consider()
 
     # In either.
 
     def _consider(self) -> None:
-        """Ask the rule how many rows are to leave for the expected requests, and raise the flag for them."""
+        """Refuse the iteration that waits, and ask the rule how many rows are to leave the one that runs."""
         with self._lock:
-            running, policy, model = self._running, self.policy, self._model
             now = time.monotonic()
             waiting = self._still_expected(now)
-            if running is None or policy is None or model is None or not waiting or self._flag is None:
+            if not waiting or self._flag is None:
                 return
-            assert running.batch is not None
-            assert running.stamp is not None
-            rows = policy.leaving(
-                UnderWay(
-                    batch=running.batch,
-                    rows=[slice_of(request, tokens) for request, tokens in running.rows],
-                    separable=self.separable,
-                    elapsed_ms=(now - running.started) * 1e3,
+            for place, iteration in reversed(list(enumerate(self._in_flight))):
+                assert iteration.stamp is not None
+                if self._waits(iteration.stamp):
+                    self._flag.refuse(iteration.stamp.iteration)
+                if not self._waits(iteration.stamp):  # asked again: it may have started before it was refused
+                    self._ask(iteration, self._in_flight[place + 1 :], waiting, now)
+                    return
+
+    def _waits(self, stamp: Stamp) -> bool:
+        assert self._flag is not None
+        return stamp.ahead and self._flag.started(stamp.iteration) is None
+
+    def _ask(
+        self, running: Iteration, behind: Sequence[Iteration], waiting: Sequence[Expected], now: float
+    ) -> None:
+        """Raise the flag for as many rows as the rule says; `behind` are iterations scheduled ahead."""
+        flag, policy, model = self._flag, self.policy, self._model
+        if policy is None or model is None or flag is None:
+            return
+        assert running.batch is not None
+        assert running.stamp is not None
+        started = flag.started(running.stamp.iteration) or running.started
+        rows = policy.leaving(
+            UnderWay(
+                batch=running.batch,
+                rows=[slice_of(request, tokens, behind) for request, tokens in running.rows],
+                separable=self.separable,
+                elapsed_ms=(now - started) * 1e3,
+            ),
+            Arrivals(
+                prompts=[one.prompt for one in waiting],
+                slack_ms=min(
+                    *(one.ttft_ms - (now - one.arrived) * 1e3 for one in waiting),
+                    self._harmless_ms([one.prompt for one in waiting], model),
                 ),
-                Arrivals(
-                    prompts=[one.prompt for one in waiting],
-                    slack_ms=min(
-                        *(one.ttft_ms - (now - one.arrived) * 1e3 for one in waiting),
-                        self._harmless_ms([one.prompt for one in waiting], model),
-                    ),
-                    ttft_ms=min(one.ttft_ms for one in waiting),
-                    spare_tokens=running.spare_tokens,
-                ),
-                model,
-            )
-            if rows > running.asked:
-                running.asked, running.raised_at = rows, running.raised_at or now
-                alone = rows == running.batch.requests or not self.separable
-                self._flag.raise_for(running.stamp.iteration, ALL_ROWS if alone else rows)
+                ttft_ms=min(one.ttft_ms for one in waiting),
+                spare_tokens=running.spare_tokens,
+            ),
+            model,
+        )
+        if rows > running.asked:
+            running.asked, running.raised_at = rows, running.raised_at or now
+            alone = rows == running.batch.requests or not self.separable
+            flag.raise_for(running.stamp.iteration, ALL_ROWS if alone else rows)
 
     def _harmless_ms(self, prompts: Sequence[Slice], model: LatencyModel) -> float:
         """Time until the prompts' first token that `harm` allows, in ms: their own, and a share of it."""
@@ -308,33 +350,8 @@ class ArrivalMonitor:
         return max(1, min(LARGEST_STEP, int(REACTION_SHARE * slo.ttft_ms / layer_ms))) if layer_ms > 0 else 1
 
 
-def slice_of(request: Request, tokens: int) -> Slice:
-    """The request's part in an iteration that was scheduled and is not settled."""
-    context = max(0, request.num_computed_tokens - tokens)
+def slice_of(request: Request, tokens: int, behind: Sequence[Iteration]) -> Slice:
+    """The request's part in an iteration that was scheduled and is not settled; others are `behind` it."""
+    later = sum(iteration.tokens.get(request.request_id, 0) for iteration in behind)
+    context = max(0, request.num_computed_tokens - later - tokens)
     return Slice(tokens, context, tokens == 1 and context >= request.num_prompt_tokens)
-
-
-def connector_of(config: Any) -> str | None:
-    """The name of the engine's KV connector."""
-    transfer = config.kv_transfer_config
-    return None if transfer is None else transfer.kv_connector
-
-
-def why_not(config: Any) -> str | None:
-    """Reason why no row can leave an iteration of this engine; None if rows can."""
-    parallel, model = config.parallel_config, config.model_config
-    changed = lost_parts().get(Part.LEAVING)
-    reasons = {
-        f"vLLM has changed: {changed}": changed is not None,
-        "the worker is not ConServe's (--worker-cls)": parallel.worker_cls not in OUR_WORKERS,
-        "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
-        "data parallel engines wait for each other": parallel.data_parallel_size > 1,
-        "tokens are speculated": config.speculative_config is not None,
-        "another KV connector takes part": connector_of(config) not in (None, CONNECTOR),
-        "its state is not only KV blocks": model.is_hybrid or model.is_attention_free,
-        "it has an encoder": model.is_encoder_decoder,
-        "it does not generate": model.runner_type != "generate",
-        # The last: where another applies, vLLM schedules ahead by its own choice.
-        "iterations are scheduled ahead (--async-scheduling)": config.scheduler_config.async_scheduling,
-    }
-    return next((reason for reason, true in reasons.items() if true), None)

@@ -54,6 +54,12 @@ class Runner(Protocol):
     def transferred(self, scheduler_output: Any) -> Any:
         """The KV connector's output of the iteration that was just abandoned."""
 
+    def refusing(self) -> AbstractContextManager[None]:
+        """Meanwhile, raise `Abandoned` once vLLM has taken an iteration's requests in, before it makes a batch."""
+
+    def transferred_alone(self, scheduler_output: Any) -> Any:
+        """Make the copies of an iteration that was refused, and return the KV connector's output."""
+
 
 class VllmRunner:
     """The part of the interface that both of vLLM's runners answer alike."""

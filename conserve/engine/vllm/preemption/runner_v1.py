@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -50,6 +51,13 @@ class V1Runner(VllmRunner):
     def transferred(self, scheduler_output: Any) -> Any:
         output, self._kv_output = self._kv_output, None
         return output
+
+    def refusing(self) -> AbstractContextManager[None]:
+        """Not implemented: V1's host lacks the tokens of the iteration before, so it is not scheduled ahead."""
+        raise NotImplementedError
+
+    def transferred_alone(self, scheduler_output: Any) -> Any:
+        raise NotImplementedError
 
     def _keep_kv_output(self) -> None:
         """Keep the KV connector's output of each iteration, which vLLM's runner loses when one is abandoned."""

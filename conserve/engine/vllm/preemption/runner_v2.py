@@ -16,6 +16,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from conserve.engine.vllm.preemption.runner import Batch, VllmRunner
+from conserve.engine.vllm.preemption.safepoints import Abandoned
 
 
 class V2Runner(VllmRunner):
@@ -25,6 +26,7 @@ class V2Runner(VllmRunner):
         super().__init__(runner)
         self._batch: Batch | None = None
         self._left: frozenset[str] = frozenset()  # rows that get no token of the sampling under way
+        self._refusing = False
         self._note_batches()
         self._reject_rows_that_left()
 
@@ -55,10 +57,23 @@ class V2Runner(VllmRunner):
     def transferred(self, scheduler_output: Any) -> Any:
         return self._runner.kv_connector.post_forward(scheduler_output.finished_req_ids)
 
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        self._refusing = True
+        try:
+            yield
+        finally:
+            self._refusing = False
+
+    def transferred_alone(self, scheduler_output: Any) -> Any:
+        return self._runner.kv_connector.no_forward(scheduler_output).kv_connector_output
+
     def _note_batches(self) -> None:
         prepare = self._runner.prepare_inputs
 
         def preparing(*args: Any, **kwargs: Any) -> Any:
+            if self._refusing:
+                raise Abandoned
             made = prepare(*args, **kwargs)
             places = {name: place for place, name in enumerate(made.req_ids)}
             self._batch = Batch(made.req_ids, places, made.query_start_loc_np, made.num_computed_tokens_np)

@@ -32,6 +32,9 @@ class Orders(Protocol):
     def rows_ordered(self, stamp: Stamp) -> int:
         """Number of the stamp's first rows that are to leave, or `ALL_ROWS`."""
 
+    def refused(self, stamp: Stamp) -> bool:
+        """Note that an iteration scheduled ahead starts, unless it is to be refused: then return True."""
+
     @property
     def heard(self) -> bool:
         """True if orders can be read."""
@@ -74,6 +77,10 @@ class Safepoints:
             self.left_before = layer
         self._asked = rows
         return rows
+
+    def refused(self, stamp: Stamp) -> bool:
+        """True if the iteration, which was scheduled ahead, is to be refused before it starts."""
+        return self._orders.refused(stamp)
 
     @property
     def heard(self) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,13 +50,21 @@ class TensorParallelOrders:
 
     def rows_ordered(self, stamp: Stamp) -> int:
         """Number of rows ordered to leave, equal on every rank: every rank asks at the same safepoints."""
+        return int(self._told(self._rows_asked, stamp))
+
+    def refused(self, stamp: Stamp) -> bool:
+        """True if the iteration, which was scheduled ahead, is not to start; equal on every rank."""
+        return bool(self._told(self._start, stamp))
+
+    def _told(self, ask: Callable[[LeaveFlag, int], int], stamp: Stamp) -> int:
+        """Answer of the flag, as the first rank reads it; 0 if it cannot be read."""
         if self._alone:
-            return self._read(stamp)
+            return self._read(ask, stamp)
         # vLLM's queue in shared memory: 7 us for two ranks on two cores, where gloo's broadcast takes 100 to 300.
-        rows = self._read(stamp) if self._group.rank_in_group == 0 else None
+        rows = self._read(ask, stamp) if self._group.rank_in_group == 0 else None
         return int(self._group.broadcast_object(rows))
 
-    def _read(self, stamp: Stamp) -> int:
+    def _read(self, ask: Callable[[LeaveFlag, int], int], stamp: Stamp) -> int:
         if self._flag is None or self._flag.name != stamp.flag:
             if stamp.flag == self._lost:
                 return 0
@@ -63,7 +74,17 @@ class TensorParallelOrders:
                 self._lost, self.heard = stamp.flag, False
                 log.warning("iterations are not preempted here: their flag cannot be read (%s)", error)
                 return 0
-        return self._flag.rows_asked(stamp.iteration)
+        return ask(self._flag, stamp.iteration)
+
+    @staticmethod
+    def _rows_asked(flag: LeaveFlag, iteration: int) -> int:
+        return flag.rows_asked(iteration)
+
+    @staticmethod
+    def _start(flag: LeaveFlag, iteration: int) -> int:
+        """Note the start before the order is read: the order's writer looks at them the other way round."""
+        flag.note_start(iteration, time.monotonic())
+        return flag.is_refused(iteration)
 
 
 class Worker(VllmWorker):  # type: ignore[misc]
@@ -74,6 +95,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     _rows: Rows | None = None
     _abandoned: ModelRunnerOutput | None = None
     _outcome: Outcome | None = None
+    _unsettled: Mapping[str, int] = MappingProxyType({})  # row that left -> the last iteration that it left
 
     def load_model(self, **kwargs: Any) -> None:
         """Load as vLLM does; note what is compiled from here on."""
@@ -120,9 +142,13 @@ class Worker(VllmWorker):  # type: ignore[misc]
             self._outcome = Outcome()
         if safepoints is None or (stamp is None and (rows is None or not rows.busy)):
             return super().execute_model(scheduler_output)
-        if stamp is not None:
-            safepoints.arm(stamp)
         scheduled = scheduler_output.num_scheduled_tokens
+        if stamp is not None:
+            self._unsettled = {name: left for name, left in self._unsettled.items() if left > stamp.settled}
+            if stamp.ahead and self._refuses(stamp, scheduled):
+                self._refuse(scheduler_output, safepoints)
+                return None
+            safepoints.arm(stamp)
         left: frozenset[str] | None = None  # known where the iteration was abandoned
         try:
             return super().execute_model(scheduler_output)
@@ -138,6 +164,32 @@ class Worker(VllmWorker):  # type: ignore[misc]
                 rows.end(scheduled)
                 left = rows.left if left is None else left
             self._outcome = outcome(safepoints, rows, left or frozenset())
+            if stamp is not None:
+                self._unsettled = {**self._unsettled, **dict.fromkeys(self._outcome.left, stamp.iteration)}
+
+    def _refuses(self, stamp: Stamp, scheduled: Collection[str]) -> bool:
+        """True if the arrivals want no part of this iteration to start, or it was planned with tokens that left.
+
+        It is refused whole then: nothing of it is computed, and one that is a single CUDA graph has no safepoint.
+        """
+        assert self._safepoints is not None
+        return self._safepoints.refused(stamp) or not self._unsettled.keys().isdisjoint(scheduled)
+
+    def _refuse(self, scheduler_output: Any, safepoints: Safepoints) -> None:
+        """Have vLLM take in which requests came and went, and compute nothing."""
+        stamp, scheduled = stamp_of(scheduler_output), list(scheduler_output.num_scheduled_tokens)
+        assert stamp is not None
+        assert self._runner is not None
+        with contextlib.suppress(Abandoned), self._runner.refusing():
+            super().execute_model(scheduler_output)
+        self._abandoned = nothing_sampled(scheduled)
+        self._abandoned.kv_connector_output = self._runner.transferred_alone(scheduler_output)
+        if self._rows is not None:
+            self._rows.busy = False
+        told = outcome(safepoints, None, frozenset(scheduled))
+        separable = self._rows is not None and self._rows.possible
+        self._outcome = replace(told, layers_run=0, refused=True, separable=separable)
+        self._unsettled = {**dict.fromkeys(scheduled, stamp.iteration), **self._unsettled}
 
     def _install(self) -> None:
         runner = self._runner = runner_of(self)

@@ -28,7 +28,7 @@ from conserve.engine.vllm.launching.environment import (
     quiet_warnings,
     why_not_started,
 )
-from conserve.engine.vllm.launching.flags import parse_flags, synchronous
+from conserve.engine.vllm.launching.flags import ahead_under_v1, names_scheduling, parse_flags
 from conserve.engine.vllm.launching.launch import on_thread, output_to
 from conserve.engine.vllm.model.demo_model import resolve_model
 from conserve.engine.vllm.model.profile_key import key_of, limits_of
@@ -69,13 +69,15 @@ class EngineRig:
         fork_server.start_early("the rig")
         quiet_warnings()
         trial.require(Part.ENGINE, Part.PROFILING, say=logging.getLogger(__name__).warning)
-        defaults = synchronous(engine_flags) if served else []
-        arguments = parse_flags(path, [*defaults, *engine_flags, "--worker-extension-cls", PROBE])
+        arguments = parse_flags(path, [*engine_flags, "--worker-extension-cls", PROBE])
         log = engine_log()
         log.capture_loggers()
         log.mark()
         try:
             config = arguments.create_engine_config()
+            if served and ahead_under_v1(config) and not names_scheduling(engine_flags):
+                arguments.async_scheduling = False
+                config = arguments.create_engine_config()
             key = key_of(config)  # before the engine starts, as when profiles are looked up
             core = asyncio.run(build_core(config, log.fileno()))
         except ConserveError:

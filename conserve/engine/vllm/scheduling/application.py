@@ -32,9 +32,7 @@ def apply(scheduler: Any, iteration: Iteration, schedule: Callable[[], Scheduler
     restored = [scheduler.requests[name] for name in plan.restored]
     out_of_order = any(request.status == RequestStatus.PREEMPTED for request in admitted)
     out_of_order = out_of_order or _overtaken(scheduler, admitted)
-    late = (
-        registered_late(scheduler.kv_cache_manager) if iteration.registers_late else contextlib.nullcontext()
-    )
+    late = registered_late(scheduler.kv_cache_manager, on=iteration.registers_late)
     with alone_waiting(scheduler, [*restored, *admitted]), limited_to(scheduler, plan), late:
         output = schedule()
     scheduler.restores_pause = max(0, scheduler.restores_pause - 1)
@@ -129,8 +127,11 @@ def caps(scheduler: Any, planned: Mapping[str, int]) -> tuple[Callable[..., int]
 
 
 @contextlib.contextmanager
-def registered_late(manager: Any) -> Iterator[None]:
-    """Allocate KV blocks without registering them for reuse: a row that leaves never computes them."""
+def registered_late(manager: Any, *, on: bool = True) -> Iterator[None]:
+    """If `on`, allocate KV blocks without registering them for reuse: a row that leaves never computes them."""
+    if not on:
+        yield
+        return
     allocate = manager.allocate_slots
 
     def allocate_slots(*args: Any, delay_cache_blocks: bool = True, **kwargs: Any) -> Any:

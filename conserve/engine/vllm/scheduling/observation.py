@@ -33,6 +33,7 @@ class Picture:
         self._scheduler, self._traffic = scheduler, traffic
         self._manager = scheduler.kv_cache_manager
         self._blocks_of = self._manager.coordinator.single_type_managers[0].req_to_blocks
+        self._block_tokens = self._manager.coordinator.single_type_managers[0].block_size
         self._surcharge_ms = surcharge_ms
         self._now = time.time()
 
@@ -58,6 +59,7 @@ class Picture:
             online_waited_ms=0.0 if scheduler.arrival_monitor.separable else self._waited_ms(online),
             max_tokens=scheduler.max_num_scheduled_tokens,
             held=self._held(holding),
+            computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.computing()))),
             **self._room(sum(self._is_blocked(request) for request in holding)),
         )
 
@@ -133,7 +135,6 @@ class Picture:
         expected = self._traffic.expected(now=moment)
         typical = self._traffic.typical_prompt(now=moment)
         slots, free_blocks = scheduler.max_num_running_reqs, pool.get_num_free_blocks()
-        block_tokens = manager.coordinator.single_type_managers[0].block_size
         checkpoints = scheduler.checkpoints
         restores = checkpoints is not None and checkpoints.any_saved
         return {
@@ -143,11 +144,11 @@ class Picture:
             "reserved_slots": min(expected, slots // 2),
             "free_blocks": free_blocks,
             "used_blocks": pool.num_gpu_blocks - 1 - free_blocks,  # one is vLLM's own
-            "reserved_blocks": min(expected * -(-typical // block_tokens), pool.num_gpu_blocks // 2),
+            "reserved_blocks": min(expected * -(-typical // self._block_tokens), pool.num_gpu_blocks // 2),
             "watermark_blocks": manager.watermark_blocks if scheduler.running else 0,
             "unwritten_blocks": scheduler._inflight_prefill_reserved_blocks() if restores else 0,
             "coming": checkpoints.coming if checkpoints is not None else frozenset(),
-            "block_tokens": block_tokens,
+            "block_tokens": self._block_tokens,
         }
 
     def _prompt(
@@ -195,6 +196,14 @@ class Picture:
         same = pool.hash_block_size == kind.block_size  # they differ where layers are of several kinds
         hashes: Sequence[bytes] = request.block_hashes
         return hashes if same and self._manager.prefix_cache_lookup_enabled(request) else ()
+
+    def _under_way(self, name: str) -> Sequence[bytes]:
+        """Names of the KV blocks that iterations in flight compute for a request, wholly or in part."""
+        request, size = self._scheduler.requests.get(name), self._block_tokens
+        if request is None:
+            return ()
+        settled = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        return self._prefix(request)[settled // size : -(-request.num_computed_tokens // size)]
 
     def _is_blocked(self, request: Request) -> bool:
         """True if the request waits for a grammar, for its KV or for input."""

@@ -59,20 +59,19 @@ class OfflineTokens:
             else:
                 prompts -= live
         again = sum(
-            self._again(requests[name], scheduled[name]) for name in self._had.keys() & scheduled.keys()
+            self._again(name, scheduled[name], requests[name].num_computed_tokens - scheduled[name])
+            for name in self._had.keys() & scheduled.keys()
         )
         self.again += again
         self.work += prompts - again + worth.of(steps, contexts)
         return tokens - again
 
-    def left(self, request: Request, part: Slice, worth: Worth) -> int:
+    def left(self, name: str, part: Slice, worth: Worth) -> int:
         """Uncount the part of a request that left the iteration; returns the tokens that had counted."""
-        again = self._again(request, part.tokens)
+        again = self._again(name, part.tokens, part.context)
         self.again -= again
         self.work -= worth.of(1, part.context) if part.decode else part.tokens - again
         return part.tokens - again
 
-    def _again(self, request: Request, tokens: int) -> int:
-        begun = request.num_computed_tokens - tokens
-        again: int = self._had.get(request.request_id, 0) - begun
-        return max(0, min(tokens, again))
+    def _again(self, name: str, tokens: int, context: int) -> int:
+        return max(0, min(tokens, self._had.get(name, 0) - context))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,17 @@ from conserve.engine.runtime.recording import Recording
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.counts import checkpoints_of
 from conserve.engine.vllm.iteration import Iteration, iteration_of, outcome_of, put
-from conserve.engine.vllm.lane import is_online, is_running, ttft_promise
+from conserve.engine.vllm.lane import is_online, ttft_promise
 from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
-from conserve.engine.vllm.scheduling.application import apply
+from conserve.engine.vllm.scheduling.ahead import Ahead
+from conserve.engine.vllm.scheduling.application import apply, registered_late
 from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
 from conserve.engine.vllm.scheduling.observation import Picture, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.report import report
+from conserve.engine.vllm.scheduling.settlement import settle
 from conserve.engine.vllm.settings import EngineSettings
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import TIMELESS, LatencyModel
@@ -82,6 +84,7 @@ class CoServing:
         )
         self.checkpoints, self.why_no_checkpoints = checkpoints_of(self.connector)
         self.restores_pause = 0  # iterations for which no restore begins, since vLLM had no room for one
+        self._ahead = Ahead(self)
         self._recording = recording_of(vllm_config, installed.record_views)
         self._follow(installed.policy)
 
@@ -137,10 +140,37 @@ class CoServing:
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def has_requests(self) -> bool:
-        """True if vLLM should go on stepping; requests that the policy defers for good do not count."""
+        """True if vLLM should schedule an iteration; requests that the policy defers for good do not count."""
+        if self.waits():
+            return False
         if self._policy.holds_offline and len(self._offline) == len(self.requests):
             return bool(super().has_finished_requests())  # type: ignore[misc]
         return bool(super().has_requests())  # type: ignore[misc]
+
+    def waits(self) -> bool:
+        """True if the iterations in flight are to be settled before the next one is scheduled."""
+        return self._ahead.waits()
+
+    def computing(self) -> Iterator[str]:
+        """Yield requests with a part of a prompt in flight whose KV blocks are registered later."""
+        return self._ahead.computing()
+
+    @property
+    def leaves(self) -> bool:
+        """True if rows may leave the iterations that are scheduled from now on."""
+        policy, model = self._policy, self._iterations.model
+        return self.arrival_monitor.on and policy.decides and not policy.holds_offline and model is not None
+
+    @property
+    def any_offline(self) -> bool:
+        """True if an offline request is in the engine."""
+        return bool(self._offline)
+
+    @property
+    def offline_alone(self) -> bool:
+        """True if no online request is in the engine or on its way to the scheduler, and a worker has answered."""
+        known = self.arrival_monitor.reaches and self._iterations.warm_up is None
+        return known and len(self._offline) == len(self.requests) and not self.arrival_monitor.expects
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if request.request_id in self._offline:
@@ -154,22 +184,26 @@ class CoServing:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Plan the next iteration, have vLLM schedule it, and send its record along."""
-        iteration = Iteration(started=time.monotonic())
+        iteration = Iteration(started=time.monotonic(), ahead=self._ahead.refusable)
         iteration.plan = plan = self._plan()
         self._predict(plan)
         schedule = partial(super().schedule, *args, **kwargs)  # type: ignore[misc]
+        mine = plan is not None and self.arrival_monitor.on and not self._offline.isdisjoint(plan.tokens)
+        iteration.registers_late = mine or iteration.ahead
         if plan is None:
-            output: SchedulerOutput = schedule()
+            with registered_late(self.kv_cache_manager, on=iteration.registers_late):
+                output: SchedulerOutput = schedule()
         else:
-            iteration.registers_late = self.arrival_monitor.on and not self._offline.isdisjoint(plan.tokens)
             output = apply(self, iteration, schedule)
         self._send(iteration, output)
+        self._ahead.scheduled(iteration)
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         """Settle the iteration, have vLLM take its results in, and learn from the time it took."""
         iteration = iteration_of(scheduler_output)
         iteration.outcome = outcome_of(output)
+        self._ahead.settled(iteration)
         self._settle(iteration)
         updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         ended = time.monotonic()
@@ -264,7 +298,7 @@ class CoServing:
         plan, tokens = iteration.plan, output.num_scheduled_tokens
         iteration.tokens = tokens
         self._unplanned += plan is None
-        if plan is None and not self._offline and not self._learns_anyway():
+        if plan is None and not self._offline and not iteration.ahead and not self._learns_anyway():
             return
         iteration.batch = plan.batch if plan is not None and tokens == plan.tokens else self._batch(tokens)
         iteration.surcharged = sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
@@ -284,36 +318,7 @@ class CoServing:
         )
 
     def _settle(self, iteration: Iteration) -> None:
-        """Rewind the rows that left, and register the blocks of the others for reuse.
-
-        This comes before vLLM takes the results in, which may free the requests.
-        """
-        if not iteration.registers_late:
-            self.arrival_monitor.computed(iteration.tokens)
-            return
-        self.arrival_monitor.end(iteration)
-        left = iteration.left
-        for name, tokens in iteration.tokens.items():
-            request = self.requests.get(name)
-            if request is None or not is_running(request):
-                self.arrival_monitor.forget(name)  # aborted meanwhile
-            elif name in left:
-                self._rewind(request, tokens)
-            elif tokens > 1 or not request.num_computed_tokens % self.block_size:  # most steps fill no block
-                tokens = min(request.num_computed_tokens, request.num_tokens)
-                self.kv_cache_manager.cache_blocks(request, tokens)
-
-    def _rewind(self, request: Request, tokens: int) -> None:
-        """Set the counters back to before the iteration; the row keeps its blocks, which were never registered."""
-        name = request.request_id
-        if name in self._offline:
-            part = self._slice(name, tokens)
-            counted = self._offline_tokens.left(request, part, self._iterations.worth)
-            self._traffic.offline(-counted, at=time.monotonic())
-        request.num_computed_tokens -= tokens
-        request.is_prefill_chunk = request.num_computed_tokens + 1 < request.num_tokens
-        if request.is_prefill_chunk:
-            self._inflight_prefills.add(request)
+        settle(self, iteration)
 
     def _learns_anyway(self) -> bool:
         return self._iterations.model is None or self._unplanned % LEARN_EVERY == 0
@@ -326,9 +331,12 @@ class CoServing:
         return batch
 
     def _slice(self, name: str, tokens: int) -> Slice:
-        """The request's part in an iteration that was scheduled and is not settled."""
+        """The request's part in the iteration that was scheduled last."""
         request = self.requests[name]
-        context = request.num_computed_tokens - tokens
+        return self.part(request, tokens, request.num_computed_tokens - tokens)
+
+    def part(self, request: Request, tokens: int, context: int) -> Slice:
+        """A request's part in an iteration: so many tokens behind so many others."""
         decode = context >= request.num_prompt_tokens and tokens <= 1 + self.num_spec_tokens
         return Slice(tokens, context, decode)
 

@@ -70,6 +70,7 @@ def hook_engine_core() -> None:
     EngineCore.conserve_spill = ask_spilling
     if not hasattr(EngineCore.preprocess_add_request, "__wrapped__"):
         EngineCore.preprocess_add_request = announcing(EngineCore.preprocess_add_request)
+        EngineCore.step_with_batch_queue = waiting(EngineCore.step_with_batch_queue)
 
 
 def hook_server() -> None:
@@ -112,6 +113,23 @@ def announcing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
             except Exception:  # a failed announcement must not refuse the request
                 log.exception("an arrival was not looked at")
         return prepared
+
+    return wrapped
+
+
+def waiting(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `step_with_batch_queue`: where our scheduler does not schedule ahead, a step ends with its iteration.
+
+    Without this, vLLM would take a second step to read the results, and sleep for 1 ms behind it.
+    """
+
+    @functools.wraps(step)
+    def wrapped(core: Any) -> Any:
+        outputs, executed = step(core)
+        waits = getattr(core.scheduler, "waits", None)
+        if executed and outputs is None and waits is not None and waits():
+            outputs, _ = step(core)
+        return outputs, executed
 
     return wrapped
 

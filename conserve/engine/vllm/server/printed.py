@@ -15,7 +15,7 @@ from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.vllm.compat.installed import require_engine
 from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
-from conserve.engine.vllm.launching.flags import synchronous
+from conserve.engine.vllm.launching.flags import names_scheduling
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL
 from conserve.engine.vllm.server.guard import GUARD
 from conserve.engine.vllm.server.process import command_line, engine_config, parsed
@@ -57,8 +57,8 @@ def command_of(
     words = command_line(model, flags, section, models_folder=models_folder)
     args = parsed(words)
     config = engine_config(args, flags, section)
-    if args.async_scheduling is None:
-        words = [word for word in words if word not in synchronous(flags)]
+    if args.async_scheduling is False and not names_scheduling(flags):  # under the V1 runner
+        words.append("--no-async-scheduling")
     ours = ["--scheduler-cls", SCHEDULER]
     ours += ["--worker-cls", WORKER] if section.get("preemption") != OFF else []
     ours += ["--middleware", GUARD]

@@ -26,7 +26,7 @@ from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.versions import internal
 from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
-from conserve.engine.vllm.launching.flags import cpu_defaults, synchronous
+from conserve.engine.vllm.launching.flags import ahead_under_v1, cpu_defaults, names_scheduling
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
 from conserve.engine.vllm.server.privileges import API_KEY, Keys
 from conserve.engine.vllm.settings import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
@@ -57,7 +57,6 @@ def command_line(
     defaults += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     defaults += ["--disable-uvicorn-access-log", "--no-use-tqdm-on-load"]
     defaults += cpu_defaults(path, flags) if current_platform.is_cpu() else []
-    defaults += synchronous(flags) if section.get("preemption") != OFF else []
     return [path, *without(defaults, flags), *flags, "--scheduling-policy", "priority"]
 
 
@@ -85,19 +84,19 @@ def without(defaults: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def engine_config(args: Namespace, flags: Sequence[str], section: dict[str, Any]) -> VllmConfig:
-    """The engine's configuration; asynchronous scheduling is allowed again if rows cannot leave anyway."""
+    """The engine's configuration; asynchronous scheduling is switched off if rows could leave but for it."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from conserve.engine.vllm.preemption.arrivals import why_not
+    from conserve.engine.vllm.preemption.reasons import AHEAD_UNDER_V1, why_not
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    if section.get("preemption") == OFF or not synchronous(flags):
+    if section.get("preemption") == OFF or names_scheduling(flags):
         return config
     if config.parallel_config.worker_cls in VLLMS_WORKERS:
         config.parallel_config.worker_cls = WORKER
-    if why_not(config) is None:
+    if why_not(config) != AHEAD_UNDER_V1:
         return config
-    args.async_scheduling = None  # vLLM's own choice
+    args.async_scheduling = False
     return AsyncEngineArgs.from_cli_args(args).create_engine_config()
 
 
@@ -106,7 +105,7 @@ def settle_profile(
 ) -> VllmConfig:
     """Write the engine's latency profile into its configuration; without one, the engine learns at the start."""
     config = engine_config(args, flags, section)
-    if config.scheduler_config.async_scheduling and synchronous(flags):
+    if ahead_under_v1(config) and not names_scheduling(flags):
         command += " --async-scheduling"
     try:
         written(section, command).install(config)

@@ -1,0 +1,71 @@
+"""Iterations in flight, and when the next one is scheduled before they are settled.
+
+With asynchronous scheduling vLLM plans an iteration while another runs. That hides the time of planning, and it
+delays an online request that arrives: the iteration that was planned without it comes first. So while offline
+requests are in the engine, iterations are scheduled ahead only as long as no online request is. The first one to
+arrive finds an iteration that runs, which rows leave, and one that waits, which is refused
+(`preemption.arrivals`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from conserve.engine.vllm.iteration import Iteration
+
+
+class Engine(Protocol):
+    """The scheduler, as far as it decides on scheduling ahead."""
+
+    @property
+    def leaves(self) -> bool:
+        """True if rows may leave the iterations that are scheduled from now on."""
+
+    @property
+    def offline_alone(self) -> bool:
+        """True if no online request is in the engine or on its way to the scheduler, and a worker has answered."""
+
+    @property
+    def any_offline(self) -> bool:
+        """True if an offline request is in the engine."""
+
+
+class Ahead:
+    """Iterations that were scheduled and are not settled, the oldest first."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._in_flight: list[Iteration] = []
+        self._left = False  # requests left the last settled iteration: one in flight may be refused
+
+    @property
+    def refusable(self) -> bool:
+        """True if requests may leave an iteration in flight, so that the next one may have to be refused."""
+        return any(iteration.registers_late for iteration in self._in_flight)
+
+    def computing(self) -> Iterator[str]:
+        """Yield requests with a part of a prompt in flight whose KV blocks are registered later."""
+        for iteration in self._in_flight:
+            if iteration.registers_late:
+                yield from (name for name, tokens in iteration.tokens.items() if tokens > 1)
+
+    def scheduled(self, iteration: Iteration) -> None:
+        """Note an iteration."""
+        if self._in_flight and self._engine.leaves:
+            iteration.overlapped = self._in_flight[-1].overlapped = True
+        self._in_flight.append(iteration)
+
+    def settled(self, iteration: Iteration) -> None:
+        """Note that the outcome of an iteration, the oldest, is known."""
+        self._in_flight.remove(iteration)
+        self._left = bool(iteration.left)
+
+    def waits(self) -> bool:
+        """True if the iterations in flight are to be settled before the next one is scheduled."""
+        engine = self._engine
+        if not self._in_flight:
+            return False
+        if not self.refusable and not (engine.leaves and engine.any_offline):
+            return False  # as vLLM does
+        return self._left or not engine.leaves or not engine.offline_alone

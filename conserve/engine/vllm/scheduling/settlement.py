@@ -1,0 +1,64 @@
+"""An iteration is settled: rows that left are rewound, KV blocks of the others are registered for reuse.
+
+The next iteration may have been scheduled already, with the tokens of rows that left. The worker refuses it, and
+vLLM drops what it brings for these rows (`num_stale_output_tokens`), as after an eviction.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.request import Request
+
+from conserve.engine.vllm.iteration import Iteration
+from conserve.engine.vllm.lane import is_running
+
+
+def settle(scheduler: Any, iteration: Iteration) -> None:
+    """Rewind the rows that left, and register the blocks of the others for reuse.
+
+    This comes before vLLM takes the results in, which may free the requests.
+    """
+    if not iteration.registers_late:
+        scheduler.arrival_monitor.computed(iteration.tokens)
+        return
+    scheduler.arrival_monitor.end(iteration)
+    left = iteration.left
+    for name, tokens in iteration.tokens.items():
+        request = scheduler.requests.get(name)
+        if request is None or not is_running(request):
+            scheduler.arrival_monitor.forget(name)  # aborted meanwhile, or evicted by the next plan
+        elif request.num_stale_output_tokens:
+            continue  # rewound with an earlier iteration
+        elif name in left:
+            rewind(scheduler, request, tokens)
+        else:
+            computed = request.num_computed_tokens - request.num_in_flight_tokens + tokens
+            if tokens > 1 or not computed % scheduler.block_size:  # most steps fill no block
+                scheduler.kv_cache_manager.cache_blocks(request, min(computed, request.num_tokens))
+
+
+def rewind(scheduler: Any, request: Request, tokens: int) -> None:
+    """Set the counters back to before the iteration; the row keeps its blocks, which were never registered.
+
+    `tokens` are the row's in this iteration; more of them may be in flight.
+    """
+    in_flight = request.num_in_flight_tokens
+    request.num_computed_tokens -= in_flight
+    if request.request_id in scheduler._offline:
+        uncount(scheduler, request, tokens)
+        if in_flight > tokens:
+            uncount(scheduler, request, in_flight - tokens, behind=tokens)
+    request.num_stale_output_tokens, request.drop_stale_output = in_flight, True
+    request.num_output_placeholders = 0
+    request.is_prefill_chunk = request.num_computed_tokens + 1 < request.num_tokens
+    if request.is_prefill_chunk:
+        scheduler._inflight_prefills.add(request)
+
+
+def uncount(scheduler: Any, request: Request, tokens: int, *, behind: int = 0) -> None:
+    """Uncount tokens that a row was to compute, `behind` others after the ones that it has."""
+    part = scheduler.part(request, tokens, request.num_computed_tokens + behind)
+    counted = scheduler._offline_tokens.left(request.request_id, part, scheduler._iterations.worth)
+    scheduler._traffic.offline(-counted, at=time.monotonic())
