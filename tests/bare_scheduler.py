@@ -83,6 +83,7 @@ class Clock:
         "scheduling.scheduler",
         "scheduling.observation",
         "scheduling.report",
+        "scheduling.settlement",
         "preemption.arrivals",
     )  # of the adapter's modules
 

@@ -48,6 +48,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.decide: Decide | None = None
+        self.refuse: Callable[[Stamp], bool] | None = None
         self.layer = 0  # as of now; counts the questions, so every layer must ask
         self.iterations = 0  # that were asked about
         self._iteration = 0
@@ -60,6 +61,10 @@ class Scripted:
             self.iterations += 1
         self.layer += 1
         return self.decide(stamp, self.layer) if self.decide is not None else 0
+
+    def refused(self, stamp: Stamp) -> bool:
+        """An iteration that was scheduled ahead may be refused by a decision of its own."""
+        return self.refuse is not None and self.refuse(stamp)
 
     def follow(self, decide: Decide | None) -> None:
         """From the next iteration on, which is the first again."""
@@ -257,7 +262,9 @@ class PreemptedEngine:
     @property
     def busy(self) -> bool:
         """Whether there is anything to step for, be it that the worker forgets those who are gone."""
-        return bool(self.llm.has_unfinished_requests() or self.scheduler.has_requests())
+        return bool(
+            self.llm.has_unfinished_requests() or self.scheduler.has_requests() or self.core.batch_queue
+        )
 
     def drain(self, within_s: float = 240.0) -> dict[str, Answer]:
         """Until everybody is done; returns the answers, and forgets them."""
@@ -380,7 +387,7 @@ class PreemptedEngine:
         for part in (part for parts in notes.values() for part in parts):
             part.clear()  # one test fails for what it left, and not all that follow
         assert not any(left.values()), left
-        assert preemptions._running is None
+        assert not preemptions._in_flight
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
         if checkpoints is not None:

@@ -135,7 +135,7 @@ class Watch:
         preemptions = self._engine.preemptions
         self._begun.wait()
         time.sleep(max(0.0, self._began_at + wait_s - time.monotonic()))
-        running = preemptions._running
+        running = next(iter(preemptions._in_flight), None)
         if running is None:
             return
         raised.append(time.monotonic())

@@ -134,7 +134,7 @@ class Ranks:
         from conserve.engine.runtime.safepoint import ALL_ROWS
 
         while not stop.wait(dice.uniform(0.0, 0.03)):
-            running = self.preemptions._running
+            running = next(iter(self.preemptions._in_flight), None)
             if running is None:
                 continue
             some = dice.choice([len(running.rows), dice.randint(1, len(running.rows)), ALL_ROWS])

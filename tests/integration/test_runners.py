@@ -39,7 +39,8 @@ def engine(six_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     from tests.triton_on_cpu import v2_runner
 
     runner = v2_runner() if request.cls.v2 else nullcontext()
-    ahead = scheduled_ahead() if request.cls.ahead else nullcontext()
+    always = getattr(request.cls, "always", False)
+    ahead = scheduled_ahead(always=always) if request.cls.ahead else nullcontext()
     flags = request.cls.flags() if hasattr(request.cls, "flags") else {}
     with runner, ahead, started(six_layers, **flags) as engine:
         assert engine.worker.use_v2_model_runner is request.cls.v2
@@ -49,12 +50,14 @@ def engine(six_layers: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @contextmanager
-def scheduled_ahead() -> Iterator[None]:
+def scheduled_ahead(*, always: bool = False) -> Iterator[None]:
     """Engines that start meanwhile schedule an iteration before the last one's results are in, and stamp it.
 
-    vLLM never does so on a CPU, and rows do not leave such iterations.
+    vLLM never does so on a CPU. `always`: beside online requests too.
     """
     from vllm.platforms.cpu import CpuPlatform
+
+    from conserve.engine.vllm.scheduling.scheduler import CoServing
 
     check = CpuPlatform.check_and_update_config
 
@@ -65,6 +68,8 @@ def scheduled_ahead() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(checked))
         patch.setattr("conserve.engine.vllm.preemption.arrivals.why_not", lambda config: None)
+        if always:
+            patch.setattr(CoServing, "offline_alone", property(lambda self: self.arrival_monitor.reaches))
         yield
 
 
@@ -200,7 +205,7 @@ class TestV2(Arriving):
         for layer in (0, 1, LAYERS - 1):
             settled.clear()
             assert engine.scripted(asked, {n: [(layer, ALL)] for n in (1, 2, 4)}) == wanted
-            left = [one for one in settled if one.left]
+            left = [one for one in settled if one.left and not one.outcome.refused]
             assert len(left) == 3
             assert all(one.outcome.layers_run == layer and one.left == one.tokens.keys() for one in left)
 
@@ -297,8 +302,14 @@ class TestV1ScheduledAhead(Arriving):
     v2, ahead = False, True
 
 
-class TestV2ScheduledAhead(Arriving):
-    v2, ahead = True, True
+class TestV2ScheduledAhead(TestV2):
+    """As without; an iteration that was planned with tokens of rows that left is refused, and planned again."""
+
+    ahead = always = True
+
+
+class TestV2ScheduledAheadWithCheckpoints(TestV2WithCheckpoints):
+    ahead = always = True
 
 
 class TestOutputs:

@@ -364,7 +364,7 @@ def test_an_engine_that_schedules_ahead_does_the_same(
 
 def test_the_reason_why_rows_stay_is_the_users_choice_and_not_vllms() -> None:
     """vLLM schedules ahead by its own choice, where it may."""
-    from conserve.engine.vllm.preemption.arrivals import why_not
+    from conserve.engine.vllm.preemption.reasons import why_not
     from conserve.engine.vllm.settings import WORKER
 
     config = mock.MagicMock(kv_transfer_config=None, speculative_config=None)
@@ -374,11 +374,13 @@ def test_the_reason_why_rows_stay_is_the_users_choice_and_not_vllms() -> None:
     config.model_config = SimpleNamespace(
         is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, runner_type="generate"
     )
-    config.scheduler_config.async_scheduling = True
+    config.scheduler_config.async_scheduling, config.use_v2_model_runner = True, False
     assert why_not(config) == "the pipeline is parallel"
     config.parallel_config.pipeline_parallel_size = 1
-    assert why_not(config) == "iterations are scheduled ahead (--async-scheduling)"
-    config.scheduler_config.async_scheduling = False
+    assert why_not(config) == "iterations are scheduled ahead under the V1 model runner (--async-scheduling)"
+    config.use_v2_model_runner = True
+    assert why_not(config) is None
+    config.scheduler_config.async_scheduling = config.use_v2_model_runner = False
     assert why_not(config) is None
 
 

@@ -179,8 +179,27 @@ class TestFlag:
             assert [flag.rows_asked(n) for n in range(4)] == [0, 0, 0, 0]
             flag.raise_for(2, 7)
             assert [flag.rows_asked(n) for n in range(4)] == [0, 0, 7, 0]
-            flag.raise_for(3)
-            assert [flag.rows_asked(n) for n in range(4)] == [0, 0, 0, ALL_ROWS]
+            flag.raise_for(4)
+            assert [flag.rows_asked(n) for n in range(5)] == [0, 0, 0, 0, ALL_ROWS]
+
+    def test_the_iteration_that_runs_and_the_one_that_waits_have_orders_of_their_own(self) -> None:
+        with LeaveFlag.create() as flag:
+            flag.raise_for(6, 3)
+            flag.refuse(7)
+            assert [flag.rows_asked(n) for n in (5, 6, 7)] == [0, 3, 0]
+            assert [flag.is_refused(n) for n in (5, 6, 7)] == [False, False, True]
+            flag.raise_for(7, 2)
+            assert flag.rows_asked(7) == 2
+            assert not flag.is_refused(7)
+
+    def test_an_iteration_has_started_once_a_worker_says_so(self) -> None:
+        with LeaveFlag.create() as flag, LeaveFlag.attach(flag.name) as worker:
+            for iteration in (1, 2, 3):
+                flag.expect(iteration)
+                assert flag.started(iteration) is None
+                worker.note_start(iteration, 12.5 + iteration)
+                assert flag.started(iteration) == 12.5 + iteration
+            assert flag.started(2) == 14.5, "the one before may not be settled yet"
 
     def test_what_is_raised_for_an_iteration_that_has_ended_says_nothing_to_the_next(self) -> None:
         with LeaveFlag.create() as flag:

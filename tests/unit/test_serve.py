@@ -14,7 +14,7 @@ from conserve.cli import serve_flags, serve_notices, server_status
 from conserve.cli.app import app
 from conserve.config import Settings, load
 from conserve.engine.policy.policies import SERVING
-from conserve.engine.vllm.launching.flags import synchronous
+from conserve.engine.vllm.launching.flags import names_scheduling
 from conserve.errors import SettingsError
 
 WHY = "the pipeline is parallel"
@@ -118,10 +118,10 @@ def test_preemption_that_cannot_be_is_said_in_a_sentence_unless_it_was_not_wante
     assert serve_notices.not_left({"why_off": "it is switched off"}, {"preemption": "off"}) == []
 
 
-def test_a_server_schedules_ahead_only_where_the_user_says_so() -> None:
-    assert synchronous(["--tensor-parallel-size", "2"]) == ["--no-async-scheduling"]
+def test_the_user_may_say_whether_iterations_are_scheduled_ahead() -> None:
+    assert not names_scheduling(["--tensor-parallel-size", "2"])
     for said in ("--async-scheduling", "--no-async-scheduling", "--async_scheduling"):
-        assert synchronous(["--seed", "1", said]) == []
+        assert names_scheduling(["--seed", "1", said])
 
 
 def server(preemption: dict[str, Any] | None, *, offline_tokens: int = 85_000) -> dict[str, Any]:

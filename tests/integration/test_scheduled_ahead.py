@@ -1,0 +1,310 @@
+"""Iterations scheduled ahead: planned with the tokens that there are, refused, settled, and never for long."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conserve.engine.runtime.safepoint import ALL_ROWS
+
+# As in test_embedded_engine.py.
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+SHARED = [[n * 50 + i for i in range(64)] for n in range(3)]  # of prompts that share KV blocks
+
+
+def storm(engine: Any, seed: int, steps: int, *, losing: float = 0.0) -> list[Any]:
+    """Requests of either lane, in turn with times of offline ones alone; returns them all, answered."""
+    dice, asked = random.Random(seed), list[Any]()
+    for n in range(steps):
+        if len(engine.scheduler.requests) < 12 and dice.random() < 0.3:
+            length, most = int(10 ** dice.uniform(0, 2.6)), dice.randint(1, 20)
+            own = [dice.randrange(900) for _ in range(length)]
+            prompt = dice.choice(SHARED) + own if dice.random() < 0.3 else length
+            asked.append(engine.add(prompt, most, offline=n % 400 < 200 or dice.random() < 0.7))
+        if engine.scheduler.running and dice.random() < losing:
+            engine.evict(dice.choice(engine.scheduler.running))
+        if engine.scheduler.requests and dice.random() < losing / 5:
+            engine.abort([dice.choice(list(engine.scheduler.requests.values()))])
+        engine.step()
+    for _ in range(20_000):
+        if not engine.busy:
+            break
+        engine.step()
+    return asked
+
+
+def assert_settled(engine: Any, asked: list[Any]) -> None:
+    scheduler = engine.scheduler
+    for request in asked:
+        aborted = request.get_finished_reason().name == "ABORT"
+        assert engine.tokens[request.request_id] == request.max_tokens or aborted
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
+    assert not scheduler.requests
+    assert not scheduler.running
+    assert not scheduler._ahead._in_flight
+    assert not scheduler.arrival_monitor._in_flight
+
+
+class TestStorms:
+    """The worker asserts that each iteration is planned with the tokens that it has (`scheduled_ahead`)."""
+
+    @pytest.mark.parametrize("separable", [True, False])
+    @pytest.mark.parametrize("always", [True, False])
+    def test_each_token_is_computed_once(
+        self, separable: bool, always: bool, tmp_path: Path, clock: Any
+    ) -> None:
+        from tests.scheduled_ahead import ScheduledAhead, beside_online_requests
+
+        engine = ScheduledAhead(tmp_path, clock, blocks=4096, seed=1, separable=separable)
+        with beside_online_requests() if always else nullcontext():
+            asked = storm(engine, 1, 300)
+        assert_settled(engine, asked)
+        report = engine.scheduler.arrival_monitor.report()
+        assert engine.most_in_flight == 2
+        assert min(report["scheduled_ahead"], report["iterations_left"], report["refused"]) > 10
+        assert report["live_tokens_recomputed"] == engine.live_again == 0
+        assert engine.scheduler._traffic.offline_tokens == engine.offline_computed
+
+    @pytest.mark.parametrize("always", [True, False])
+    def test_rows_that_are_evicted_or_aborted_in_flight(
+        self, always: bool, tmp_path: Path, clock: Any
+    ) -> None:
+        from tests.scheduled_ahead import ScheduledAhead, beside_online_requests
+
+        engine = ScheduledAhead(tmp_path, clock, blocks=40, seed=2)
+        with beside_online_requests() if always else nullcontext():
+            asked = storm(engine, 2, 500, losing=0.1)
+        assert_settled(engine, asked)
+        assert sum(request.num_preemptions for request in asked) > 10
+
+    @pytest.mark.full
+    @pytest.mark.parametrize("separable", [True, False])
+    @pytest.mark.parametrize("blocks", [40, 4096])
+    @pytest.mark.parametrize("seed", range(5))
+    def test_long_storms(self, seed: int, blocks: int, separable: bool, tmp_path: Path, clock: Any) -> None:
+        from tests.scheduled_ahead import ScheduledAhead, beside_online_requests
+
+        engine = ScheduledAhead(tmp_path, clock, blocks=blocks, seed=seed, separable=separable)
+        with beside_online_requests() if seed % 2 else nullcontext():
+            asked = storm(engine, seed, 8000, losing=0.1 * (blocks == 40))
+        assert_settled(engine, asked)
+        assert engine.scheduler.arrival_monitor.report()["refused"] > 500
+
+
+class TestOnlineRequests:
+    """While an online request is about, no iteration is scheduled before the one ahead of it is settled."""
+
+    @pytest.fixture
+    def engine(self, tmp_path: Path, clock: Any) -> Any:
+        """Offline rows in the engine, whose worker has told what it can do."""
+        from tests.scheduled_ahead import ScheduledAhead
+
+        engine = ScheduledAhead(tmp_path, clock, blocks=4096, seed=0, often=0.0, refuses=False)
+        for _ in range(4):
+            engine.add(900, 40, offline=True)
+        for _ in range(3):
+            engine.step()
+        return engine
+
+    @staticmethod
+    def planned(engine: Any) -> Any:
+        """The next iteration, on its way to the worker."""
+        from conserve.engine.vllm.iteration import iteration_of
+
+        output = engine.scheduler.schedule()
+        return output, iteration_of(output)
+
+    def test_with_offline_requests_alone_one_iteration_waits_while_another_runs(self, engine: Any) -> None:
+        while engine.queued:
+            engine.take_in()
+        assert engine.scheduler.has_requests()
+        (_, first), (_, second) = self.planned(engine), self.planned(engine)
+        assert [first.ahead, second.ahead] == [False, True]
+        assert second.stamp.ahead
+        assert second.stamp.settled == first.stamp.iteration - 1
+
+    def test_an_arrival_refuses_the_iteration_that_waits(self, engine: Any) -> None:
+        while engine.queued:
+            engine.take_in()
+        (output, first), (waiting, second) = self.planned(engine), self.planned(engine)
+        flag = engine.scheduler.arrival_monitor._flag
+        request = engine.request(50, 4)
+        engine.scheduler.arriving(request)
+        assert flag.rows_asked(first.stamp.iteration) == ALL_ROWS, "the arrival would wait for 256 tokens"
+        assert flag.is_refused(second.stamp.iteration)
+        assert not engine.scheduler.has_requests(), "the next is planned with the arrival, behind these"
+        engine.run(output, left=frozenset(output.num_scheduled_tokens))
+        engine.take_in()
+        assert not engine.scheduler.has_requests()
+        engine.run(waiting, refused=True)
+        engine.take_in()
+        engine.scheduler.add_request(request)
+        assert engine.scheduler.has_requests()
+        output, third = self.planned(engine)
+        assert request.request_id in output.num_scheduled_tokens
+        assert not third.ahead
+        report = engine.scheduler.arrival_monitor.report()
+        assert [report["iterations_left"], report["refused"]] == [1, 1]
+        engine.run(output)
+        assert not engine.scheduler.has_requests()
+        while engine.busy or engine.queued:
+            engine.step()
+        assert engine.tokens[request.request_id] == 4
+
+    def test_an_iteration_that_has_started_is_left_and_not_refused(self, engine: Any) -> None:
+        """Its start is the worker's word: the scheduler reads the results of the one before it later."""
+        while engine.queued:
+            engine.take_in()
+        (_, first), (_, second) = self.planned(engine), self.planned(engine)
+        flag = engine.scheduler.arrival_monitor._flag
+        flag.note_start(second.stamp.iteration, engine.clock.monotonic())
+        engine.scheduler.arriving(engine.request(50, 4))
+        assert not flag.is_refused(second.stamp.iteration)
+        assert flag.rows_asked(second.stamp.iteration) == ALL_ROWS
+        assert not flag.rows_asked(first.stamp.iteration), "it has ended"
+
+    def test_an_arrival_while_the_iteration_is_planned_refuses_it(
+        self, engine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        while engine.queued:
+            engine.take_in()
+        self.planned(engine)
+        plan = engine.scheduler._plan
+        request = engine.request(50, 4)
+        monkeypatch.setattr(
+            engine.scheduler, "_plan", lambda: (plan(), engine.scheduler.arriving(request))[0]
+        )
+        _, second = self.planned(engine)
+        assert engine.scheduler.arrival_monitor._flag.is_refused(second.stamp.iteration)
+
+    def test_rows_leave_by_what_they_have_left_of_the_iteration_alone(self, engine: Any) -> None:
+        """Their tokens of the iteration behind it are none of its context."""
+        from conserve.engine.vllm.preemption.arrivals import slice_of
+
+        while engine.queued:
+            engine.take_in()
+        (_, first), (_, second) = self.planned(engine), self.planned(engine)
+        both = [(row, tokens) for row, tokens in first.rows if row.request_id in second.tokens]
+        assert both
+        for row, tokens in both:
+            context = row.num_computed_tokens - second.tokens[row.request_id] - tokens
+            assert slice_of(row, tokens, [second]).context == context
+
+    def test_no_latency_model_learns_from_iterations_that_overlap(self, engine: Any) -> None:
+        while engine.queued:
+            engine.take_in()
+        (_, first), (_, second) = self.planned(engine), self.planned(engine)
+        assert not first.whole
+        assert not second.whole
+
+
+def test_rows_wait_for_a_prefix_that_an_iteration_in_flight_computes(tmp_path: Path, clock: Any) -> None:
+    """It is not registered before it is settled, and the next iteration is planned before that."""
+    from tests.scheduled_ahead import BLOCK, ScheduledAhead
+
+    engine = ScheduledAhead(tmp_path, clock, blocks=4096, seed=0, often=0.0, refuses=False)
+    engine.add(20, 1, offline=True)
+    while engine.busy:
+        engine.step()  # the worker has told what it can do
+    prefixes = [[n * 31 + i for i in range(10 * BLOCK)] for n in range(6)]
+    tails = [[900 + row, *range(BLOCK)] for row in range(8)]
+    before = engine.offline_computed
+    for prefix in prefixes:
+        for tail in tails:
+            engine.add(prefix + tail, 1, offline=True)
+    while engine.busy:
+        engine.step()
+    least, own = sum(map(len, prefixes)), sum(map(len, tails)) * len(prefixes)
+    computed = engine.offline_computed - before - own
+    assert engine.most_in_flight == 2
+    assert least <= computed <= 1.5 * least
+
+
+class TestTheServersDefault:
+    """vLLM's own choice, unless rows could leave but for it."""
+
+    @staticmethod
+    def config(v2: bool, ahead: bool, pipeline: int) -> Any:
+        return SimpleNamespace(
+            use_v2_model_runner=v2,
+            scheduler_config=SimpleNamespace(async_scheduling=ahead),
+            kv_transfer_config=None,
+            speculative_config=None,
+            parallel_config=SimpleNamespace(
+                worker_cls="auto", pipeline_parallel_size=pipeline, data_parallel_size=1
+            ),
+            model_config=SimpleNamespace(
+                is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, runner_type="generate"
+            ),
+        )
+
+    @pytest.mark.parametrize(
+        ("v2", "pipeline", "flags", "preemption", "ahead"),
+        [
+            (True, 1, [], "prompt", True),
+            (False, 1, [], "prompt", False),
+            (False, 1, ["--async-scheduling"], "prompt", True),
+            (False, 1, [], "off", True),
+            (False, 2, [], "prompt", True),  # rows could not leave anyway
+        ],
+    )
+    def test_it_is_switched_off_under_the_v1_runner_alone(
+        self,
+        v2: bool,
+        pipeline: int,
+        flags: list[str],
+        preemption: str,
+        ahead: bool,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        from conserve.engine.vllm.server.process import engine_config
+
+        def made(args: Any) -> Any:
+            wanted = args.async_scheduling is not False
+            return SimpleNamespace(create_engine_config=lambda: self.config(v2, wanted, pipeline))
+
+        monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs.from_cli_args", made)
+        args: Any = SimpleNamespace(async_scheduling=None)
+        config = engine_config(args, flags, {"preemption": preemption})
+        assert config.scheduler_config.async_scheduling is ahead
+
+
+class TestAStep:
+    """vLLM's engine core, whose step ends with its iteration where the next one waits for that."""
+
+    @staticmethod
+    def core(waits: bool | None) -> Any:
+        """A core that schedules in one step and reads the results in the next."""
+        steps = iter([(None, True), ({0: "results"}, False)])
+        scheduler = SimpleNamespace() if waits is None else SimpleNamespace(waits=lambda: waits)
+        return SimpleNamespace(scheduler=scheduler, step=lambda: next(steps))
+
+    @pytest.mark.parametrize(("waits", "outputs"), [(True, {0: "results"}), (False, None), (None, None)])
+    def test_it_waits_where_the_scheduler_does(self, waits: bool | None, outputs: Any) -> None:
+        from conserve.engine.vllm.server.plugin import waiting
+
+        step = waiting(lambda core: core.step())
+        assert step(self.core(waits)) == (outputs, True)
+
+    def test_the_engine_core_steps_that_way(self) -> None:
+        from vllm.v1.engine.core import EngineCore
+
+        from conserve.engine.vllm.server.plugin import hook_engine_core
+
+        hook_engine_core()
+        step = EngineCore.step_with_batch_queue
+        assert step.__wrapped__.__name__ == "step_with_batch_queue"
+        hook_engine_core()
+        assert EngineCore.step_with_batch_queue is step, "hooked once"
