@@ -25,7 +25,7 @@ def test_every_step_is_rehearsed(tmp_path: Path) -> None:
     assert steps.keys() == STEPS.keys()
     assert {name: found for name, found in steps.items() if {FAILED, LEFT_OUT} & found.keys()} == {}
 
-    for kind in ("default", "eager-v1", "eager-v2", "async", "plain"):
+    for kind in ("default", "eager-v1", "eager-v2", "sync", "plain"):
         told = steps[f"serve-{kind}"]["after"]
         assert told["policy"] == "conserve"
         assert told["runner"] == "V1"  # a CPU has no Triton

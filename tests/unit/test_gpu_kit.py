@@ -81,13 +81,13 @@ class TestTime:
         table = {
             "long": Step(taking(clock, 80, given), "default", 10, 90),
             "does not fit": Step(taking(clock, 1, given), "default", 30, 90),
-            "short": Step(taking(clock, 5, given), "async", 15, 90),
+            "short": Step(taking(clock, 5, given), "sync", 15, 90),
         }
         measure(run, list(table), budget(clock, 100 + STOP_S), table)
         found = on_disk(run)["steps"]
         assert found["long"] == {"kind": "default", "took_s": 80}
         assert found["does not fit"] == {"left_out": "it needs 30 s, and 20 s are left"}
-        assert found["short"] == {"kind": "async", "took_s": 5}
+        assert found["short"] == {"kind": "sync", "took_s": 5}
         assert given == [90, 20]
 
     def test_a_rehearsal_has_more_patience(self, run: Run, clock: Clock) -> None:
@@ -317,11 +317,11 @@ class TestResults:
             raise StepFailed("conserve serve ended with 2")
 
         monkeypatch.setattr("tools.gpu.steps.Server", start)
-        measure(run, ["serve-async", "offline-async", "serve-plain"], budget(clock, 600))
+        measure(run, ["serve-sync", "offline-sync", "serve-plain"], budget(clock, 600))
         found = on_disk(run)["steps"]
-        assert tried == ["async", "plain"]
-        assert found["serve-async"]["failed"] == "conserve serve ended with 2"
-        assert found["offline-async"]["failed"] == "its server did not start for an earlier step"
+        assert tried == ["sync", "plain"]
+        assert found["serve-sync"]["failed"] == "conserve serve ended with 2"
+        assert found["offline-sync"]["failed"] == "its server did not start for an earlier step"
 
     def test_a_child_that_is_cut_short_keeps_what_it_printed(self) -> None:
         printed = 'noise\n{"started_s": 3.5}\n{broken}\n{"batch": 1}\nlast words'

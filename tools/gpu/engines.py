@@ -18,7 +18,7 @@ KINDS: Mapping[str, Kind] = {
     "default": Kind(),  # vLLM's own choice: on a GPU CUDA graphs and the V2 runner
     "eager-v1": Kind(flags=("--enforce-eager",), environment={V2: "0"}),
     "eager-v2": Kind(flags=("--enforce-eager",), environment={V2: "1"}),
-    "async": Kind(flags=("--async-scheduling",)),  # rows stay in their iterations
+    "sync": Kind(flags=("--no-async-scheduling",)),  # as `default`, without scheduling ahead
     "plain": Kind(
         flags=("--no-preemption", "--no-async-scheduling")
     ),  # the same without safepoints in the model

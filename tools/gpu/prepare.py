@@ -41,7 +41,7 @@ MEASURED = (
     "--limit 560 ablation-default --rates 1",
     "--limit 560 serve-eager-v1,reaction-eager-v1,offline-eager-v1,bench-eager-v1 --rates 1",
     "--limit 560 serve-eager-v2,reaction-eager-v2,offline-eager-v2,bench-eager-v2 --rates 1",
-    "--limit 560 serve-async,offline-async,serve-plain,offline-plain,copies-saving",
+    "--limit 560 serve-sync,offline-sync,serve-plain,offline-plain,copies-saving",
 )
 
 

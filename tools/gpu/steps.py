@@ -278,9 +278,9 @@ def step_table() -> dict[str, Step]:
     }
     leaving = ("default", "eager-v1", "eager-v2")
     kinds: dict[str, tuple[str, ...]] = {
-        "serve": (*leaving, "async", "plain"),
+        "serve": (*leaving, "sync", "plain"),
         "reaction": leaving,
-        "offline": (*leaving, "async", "plain"),
+        "offline": (*leaving, "sync", "plain"),
         "copies": ("saving",),
         "bench": leaving,
         "ablation": ("default", "eager-v1"),
