@@ -306,6 +306,33 @@ class TestV2ScheduledAhead(TestV2):
     """As without; an iteration that was planned with tokens of rows that left is refused, and planned again."""
 
     ahead = always = True
+    refusals = (LAYERS, 20)  # at least: rows at any layer, and a storm
+
+    def test_rows_leave_at_any_layer_and_join_a_later_iteration_there(
+        self, engine: Any, settled: list[Any]
+    ) -> None:
+        before = counts(engine)
+        super().test_rows_leave_at_any_layer_and_join_a_later_iteration_there(engine, settled)
+        new = counts(engine) - before
+        assert new["scheduled_ahead"] >= new["refused"] >= self.refusals[0]
+
+    @pytest.mark.full
+    def test_a_storm_of_preemptions(self, engine: Any) -> None:
+        """At random, with evictions and aborts; arrivals refuse one in ten of the iterations that wait."""
+        dice = random.Random(7)
+        engine.orders.refuse = lambda stamp: dice.random() < 0.1
+        before = counts(engine)
+        assert storm(engine, 400, kinds=16, losing=0.1)
+        engine.orders.refuse = None
+        assert (counts(engine) - before)["refused"] >= self.refusals[1]
+
+
+@pytest.mark.full
+class TestV2ScheduledAheadOfOfflineRowsAlone(TestV2ScheduledAhead):
+    """The rule of `scheduling.ahead` decides; most of these iterations have online requests."""
+
+    always = False
+    refusals = (0, 3)
 
 
 class TestV2ScheduledAheadWithCheckpoints(TestV2WithCheckpoints):
