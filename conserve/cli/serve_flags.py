@@ -8,7 +8,7 @@ from typing import Any
 from conserve.api.sizes import size_bytes
 from conserve.engine.policy.checkpointing import HOST_BYTES, policy_named
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
-from conserve.engine.policy.policies import POLICIES, SERVING, named
+from conserve.engine.policy.policies import COMPARED, POLICIES, SERVING, named
 from conserve.errors import SettingsError
 
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
@@ -17,8 +17,9 @@ UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 def require_policy(name: str) -> None:
     """Raise if live traffic cannot be served under this policy."""
     if name in POLICIES and name not in SERVING:
+        command = "conserve bench" if name in COMPARED else "conserve run"
         raise SettingsError(
-            f"the policy {name} is for conserve run; for live traffic there are {', '.join(SERVING)}"
+            f"the policy {name} is for {command}; for live traffic there are {', '.join(SERVING)}"
         )
     try:
         named(name)

@@ -21,7 +21,7 @@ class Worth(NamedTuple):
     step: float = 1.0  # a decode step
     context: float = 0.0  # each token of its context
 
-    def of(self, steps: int, contexts: int) -> float:
+    def of(self, steps: float, contexts: float) -> float:
         """Cost of `steps` decode steps whose contexts have `contexts` tokens together."""
         return self.step * steps + self.context * contexts
 

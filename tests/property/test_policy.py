@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from conserve.engine.policy.conserve import Conserve, arrival_limit_ms
 from conserve.engine.policy.faults import fault_of
+from conserve.engine.policy.hygen import hygen, sarathi_plus
 from conserve.engine.policy.non_preemptive import NonPreemptive
 from conserve.engine.policy.offline import GROWTH
 from conserve.engine.policy.online_only import OnlineOnly
@@ -29,7 +30,7 @@ from tests.reach import reached
 
 EXAMPLES = examples(400)
 ROUNDING = 1 + 1e-9  # of sums of surcharges, which are added up in another order here
-PLANNING = [Conserve(), OnlineOnly(), Paced()]
+PLANNING = [Conserve(), OnlineOnly(), Paced(), hygen(), sarathi_plus()]
 
 coefficients = st.one_of(st.just(0.0), st.sampled_from([1e-5, 1e-3, 0.02, 0.3]), st.floats(1e-6, 5))
 usual = ConServeModel.of(0.05, 1e-5, 1e-5, 1e-3, 0.1, 0.5, 1e-3, 10.0)

@@ -8,7 +8,7 @@ import pytest
 from conserve.engine.policy.conserve import Conserve, arrival_limit_ms, bearable_ms
 from conserve.engine.policy.offline import MOST_DEFERRED
 from conserve.engine.policy.paced import Paced
-from conserve.engine.policy.policies import CONSERVE, POLICIES, SERVING
+from conserve.engine.policy.policies import BENCHED, CONSERVE, POLICIES, SERVING
 from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Slo
 from conserve.profiles.conserve import ConServeModel
 from tests.policy_views import FRESH, ROW, decodes, plan_of, view_of
@@ -209,6 +209,9 @@ class TestLimits:
         ("non-preemptive", False, False, True),
         ("priority", False, False, False),
         ("paced", True, False, False),
+        ("sarathi++", True, False, False),
+        ("hygen-star", True, False, False),
+        ("hygen", True, False, False),
     ],
 )
 def test_policies_go_by_name_and_say_what_they_leave_to_vllm(
@@ -220,8 +223,9 @@ def test_policies_go_by_name_and_say_what_they_leave_to_vllm(
         holds_offline,
         spares_offline,
     )
-    assert (name in SERVING) == (name != "paced")
-    assert len(POLICIES) == 5
+    assert (name in BENCHED) == (name != "paced")
+    assert set(BENCHED) - set(SERVING) == {"sarathi++", "hygen-star", "hygen"}
+    assert len(POLICIES) == 8
     assert isinstance(POLICIES[CONSERVE](), Conserve)
 
 

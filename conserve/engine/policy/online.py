@@ -29,35 +29,35 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShar
     decodes = [request for request in view.online if request.decode]
     if decodes:
         limit_ms, gap_ms = tbt_ms, view.slo.tbt_ms - view.online_waited_ms
-        _add_steps(composer, victims, decodes)
+        add_steps(composer, victims, decodes)
     first_tokens = 0  # of requests whose prompt ends in this iteration
     prompts = ((request, False) for request in view.online if not request.decode)
     for request, waiting in chain(prompts, ((request, True) for request in view.waiting_online)):
         if request.restorable:
-            if composer.tokens_left < 1 or not _make_place(composer, victims, request):
-                return OnlineShare(False, limit_ms, _left(view, composer))
+            if composer.tokens_left < 1 or not make_place(composer, victims, request):
+                return OnlineShare(False, limit_ms, rows_left(view, composer))
             composer.restore(request)
             if not request.answered:
                 first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
             continue
         if _holds_up(composer, request, first_tokens, view):
-            return OnlineShare(False, limit_ms, _left(view, composer))
+            return OnlineShare(False, limit_ms, rows_left(view, composer))
         tokens = chunk(composer, request, limit_ms, view.slo)
-        if not tokens or not _place(composer, victims, request, tokens, waiting=waiting):
-            return OnlineShare(False, limit_ms, _left(view, composer))
+        if not tokens or not place(composer, victims, request, tokens, waiting=waiting):
+            return OnlineShare(False, limit_ms, rows_left(view, composer))
         if tokens < request.tokens:
-            return OnlineShare(False, limit_ms, _left(view, composer))
+            return OnlineShare(False, limit_ms, rows_left(view, composer))
         if not request.answered:
             first_tokens += 1
             first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
     if view.rows_leave and first_tokens_ms < inf:  # offline tokens delay it by `PATIENCE` at most
         first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + PATIENCE * view.slo.ttft_ms)
     return OnlineShare(
-        composer.free_blocks >= 0, min(limit_ms, first_tokens_ms, gap_ms), _left(view, composer)
+        composer.free_blocks >= 0, min(limit_ms, first_tokens_ms, gap_ms), rows_left(view, composer)
     )
 
 
-def _add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candidate]) -> None:
+def add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candidate]) -> None:
     """Add all decode steps; vLLM evicts online requests where the offline ones have too few blocks."""
     if composer.free_slots >= 0 and composer.growth(decodes) <= composer.free_blocks:
         composer.add_all(decodes)
@@ -67,7 +67,7 @@ def _add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candi
         composer.add(request, request.tokens)
 
 
-def _left(view: View, composer: Composer) -> list[Candidate]:
+def rows_left(view: View, composer: Composer) -> list[Candidate]:
     """Running offline requests that were not evicted, in serving order."""
     gone = set(composer.evicted)
     return [request for request in view.offline if request.name not in gone]
@@ -101,7 +101,7 @@ def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo) -> 
     return tokens if in_time else composer.token_budget(request, inf)
 
 
-def _place(
+def place(
     composer: Composer, victims: list[Candidate], request: Candidate, tokens: int, *, waiting: bool
 ) -> bool:
     """Add the request, evicting others for it; False if it has to wait for room."""
@@ -109,13 +109,13 @@ def _place(
         composer.make_room(victims, composer.blocks_for(request, tokens))
         composer.add(request, tokens)
         return True
-    if not _make_place(composer, victims, request):
+    if not make_place(composer, victims, request):
         return False
     composer.admit(request, tokens)
     return True
 
 
-def _make_place(composer: Composer, victims: list[Candidate], request: Candidate) -> bool:
+def make_place(composer: Composer, victims: list[Candidate], request: Candidate) -> bool:
     """Evict others until a waiting request has room for all its tokens; False if that cannot be."""
     whole = composer.blocks_for(request, request.tokens)
     return any(

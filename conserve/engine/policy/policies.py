@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from conserve.engine.policy.conserve import Conserve
+from conserve.engine.policy.hygen import hygen, hygen_star, sarathi_plus
 from conserve.engine.policy.non_preemptive import NonPreemptive
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.own import Own, own_policy
@@ -17,8 +18,13 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "non-preemptive": NonPreemptive,
     "priority": Priority,
     "paced": Paced,
+    "sarathi++": sarathi_plus,
+    "hygen-star": hygen_star,
+    "hygen": hygen,
 }
 SERVING = (CONSERVE, "online-only", "non-preemptive", "priority")  # policies for live traffic
+COMPARED = ("sarathi++", "hygen-star", "hygen")  # policies to compare with, which only `conserve bench` sets
+BENCHED = (*SERVING, *COMPARED)
 
 
 def named(name: str, say: Callable[[str], None] = lambda sentence: None) -> Policy:

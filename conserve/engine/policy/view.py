@@ -112,6 +112,9 @@ class View:
     computing: frozenset[Hashable] = frozenset()  # names of KV blocks that an iteration under way computes
     unwritten_blocks: int = 0  # of the free ones: running prompts will need them, and no restore takes them
     block_tokens: int
+    budget_ms: float | None = None  # HyGen's latency budget of an iteration
+    rows_due: int | None = None  # rows that a fixed rate lets begin now; None without a rate
+    utility: float = 0.9  # HyGen's share of rows that are taken for their prefix
 
     @property
     def quiet(self) -> bool:

@@ -16,6 +16,7 @@ from conserve.engine.vllm.model.profile_key import key_of
 from conserve.errors import SettingsError
 from conserve.profiles.book import Book
 from conserve.profiles.correction import CorrectedModel, Correction, Residual
+from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.profile import MODELS, KVCopy
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Pacing:
             "model": found.best,
             "coefficients": found.models[found.best].coefficients,
             "residuals": found.models[found.best].residuals,
+            "hygen": hygen.coefficients if (hygen := found.models.get(HyGenModel.name)) else None,
             "of": found.stamp,
             "profile_name": found.name,
             "block_ms": block_ms(found.kv_copies),
@@ -117,6 +119,7 @@ class EngineSettings:
     preemption: str = OFF
     safepoint_every: int | None = None
     record_views: Path | None = None  # file that views and plans are written to
+    hygen: HyGenModel | None = None  # HyGen's predictor, of the same profile
 
     @classmethod
     def read(cls, config: VllmConfig) -> Self:
@@ -155,6 +158,7 @@ class EngineSettings:
             preemption=preemption,
             safepoint_every=every,
             record_views=views,
+            hygen=HyGenModel(section["hygen"]) if section.get("hygen") else None,
         )
 
 

@@ -114,7 +114,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.v1.core.sched.output.SchedulerOutput": "attributes on it survive pickling",
         "vllm.v1.request.{Request,RequestStatus}": "counters",
         "Request.{num_tokens,num_tokens_with_spec,num_computed_tokens,num_prompt_tokens,num_output_placeholders,"
-        "num_stale_output_tokens,next_decode_eligible_step,drop_stale_output,arrival_time,priority,block_hashes}": "the "
+        "num_stale_output_tokens,next_decode_eligible_step,drop_stale_output,arrival_time,priority,block_hashes,num_preemptions}": "the "
         "counters",
         "KVCacheManager.coordinator": "its single_type_managers hold a request's blocks",
         "KVCacheCoordinator.{find_longest_cache_hit,single_type_managers}": "how much of a waiting prompt is cached",

@@ -56,6 +56,11 @@ class WarmUp:
         self._ms.append(ms)
         self._prefills += batch.prefills > 0
 
+    @property
+    def samples(self) -> Samples:
+        """The iterations so far."""
+        return Samples.of(self._batches, self._ms)
+
     def fitted(self) -> CorrectedModel | None:
         """The model fitted to the iterations, with residuals from cross-validation; None while they are too few.
 
@@ -63,7 +68,7 @@ class WarmUp:
         """
         if len(self._ms) < LEAST_SAMPLES or self._prefills < LEAST_PREFILLS:
             return None
-        samples = Samples.of(self._batches, self._ms)
+        samples = self.samples
         predicted = cross_predictions(ConServeModel, samples)
         residuals = map(Residual, predicted.tolist(), (samples.ms / predicted).tolist())
         return CorrectedModel(fit(ConServeModel, samples), residuals)

@@ -12,6 +12,8 @@ from conserve.engine.vllm.profiling.warm_up import WarmUp
 from conserve.engine.vllm.settings import EngineSettings
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import CorrectedModel
+from conserve.profiles.fit import fit
+from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.model import LinearModel
 from conserve.profiles.worth import Worth
 
@@ -30,6 +32,7 @@ class Iterations:
         self.model: CorrectedModel | None = installed.model
         self.warm_up = WarmUp() if installed.model is None else None
         self.worth = Worth.by(installed.model) if installed.model is not None else Worth()
+        self.hygen: HyGenModel | None = installed.hygen  # HyGen's predictor, by the same measurements
         self.counted = self.planned = self.overruns = 0
         self._correction_file = installed.correction_file
         self._source = installed.source
@@ -72,6 +75,7 @@ class Iterations:
     def end_warm_up(self) -> None:
         """Fit a model to the iterations of the warm-up, if there are enough of them."""
         if self.warm_up is not None and (model := self.warm_up.fitted()) is not None:
+            self.hygen = fit(HyGenModel, self.warm_up.samples)
             self.model, self.warm_up, self.worth = model, None, Worth.by(model)
 
     def described(self) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ def report(scheduler: Any) -> dict[str, Any]:
         "slo": scheduler._traffic.promises.document(),
         "alone": alone(iterations.model) if iterations.model is not None else None,
         "latency_model": iterations.described(),
+        "hygen": {**scheduler.row_terms.said(), **hygen_model(iterations)},
         "max_num_batched_tokens": scheduler._most_tokens,
         **traffic,
         **iterations.report(),
@@ -38,6 +39,11 @@ def report(scheduler: Any) -> dict[str, Any]:
 def refused_plans(policy: Any) -> dict[str, Any]:
     """Number of plans of a user's own policy that were refused, and the first reason of each kind."""
     return {"count": policy.refused, "reasons": policy.reasons} if isinstance(policy, Own) else NONE_REFUSED
+
+
+def hygen_model(iterations: Any) -> dict[str, Any]:
+    """HyGen's latency predictor; empty while there is none."""
+    return {"coefficients": iterations.hygen.coefficients} if iterations.hygen is not None else {}
 
 
 def alone(model: LatencyModel) -> dict[str, Any]:

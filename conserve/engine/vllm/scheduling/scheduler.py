@@ -20,6 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.checkpointing import OFF
+from conserve.engine.policy.hygen import HyGen
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import named
 from conserve.engine.policy.promises import Promises
@@ -39,6 +40,7 @@ from conserve.engine.vllm.scheduling.lanes import Lanes
 from conserve.engine.vllm.scheduling.observation import Picture, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.report import report
+from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.scheduling.settlement import settle
 from conserve.engine.vllm.settings import EngineSettings
 from conserve.profiles.batch import Batch, Slice
@@ -86,6 +88,7 @@ class CoServing:
         self.restores_pause = 0  # iterations for which no restore begins, since vLLM had no room for one
         self._ahead = Ahead(self)
         self._recording = recording_of(vllm_config, installed.record_views)
+        self.row_terms = RowTerms()
         self._follow(installed.policy)
 
     def _follow(self, name: str) -> None:
@@ -97,6 +100,7 @@ class CoServing:
         """Answer `GET /v1/conserve`, after a change of policy, preemption, checkpoints or SLO if one is given."""
         if change and "policy" in change:
             self._follow(change["policy"])
+            self.row_terms = RowTerms.of(change.get("hygen", {}), now=time.monotonic())
         if change and "preemption" in change:
             self.arrival_monitor.follow(change["preemption"])
         if change and "checkpoint" in change and self.checkpoints is not None:
@@ -195,6 +199,8 @@ class CoServing:
                 output: SchedulerOutput = schedule()
         else:
             output = apply(self, iteration, schedule)
+            if not plan.tokens:
+                self.row_terms.rest()
         self._send(iteration, output)
         self._ahead.scheduled(iteration)
         return output
@@ -220,13 +226,16 @@ class CoServing:
         """The policy's plan; None leaves the iteration to vLLM."""
         if self._iterations.warm_up is not None and not all(map(is_warm_up, self.requests)):
             self._iterations.end_warm_up()
-        policy, model = self._policy, self._iterations.model
+        policy = self._policy
+        model: LatencyModel | None = self._iterations.model
         decides = policy.decides and (self._offline or self._policy_name == "paced")
         self._reserve(0)
         if not decides or (model is None and not policy.holds_offline):
             return None
         if self._last.stalled and not self._last_was_a_turn:
             return self._online_alone() if policy.holds_offline else None
+        if isinstance(policy, HyGen):
+            model = self._iterations.hygen or model
         return self._plan_by_policy(model or TIMELESS)
 
     def _plan_by_policy(self, model: LatencyModel) -> Plan | None:
@@ -235,6 +244,8 @@ class CoServing:
         picture = Picture(self, self._traffic, surcharge_ms=surcharge_ms)
         view = picture.view(self._slo, model)
         plan = self._policy.plan(view)
+        if plan is not None:
+            self.row_terms.began(self.requests[name] for name in plan.admitted if name in self._offline)
         self._reserve(view.reserved_blocks)
         if self.checkpoints is not None:
             for request, context in picture.looked:

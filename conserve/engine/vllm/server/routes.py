@@ -13,11 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 import conserve
-from conserve.engine.policy.policies import SERVING
+from conserve.engine.policy.policies import BENCHED, SERVING
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
+from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Role
 from conserve.engine.vllm.settings import SECTION
 from conserve.errors import ProfileMissing
@@ -61,15 +62,16 @@ async def change(request: Request) -> Response:
         policy, slo = wanted.get("policy", SERVING[0]), wanted.get("slo", {})
         preemption = wanted.get("preemption", OFF)
         Promises.of(slo)
-        known = set(wanted) <= {"policy", "preemption", "checkpoint", "slo"}
-        known = known and policy in (*SERVING, section.get("policy")) and preemption in (*LEAVE_RULES, OFF)
+        RowTerms.of(wanted.get("hygen", {}), now=0.0)
+        known = set(wanted) <= {"policy", "preemption", "checkpoint", "slo", "hygen"}
+        known = known and policy in (*BENCHED, section.get("policy")) and preemption in (*LEAVE_RULES, OFF)
         known = known and wanted.get("checkpoint", OFF) in ("on", OFF)
     except (ValueError, TypeError, AttributeError):
         known = False
     if not known:
         slo = '{"ttft_ms": 1500, "tbt_ms": {"p50": 40, "p99": 150}, "harm": null}'
         example = f'{{"preemption": "off", "checkpoint": "on", "slo": {slo}}}'
-        names = f"policies are {', '.join(SERVING)}; preemptions are {', '.join((*LEAVE_RULES, OFF))}"
+        names = f"policies are {', '.join(BENCHED)}; preemptions are {', '.join((*LEAVE_RULES, OFF))}"
         return reply({"error": {"message": f"send e.g. {example}; {names}"}}, 400)
     try:
         if slo and (said := await scheduler_says(client)) is not None:

@@ -1,0 +1,138 @@
+"""HyGen's policies: the two phases, the budgets, the order of rows; its terms over HTTP."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from conserve.engine.policy.hygen import by_prefix, depth_first, draw, hygen, hygen_star, sarathi_plus
+from conserve.engine.policy.view import Candidate
+from conserve.engine.vllm.scheduling.row_terms import RowTerms
+from tests.policy_views import FRESH, decodes, view_of
+
+ROWS = [Candidate(f"row{n}", 100, 0) for n in range(3)]
+
+
+def plan(policy: Any = None, **changes: Any) -> dict[str, int]:
+    return dict((policy or hygen()).plan(view_of(**changes)).tokens)
+
+
+def alike(name: str, *prefix: str) -> Candidate:
+    return Candidate(name, 100, 0, prefix=prefix)
+
+
+class TestPhases:
+    """One ms a token and ten for each iteration."""
+
+    def test_rows_get_what_the_latency_budget_leaves(self) -> None:
+        assert plan(online=decodes(2), waiting_offline=ROWS, budget_ms=50.0) == {
+            "decode0": 1,
+            "decode1": 1,
+            "row0": 38,
+        }
+
+    def test_prompts_of_live_requests_keep_the_budget_too(self) -> None:
+        prompt = Candidate("prompt", 100, 0)
+        assert plan(waiting_online=[prompt], waiting_offline=ROWS, budget_ms=50.0) == {"prompt": 40}
+
+    def test_decode_steps_of_live_requests_run_whatever_the_budget(self) -> None:
+        prompt = Candidate("prompt", 100, 0)
+        view = {"online": decodes(30), "waiting_online": [prompt], "waiting_offline": ROWS}
+        assert set(plan(**view, budget_ms=20.0)) == {f"decode{n}" for n in range(30)}
+
+    def test_a_budget_below_the_smallest_iteration_stops_no_work(self) -> None:
+        prompt = Candidate("prompt", 100, 0)
+        assert plan(waiting_online=[prompt], budget_ms=5.0) == {"prompt": 100}
+        assert plan(waiting_offline=ROWS, budget_ms=5.0) == {"row0": 16}
+
+    def test_rows_are_evicted_for_the_memory_of_live_requests(self) -> None:
+        prompt, running = Candidate("prompt", 100, 0), decodes(4, "row")
+        found = hygen().plan(
+            view_of(waiting_online=[prompt], offline=running, free_blocks=1, budget_ms=500.0)
+        )
+        assert found.admitted == ["prompt"]
+        assert found.evicted == ["row3", "row2", "row1"]
+
+    @pytest.mark.parametrize("policy", [sarathi_plus(), hygen_star()])
+    def test_without_a_latency_budget_the_token_budget_is_the_limit(self, policy: Any) -> None:
+        given = {"online": decodes(1), "waiting_offline": ROWS, "budget_ms": 20.0, "max_tokens": 151}
+        assert plan(policy, **given) == {"decode0": 1, "row0": 100, "row1": 50}
+
+    def test_rows_begin_at_the_fixed_rate_only_under_that_policy(self) -> None:
+        given: dict[str, Any] = {"offline": decodes(1, "running"), "waiting_offline": ROWS, "rows_due": 1}
+        assert set(plan(hygen_star(), **given)) == {"running0", "row0"}
+        assert len(plan(sarathi_plus(), **given)) == 4
+        assert plan(hygen_star(), waiting_offline=ROWS, rows_due=0) == {}
+
+
+class TestOrder:
+    """Algorithm 4: the next of the prefix tree, or the stalest."""
+
+    def test_rows_of_one_branch_come_together_and_branches_by_age(self) -> None:
+        rows = [
+            alike("what-ml", "what", "is", "ml"),
+            alike("how-code", "how", "to"),
+            alike("what-ai", "what", "is", "ai"),
+            alike("alone"),
+            alike("how-debug", "how", "to"),
+            alike("what-ml-2", "what", "is", "ml"),
+        ]
+        found = [row.name for row in depth_first(rows)]
+        assert found == ["what-ml", "what-ml-2", "what-ai", "how-code", "how-debug", "alone"]
+
+    def test_long_equal_beginnings_take_no_recursion(self) -> None:
+        rows = [alike(f"row{n}", *(["same"] * 5000), str(n)) for n in range(3)]
+        assert [row.name for row in depth_first(rows)] == ["row0", "row1", "row2"]
+
+    def test_every_row_comes_once_whatever_the_utility(self) -> None:
+        rows = [alike(f"row{n}", f"group{n % 3}", f"own{n}") for n in range(40)]
+        for utility in (1e-9, 0.5, 0.9, 1.0):
+            assert Counter(row.name for row in by_prefix(rows, utility)) == Counter(row.name for row in rows)
+        assert [row.name for row in by_prefix(rows, 1e-9)] == [row.name for row in rows]
+        assert list(by_prefix(rows, 1.0)) == list(depth_first(rows))
+
+    def test_draws_are_even_and_always_the_same(self) -> None:
+        drawn = [draw(f"old{n}", f"near{n}") for n in range(2000)]
+        assert sum(number < 0.9 for number in drawn) / len(drawn) == pytest.approx(0.9, abs=0.03)
+        assert all(0 <= number < 1 for number in drawn)
+        assert drawn[7] == draw("old7", "near7") != draw("near7", "old7")
+
+    def test_the_policy_takes_rows_by_their_prefixes(self) -> None:
+        rows = [alike("a1", "a", "x"), alike("b1", "b"), alike("a2", "a", "y")]
+        found = hygen().plan(view_of(waiting_offline=rows, utility=1.0, free_slots=2, budget_ms=1e6))
+        assert found.admitted[0] == "a1"
+        assert "b1" not in found.admitted or found.admitted.index("b1") > 0
+
+
+class TestTerms:
+    """Parameters as `POST /v1/conserve` brings them."""
+
+    def test_rows_are_due_at_the_rate_the_first_at_once(self) -> None:
+        class Row:
+            num_preemptions = 0
+
+        class Evicted:
+            num_preemptions = 1
+
+        terms = RowTerms.of({"offline_per_s": 2.0}, now=100.0)
+        assert terms.of_view(100.0)["rows_due"] == 1
+        terms.began([Row(), Evicted()])  # type: ignore[list-item]
+        assert terms.of_view(100.4)["rows_due"] == 0
+        assert terms.of_view(101.6)["rows_due"] == 3
+        assert RowTerms.of({"budget_ms": 80.0}, now=0.0).of_view(9.0) == {
+            "budget_ms": 80.0,
+            "rows_due": None,
+            "utility": 0.9,
+        }
+
+    @pytest.mark.parametrize(
+        "wrong", [{"budget": 1.0}, {"budget_ms": 0}, {"utility": 1.5}, {"budget_ms": "fast"}]
+    )
+    def test_senseless_terms_are_refused(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises((ValueError, TypeError)):
+            RowTerms.of(wrong, now=0.0)
+
+
+def test_a_row_alone_starts_under_each_of_them() -> None:
+    for policy in (hygen(), hygen_star(), sarathi_plus()):
+        assert plan(policy, waiting_offline=[FRESH]) == {"fresh": 100}
