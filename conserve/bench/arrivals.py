@@ -79,6 +79,7 @@ def of_trace(preset: Preset, name: str, rate: float | None, speed: float | None,
         sizable=thins,
         rate=rate or (preset.rate if thins else None) or played,
         given=frozenset() if rate is None else frozenset({"rate"}),
+        trace_s=whole.duration_s if thins or as_recorded else None,
     )
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from conserve.bench.answers import tbts_ms, ttfts_ms
-from conserve.bench.deployment import OFF, Deployment
-from conserve.bench.load import LoadPlan, Target, play_apart
-from conserve.bench.measure import ONLINE_ONLY, Block, LatencyLimits, by_policy, online_only_p99s, percentiles
+from conserve.bench.field import Field, Turn
+from conserve.bench.load import LoadPlan, play_apart
+from conserve.bench.measure import Block, LatencyLimits, by_policy, online_only_p99s, percentiles
+from conserve.bench.names import OFF, alone_of
 from conserve.bench.traces import Trace
 
 LEAD_S = 2.5  # until the load generator's process is up
@@ -42,8 +43,7 @@ Source = Callable[[int], Trace]
 
 
 async def alternate(
-    deployment: Deployment,
-    target: Target,
+    field: Field,
     source: Source,
     design: Design,
     *,
@@ -61,23 +61,24 @@ async def alternate(
         trace = source(number)
         for policy in order(design.policies, number):
             slo = design.slo or limits(blocks, design.slo_scale)
-            await deployment.follow(policy, slo, preemption=design.preemption)
+            turn = await field.turn(policy, slo)
             await asyncio.sleep(design.settle_s)
             # Each block has prompts of its own, or later policies would find them in the prefix cache.
             seed = design.seed * 10_000 + len(blocks)
-            block = await one_block(deployment, target, trace, design, policy, seed=seed)
+            block = await one_block(turn, trace, design, policy, seed=seed)
             blocks.append(block)
             say(sentence(block, number, design.rounds))
-            if judged is not None and policy == ONLINE_ONLY and number == 0:
+            if judged is not None and policy == alone_of(design.policies) and number == 0:
                 judged(block)
             yield block
 
 
 def order(policies: Sequence[str], number: int) -> list[str]:
     """Policies in another order every round, the reference first."""
-    others = [policy for policy in policies if policy != ONLINE_ONLY]
+    alone = alone_of(policies)
+    others = [policy for policy in policies if policy != alone]
     turn = number % max(len(others), 1)
-    first = [ONLINE_ONLY] if ONLINE_ONLY in policies else []
+    first = [alone] if alone is not None else []
     return [*first, *others[turn:], *others[:turn]]
 
 
@@ -87,22 +88,20 @@ def limits(blocks: Sequence[Block], scale: float) -> LatencyLimits | None:
     return LatencyLimits(scale * p99s.ttft_ms, scale * p99s.tbt_ms) if p99s is not None else None
 
 
-async def one_block(
-    deployment: Deployment, target: Target, trace: Trace, design: Design, policy: str, *, seed: int
-) -> Block:
+async def one_block(turn: Turn, trace: Trace, design: Design, policy: str, *, seed: int) -> Block:
     """Play the arrivals once. Offline tokens count while requests arrive, answers until the last is complete."""
-    loop = asyncio.get_running_loop()
+    loop, server = asyncio.get_running_loop(), turn.server
     start_at = loop.time() + LEAD_S
-    plan = LoadPlan(trace=trace, target=target, seed=seed, start_at=start_at, cores=design.load_cores)
+    plan = LoadPlan(trace=trace, target=turn.target, seed=seed, start_at=start_at, cores=design.load_cores)
     async with beside(play_apart(plan)) as playing:
         await asyncio.sleep(max(0.0, start_at - loop.time()))
-        first, began = await deployment.counters(), loop.time()
-        async with beside(deployment.watch(start_at)) as watching:
+        first, began = await server.counters(), loop.time()
+        async with beside(server.watch(start_at)) as watching:
             done, _ = await asyncio.wait({playing}, timeout=max(0.0, start_at + design.block_s - loop.time()))
             if done:
                 playing.result()  # raises what ended it early
                 await asyncio.sleep(max(0.0, start_at + design.block_s - loop.time()))
-            last, ended = await deployment.counters(), loop.time()
+            last, ended = await server.counters(), loop.time()
         seen = watching.result()
         answers = await playing
     return Block(
@@ -110,8 +109,7 @@ async def one_block(
         started_s=time.time() - (loop.time() - start_at),
         duration_s=ended - began,
         answers=tuple(answers),
-        offline_series=tuple((at, c.offline_tokens - first.offline_tokens) for at, c in seen),
-        **last.since(first),
+        **server.counted(first, last, seen, answers, ended - began),
     )
 
 
@@ -132,7 +130,9 @@ def sentence(block: Block, number: int, rounds: int) -> str:
     """Line of progress on a block."""
     ttft_ms, tbt_ms = percentiles(ttfts_ms(block.answers)), percentiles(tbts_ms(block.answers))
     latency = (
-        f"P99 TTFT {ttft_ms.p99:,.0f} ms, TBT {tbt_ms.p99:,.0f} ms" if ttft_ms and tbt_ms else "no answers"
+        f"TTFT P50 {ttft_ms.p50:,.0f} and P99 {ttft_ms.p99:,.0f} ms, TBT {tbt_ms.p50:,.0f} and {tbt_ms.p99:,.0f} ms"
+        if ttft_ms and tbt_ms
+        else "no answers"
     )
     offline, busy = block.offline_tokens / block.duration_s, block.busy_s / block.duration_s
     left = f", rows left {block.iterations_left:,} iterations" if block.iterations_left else ""

@@ -1,20 +1,23 @@
 """A co-serving server under test: its policy is switched, its counters are read."""
 
-import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import httpx
 
+from conserve.bench.answers import Answer
+from conserve.bench.field import Turn, readings
 from conserve.bench.forecast import Engine
-from conserve.bench.measure import CONSERVE, LatencyLimits
+from conserve.bench.load import Target
+from conserve.bench.measure import LatencyLimits
+from conserve.bench.names import HYGENS, OFF, regime_of, wanted
 from conserve.errors import EndpointUnusable
+from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.profile import MODELS
 
 PATH = "/v1/conserve"
-RECOMPUTE = "recompute"
-OFF = "off"  # preemption of servers without the field
-LOOK_S = 1.0  # time between two readings of the counters
+FEATURES = ("preemption", "checkpoint", "batching")  # parts of a server's report that say what it can do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,31 +73,28 @@ class Deployment:
         self._client = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=60.0, trust_env=False, transport=transport
         )
-        self._preempts: bool | None = None  # True if the server can preempt; None if not asked yet
-        self._checkpoints = False  # True if it can checkpoint
+        self._can: frozenset[str] | None = None  # of `FEATURES`; None if not asked yet
+        self.terms: dict[str, Mapping[str, float]] = {}  # of HyGen's policies, by name
 
     async def follow(self, name: str, slo: LatencyLimits | None = None, *, preemption: str = OFF) -> Counters:
         """Switch the scheduler to this policy, with this SLO or the one it has; returns its counters.
 
-        A policy may name its preemption (`conserve/just-enough`); otherwise `preemption` applies. KV is
-        checkpointed for ConServe's own alone, and not for `conserve/recompute`. Raises `EndpointUnusable` if the
-        server cannot do what the name says.
+        A policy may name its preemption (`conserve/just-enough`) or the mechanisms that it goes without
+        (`conserve/-checkpoints`); otherwise `preemption` applies. KV is checkpointed for ConServe's own alone.
+        Raises `EndpointUnusable` if the server cannot do what the name says.
         """
-        policy, _, own = name.partition("/")
-        checkpoint = policy == CONSERVE and own != RECOMPUTE
-        own = own.replace(RECOMPUTE, "")
-        wanted: dict[str, Any] = {"policy": policy}
-        if slo is not None:
-            wanted["slo"] = {"ttft_ms": slo.ttft_ms, "tbt_ms": slo.tbt_ms}
-        if self._preempts is None:
+        regime = regime_of(name)
+        if self._can is None:
             await self.regime()
-        if self._preempts:
-            wanted["preemption"] = own or preemption
-        if self._checkpoints:
-            wanted["checkpoint"] = "on" if checkpoint else OFF
-        said = await self._ask("POST", json=wanted)
+        can = self._can or frozenset()
+        body = wanted(regime, preemption, *(feature in can for feature in FEATURES))
+        if slo is not None:
+            body["slo"] = {"ttft_ms": slo.ttft_ms, "tbt_ms": slo.tbt_ms}
+        if regime.policy in HYGENS:
+            body["hygen"] = dict(self.terms.get(name, {}))
+        said = await self._ask("POST", json=body)
         section = said.get("preemption", {"policy": OFF, "why_off": "it is too old"})
-        if own and section["policy"] != own:
+        if regime.preemption not in (None, section["policy"]):
             raise EndpointUnusable(
                 f"{self._client.base_url} cannot run {name}: its preemption is {section['policy']} "
                 f"({section['why_off']})"
@@ -104,11 +104,11 @@ class Deployment:
     async def regime(self) -> dict[str, Any]:
         """Current policy, preemption, checkpoints and SLO."""
         said = await self._ask("GET")
-        self._preempts, self._checkpoints = "preemption" in said, "checkpoint" in said
+        self._can = frozenset(feature for feature in FEATURES if feature in said)
         found = {"policy": said["policy"], "slo": said["slo"]}
-        if self._preempts:
+        if "preemption" in said:
             found["preemption"] = said["preemption"]["policy"]
-        if self._checkpoints:
+        if "checkpoint" in said:
             found["checkpoint"] = OFF if said["checkpoint"]["policy"] == OFF else "on"
         return found
 
@@ -147,15 +147,28 @@ class Deployment:
         except (KeyError, TypeError, ValueError):  # an older server, or a newer one with another model
             return None
 
+    async def hygen_model(self) -> HyGenModel | None:
+        """HyGen's latency predictor on this engine; None if the server does not tell it."""
+        try:
+            return HyGenModel((await self._ask("GET"))["hygen"]["coefficients"])
+        except (KeyError, TypeError, ValueError):  # an older server, or one that has learned none
+            return None
+
     async def watch(self, start_at: float) -> list[tuple[float, Counters]]:
         """Read the counters until cancelled; returns them with their times in s since `start_at`."""
-        loop, seen = asyncio.get_running_loop(), []
-        try:
-            while True:
-                seen.append((loop.time() - start_at, await self.counters()))
-                await asyncio.sleep(LOOK_S)
-        except asyncio.CancelledError:
-            return seen
+        return await readings(self.counters, start_at)
+
+    def counted(
+        self,
+        first: Counters,
+        last: Counters,
+        seen: Sequence[tuple[float, Counters]],
+        answers: Sequence[Answer],
+        duration_s: float,
+    ) -> dict[str, Any]:
+        """Counts of a block, by the names of `Block`."""
+        series = tuple((at, counts.offline_tokens - first.offline_tokens) for at, counts in seen)
+        return {**last.since(first), "offline_series": series}
 
     async def model(self) -> str:
         """Name of the served model."""
@@ -185,3 +198,17 @@ class Deployment:
         )
         why = f"{answer.url} answered {answer.status_code}: {answer.text[:200]}"
         raise EndpointUnusable(why + (hint if answer.status_code in (403, 404) else ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneServer:
+    """The field of a comparison on one server, which has its turn all the time."""
+
+    deployment: Deployment
+    target: Target
+    preemption: str  # of policies that do not name theirs
+
+    async def turn(self, policy: str, slo: LatencyLimits | None) -> Turn:
+        """Switch the server to this policy."""
+        await self.deployment.follow(policy, slo, preemption=self.preemption)
+        return Turn(self.deployment, self.target)

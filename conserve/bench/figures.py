@@ -15,7 +15,7 @@ WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000.0, 70.0, 16.0, 28.0, 44.0
 GAP = 40.0  # pixels between panels, with the lower one's heading
 BINS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600)
 MOST_BINS = 600
-SPARE = 6  # colours of the page beyond those of the policies
+SPARE = 8  # colours of the page beyond those of the policies
 LETTER = 7.5  # width of a letter in pixels, about
 
 

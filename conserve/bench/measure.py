@@ -11,10 +11,9 @@ import numpy as np
 
 from conserve.bench.answers import Answer, Floats, Status, tbts_ms, ttfts_ms
 from conserve.bench.harm import Harm, harm
+from conserve.bench.names import ALL, PRIORITY, SARATHI_P, alone_of, most_of
 
-ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY = "online-only", "non-preemptive", "priority"
-CONSERVE = "conserve"
-ORDER = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY)
+ORDER = (*ALL, PRIORITY)
 SCALES = (1.0, 1.25, 1.5, 2.0)
 LATE_MS = 5.0  # a request sent later than this was held up by the generator
 
@@ -120,7 +119,9 @@ class Evicted:
 class Ratios:
     """Ratios of one policy to others; None if the other was not measured."""
 
+    ttft_p50_to_online_only: float | None
     ttft_p99_to_online_only: float | None
+    tbt_p50_to_online_only: float | None
     tbt_p99_to_online_only: float | None
     offline_tokens_to_non_preemptive: float | None
     offline_work_to_non_preemptive: float | None
@@ -184,7 +185,8 @@ def compare(blocks: Sequence[Block], *, reference: LatencyLimits | None = None, 
     named = by_policy(blocks)
     reference = reference or online_only_p99s(named)
     policies = {name: outcome(of, reference) for name, of in named.items()}
-    without = [block.answers for block in named.get(ONLINE_ONLY, [])]
+    alone = alone_of([*named])
+    without = [block.answers for block in named.get(alone or "", [])]
     return Comparison(
         reference=reference,
         policies=policies,
@@ -192,7 +194,7 @@ def compare(blocks: Sequence[Block], *, reference: LatencyLimits | None = None, 
         harm={
             name: harm([block.answers for block in of], without, seed=seed)
             for name, of in named.items()
-            if without and name != ONLINE_ONLY
+            if without and name != alone
         },
     )
 
@@ -224,7 +226,7 @@ def outcome(blocks: Sequence[Block], reference: LatencyLimits | None) -> PolicyO
         tbt_ms=percentiles(tbts_ms(answers)),
         offline_tokens_per_s=sum(block.offline_tokens for block in blocks) / duration_s,
         offline_work_per_s=sum(block.offline_work for block in blocks) / duration_s,
-        online_tokens_per_s=sum(answer.tokens for answer in answers) / duration_s,
+        online_tokens_per_s=sum(map(tokens_within, blocks)) / duration_s,
         attainment=attainments(answers, reference),
         engine_busy=sum(block.busy_s for block in blocks) / duration_s,
         overruns=overruns(blocks),
@@ -233,6 +235,11 @@ def outcome(blocks: Sequence[Block], reference: LatencyLimits | None) -> PolicyO
         late=lateness(answers),
         spread=spreads(blocks),
     )
+
+
+def tokens_within(block: Block) -> int:
+    """Tokens of live answers that came while the block's time ran; answers may go on after it."""
+    return sum(at <= block.duration_s for answer in block.answers for at in answer.token_at_s)
 
 
 def percentiles(values_ms: Floats) -> Percentiles | None:
@@ -315,29 +322,37 @@ def _spread(values: Sequence[float]) -> Spread | None:
 
 def online_only_p99s(named: Mapping[str, Sequence[Block]]) -> LatencyLimits | None:
     """P99s of online-only, the reference that the comparison measures itself."""
-    answers = [answer for block in named.get(ONLINE_ONLY, ()) for answer in block.answers]
+    answers = [answer for block in named.get(alone_of([*named]) or "", ()) for answer in block.answers]
     ttft, tbt = percentiles(ttfts_ms(answers)), percentiles(tbts_ms(answers))
     return LatencyLimits(ttft.p99, tbt.p99) if ttft and tbt else None
 
 
 def ratios(name: str, policies: Mapping[str, PolicyOutcome]) -> Ratios:
     """Ratios of this policy to the ones that the papers compare with."""
-    this = policies[name]
-    alone, unbounded, priority = (policies.get(other) for other in (ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY))
+    this, names = policies[name], [*policies]
+    prioritised = next((other for other in (SARATHI_P, PRIORITY) if other in policies), None)
+    yardsticks = (alone_of(names), most_of(names), prioritised)
+    alone, most, priority = (policies.get(other or "") for other in yardsticks)
     return Ratios(
+        ttft_p50_to_online_only=_ratio(_p50(this.ttft_ms), _p50(alone.ttft_ms) if alone else None),
         ttft_p99_to_online_only=_ratio(_p99(this.ttft_ms), _p99(alone.ttft_ms) if alone else None),
+        tbt_p50_to_online_only=_ratio(_p50(this.tbt_ms), _p50(alone.tbt_ms) if alone else None),
         tbt_p99_to_online_only=_ratio(_p99(this.tbt_ms), _p99(alone.tbt_ms) if alone else None),
         offline_tokens_to_non_preemptive=_ratio(
-            this.offline_tokens_per_s, unbounded.offline_tokens_per_s if unbounded else None
+            this.offline_tokens_per_s, most.offline_tokens_per_s if most else None
         ),
         offline_work_to_non_preemptive=_ratio(
-            this.offline_work_per_s, unbounded.offline_work_per_s if unbounded else None
+            this.offline_work_per_s, most.offline_work_per_s if most else None
         ),
         offline_work_to_priority=_ratio(
             this.offline_work_per_s, priority.offline_work_per_s if priority else None
         ),
         ttft_p99_priority_over_this=_ratio(_p99(priority.ttft_ms) if priority else None, _p99(this.ttft_ms)),
     )
+
+
+def _p50(latencies: Percentiles | None) -> float | None:
+    return latencies.p50 if latencies else None
 
 
 def _p99(latencies: Percentiles | None) -> float | None:

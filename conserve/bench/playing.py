@@ -1,18 +1,22 @@
-"""A comparison on one server: the load is sized to the engine, then every policy plays it in turn."""
+"""A comparison: the load is sized to the engine, the baselines are tuned, then policies take turns."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from conserve.bench.compare import Design, alternate
-from conserve.bench.deployment import Deployment
+from conserve.bench.deployment import Deployment, OneServer
+from conserve.bench.field import Field
 from conserve.bench.forecast import Engine
 from conserve.bench.load import Target
-from conserve.bench.measure import CONSERVE, Block
+from conserve.bench.measure import Block
+from conserve.bench.names import CONSERVE, SARATHI_P
 from conserve.bench.presets import Preset
+from conserve.bench.profiler import DEFAULT, Promise
 from conserve.bench.sizing import Offered, Sized, judge, size
+from conserve.bench.tuning import Workload, token_budget, tuned_hygen
 from conserve.config import Settings
 from conserve.errors import EndpointUnusable
 
@@ -20,6 +24,8 @@ VOCABULARY = (100, 20_000)  # token ids of prompts
 RESTORE_S = 5.0  # time-out for giving a server its policy back
 
 Say = Callable[[str], None]
+Prepare = Callable[[Sized, Engine | None, int | None], Awaitable[Field]]
+"""Makes the field for a comparison of this size; the last is the token budget of `sarathi-p`, if that is tuned."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +37,17 @@ class Measurement:
     sized: Sized | None = None  # None before the engine's speed was asked for
     engine: Engine | None = None  # None if the server does not tell its latency model
     model: str = ""  # the server's name for it
+    tuned: list[str] = field(default_factory=list)  # sentences on the baselines' parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the user allows and asks for."""
+
+    overload: bool = False  # play also what online-only alone cannot keep up with
+    promised: Sequence[Promise] = DEFAULT  # latencies that the tuned baselines keep
+    profiler: Literal["forecast", "engine"] = "forecast"  # where their test runs are
+    say: Say
 
 
 async def on_server(
@@ -39,54 +56,79 @@ async def on_server(
     preset: Preset,
     design: Design,
     measurement: Measurement,
-    *,
-    overload: bool,
-    say: Say,
+    wishes: Wishes,
 ) -> None:
     """Compare on a server that runs already, and restore its policy, preemption and SLO."""
     endpoint = endpoint.rstrip("/").removesuffix("/v1")
     deployment = Deployment(endpoint, api_key=settings.harvest_key or settings.api_key)
+
+    async def prepare(sized: Sized, engine: Engine | None, tokens: int | None) -> Field:
+        target = Target(
+            base_url=endpoint, model=measurement.model, api_key=settings.api_key, vocab_range=VOCABULARY
+        )
+        return OneServer(deployment=deployment, target=target, preemption=design.preemption)
+
     try:
         before = await deployment.regime()
         try:
-            await measure(
-                deployment, endpoint, settings, preset, design, measurement, overload=overload, say=say
-            )
+            await measure(deployment, prepare, preset, design, measurement, wishes)
         finally:
             if measurement.sized is not None:  # otherwise nothing was changed
-                await give_back(deployment, before, endpoint, say)
+                await give_back(deployment, before, endpoint, wishes.say)
     finally:
         await deployment.close()
 
 
 async def measure(
     deployment: Deployment,
-    endpoint: str,
-    settings: Settings,
+    prepare: Prepare,
     preset: Preset,
     design: Design,
     measurement: Measurement,
-    *,
-    overload: bool,
-    say: Say,
+    wishes: Wishes,
 ) -> None:
     """Size the load, play it under each policy, and add the blocks to `measurement` as they end.
 
-    Raises `Overloaded` if online-only alone cannot keep up, unless `overload` allows that.
+    Raises `Overloaded` if online-only alone cannot keep up, unless `wishes` allow that.
     """
     offered, engine = measurement.offered, await deployment.engine()
     if CONSERVE in design.policies and (why := await deployment.why_not_preempted()):
-        say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")
+        wishes.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")
     measurement.model = await deployment.model()
-    target = Target(
-        base_url=endpoint, model=measurement.model, api_key=settings.api_key, vocab_range=VOCABULARY
-    )
-    sized = size(offered, preset, design, engine, overload=overload)
+    sized = size(offered, preset, design, engine, overload=wishes.overload)
     measurement.sized, measurement.engine = sized, engine
-    say(sized.sentence())
-    judged = None if overload else partial(judge, sized=sized, offered=offered, engine=engine)
-    async for block in alternate(deployment, target, sized.source, sized.design, say=say, judged=judged):
+    wishes.say(sized.sentence())
+    play = await ready(deployment, prepare, preset, measurement, wishes)
+    judged = None if wishes.overload else partial(judge, sized=sized, offered=offered, engine=engine)
+    async for block in alternate(play, sized.source, sized.design, say=wishes.say, judged=judged):
         measurement.blocks.append(block)
+
+
+async def ready(
+    deployment: Deployment, prepare: Prepare, preset: Preset, measurement: Measurement, wishes: Wishes
+) -> Field:
+    """The field with the baselines tuned to the load; each tuned parameter is said."""
+    sized, engine, tokens = measurement.sized, measurement.engine, None
+    assert sized is not None
+
+    def told(sentence: str) -> None:
+        measurement.tuned.append(sentence)
+        wishes.say(sentence)
+
+    if engine is None:
+        return await prepare(sized, None, None)
+    workload = Workload.of(sized, preset, engine, sized.design.seed)
+    if SARATHI_P in sized.design.policies:
+        budget = await asyncio.to_thread(token_budget, workload, wishes.promised)
+        told(budget.sentence())
+        tokens = budget.tokens
+    playing = await prepare(sized, engine, tokens)
+    measures = wishes.profiler == "engine"
+    for sentence in await tuned_hygen(
+        playing, deployment, workload, sized, wishes.promised, measures=measures
+    ):
+        told(sentence)
+    return playing
 
 
 async def give_back(deployment: Deployment, regime: dict[str, Any], endpoint: str, say: Say) -> None:

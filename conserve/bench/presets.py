@@ -28,6 +28,7 @@ class Preset:
     offline_rows: int = 20_000
     offline_lengths: tuple[int, int] | None = None  # tokens of prompt and answer, instead of those of papers
     offline_window: int | None = None
+    resident: bool = False  # the servers of a comparison stay in memory while another one has its turn
 
     def arrivals(self, trace: Trace, seed: int) -> Trace:
         """Compress the whole trace into a block of `block_s`, thin it and shorten its requests."""
@@ -78,5 +79,6 @@ CPU = Preset(
     offline_longest=1024,
     offline_rows=4000,
     offline_window=160,
+    resident=True,  # 3 GB a server with the demo model
 )
 PRESETS = {"cpu": CPU, "full": FULL}

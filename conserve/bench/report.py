@@ -7,25 +7,18 @@ from typing import NamedTuple
 from conserve.bench import verdict
 from conserve.bench.figures import SPARE, colours, timeline
 from conserve.bench.harm import Change, Harm, Interval
-from conserve.bench.measure import (
-    LATE_MS,
-    NON_PREEMPTIVE,
-    ONLINE_ONLY,
-    ORDER,
-    SCALES,
-    Block,
-    Comparison,
-    LatencyLimits,
-    PolicyOutcome,
-)
+from conserve.bench.measure import LATE_MS, ORDER, SCALES, Block, Comparison, LatencyLimits, PolicyOutcome
+from conserve.bench.names import alone_of, most_of
 from conserve.bench.svg import figure
 
 HEADER = (
     *("policy", "requests", "failed", "TTFT P50", "TTFT P99", "TTFT max", "TBT P50", "TBT P99", "offline/s"),
     *(
         "work/s",
-        "TTFT ratio",
-        "TBT ratio",
+        "TTFT P50 ratio",
+        "TTFT P99 ratio",
+        "TBT P50 ratio",
+        "TBT P99 ratio",
         "offline ratio",
         "iterations left",
         "wasted",
@@ -35,18 +28,19 @@ HEADER = (
     ),
 )
 NOTHING = verdict.NOTHING
-CLIENTS = HEADER[1:8] + HEADER[10:12]
-QUEUE = HEADER[8:10] + HEADER[12:]
+CLIENTS = HEADER[1:2] + HEADER[3:8] + HEADER[10:14]
+QUEUE = HEADER[8:10] + HEADER[14:] + HEADER[2:3]
 CLIENTS_NOTE = (
     "Online requests and their latencies in milliseconds: time to first token (TTFT), time between tokens (TBT). "
-    "Ratios: P99s to those of online-only."
+    "Ratios: P50s and P99s to those of online-only."
 )
 QUEUE_NOTE = (
     "Offline tokens per second; work: the same with decode steps counted as so many tokens of prompts as they "
     "cost, to compare policies whose rows are at different stages. Offline ratio: tokens to those of "
     "non-preemptive. Iterations left: those that offline rows left for a live request; wasted: tokens computed for "
     "those rows by then, as a share of offline tokens. Restored and recomputed: tokens of evicted rows. "
-    "Overruns: share of planned iterations that took longer than their limit."
+    "Overruns: share of planned iterations that took longer than their limit. "
+    "Failed: online requests without a whole answer."
 )
 ATTAINMENT_NOTE = (
     "Share of requests whose TTFT, and of token gaps, that stay within the reference times the scale (the smaller "
@@ -70,9 +64,9 @@ def table_rows(comparison: Comparison) -> Table:
     """Table with a row per policy: latencies in ms, tokens per second, and ratios.
 
     Work is the offline tokens weighted by their cost: a decode step counts as the prompt tokens it is worth. The
-    ratios are those of the P99s to online-only's and of the tokens to non-preemptive's; wasted is the share
-    of offline tokens that was computed for rows that then left the iteration; restored and recomputed are tokens
-    of evicted rows.
+    ratios are those of the P50s and P99s to online-only's, and of the tokens to non-preemptive's. Wasted is the
+    share of offline tokens that was computed for rows that then left the iteration. Restored and recomputed are
+    tokens of evicted rows.
     """
     rows = []
     for name, outcome in comparison.policies.items():
@@ -85,7 +79,9 @@ def table_rows(comparison: Comparison) -> Table:
                 *_latencies(outcome),
                 figure(outcome.offline_tokens_per_s),
                 figure(outcome.offline_work_per_s),
+                _cell(ratios.ttft_p50_to_online_only),
                 _cell(ratios.ttft_p99_to_online_only),
+                _cell(ratios.tbt_p50_to_online_only),
                 _cell(ratios.tbt_p99_to_online_only),
                 _cell(ratios.offline_tokens_to_non_preemptive),
                 f"{outcome.left.iterations:,}",
@@ -171,11 +167,11 @@ def page(
 def _chart_note(comparison: Comparison) -> str:
     """Key to the chart, for the references that were measured."""
     said = ["In each column the longest bar is the largest figure."]
-    if ONLINE_ONLY in comparison.policies:
-        said.append(f"The dashed line is {ONLINE_ONLY}, the same requests with no offline rows;")
+    if (alone := alone_of([*comparison.policies])) is not None:
+        said.append(f"The dashed line is {alone}, the same requests with no offline rows;")
         said.append("the ratios of latencies are to it.")
-    if NON_PREEMPTIVE in comparison.policies:
-        said.append(f"The queue's percentages are of {NON_PREEMPTIVE}, which never makes rows wait.")
+    if (most := most_of([*comparison.policies])) is not None:
+        said.append(f"The queue's percentages are of {most}, which never makes rows wait.")
     return " ".join(said)
 
 

@@ -12,7 +12,16 @@ from typing import NamedTuple
 
 from conserve.bench.compare import LEAD_S, Design, Source
 from conserve.bench.forecast import BlockForecast, Engine, p99s_ms, play
-from conserve.bench.measure import NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY, Block
+from conserve.bench.measure import Block
+from conserve.bench.names import (
+    NON_PREEMPTIVE,
+    NON_PREEMPTIVE_PLANNED,
+    ONLINE_ONLY,
+    ONLINE_ONLY_PLANNED,
+    PRIORITY,
+    SARATHI_P,
+    SARATHI_PP,
+)
 from conserve.bench.presets import Preset
 from conserve.errors import InputError, Overloaded
 
@@ -27,6 +36,14 @@ MEAN_BLOCK_S = 90.0  # including its answers: four policies and two rounds take 
 LONGEST_S = 720.0  # of a comparison without given rounds
 STEPS = 16  # of a bisection: a rate to three digits
 DOUBLINGS = 24
+ALONE = (ONLINE_ONLY, ONLINE_ONLY_PLANNED)
+UNBOUNDED = (
+    NON_PREEMPTIVE,
+    NON_PREEMPTIVE_PLANNED,
+    SARATHI_P,
+    PRIORITY,
+    SARATHI_PP,
+)  # no SLO shortens iterations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +57,9 @@ class Offered:
     sizable: bool = False  # True if the preset may set the rate
     given: frozenset[str] = frozenset()  # of rate, lengths, block_s and rounds: the ones that sizing keeps
     lengths: float = 1.0  # of prompts and answers, times the preset's
+    trace_s: float | None = (
+        None  # duration of a trace that every block plays whole; None if it is not compressed
+    )
 
 
 class Load(NamedTuple):
@@ -72,6 +92,7 @@ class Sized:
     chosen: bool  # True if the machine's speed decided
     forecasts: Sequence[BlockForecast]  # one a round; none if the engine's speed is unknown
     takes_s: float = 0.0
+    trace_s: float | None = None  # as in `Offered`
 
     @property
     def load(self) -> Load:
@@ -87,10 +108,19 @@ class Sized:
             words.append(f"--block-s {self.design.block_s:g} --rounds {self.design.rounds}")
         return " ".join(words)
 
+    def _compressed(self) -> str:
+        """Words for how much faster than recorded a trace is played."""
+        if self.trace_s is None:
+            return ""
+        times = self.trace_s / self.design.block_s
+        return f" that play the trace's {self.trace_s:.0f} s {times:.3g} times as fast as recorded"
+
     def sentence(self) -> str:
         """Line on the arrivals and the load expected of them."""
         design, how = self.design, "set by the machine's speed" if self.chosen else "as asked"
-        blocks = f"{design.rounds} x {len(design.policies)} blocks of {design.block_s:g} s"
+        blocks = (
+            f"{design.rounds} x {len(design.policies)} blocks of {design.block_s:g} s{self._compressed()}"
+        )
         if not self.forecasts:
             return f"{self.rate:.3g} requests/s, {blocks}; the server tells no latency model to foretell the load"
         requests = [one for forecast in self.forecasts for one in forecast.requests]
@@ -120,6 +150,7 @@ def size(
         lengths=offered.lengths,
         chosen=False,
         forecasts=(),
+        trace_s=offered.trace_s,
     )
     if engine is None:
         return as_named
@@ -200,6 +231,7 @@ def _at_lengths(offered: Offered, preset: Preset, design: Design, engine: Engine
         lengths=lengths,
         chosen=True,
         forecasts=(),
+        trace_s=offered.trace_s,
     )
     return _with_forecasts(found, engine)
 
@@ -269,8 +301,7 @@ def _takes_s(design: Design, forecasts: Sequence[BlockForecast], engine: Engine)
     tbt_s = (design.slo.tbt_ms if design.slo else p99s_ms(forecasts)[1]) / 1e3
     longest = max((one.output_tokens for forecast in forecasts for one in forecast.requests), default=0)
     alone_s = max(0.0, _mean([forecast.ended_s for forecast in forecasts]) - design.block_s)
-    tails_s = {ONLINE_ONLY: alone_s, NON_PREEMPTIVE: longest * engine.full_s()}
-    tails_s[PRIORITY] = tails_s[NON_PREEMPTIVE]
+    tails_s = dict.fromkeys(ALONE, alone_s) | dict.fromkeys(UNBOUNDED, longest * engine.full_s())
     each_s = [tails_s.get(policy, max(alone_s, longest * tbt_s)) for policy in design.policies]
     return design.rounds * sum(LEAD_S + design.settle_s + design.block_s + tail_s for tail_s in each_s)
 

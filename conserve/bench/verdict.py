@@ -1,10 +1,11 @@
 """The answer of a comparison, latency of clients and tokens of the queue, as one sentence and one chart."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from conserve.bench.harm import Change
-from conserve.bench.measure import NON_PREEMPTIVE, ONLINE_ONLY, Comparison, PolicyOutcome
+from conserve.bench.measure import Comparison, Percentiles, PolicyOutcome
+from conserve.bench.names import alone_of, most_of, runs_offline
 from conserve.bench.svg import figure
 
 NOTHING = "-"
@@ -16,6 +17,7 @@ class Bar(NamedTuple):
     length: float  # share of the column's longest
     value: str
     ratio: str  # to the policy that the column compares with; empty for that policy itself
+    middle: str = ""  # the P50 beside it, where the figure is a P99
 
 
 class Column(NamedTuple):
@@ -36,9 +38,9 @@ class Chart(NamedTuple):
 
 def sentence(comparison: Comparison) -> str:
     """Sentence with the answer for the first policy that runs offline rows."""
-    lead = next((name for name in comparison.policies if name != ONLINE_ONLY), None)
+    lead = next((name for name in comparison.policies if runs_offline(name)), None)
     if lead is None:
-        alone = comparison.policies[ONLINE_ONLY]
+        alone = next(iter(comparison.policies.values()))
         return f"With no offline rows {_clients(alone, None, None)}; no other policy was measured."
     outcome, harm = comparison.policies[lead], comparison.harm.get(lead)
     changes = (harm.ttft_p99, harm.tbt_p99) if harm else (None, None)
@@ -47,23 +49,22 @@ def sentence(comparison: Comparison) -> str:
 
 def chart(comparison: Comparison) -> Chart:
     """Chart of clients' latencies and the queue's tokens, a bar for each policy."""
-    outcomes, ratios = comparison.policies.values(), comparison.ratios.values()
-    mark = [*comparison.policies].index(ONLINE_ONLY) if ONLINE_ONLY in comparison.policies else None
+    outcomes, ratios = list(comparison.policies.values()), list(comparison.ratios.values())
+    alone = alone_of([*comparison.policies])
+    mark = [*comparison.policies].index(alone) if alone is not None else None
     return Chart(
         [*comparison.policies],
         [
-            _column(
+            _latency(
                 "Clients: first token",
-                "P99, ms",
-                [one.ttft_ms.p99 if one.ttft_ms else None for one in outcomes],
-                [_times(one.ttft_p99_to_online_only) for one in ratios],
+                [one.ttft_ms for one in outcomes],
+                [(one.ttft_p99_to_online_only, one.ttft_p50_to_online_only) for one in ratios],
                 mark,
             ),
-            _column(
+            _latency(
                 "Clients: next tokens",
-                "P99, ms",
-                [one.tbt_ms.p99 if one.tbt_ms else None for one in outcomes],
-                [_times(one.tbt_p99_to_online_only) for one in ratios],
+                [one.tbt_ms for one in outcomes],
+                [(one.tbt_p99_to_online_only, one.tbt_p50_to_online_only) for one in ratios],
                 mark,
             ),
             _column(
@@ -75,6 +76,23 @@ def chart(comparison: Comparison) -> Chart:
             ),
         ],
     )
+
+
+def _latency(
+    heading: str,
+    latencies: Sequence[Percentiles | None],
+    ratios: Sequence[tuple[float | None, float | None]],
+    mark: int | None,
+) -> Column:
+    """Column of P99s, the P50s in words beside them."""
+    values = [one.p99 if one else None for one in latencies]
+    column = _column(heading, "P99, ms", values, [_times(p99) for p99, _ in ratios], mark)
+    middles = [
+        f"P50 {figure(one.p50)} ms {_times(p50)}".rstrip() if one else ""
+        for one, (_, p50) in zip(latencies, ratios, strict=True)
+    ]
+    bars = [bar._replace(middle=middle) for bar, middle in zip(column.bars, middles, strict=True)]
+    return column._replace(bars=bars)
 
 
 def _column(
@@ -115,10 +133,8 @@ def _queue(comparison: Comparison, policy: str) -> str:
     tokens_per_s = comparison.policies[policy].offline_tokens_per_s
     if not tokens_per_s:
         return "nothing"
-    share = comparison.ratios[policy].offline_tokens_to_non_preemptive
-    of = (
-        "" if share is None or policy == NON_PREEMPTIVE else f", {share:.0%} of what {NON_PREEMPTIVE} gave it"
-    )
+    share, most = comparison.ratios[policy].offline_tokens_to_non_preemptive, most_of([*comparison.policies])
+    of = "" if share is None or policy == most else f", {share:.0%} of what {most} gave it"
     return f"{figure(tokens_per_s)} tokens/s{of}"
 
 

@@ -12,21 +12,23 @@ from typing import Annotated, Any
 import typer
 
 from conserve.api.running import engine_flags
+from conserve.bench.names import MECHANISMS
 from conserve.cli import output
-from conserve.cli.bench_flags import RECOMPUTE, limits, make_design, resized, section, which
+from conserve.cli.bench_flags import known_profiler, limits, make_design, promised, resized
+from conserve.cli.bench_names import KNOWN, VARIANTS, is_ours, section, which
 from conserve.cli.bench_report import conclude
-from conserve.cli.bench_server import enqueue_rows, on_own_server
+from conserve.cli.bench_server import Plan, make_rows, on_own_server
 from conserve.cli.context import Context
 from conserve.cli.serve_flags import checkpointing
 from conserve.engine.policy.checkpointing import ADAPTIVE
-from conserve.engine.policy.policies import CONSERVE, SERVING
-from conserve.engine.policy.preemption import LEAVE_RULES, OFF
+from conserve.engine.policy.policies import CONSERVE
 from conserve.errors import ConserveError, SettingsError, UsageError
 
 EXAMPLE = """
 conserve bench --trace azure_code_2023_10min_bursty.parquet --policies all --preset cpu
 conserve bench --trace azure_conv_2023_10min --policies conserve,online-only --rate 4
 conserve bench --gamma 1,1,512,64 --policies online-only,conserve,conserve/all-offline,conserve/off
+conserve bench --gamma 1,1,512,64 --arms scheduler,preemption,checkpoints
 conserve bench --gamma 2,0.5,4096,256 --endpoint http://localhost:8000
 """
 
@@ -53,12 +55,33 @@ def bench(
         ),
     ] = None,
     policies: Annotated[
+        str | None,
+        typer.Option(
+            help=f"all, or some of {', '.join(KNOWN)}, or {CONSERVE}/NAME: {', '.join(VARIANTS)}; by default the "
+            "first four."
+        ),
+    ] = None,
+    arms: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MECHANISM,...",
+            help=f"Also {CONSERVE} with every subset of these off: {', '.join(MECHANISMS)}.",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LATENCY=SHARE,...",
+            help="What the tuned baselines keep: mean or p99 of ttft or tbt, such as mean-tbt=10%; by default both "
+            "P99s, by 5% or as --slo-scale allows.",
+        ),
+    ] = None,
+    profiler: Annotated[
         str,
         typer.Option(
-            help=f"all, or some of {', '.join(SERVING)}; {CONSERVE}/NAME names its preemption: "
-            f"{', '.join((*LEAVE_RULES, OFF))}; {CONSERVE}/{RECOMPUTE} goes without KV checkpoints."
+            help="Where HyGen's profiler has its test runs: forecast (seconds) or engine (minutes)."
         ),
-    ] = "all",
+    ] = "forecast",
     preemption: Annotated[
         bool, typer.Option(help="Let offline rows leave an iteration when a live request arrives.")
     ] = True,
@@ -108,7 +131,7 @@ def bench(
 ) -> None:
     """Play live traffic under each policy in turn, on one engine that also has offline rows to run."""
     from conserve.bench.arrivals import arrivals
-    from conserve.bench.playing import Measurement, on_server
+    from conserve.bench.playing import Measurement, Wishes, on_server
     from conserve.bench.presets import PRESETS
 
     words = model or []
@@ -130,21 +153,30 @@ def bench(
     given = {"rounds": rounds, "block_s": block_s}
     offered = arrivals(chosen, trace, gamma, on_off, rate, speed, times, seed, given=given)
     measurement = Measurement(offered=offered)
-    names, failed = which(policies, preemption=preemption), None
+    names = which(policies, arms, preemption=preemption, endpoint=endpoint is not None)
+    failed: ConserveError | None = None
     design = make_design(chosen, names, limits(ttft_slo, tbt_slo), slo_scale, seed)
+    wishes = Wishes(
+        overload=overload,
+        promised=promised(tolerance, slo_scale),
+        profiler=known_profiler(profiler),
+        say=output.say,
+    )
     with interruptible():
         if endpoint is None:
             flags = [*chosen.engine_flags, *engine_flags(settings, words[1:])]
-            if CONSERVE in {name.partition("/")[0] for name in names}:
-                flags = checkpointing(flags, kv_checkpoint, None)
             own = replace(settings, home=folder.absolute() / "store", store=None)  # never the user's queue
-            enqueue_rows(own, chosen, seed)
-            engine = section(settings, names)
-            work = on_own_server(own, engine, flags, chosen, design, measurement, overload=overload)
-        else:
-            work = on_server(
-                endpoint, settings, chosen, design, measurement, overload=overload, say=output.say
+            plan = Plan(
+                settings=own,
+                section=section(settings, names),
+                flags=flags,
+                connector=checkpointing(flags, kv_checkpoint, None) if any(map(is_ours, names)) else flags,
+                preset=chosen,
+                rows=make_rows(own, chosen, seed),
             )
+            work = on_own_server(plan, design, measurement, wishes)
+        else:
+            work = on_server(endpoint, settings, chosen, design, measurement, wishes)
         try:
             asyncio.run(until_stopped(work))
         except UsageError:

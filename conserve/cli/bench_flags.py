@@ -1,22 +1,17 @@
-"""Flags of `conserve bench`, checked: policies, SLO and design of the comparison."""
+"""Flags of `conserve bench`, checked: SLO, tolerance and design of the comparison."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from conserve.cli.serve_flags import milliseconds
-from conserve.config import Settings
-from conserve.engine.policy.policies import CONSERVE, SERVING
-from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
     from conserve.bench.measure import LatencyLimits
     from conserve.bench.presets import Preset
-
-RECOMPUTE = "recompute"  # what the engine's memory loses
-VARIANTS = (*LEAVE_RULES, OFF, RECOMPUTE)
+    from conserve.bench.profiler import Promise
 
 
 def resized(preset: "Preset", rounds: int | None, block_s: float | None, offline: str | None) -> "Preset":
@@ -37,33 +32,6 @@ def lengths(text: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def which(names: str, *, preemption: bool = True) -> list[str]:
-    """Names of the policies to compare; without preemption `conserve` is `conserve/off`."""
-    chosen = list(SERVING) if names == "all" else [name.strip() for name in names.split(",")]
-    for name in chosen:
-        policy, slash, variant = name.partition("/")
-        if policy not in SERVING:
-            raise SettingsError(f"there is no policy {name!r}; give all, or some of {', '.join(SERVING)}")
-        if slash and (policy != CONSERVE or variant not in VARIANTS):
-            variants = ", ".join(f"{CONSERVE}/{known}" for known in VARIANTS)
-            raise SettingsError(f"there is no {name!r}; there are {variants}")
-    return [f"{CONSERVE}/{OFF}" if name == CONSERVE and not preemption else name for name in chosen]
-
-
-def preempts(policies: Sequence[str]) -> bool:
-    """True if the engine needs ConServe's worker and no asynchronous scheduling, as preemption does."""
-    return any(name.partition("/")[0] == CONSERVE and name != f"{CONSERVE}/{OFF}" for name in policies)
-
-
-def section(settings: Settings, policies: Sequence[str]) -> dict[str, Any]:
-    """Section `conserve` of the engine's configuration: no offline work at first, and control by each block."""
-    from conserve.bench.measure import ONLINE_ONLY
-
-    preemption = {} if preempts(policies) else {"preemption": OFF}
-    profiles = str(settings.profiles_folder)
-    return {"policy": ONLINE_ONLY, "profile": None, "profiles": profiles, "control": True, **preemption}
-
-
 def limits(ttft_slo: str | None, tbt_slo: str | None) -> "LatencyLimits | None":
     """SLO of the flags, if they give one."""
     from conserve.bench.measure import LatencyLimits
@@ -74,17 +42,35 @@ def limits(ttft_slo: str | None, tbt_slo: str | None) -> "LatencyLimits | None":
     return LatencyLimits(ttft_ms, tbt_ms) if ttft_ms is not None and tbt_ms is not None else None
 
 
+def promised(tolerance: str | None, slo_scale: float) -> "Sequence[Promise]":
+    """Latencies that the tuned baselines keep: those given, or both P99s as far as `slo_scale` goes."""
+    from conserve.bench.profiler import DEFAULT, LEAST, MOST, promises
+
+    if tolerance is not None:
+        return promises(tolerance)
+    return [one._replace(tolerance=min(MOST, max(LEAST, slo_scale - 1))) for one in DEFAULT]
+
+
+def known_profiler(name: str) -> "Literal['forecast', 'engine']":
+    """Where test runs are; raises `SettingsError`."""
+    if name == "forecast":
+        return "forecast"
+    if name == "engine":
+        return "engine"
+    raise SettingsError(f"there is no profiler {name!r}; there are forecast and engine")
+
+
 def make_design(
     preset: "Preset", policies: list[str], slo: "LatencyLimits | None", slo_scale: float, seed: int
 ) -> "Design":
     """Design of the comparison, from the flags."""
     from conserve.bench.compare import Design
-    from conserve.bench.measure import ONLINE_ONLY
+    from conserve.bench.names import ONLINE_ONLY, alone_of
     from conserve.engine.vllm.settings import PREEMPTION
 
     if slo_scale <= 0:
         raise SettingsError(f"--slo-scale {slo_scale:g} is no SLO; give a number above 0")
-    if slo is None and ONLINE_ONLY not in policies:
+    if slo is None and alone_of(policies) is None:
         raise SettingsError(
             f"without {ONLINE_ONLY} there is no SLO; add it to --policies, or give --ttft-slo and --tbt-slo"
         )

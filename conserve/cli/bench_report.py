@@ -133,4 +133,5 @@ def played(measurement: "Measurement", sized: "Sized") -> dict[str, str]:
         "set by": "the machine's speed" if sized.chosen else "the command line",
         **({"expected": sized.sentence()} if sized.forecasts else {}),
         **({"latency model": measurement.engine.description()} if measurement.engine else {}),
+        **({"tuned": "; ".join(measurement.tuned)} if measurement.tuned else {}),
     }

@@ -1,58 +1,173 @@
-"""The server that `conserve bench` starts, with rows to harvest and processes on separate cores."""
+"""The servers that `conserve bench` starts, with rows to harvest and processes on separate cores."""
 
-import asyncio
+import contextlib
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from itertools import repeat
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conserve.cli import output
+from conserve.cli.bench_place import Place
 from conserve.cli.serve import harvester_command, keyed, server_command
 from conserve.config import Settings
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
-    from conserve.bench.playing import Measurement
+    from conserve.bench.field import Turn
+    from conserve.bench.forecast import Engine
+    from conserve.bench.measure import LatencyLimits
+    from conserve.bench.playing import Measurement, Wishes
     from conserve.bench.presets import Preset
-    from conserve.engine.service import Service
+    from conserve.bench.sizing import Sized
+    from conserve.engine.service import ProcessCommand
 
-END_S = 5.0  # until processes are killed: their unsaved progress is of the benchmark's own store
+LEASE_S = 24 * 3600.0  # a harvester may be stopped for as long as others have their turns
+FILL_S = 15.0  # for the rows of a server that has begun just now to get beyond their prompts
 
 
-async def on_own_server(
-    settings: Settings,
-    section: dict[str, Any],
-    flags: list[str],
-    preset: "Preset",
-    design: "Design",
-    measurement: "Measurement",
-    *,
-    overload: bool,
-) -> None:
-    """Start a server and a harvester over the store of these settings, and compare the policies on it."""
-    from conserve.bench.deployment import Deployment
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The servers to start: settings of the user, flags of vLLM, our section of the engine's configuration."""
+
+    settings: Settings
+    section: dict[str, Any]
+    flags: Sequence[str]  # of every server
+    connector: Sequence[str]  # the same for the plug-in's, which may copy KV
+    preset: "Preset"
+    rows: Path  # file of the offline rows
+
+
+async def on_own_server(plan: Plan, design: "Design", measurement: "Measurement", wishes: "Wishes") -> None:
+    """Start the servers one by one, and compare the policies on them."""
     from conserve.bench.playing import measure
 
-    port, settings = free_port(), keyed(settings)
-    endpoint = f"http://127.0.0.1:{port}"
-    async with serving(settings, section, flags, preset, port) as service:
-        pin(service, preset)
-        deployment = Deployment(endpoint, api_key=settings.harvest_key or settings.api_key)
-        try:
-            await measure(
-                deployment,
-                endpoint,
-                settings,
-                preset,
-                design,
-                measurement,
-                overload=overload,
-                say=output.say,
-            )
-        finally:
-            await deployment.close()
+    servers = Servers(replace(plan, settings=keyed(plan.settings)), design)
+    try:
+        await servers.start()
+        await measure(servers.deployment, servers.prepare, plan.preset, design, measurement, wishes)
+    finally:
+        await servers.close()
+
+
+class Servers:
+    """The field of a comparison: the plug-in's server, and a stock one for each policy that needs it.
+
+    A server starts when it first has its turn. While another one has it, all of its processes are stopped in their
+    tracks, rows in flight included; with a preset that has no memory for several, it is ended instead.
+    """
+
+    def __init__(self, plan: Plan, design: "Design") -> None:
+        from conserve.bench.deployment import Deployment
+
+        self._plan, self._design = plan, design
+        self._port = free_port()
+        settings = plan.settings
+        self.deployment: Deployment = Deployment(
+            url_of(self._port), api_key=settings.harvest_key or settings.api_key
+        )
+        self._ordered = True
+        self._plugged = Place(
+            "the plug-in's server",
+            self._command(),
+            self._harvester(settings, self._port),
+            self.deployment,
+            url=url_of(self._port),
+            preset=plan.preset,
+        )
+        self._stock: dict[str, Place] = {}
+
+    async def start(self) -> None:
+        """Start the plug-in's server, by whose latency model everything is sized."""
+        output.say(f"starting {self._plan.settings.model}")
+        await self._plugged.begin()
+
+    async def prepare(self, sized: "Sized", engine: "Engine | None", tokens: int | None) -> "Servers":
+        """Name the stock servers of a comparison of this size; `tokens` is the token budget of `sarathi-p`."""
+        from conserve.bench.names import is_stock
+
+        for policy in filter(is_stock, sized.design.policies):
+            self._stock[policy] = self._stock_place(policy, engine, tokens)
+        return self
+
+    async def turn(self, policy: str, slo: "LatencyLimits | None") -> "Turn":
+        """Stop the other servers, and let this policy's one go on, or start."""
+        from conserve.bench.field import Turn
+        from conserve.bench.load import Target
+        from conserve.bench.names import runs_offline
+        from conserve.bench.playing import VOCABULARY
+
+        place = self._stock.get(policy, self._plugged)
+        for other in (self._plugged, *self._stock.values()):
+            if other is not place:
+                await (other.freeze() if self._plan.preset.resident else other.end())
+        if not place.started:
+            output.say(f"starting {place.name}")
+        await place.begin()
+        if place is self._plugged:
+            await self._follow(policy, slo)
+        if runs_offline(policy):
+            await place.filled(FILL_S)
+        settings = self._plan.settings
+        target = Target(
+            base_url=place.url, model=settings.model, api_key=settings.api_key, vocab_range=VOCABULARY
+        )
+        return Turn(place.server, target)
+
+    async def close(self) -> None:
+        """End all servers."""
+        for place in (*self._stock.values(), self._plugged):
+            with contextlib.suppress(Exception):  # the others have to end too
+                await place.end()
+            await place.server.close()
+
+    async def _follow(self, policy: str, slo: "LatencyLimits | None") -> None:
+        from conserve.bench.names import regime_of
+
+        ordered = regime_of(policy).ordered
+        if ordered != self._ordered:
+            self._ordered = ordered
+            order = () if ordered else ("--utility", "0")
+            await self._plugged.harvest_by(self._harvester(self._plan.settings, self._port, *order))
+        await self.deployment.follow(policy, slo, preemption=self._design.preemption)
+
+    def _command(self) -> "ProcessCommand":
+        plan, address = self._plan, address_of(self._port)
+        command = server_command(plan.settings, plan.section, [*plan.connector, *address], self._port)
+        return replace(command, environment={**command.environment, **plan.preset.environment})
+
+    def _harvester(self, settings: Settings, port: int, *more: str) -> "ProcessCommand":
+        window = self._plan.preset.offline_window
+        limit = ("--window", str(window)) if window and "--window" not in more else ()
+        words = (*limit, "--lease-s", str(LEASE_S), *more)
+        return harvester_command(settings, url_of(port), *words)
+
+    def _stock_place(self, policy: str, engine: "Engine | None", tokens: int | None) -> Place:
+        from conserve.bench.names import SARATHI_P, runs_offline
+        from conserve.bench.stock import StockServer
+
+        plan, port = self._plan, free_port()
+        flags = [*plan.flags, *address_of(port)]
+        if policy == SARATHI_P:
+            flags += ["--scheduling-policy", "priority"]
+            flags += ["--max-num-batched-tokens", str(tokens)] if tokens is not None else []
+        settings = stock_settings(plan.settings, policy)
+        harvester = None
+        if runs_offline(policy):
+            submit_rows(settings, plan.rows)
+            window = plan.preset.offline_window or 2 * (engine.max_requests if engine else 128)
+            harvester = self._harvester(settings, port, "--window", str(window), "--steady")
+        server = StockServer(
+            url_of(port), rows=rows_of(plan.preset, engine) if harvester else None, api_key=settings.api_key
+        )
+        return Place(
+            f"stock vLLM for {policy}",
+            stock_command(settings, flags, plan.preset, port),
+            harvester,
+            server,
+            url=url_of(port),
+            preset=plan.preset,
+        )
 
 
 def free_port() -> int:
@@ -63,76 +178,71 @@ def free_port() -> int:
         return number
 
 
-def enqueue_rows(settings: Settings, preset: "Preset", seed: int) -> None:
-    """Queue the offline rows in the benchmark's own store."""
-    from conserve.bench.offline import like_papers, rows, write
+def url_of(port: int) -> str:
+    """Address of a server on this machine."""
+    return f"http://127.0.0.1:{port}"
+
+
+def address_of(port: int) -> list[str]:
+    """The same, as flags of vLLM."""
+    return ["--host", "127.0.0.1", "--port", str(port)]
+
+
+def stock_settings(settings: Settings, policy: str) -> Settings:
+    """Settings of a stock server's own store. It knows one key, and its harvester sends that one."""
+    home = settings.home.with_name(f"{settings.home.name}-{policy}")
+    return replace(settings, home=home, harvest_key=settings.api_key)
+
+
+def stock_command(settings: Settings, flags: Sequence[str], preset: "Preset", port: int) -> "ProcessCommand":
+    """Command of vLLM's own server."""
+    from conserve.engine.service import ProcessCommand, python
+
+    words = (settings.model, str(settings.models_folder), *flags)
+    return ProcessCommand(
+        name="server",
+        words=python("conserve.engine.vllm.server.stock", *words),
+        environment={"VLLM_API_KEY": settings.api_key or "", **preset.environment},
+        log=settings.home / "serving" / f"{port}.log",
+    )
+
+
+def rows_of(preset: "Preset", engine: "Engine | None") -> Any:
+    """Cost of a preset's rows on this engine."""
+    from itertools import islice
+
+    from conserve.bench.offline import lengths_of
+    from conserve.bench.stock import Rows
+    from conserve.profiles.worth import Worth
+
+    lengths = list(islice(lengths_of(preset, 0), 1000))
+    answers = sum(answer for _, answer in lengths)
+    contexts = sum(answer * (prompt + answer / 2) for prompt, answer in lengths)
+    return Rows(worth=Worth.by(engine.model) if engine else Worth(), context=contexts / answers)
+
+
+def make_rows(settings: Settings, preset: "Preset", seed: int) -> Path:
+    """Write the offline rows, and queue them in the benchmark's own store; returns their file."""
+    from conserve.bench.offline import lengths_of, rows, write
     from conserve.bench.playing import VOCABULARY
+
+    settings.home.mkdir(parents=True, exist_ok=True)
+    lines = rows(lengths_of(preset, seed), vocab_range=VOCABULARY, seed=seed)
+    path = write(settings.home / "offline.jsonl", lines)
+    submit_rows(settings, path)
+    return path
+
+
+def submit_rows(settings: Settings, path: Path) -> None:
+    """Queue the rows of this file."""
     from conserve.endpoints.protocol import Url
     from conserve.jobs.requests.submit import submit
     from conserve.jobs.task import Kind, Task
     from conserve.store.database.store import Store
 
     settings.home.mkdir(parents=True, exist_ok=True)
-    factor, most = preset.offline_factor, preset.offline_longest
-    sizes = (
-        like_papers(preset.offline_rows, factor=factor, most=most, seed=seed)
-        if preset.offline_lengths is None
-        else repeat(preset.offline_lengths, preset.offline_rows)
-    )
-    path = write(settings.home / "offline.jsonl", rows(sizes, vocab_range=VOCABULARY, seed=seed))
     store = Store.open(settings)
     try:
         submit(store, str(path), Task(kind=Kind.OPENAI, url=Url.COMPLETIONS), name="offline")
     finally:
         store.close()
-
-
-@asynccontextmanager
-async def serving(
-    settings: Settings, section: dict[str, Any], flags: list[str], preset: "Preset", port: int
-) -> AsyncIterator["Service"]:
-    """Run the service during the block of the `with`; its processes are ended after it."""
-    from conserve.engine.service import Service
-
-    url = f"http://127.0.0.1:{port}"
-    server = server_command(settings, section, [*flags, "--host", "127.0.0.1", "--port", str(port)], port)
-    server = replace(server, environment={**server.environment, **preset.environment})
-    window = ["--window", str(preset.offline_window)] if preset.offline_window else []
-    harvester = harvester_command(settings, url, *window)
-    service = Service(server, harvester, url=url, say=output.say)
-    stop, ready = asyncio.Event(), asyncio.Event()
-
-    async def on_ready() -> None:
-        ready.set()
-
-    output.say(f"starting {settings.model}")
-    running = asyncio.create_task(service.run(stop, on_ready=on_ready))
-    waiting = asyncio.create_task(ready.wait())
-    try:
-        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
-        await asyncio.sleep(1.0)  # until the harvester is up
-        yield service
-    finally:
-        waiting.cancel()
-        stop.set()
-        await end(service, running)
-
-
-async def end(service: "Service", running: "asyncio.Task[None]") -> None:
-    """Wait for the stopping service, and kill its processes after `END_S`."""
-    try:
-        await asyncio.wait({running}, timeout=END_S)
-    finally:  # even after a Ctrl-C meanwhile
-        if not running.done():
-            service.kill()
-        await running
-
-
-def pin(service: "Service", preset: "Preset") -> None:
-    """Pin the engine's worker to its cores, all other processes to the rest."""
-    from conserve.bench.cores import pin_processes
-
-    if preset.engine_cores:
-        pin_processes(service.process_ids(), preset.engine_cores, preset.other_cores)

@@ -3,6 +3,8 @@
 import asyncio
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -49,6 +51,9 @@ def harvest(
         int | None,
         typer.Option(metavar="N", min=1, help="Most rows in flight; as many as it bears by default."),
     ] = None,
+    steady: Annotated[
+        bool, typer.Option("--steady", help="Keep --window rows in flight whatever the server's load.")
+    ] = False,
     lease_s: Annotated[
         float | None, typer.Option(help="Seconds of silence after which others may take our rows.")
     ] = None,
@@ -72,11 +77,14 @@ def harvest(
         raise SettingsError(
             "there is no server to harvest on; run: conserve harvest --endpoint http://localhost:8000"
         )
+    if steady and window is None:
+        raise SettingsError("--steady keeps as many rows in flight as --window says; give --window N too")
     store = open_store(settings, wait=not until_empty)
     try:
+        endpoint_of = partial(server, window=window, steady=steady)
         binding = Binding(named=model is not None, rebind=rebind)
         raise typer.Exit(
-            work(store, settings, jobs or [], window, binding, until_empty=until_empty, as_json=as_json)
+            work(store, settings, jobs or [], endpoint_of, binding, until_empty=until_empty, as_json=as_json)
         )
     finally:
         store.close()
@@ -104,7 +112,7 @@ def work(
     store: "Store",
     settings: Settings,
     jobs: list[str],
-    window: int | None,
+    endpoint_of: Callable[[Settings], "Endpoint"],
     binding: Binding,
     *,
     until_empty: bool,
@@ -123,7 +131,7 @@ def work(
         settings = binding.settled(settings, unfinished(settings, only))
     harvester = Harvester(
         store,
-        server(settings, window),
+        endpoint_of(settings),
         lease_s=settings.lease_s,
         max_attempts=settings.max_attempts,
         max_deaths=settings.max_attempts,  # live requests are in the engine too: no row is ever alone
@@ -141,7 +149,7 @@ def work(
     return code if until_empty else exits.DONE  # a harvester that follows the queue ends by a signal only
 
 
-def server(settings: Settings, window: int | None) -> "Endpoint":
+def server(settings: Settings, window: int | None, *, steady: bool = False) -> "Endpoint":
     """Endpoint of the settings, as one that live requests use too."""
     address = settings.endpoint or ""
     if not address.startswith(("http://", "https://")):
@@ -155,6 +163,7 @@ def server(settings: Settings, window: int | None) -> "Endpoint":
         model=None if settings.model == DEMO_MODEL else settings.model,
         most_rows=window,
         considerate=True,
+        steady=steady,
         limits=AnswerLimits.of(settings),
     )
 

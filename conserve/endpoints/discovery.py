@@ -47,8 +47,8 @@ class Server:
     resumes: bool = False  # True: rows continue from saved tokens
     kv_cache: KvCache = field(default_factory=KvCache)
 
-    def notice(self, base_url: str) -> str:
-        """One sentence on the server for the user."""
+    def notice(self, base_url: str, *, steady: bool = False) -> str:
+        """One sentence on the server for the user; `steady` if its load changes nothing."""
         if self.mode is Mode.COSERVING:
             behind = f"at most {self.most_rows} rows at once, behind live requests"
             key = "" if self.resumes else "; rows cut short start over, unless CONSERVE_HARVEST_KEY is set"
@@ -56,11 +56,12 @@ class Server:
         kind = "stock vLLM" if self.has_metrics else "a server"
         how = f"with priority {self.priority}" if self.priority else "without priorities"
         by = "its metrics" if self.has_metrics else "the time that probe requests take"
+        rows = f"{self.most_rows} rows at once"
+        rows = f"{rows} whatever its load" if steady else f"at most {rows}, adjusted by {by}"
         hint = " (which counts under --scheduling-policy priority)" if self.priority else ""
         return (
-            f"{base_url} is {kind} without ConServe's scheduler: harvesting {how}{hint} and at most "
-            f"{self.most_rows} rows at once, adjusted by {by}; live requests may notice, and rows cut short "
-            "start over"
+            f"{base_url} is {kind} without ConServe's scheduler: harvesting {how}{hint} and {rows}; "
+            "live requests may notice, and rows cut short start over"
         )
 
 

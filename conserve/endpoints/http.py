@@ -61,12 +61,14 @@ class HttpEndpoint:
         model: str | None = None,
         most_rows: int | None = None,
         considerate: bool = False,
+        steady: bool = False,
         limits: AnswerLimits | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.notice: str | None = None  # sentence on the server for the user, once started
         self._model, self._most_rows, self._considerate = model, most_rows, considerate
+        self._steady = steady
         self._limits = limits or AnswerLimits()
         self._memory = AnswerMemory(self._limits)
         self._server: Server | None = None
@@ -113,7 +115,7 @@ class HttpEndpoint:
 
     @property
     def capacity(self) -> int:
-        adaptive = self._considerate and self.server.mode is not Mode.COSERVING
+        adaptive = self._considerate and not self._steady and self.server.mode is not Mode.COSERVING
         return self._window.size if adaptive else self.server.most_rows
 
     async def start(self) -> None:
@@ -155,7 +157,7 @@ class HttpEndpoint:
         if self._server is None or server.most_rows != self._window.high:
             self._window = CongestionWindow(high=server.most_rows)
         self._server, self._look_again, self._answered = server, False, False
-        self.notice = server.notice(self.base_url)
+        self.notice = server.notice(self.base_url, steady=self._steady)
 
     async def _see_that_it_is_the_same(self, call: Call) -> None:
         """Ask again what the server is, after trouble or idle time; raises if the call was made for another."""

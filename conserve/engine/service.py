@@ -144,6 +144,13 @@ class Service:
         children = filter(None, (self._server, self._harvester))
         return [child.process.pid for child in children if child.process is not None]
 
+    async def harvest_by(self, command: ProcessCommand) -> None:
+        """End the harvester, which saves its progress; the one that follows is started by this command."""
+        if self._harvester is not None:
+            self._harvester.command = command
+            if self._harvester.process is not None and self._harvester.process.returncode is None:
+                self._harvester.process.terminate()
+
     def kill(self) -> None:
         """Kill all processes at once."""
         for child in filter(None, (self._harvester, self._server)):

@@ -9,7 +9,7 @@ import pytest
 from conserve.bench.arrivals import arrivals
 from conserve.bench.compare import Design
 from conserve.bench.forecast import Engine
-from conserve.bench.measure import NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
+from conserve.bench.names import NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.bench.presets import CPU
 from conserve.bench.sizing import Sized, size
 from conserve.profiles.conserve import ConServeModel

@@ -9,6 +9,7 @@ import sys
 import xml.dom.minidom
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,11 @@ from conserve.bench.deployment import Counters, Deployment
 from conserve.bench.figures import colours
 from conserve.bench.load import LoadPlan, Target, play, play_apart, prompt_ids, request_body
 from conserve.bench.measure import Block, LatencyLimits, attainment, compare, lateness
+from conserve.bench.names import MECHANISMS, regime_of
 from conserve.bench.offline import like_papers, rows
 from conserve.bench.traces import Arrival, Trace
-from conserve.cli.bench_flags import lengths, preempts, which
+from conserve.cli.bench_flags import lengths
+from conserve.cli.bench_names import preempts, which
 from conserve.cli.bench_report import facts
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.errors import ConserveError, EndpointUnusable, InputError, SettingsError
@@ -463,7 +466,9 @@ def test_policies_are_compared_with_their_references() -> None:
     assert conserve["attainment"]["1.0"] == pytest.approx({"ttft": 0.49, "tbt": 0, "attainment": 0})
     assert found["ratios"]["conserve"] == pytest.approx(
         {
+            "ttft_p50_to_online_only": 2,
             "ttft_p99_to_online_only": 2,
+            "tbt_p50_to_online_only": 2,
             "tbt_p99_to_online_only": 2,
             "offline_tokens_to_non_preemptive": 0.8,
             "offline_work_to_non_preemptive": 1.25,
@@ -596,22 +601,69 @@ VARIANTS = [f"conserve/{name}" for name in (*LEAVE_RULES, OFF)]
 
 
 def test_policies_are_named_with_their_preemption() -> None:
-    assert which("all") == ["conserve", "online-only", "non-preemptive", "priority"]
+    assert which(None) == ["conserve", "online-only", "non-preemptive", "sarathi-p"]
+    assert which("all") == [*which(None), "sarathi++", "hygen-star", "hygen"]
     assert which(" online-only, " + ",".join(VARIANTS)) == ["online-only", *VARIANTS]
     assert which("online-only,conserve,conserve/prompt", preemption=False) == [
         "online-only",
         "conserve/off",
         "conserve/prompt",
     ]
-    for wrong in ("conserve/", "conserve/now", "priority/off", "fair"):
+    for wrong in ("conserve/", "conserve/now", "priority/off", "fair", "conserve/-", "conserve/-speed"):
         with pytest.raises(SettingsError, match="there is no"):
             which(wrong)
+
+
+def test_arms_are_a_product_of_mechanisms() -> None:
+    assert which(None, "scheduler,order") == [
+        "online-only",
+        "conserve",
+        "conserve/-scheduler",
+        "conserve/-order",
+        "conserve/-scheduler-order",
+    ]
+    assert len(which("online-only", ",".join(MECHANISMS))) == 1 + 2 ** len(MECHANISMS)
+    assert which("conserve/-order,conserve", "order,order") == ["conserve/-order", "conserve"]
+    with pytest.raises(SettingsError, match="there is no mechanism 'speed'"):
+        which(None, "speed")
+
+
+def test_every_arm_changes_one_setting() -> None:
+    whole = regime_of("conserve")
+    assert (whole.policy, whole.preemption, whole.checkpoint) == ("conserve", None, True)
+    found = {name: asdict(regime_of(f"conserve/-{name}")) for name in MECHANISMS}
+    changed = {
+        name: {key: value for key, value in said.items() if value != asdict(whole)[key]}
+        for name, said in found.items()
+    }
+    assert changed == {
+        "scheduler": {"policy": "sarathi++"},
+        "preemption": {"preemption": "off"},
+        "checkpoints": {"checkpoint": False},
+        "order": {"ordered": False},
+        "batching": {"full_batches": False},
+    }
+    assert regime_of("conserve/recompute") == regime_of("conserve/-checkpoints")
+    assert regime_of("hygen").preemption == "off"
+
+
+def test_on_a_server_that_runs_stock_policies_are_the_plug_ins() -> None:
+    assert which("conserve,online-only", endpoint=True) == ["conserve", "online-only/planned"]
+    assert which(None, endpoint=True) == [
+        "conserve",
+        "online-only/planned",
+        "non-preemptive/planned",
+        "priority",
+    ]
+    with pytest.raises(SettingsError, match="leave --endpoint out"):
+        which("sarathi-p", endpoint=True)
 
 
 def test_the_engine_is_prepared_for_preemption_where_a_policy_needs_it() -> None:
     assert preempts(["online-only", "conserve"])
     assert preempts(["conserve/off", "conserve/never"])
-    assert not preempts(["online-only", "priority", "conserve/off"])
+    assert preempts(["conserve/-scheduler"])
+    assert not preempts(["online-only", "priority", "conserve/off", "conserve/-preemption", "hygen"])
 
 
 def test_facts_say_what_plain_conserve_was() -> None:
@@ -626,8 +678,8 @@ def test_variants_stand_after_their_policy_in_colours_of_their_own() -> None:
     assert names == ["conserve", *sorted(VARIANTS), "online-only", "priority", "zz"]
     shown = colours(names)
     assert len(set(shown.values())) == len(names)
-    assert (shown["conserve"], shown["online-only"], shown["priority"]) == ("p0", "p1", "p3")
-    assert colours(["conserve/off", "conserve/prompt"]) == {"conserve/off": "p0", "conserve/prompt": "p4"}
+    assert (shown["conserve"], shown["online-only"], shown["priority"]) == ("p0", "p1", "p7")
+    assert colours(["conserve/off", "conserve/prompt"]) == {"conserve/off": "p0", "conserve/prompt": "p8"}
     page = report.page(compare(blocks), blocks)
     assert len(drawings(page)) == 1
     for name, colour in shown.items():

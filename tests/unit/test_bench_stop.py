@@ -18,6 +18,7 @@ from conserve.bench import compare, presets
 from conserve.bench.answers import Answer, Status
 from conserve.bench.deployment import Deployment
 from conserve.bench.load import LoadPlan
+from conserve.bench.stock import StockServer
 from conserve.cli import bench
 from conserve.config import Settings
 from conserve.errors import ServiceFailed
@@ -28,7 +29,11 @@ T = TypeVar("T")
 
 ENDS_S = 10.0
 NEVER = 1000
-WORDS = ("bench", "--gamma", "1,1,16,4", "--policies", "all", "--rounds", "2", "--block-s", "20")
+FOUR = "conserve,online-only/planned,non-preemptive/planned,priority"
+WORDS = ("bench", "--gamma", "1,1,16,4", "--policies", FOUR, "--rounds", "2", "--block-s", "20")
+METRICS = """vllm:prompt_tokens_total{engine="0"} 1000.0
+vllm:generation_tokens_total{engine="0"} 100.0
+"""
 STATE: dict[str, Any] = {
     "policy": "online-only",
     "slo": {"ttft_ms": 9.0, "tbt_ms": None},
@@ -54,6 +59,7 @@ class World:
         self.answers = True  # whether the server does
         self.posted: list[dict[str, Any]] = []
         self.killed = False
+        self.started: list[str] = []  # modules of the servers
 
     def stop(self) -> None:
         self.came_s = asyncio.get_running_loop().time()
@@ -78,6 +84,8 @@ class World:
             await asyncio.sleep(3600.0)
         if self.blocks >= self.dies_in:
             raise httpx.ConnectError("All connection attempts failed", request=request)
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text=METRICS)
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         if request.method == "POST":
@@ -109,8 +117,9 @@ class SlowService:
     world: World
     comes_up = True
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, server: Any, *_: Any, **__: Any) -> None:
         self._killed = asyncio.Event()
+        self.world.started.append(server.words[2])
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], Awaitable[None]]) -> None:
         if self.comes_up:
@@ -141,6 +150,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Do
             monkeypatch.setattr(
                 f"conserve.bench.{module}.Deployment", partial(Deployment, transport=transport)
             )
+        monkeypatch.setattr("conserve.bench.stock.StockServer", partial(StockServer, transport=transport))
         monkeypatch.setattr("conserve.engine.service.Service", SlowService)
         monkeypatch.setattr(SlowService, "world", world, raising=False)
         monkeypatch.setattr(compare, "play_apart", world.play)
@@ -165,12 +175,15 @@ def test_a_comparison_that_is_stopped_ends_soon_with_the_blocks_it_has(
     assert world.took_s <= ENDS_S
     assert world.killed
     assert world.playing == 0
-    said = "Stopped after 2 of 8 blocks: 1 of conserve, 1 of online-only, 0 of non-preemptive, 0 of priority."
+    said = (
+        "Stopped after 2 of 8 blocks: 1 of conserve, 1 of online-only/planned, 0 of non-preemptive/planned, "
+        "0 of priority."
+    )
     assert said in (tmp_path / "out" / "page.html").read_text()
     assert said in done.stderr
     document = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert document["design"]["stopped"] == said
-    assert set(document["policies"]) == {"conserve", "online-only"}
+    assert set(document["policies"]) == {"conserve", "online-only/planned"}
     assert pq.read_table(tmp_path / "out" / "blocks.parquet").num_rows == 2
 
 
@@ -179,7 +192,7 @@ def test_the_blocks_before_the_servers_death_are_kept(stopped: Run, tmp_path: Pa
     done = stopped(World(dies_in=3), *([] if own else ["--endpoint", "http://host"]))
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    counts = "1 of conserve, 1 of online-only, 1 of non-preemptive, 0 of priority"
+    counts = "1 of conserve, 1 of online-only/planned, 1 of non-preemptive/planned, 0 of priority"
     said = f"Stopped after 3 of 8 blocks: {counts}. The cause: "
     assert said in (tmp_path / "out" / "page.html").read_text()
     assert said in done.stderr
@@ -246,7 +259,7 @@ def test_rows_that_are_still_being_made_do_not_hold_the_end_up(
         os.kill(os.getpid(), number)
         raise AssertionError("the signal ends this")
 
-    monkeypatch.setattr(bench, "enqueue_rows", endless)
+    monkeypatch.setattr(bench, "make_rows", endless)
     before = signal.getsignal(signal.SIGTERM)
     done = stopped(World())
     assert done.returncode == 130, done.stderr
@@ -269,3 +282,22 @@ def test_ctrl_c_after_the_last_block_loses_nothing(stopped: Run, monkeypatch: py
     assert world.blocks == 8
     assert done.returncode == 0, done.stderr
     assert world.killed
+
+
+def test_stock_policies_have_servers_of_their_own_which_end_before_the_next_starts(
+    stopped: Run, tmp_path: Path
+) -> None:
+    world = World()
+    done = stopped(world, "--policies", "conserve,online-only,non-preemptive", "--json")
+    assert done.returncode == 0, done.stderr
+    plugged, stock = "conserve.engine.vllm.server.process", "conserve.engine.vllm.server.stock"
+    # online-only, conserve, non-preemptive; then in another order: online-only, non-preemptive, conserve
+    assert world.started == [plugged, stock, plugged, stock, stock, stock, plugged]
+    found = json.loads(done.stdout)
+    assert found["policies"]["online-only"]["offline_tokens_per_s"] == 0
+    assert found["harm"].keys() == {"conserve", "non-preemptive"}
+    assert [sent["policy"] for sent in world.posted] == ["conserve", "conserve"]
+    assert {path.name for path in (tmp_path / "out").glob("store*")} == {
+        "store",
+        "store-non-preemptive",
+    }

@@ -24,8 +24,8 @@ from conserve.bench.arrivals import arrivals
 from conserve.bench.compare import Design, alternate
 from conserve.bench.deployment import Deployment
 from conserve.bench.forecast import BlockForecast, Engine, p99s_ms, play
-from conserve.bench.load import Target
-from conserve.bench.measure import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY, Block, LatencyLimits
+from conserve.bench.measure import Block, LatencyLimits
+from conserve.bench.names import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.bench.playing import Measurement
 from conserve.bench.presets import CPU, FULL, Preset
 from conserve.bench.sizing import LEAST_REQUESTS, Load, Offered, judge, measured, size
@@ -361,14 +361,12 @@ def test_without_a_model_the_rate_follows_from_the_work_that_was_measured() -> N
 def test_the_comparison_stops_after_the_first_block_of_online_only(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks: list[str] = []
 
-    async def one_block(
-        deployment: Any, target: Any, trace: Any, design: Any, policy: str, **_: Any
-    ) -> Block:
+    async def one_block(turn: Any, trace: Any, design: Any, policy: str, **_: Any) -> Block:
         blocks.append(policy)
         return replace(played(24.5, answered(24.0, 50.0)), policy=policy)
 
     class Following:
-        async def follow(self, *_: Any, **__: Any) -> None: ...
+        async def turn(self, *_: Any) -> None: ...
 
     def refuse(block: Block) -> None:
         assert block.policy == ONLINE_ONLY
@@ -376,12 +374,10 @@ def test_the_comparison_stops_after_the_first_block_of_online_only(monkeypatch: 
 
     async def go(judged: Any, policies: list[str]) -> None:
         blocks.clear()
-        target = Target(base_url="http://host", model="m")
         plan = design(policies=policies, settle_s=0.0)
         source = lambda number: Trace(name="t", duration_s=1.0, arrivals=())  # noqa: E731
         comparison = alternate(
             Following(),  # type: ignore[arg-type]
-            target,
             source,
             plan,
             say=lambda line: None,

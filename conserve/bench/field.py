@@ -1,0 +1,57 @@
+"""The field of a comparison: the servers under test, of which one has its turn."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from conserve.bench.answers import Answer
+from conserve.bench.load import Target
+from conserve.bench.measure import LatencyLimits
+
+LOOK_S = 1.0  # time between two readings of the counters
+C = TypeVar("C")
+
+
+class Counted(Protocol):
+    """A server whose counters are read while a block is played."""
+
+    async def counters(self) -> Any:
+        """Counts since its start."""
+
+    async def watch(self, start_at: float) -> list[tuple[float, Any]]:
+        """Read the counts until cancelled; returns them with their times in s since `start_at`."""
+
+    def counted(
+        self,
+        first: Any,
+        last: Any,
+        seen: Sequence[tuple[float, Any]],
+        answers: Sequence[Answer],
+        duration_s: float,
+    ) -> dict[str, Any]:
+        """Counts of a block, by the names of `Block`."""
+
+
+class Turn(NamedTuple):
+    """The server that has its turn, and how live requests reach it."""
+
+    server: Counted
+    target: Target
+
+
+class Field(Protocol):
+    """Servers that take turns, so that no two of them compute at the same time."""
+
+    async def turn(self, policy: str, slo: LatencyLimits | None) -> Turn:
+        """Give the server of this policy its turn; raises `EndpointUnusable`."""
+
+
+async def readings(counters: Callable[[], Awaitable[C]], start_at: float) -> list[tuple[float, C]]:
+    """Counts every `LOOK_S` until cancelled, with their times in s since `start_at`."""
+    loop, seen = asyncio.get_running_loop(), list[tuple[float, C]]()
+    try:
+        while True:
+            seen.append((loop.time() - start_at, await counters()))
+            await asyncio.sleep(LOOK_S)
+    except asyncio.CancelledError:
+        return seen

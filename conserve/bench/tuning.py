@@ -1,0 +1,225 @@
+"""Parameters of the baselines, tuned to the workload as their authors do: by test runs on the forecast.
+
+A test run on two cores takes about a minute, and the searches take 25 of them: longer than the comparison. So test
+runs are simulated by default; `measured_run` is one on the engine, as in HyGen's paper.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from conserve.bench.answers import tbts_ms, ttfts_ms
+from conserve.bench.co_forecast import Sharing, co_play
+from conserve.bench.compare import one_block
+from conserve.bench.deployment import Deployment
+from conserve.bench.field import Field
+from conserve.bench.forecast import Engine, Request, play
+from conserve.bench.names import HYGEN, HYGEN_STAR, ONLINE_ONLY_PLANNED, SARATHI_P
+from conserve.bench.offline import lengths_of
+from conserve.bench.presets import Preset
+from conserve.bench.profiler import Found, Latencies, Promise, TestRun, search
+from conserve.bench.sizing import Sized
+from conserve.bench.traces import Trace
+from conserve.errors import InputError
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.model import LinearModel
+
+ROWS = 512  # different rows of a simulation, over and over
+LEAST_TOKENS = 128  # of an iteration
+LEAST_ROWS_PER_S = 0.01
+TEST_SEED = 1_000_000  # of prompts, so that no block finds a test run's in the prefix cache
+ALONE = ONLINE_ONLY_PLANNED  # test runs are all on the server that can be switched
+TERMS = {HYGEN: "budget_ms", HYGEN_STAR: "offline_per_s"}  # parameter of each policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Live requests and rows of a comparison, for test runs on an engine's model."""
+
+    engine: Engine
+    traces: Sequence[Trace | None]  # of the rounds
+    block_s: float
+    lengths: Sequence[tuple[int, int]]  # tokens of rows and their answers
+    window: int  # rows in the engine
+
+    @classmethod
+    def of(cls, sized: Sized, preset: Preset, engine: Engine, seed: int) -> "Workload":
+        """The workload that a comparison of this size plays."""
+        return cls(
+            engine=engine,
+            traces=[_trace(sized, number) for number in range(sized.design.rounds)],
+            block_s=sized.design.block_s,
+            lengths=list(islice(lengths_of(preset, seed), ROWS)),
+            window=preset.offline_window or 2 * engine.max_requests,
+        )
+
+    def alone(self) -> Latencies:
+        """Latencies without rows."""
+        return _latencies(
+            one for trace in self.traces for one in play(trace, self.engine, self.block_s).requests
+        )
+
+    def beside(self, sharing: Sharing) -> tuple[Latencies, float]:
+        """Latencies beside rows, and the rows' tokens per second."""
+        found = [
+            co_play(trace, self.engine, self.block_s, sharing, self.lengths, window=self.window)
+            for trace in self.traces
+        ]
+        tokens = sum(one.offline_tokens for one in found)
+        return _latencies(one for block in found for one in block.requests), tokens / self.block_s / len(
+            found
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudget:
+    """Sarathi's token budget for a workload, and the ones it was chosen from."""
+
+    tokens: int
+    tried: Sequence[int]
+    kept: bool
+
+    def sentence(self) -> str:
+        """Line for the user."""
+        others = ", ".join(map(str, self.tried))
+        why = (
+            "the most rows within the tolerance"
+            if self.kept
+            else "none keeps the tolerance, this one exceeds it least"
+        )
+        return f"{SARATHI_P}: {self.tokens} tokens an iteration, of {others} ({why}, simulated)"
+
+
+def token_budget(workload: Workload, promised: Sequence[Promise]) -> TokenBudget:
+    """Token budget with the most offline tokens that keeps the promises, else the one nearest to that."""
+    least, most = max(LEAST_TOKENS, workload.engine.max_requests), workload.engine.max_tokens
+    tried = sorted({least, most, *(size for size in _doublings(LEAST_TOKENS, most) if least <= size)})
+    alone, scores = workload.alone(), []
+    for tokens in tried:
+        found, rate = workload.beside(Sharing(online_first=False, max_tokens=tokens))
+        excess = max(found.of(one) / max(1e-9, (1 + one.tolerance) * alone.of(one)) for one in promised)
+        scores.append((excess <= 1, rate if excess <= 1 else -excess, tokens))
+    kept, _, tokens = max(scores)
+    return TokenBudget(tokens=tokens, tried=tried, kept=kept)
+
+
+async def latency_budget(
+    workload: Workload,
+    predictor: LinearModel,
+    promised: Sequence[Promise],
+    run: TestRun | None,
+    alone: Latencies,
+) -> Found:
+    """HyGen's latency budget, in ms: between the smallest iteration and a full one."""
+    engine = workload.engine
+    low = max(predictor.predict(Batch.of([Slice(1, 0, decode)])) for decode in (True, False))
+    high = max(2 * low, predictor.predict(Batch.of([Slice(engine.max_tokens, 0)])))
+    return await search(low, high, run or _simulated(workload, predictor), alone, promised)
+
+
+async def offline_rate(
+    workload: Workload, promised: Sequence[Promise], run: TestRun | None, alone: Latencies
+) -> Found:
+    """Fixed rate of HyGen's variant `hygen-star`, in rows/s: up to as many as the engine answers."""
+
+    async def simulated(rows_per_s: float) -> Latencies:
+        sharing = Sharing(online_first=True, max_tokens=workload.engine.max_tokens, rows_per_s=rows_per_s)
+        return (await asyncio.to_thread(workload.beside, sharing))[0]
+
+    full = Sharing(online_first=True, max_tokens=workload.engine.max_tokens)
+    tokens_per_s = (await asyncio.to_thread(workload.beside, full))[1]
+    row = sum(map(sum, workload.lengths)) / len(workload.lengths)
+    high = max(2 * LEAST_ROWS_PER_S, tokens_per_s / row)
+    return await search(LEAST_ROWS_PER_S, high, run or simulated, alone, promised)
+
+
+def sentence(policy: str, found: Found, promised: Sequence[Promise], how: str) -> str:
+    """Line for the user on a tuned parameter of HyGen's."""
+    value = f"{found.value:,.0f} ms an iteration" if policy == HYGEN else f"{found.value:.3g} rows/s"
+    kept = "" if found.kept else ", though not even the least keeps that"
+    return f"{policy}: {value} for {', '.join(map(str, promised))}{kept} ({found.runs} test runs, {how})"
+
+
+async def tuned_hygen(
+    playing: Field,
+    deployment: Deployment,
+    workload: Workload,
+    sized: Sized,
+    promised: Sequence[Promise],
+    *,
+    measures: bool,
+) -> list[str]:
+    """Find the parameters of HyGen's policies, and give them to the deployment; returns a sentence on each.
+
+    With `measures` every test run is a block on the engine, otherwise a simulated one.
+    """
+    named, said = [name for name in (HYGEN_STAR, HYGEN) if name in sized.design.policies], []
+    if not named:
+        return []
+    alone = await measured(playing, sized, ALONE, seed=0) if measures else workload.alone()
+    how = "on the engine" if measures else "simulated"
+    for policy in named:
+        run = measured_run(playing, deployment, sized, policy) if measures else None
+        if policy == HYGEN:
+            predictor = await deployment.hygen_model() or workload.engine.model
+            found = await latency_budget(workload, predictor, promised, run, alone)
+        else:
+            found = await offline_rate(workload, promised, run, alone)
+        deployment.terms[policy] = {TERMS[policy]: found.value}
+        said.append(sentence(policy, found, promised, how))
+    return said
+
+
+def measured_run(playing: Field, deployment: Deployment, sized: Sized, policy: str) -> TestRun:
+    """Test run on the engine itself: a block of the first round's arrivals under this policy."""
+    runs = 0
+
+    async def run(value: float) -> Latencies:
+        nonlocal runs
+        runs += 1
+        deployment.terms[policy] = {TERMS[policy]: value}
+        return await measured(playing, sized, policy, seed=runs)
+
+    return run
+
+
+async def measured(playing: Field, sized: Sized, policy: str, *, seed: int) -> Latencies:
+    """Latencies of a block that is played now and counts for nothing else."""
+    turn = await playing.turn(policy, None)
+    await asyncio.sleep(sized.design.settle_s)
+    block = await one_block(turn, sized.source(0), sized.design, policy, seed=TEST_SEED + seed)
+    return Latencies(ttfts_ms(block.answers), tbts_ms(block.answers))
+
+
+def _simulated(workload: Workload, predictor: LinearModel) -> TestRun:
+    async def run(budget_ms: float) -> Latencies:
+        sharing = Sharing(
+            online_first=True,
+            max_tokens=workload.engine.max_tokens,
+            budget_ms=budget_ms,
+            predictor=predictor,
+        )
+        return (await asyncio.to_thread(workload.beside, sharing))[0]
+
+    return run
+
+
+def _trace(sized: Sized, number: int) -> Trace | None:
+    try:
+        return sized.source(number)
+    except InputError:  # no arrival is left at this rate
+        return None
+
+
+def _latencies(requests: Iterable[Request]) -> Latencies:
+    answered = [one for one in requests if one.token_at_s]
+    ttft_ms = np.array([(one.token_at_s[0] - one.at_s) * 1e3 for one in answered], dtype=np.float64)
+    gaps_s = [np.diff(one.token_at_s) for one in answered]
+    return Latencies(ttft_ms, np.concatenate([np.zeros(0), *gaps_s]) * 1e3)
+
+
+def _doublings(least: int, most: int) -> list[int]:
+    return [least << power for power in range(int(np.log2(max(1.0, most / least))) + 1)]

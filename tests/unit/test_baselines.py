@@ -1,0 +1,322 @@
+"""Stock servers seen from outside, and the parameters that the baselines are tuned to."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from conserve.bench import tuning
+from conserve.bench.answers import Answer, Status
+from conserve.bench.co_forecast import Sharing, co_play
+from conserve.bench.compare import Design
+from conserve.bench.forecast import Engine, play
+from conserve.bench.names import ONLINE_ONLY_PLANNED, alone_of, most_of
+from conserve.bench.presets import CPU
+from conserve.bench.profiler import Latencies, Promise, keeps, promises, search
+from conserve.bench.sizing import size
+from conserve.bench.stock import Rows, StockServer, in_flight_s, live_tokens, tokens_of
+from conserve.bench.traces import Arrival, Trace
+from conserve.bench.tuning import Workload
+from conserve.cli.bench_place import Place
+from conserve.engine.vllm.server.stock import environment
+from conserve.errors import EndpointUnusable, SettingsError
+from conserve.profiles.batch import Batch
+from conserve.profiles.conserve import ConServeModel
+from conserve.profiles.worth import Worth
+from tests.benchmarks.simulation import DEMO, FASTER
+from tests.unit.test_sizing import asked
+
+# A stock server
+
+
+def answered(sent_s: float, *token_at_s: float, prompt: int = 100) -> Answer:
+    end_s = token_at_s[-1] if token_at_s else sent_s + 1
+    times = {"due_s": sent_s, "sent_s": sent_s, "ended_s": end_s, "token_at_s": token_at_s}
+    return Answer(index=0, input_tokens=prompt, status=Status.OK, **times)
+
+
+def page(prompts: float, cached: float, answers: float) -> str:
+    return (
+        "# HELP vllm:prompt_tokens_total Number of prefill tokens processed.\n"
+        f'vllm:prompt_tokens_total{{engine="0",model_name="m"}} {prompts}\n'
+        f'vllm:prompt_tokens_cached_total{{engine="0"}} {cached}\n'
+        f'vllm:generation_tokens_total{{engine="0"}} {answers}\n'
+    )
+
+
+def stock(*pages: str, rows: Rows | None) -> StockServer:
+    left = list(pages)
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=left.pop(0)))
+    return StockServer("http://host", rows=rows, transport=transport)
+
+
+def counted(rows: Rows | None, answers: list[Answer]) -> dict[str, Any]:
+    async def go() -> dict[str, Any]:
+        server = stock(page(1000, 0, 50), page(5000, 200, 150), rows=rows)
+        first, last = await server.counters(), await server.counters()
+        await server.close()
+        return server.counted(first, last, [(5.0, first), (10.0, last)], answers, 10.0)
+
+    return asyncio.run(go())
+
+
+def test_offline_tokens_are_the_servers_less_what_clients_got() -> None:
+    rows = Rows(worth=Worth(step=2.0, context=0.01), context=100.0)
+    found = counted(rows, [answered(1.0, 2.0, 3.0, 11.0), answered(9.0, 12.0)])
+    # 3,800 prompt tokens of which 100 were a client's, 100 answer tokens of which 2 were
+    assert found["offline_tokens"] == 3700 + 98
+    assert found["offline_work"] == pytest.approx(3700 + 98 * (2.0 + 1.0))
+    assert found["busy_s"] == 10.0
+    assert found["offline_series"] == ((5.0, 0), (10.0, 3798))
+
+
+def test_a_server_without_rows_counts_the_time_that_it_has_a_request() -> None:
+    found = counted(None, [answered(1.0, 2.0), answered(1.5, 4.0), answered(9.0, 12.0)])
+    assert (found["offline_tokens"], found["busy_s"]) == (0, 4.0)
+
+
+def test_tokens_count_once_the_client_has_them() -> None:
+    answers = [answered(0.0, 1.0, 2.0, prompt=7), answered(0.0, 3.0, prompt=9), answered(5.0)]
+    assert live_tokens(answers, 2.5) == (7.0, 2.0)
+    assert live_tokens(answers, 3.0) == (16.0, 3.0)
+    assert in_flight_s([], 10.0) == 0.0
+
+
+def test_a_server_that_counts_nothing_is_refused_in_one_sentence() -> None:
+    with pytest.raises(EndpointUnusable, match="--disable-log-stats"):
+        tokens_of("vllm:num_requests_waiting 0")
+
+
+def test_a_stock_server_has_no_plug_in_of_ours() -> None:
+    found = environment("smollm2-demo")
+    assert "conserve" not in found["VLLM_PLUGINS"].split(",")
+    assert found["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in environment("Qwen/Qwen2.5-7B-Instruct")
+
+
+def test_references_are_the_stock_ones_where_they_were_measured() -> None:
+    assert alone_of(["conserve", ONLINE_ONLY_PLANNED, "online-only"]) == "online-only"
+    assert alone_of(["conserve", ONLINE_ONLY_PLANNED]) == ONLINE_ONLY_PLANNED
+    assert (alone_of(["conserve"]), most_of(["non-preemptive/planned"])) == (None, "non-preemptive/planned")
+
+
+class Sleeping:
+    """A service of one process, for which a child of its own does the work."""
+
+    def __init__(self) -> None:
+        code = "import subprocess; subprocess.run(['sleep', '600'])"
+        self.process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        while not psutil.Process(self.process.pid).children():
+            pass
+
+    def process_ids(self) -> list[int]:
+        return [self.process.pid]
+
+    def members(self) -> list[psutil.Process]:
+        leader = psutil.Process(self.process.pid)
+        return [leader, *leader.children()]
+
+
+@pytest.fixture
+def sleeping() -> Iterator[Sleeping]:
+    service = Sleeping()
+    yield service
+    for member in service.members():
+        member.kill()
+    service.process.wait()
+
+
+def states(service: Sleeping) -> set[bool]:
+    return {member.status() == psutil.STATUS_STOPPED for member in service.members()}
+
+
+def until(service: Sleeping, stopped: bool) -> None:
+    while states(service) != {stopped}:
+        pass
+
+
+def test_a_server_without_a_turn_is_stopped_in_its_tracks_and_freed_with_this_process(
+    sleeping: Sleeping,
+) -> None:
+    place = Place("it", None, None, None, url="", preset=CPU)  # type: ignore[arg-type]
+
+    async def go() -> None:
+        place._service = sleeping  # type: ignore[assignment]
+        place._running = asyncio.create_task(asyncio.sleep(600))
+        place._guard()
+        await place.freeze()
+        until(sleeping, stopped=True)
+        await place.freeze()
+        place._signal(signal.SIGCONT)
+        until(sleeping, stopped=False)
+        place._frozen = False
+        await place.freeze()
+        until(sleeping, stopped=True)
+        assert place._warden is not None
+        assert place._warden.stdin is not None
+        place._warden.stdin.close()  # as the end of this process does
+        until(sleeping, stopped=False)
+        place._warden.wait()
+        place._running.cancel()
+
+    asyncio.run(go())
+
+
+# Rows beside live requests, simulated
+
+MODEL = ConServeModel.of(*(ms / FASTER for ms in DEMO))
+ENGINE = Engine(model=MODEL, max_tokens=512, max_requests=16)
+ROWS = [(300, 20), (200, 40)]
+
+
+def trace(*arrivals: Arrival) -> Trace:
+    return Trace(name="t", duration_s=20.0, arrivals=arrivals)
+
+
+LIVE = trace(*(Arrival(float(n), 120, 8) for n in range(0, 20, 2)))
+
+
+def test_without_rows_it_is_the_same_as_the_forecast() -> None:
+    alone = play(LIVE, ENGINE, 20.0)
+    found = co_play(LIVE, ENGINE, 20.0, Sharing(online_first=True, max_tokens=512), ROWS, window=0)
+    assert found.offline_tokens == 0
+    for one, other in zip(found.requests, alone.requests, strict=True):
+        assert one.token_at_s == pytest.approx(other.token_at_s)
+
+
+def test_a_smaller_budget_does_less_harm_and_harvests_less() -> None:
+    budgets = [(budget, beside(budget)) for budget in (60.0, 150.0, 400.0)]
+    for (_, (tbt_ms, tokens)), (_, (more_ms, more_tokens)) in pairwise(budgets):
+        assert tbt_ms < more_ms
+        assert tokens < more_tokens
+    for budget, (tbt_ms, _) in budgets:
+        assert tbt_ms <= budget * 1.001
+
+
+def beside(budget_ms: float) -> tuple[float, int]:
+    """Longest TBT and the rows' tokens."""
+    sharing = Sharing(online_first=True, max_tokens=512, budget_ms=budget_ms)
+    found = co_play(LIVE, ENGINE, 20.0, sharing, ROWS, window=16)
+    assert all(len(one.token_at_s) == one.output_tokens for one in found.requests)
+    return max(float(np.diff(one.token_at_s).max()) * 1e3 for one in found.requests), found.offline_tokens
+
+
+def test_live_requests_wait_for_a_place_only_under_vllms_priorities() -> None:
+    first, last = (
+        co_play(LIVE, ENGINE, 20.0, Sharing(online_first=first, max_tokens=512), ROWS, window=40)
+        for first in (True, False)
+    )
+    ttft_s = [np.mean([one.token_at_s[0] - one.at_s for one in found.requests]) for found in (first, last)]
+    assert ttft_s[0] < 0.9 * ttft_s[1]
+
+
+def test_rows_begin_at_the_fixed_rate() -> None:
+    def tokens(rows_per_s: float) -> int:
+        sharing = Sharing(online_first=True, max_tokens=512, rows_per_s=rows_per_s)
+        return co_play(LIVE, ENGINE, 20.0, sharing, [(100, 10)], window=16, lead_s=0.0).offline_tokens
+
+    assert tokens(0.5) == pytest.approx(0.5 * 20 * 109, rel=0.2)
+    assert tokens(0.25) == pytest.approx(0.25 * 20 * 109, rel=0.35)
+
+
+# HyGen's profiler
+
+
+def test_promises_are_read_as_they_are_said() -> None:
+    assert promises("p99-ttft=5%, mean-tbt=10%") == [
+        Promise("p99", "ttft", 0.05),
+        Promise("mean", "tbt", 0.1),
+    ]
+    for wrong in ("", "p99-ttft", "p99-ttft=4%", "p99-ttft=60%", "p50-ttft=5%", "p99-ttft=5%,"):
+        with pytest.raises(SettingsError, match="--tolerance takes"):
+            promises(wrong)
+
+
+def latencies(ttft_ms: float, tbt_ms: float) -> Latencies:
+    return Latencies(np.full(9, ttft_ms), np.full(9, tbt_ms))
+
+
+def test_several_promises_have_to_be_kept_at_once() -> None:
+    both, alone = promises("p99-ttft=10%,mean-tbt=50%"), latencies(100, 10)
+    assert keeps(latencies(110, 15), alone, both)
+    assert not keeps(latencies(111, 15), alone, both)
+    assert not keeps(latencies(110, 15.1), alone, both)
+    assert keeps(Latencies(np.zeros(0), np.zeros(0)), alone, both)
+
+
+@pytest.mark.parametrize(("harm_ms", "found"), [(0.25, 200.0), (1.0, 55.0), (3.0, 55 / 3), (1e3, 2.0)])
+def test_the_largest_budget_that_keeps_the_promises_is_found(harm_ms: float, found: float) -> None:
+    runs: list[float] = []
+
+    async def run(budget_ms: float) -> Latencies:
+        runs.append(budget_ms)
+        return latencies(100, 50 + harm_ms * budget_ms)
+
+    got = asyncio.run(search(2.0, 200.0, run, latencies(100, 100), [Promise("p99", "tbt", 0.05)]))
+    assert got.value == pytest.approx(found, rel=0.03)
+    assert got.value <= found * 1.0001
+    assert got.runs == len(runs)
+    assert got.kept == (harm_ms < 1e3)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    engine = Engine(model=MODEL, max_tokens=1024, max_requests=32)
+    preset = replace(CPU, offline_window=40)
+    design = Design(policies=["online-only", "hygen"], rounds=1, block_s=10.0, settle_s=0.0)
+    sized = size(asked(preset, block_s=10.0, rounds=1), preset, design, engine)
+    return Workload.of(sized, preset, engine, seed=0)
+
+
+def test_a_tuned_budget_keeps_what_a_full_one_breaks(workload: Workload) -> None:
+    promised = promises("mean-tbt=30%")
+    alone = workload.alone()
+    found = asyncio.run(tuning.latency_budget(workload, MODEL, promised, None, alone))
+    assert found.kept
+    sharing = Sharing(online_first=True, max_tokens=1024, budget_ms=found.value, predictor=MODEL)
+    inside, tokens = workload.beside(sharing)
+    assert keeps(inside, alone, promised)
+    assert tokens > 0
+    assert not keeps(workload.beside(replace(sharing, budget_ms=float("inf")))[0], alone, promised)
+    assert "mean TBT +30%" in tuning.sentence("hygen", found, promised, "simulated")
+
+
+def test_a_fixed_rate_is_tuned_the_same_way(workload: Workload) -> None:
+    promised, alone = promises("mean-tbt=30%"), workload.alone()
+    found = asyncio.run(tuning.offline_rate(workload, promised, None, alone))
+    sharing = Sharing(online_first=True, max_tokens=1024, rows_per_s=found.value)
+    assert found.kept == keeps(workload.beside(sharing)[0], alone, promised)
+    assert found.kept
+    assert "rows/s" in tuning.sentence("hygen-star", found, promised, "simulated")
+
+
+def test_the_token_budget_is_one_of_those_it_names(workload: Workload) -> None:
+    loose = tuning.token_budget(workload, promises("p99-ttft=50%,p99-tbt=50%"))
+    assert loose.tokens in loose.tried
+    assert loose.tried == [128, 256, 512, 1024]
+    assert f"sarathi-p: {loose.tokens} tokens" in loose.sentence()
+    strict = tuning.token_budget(workload, promises("mean-tbt=5%"))
+    assert not strict.kept
+    assert strict.tokens <= loose.tokens
+
+
+def test_an_empty_iteration_takes_no_row_beyond_its_budget() -> None:
+    """The constant part alone exceeds the budget: rows never run, live requests do."""
+    sharing = Sharing(online_first=True, max_tokens=512, budget_ms=MODEL.predict(Batch()) / 2)
+    found = co_play(LIVE, ENGINE, 20.0, sharing, ROWS, window=4)
+    assert found.offline_tokens == 0
+    assert all(one.token_at_s for one in found.requests)
+
+
+def test_the_package_names_every_stock_variable(tmp_path: Path) -> None:
+    assert int(environment(str(tmp_path))["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]) >= 3600
