@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
@@ -128,7 +129,7 @@ class BareEngine:
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
         kv_cache = KVCacheConfig(
             num_blocks=num_blocks,
-            kv_cache_tensors=[],
+            kv_cache_tensors=[SimpleNamespace(size=num_blocks * spec.page_size_bytes)],  # its class varies
             kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
         )
         self.config = config

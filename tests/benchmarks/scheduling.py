@@ -1,6 +1,11 @@
-"""Time that planning adds to an iteration: our scheduler beside vLLM's own, on the same requests, no model."""
+"""Time that planning adds to an iteration: our scheduler beside vLLM's own, on the same requests, no model.
+
+Ours is configured as `conserve serve` runs it: rows may leave iterations, KV is checkpointed, both latencies are
+promised. The promises are long; how much an iteration holds is left to the default bounds.
+"""
 
 import gc
+import json
 import os
 import statistics
 import tempfile
@@ -14,6 +19,9 @@ COMMAND = "python -m tests.benchmarks scheduling"
 ROUNDS = 5
 ITERATIONS = 60
 RUNNING = 256
+LAYERS = 30  # of the model
+MOST_STEPS = 200  # until all requests decode
+LONG_MS = 1e6  # a promise
 PROMPT, ANSWER = 100, 400  # tokens: no request finishes while planning is measured
 
 
@@ -48,23 +56,67 @@ def engine(online: int, offline: int, waiting: int, *, ours: bool) -> Any:
     """An engine in which so many requests decode and so many wait."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from tests.bare_scheduler import BareEngine, engine_config
+    from tests.bare_scheduler import BareEngine
 
-    slo = {"policy": "conserve", "tbt_slo_ms": 1e6}  # long enough for all to decode at once
     with tempfile.TemporaryDirectory() as folder:
-        sizes: dict[str, Any] = {"max_num_seqs": RUNNING, "max_num_batched_tokens": 8192}
-        config = engine_config(Path(folder), section=slo if ours else None, **sizes)
-        made = BareEngine(config) if ours else BareEngine(config, scheduler_class=Scheduler)
+        config = configured(Path(folder), ours=ours)
+        made = served(config) if ours else BareEngine(config, scheduler_class=Scheduler)
     for kind, count in ((False, online), (True, offline)):
         for _ in range(count):
             made.add(PROMPT, ANSWER, offline=kind)
-    for _ in range(20):  # until all of them decode
+    for _ in range(MOST_STEPS):  # an iteration begins only as many prompts as an arrival can wait for
         made.step()
+        if len(made.scheduler.running) == online + offline:
+            break
     assert len(made.scheduler.running) == online + offline
     for _ in range(waiting):
         made.add(PROMPT, ANSWER, offline=True)
     gc.collect()
     return made
+
+
+def served(config: Any) -> Any:
+    """An engine whose worker tells, as ours does in eager mode, that no row left and that rows could have."""
+    from conserve.engine.vllm.iteration import Outcome, put, stamp_of
+    from tests.bare_scheduler import BareEngine
+
+    stayed = Outcome(
+        left=frozenset(), kept={}, joined=0, layers_run=0, layers=LAYERS, separable=True, safepoints=LAYERS
+    )
+
+    class Served(BareEngine):
+        def result(self, output: Any) -> Any:
+            made = super().result(output)
+            if stamp_of(output) is not None:
+                put(made, stayed)
+            return made
+
+    return Served(config)
+
+
+def configured(folder: Path, *, ours: bool) -> Any:
+    """vLLM's configuration, or the one of `conserve serve` with its defaults."""
+    from vllm.config import KVTransferConfig
+
+    from conserve.engine.policy.checkpointing import ADAPTIVE, HOST_BYTES
+    from conserve.engine.vllm.checkpoint.kv_transfer import with_checkpoints
+    from conserve.engine.vllm.settings import PREEMPTION, WORKER
+    from tests.bare_scheduler import engine_config
+
+    sizes: dict[str, Any] = {
+        "max_num_seqs": RUNNING,
+        "max_num_batched_tokens": 8192,
+        "async_scheduling": False,
+    }
+    if not ours:
+        return engine_config(folder, section=None, **sizes)
+    _, connector = with_checkpoints([], {"policy": ADAPTIVE, "host_bytes": HOST_BYTES})
+    transfer = KVTransferConfig(**json.loads(connector))
+    slo = {"ttft_slo_ms": LONG_MS, "tbt_slo_ms": LONG_MS}
+    section = {"policy": "conserve", "preemption": PREEMPTION, **slo}
+    config = engine_config(folder, section=section, kv_transfer_config=transfer, **sizes)
+    config.parallel_config.worker_cls = WORKER
+    return config
 
 
 def timed(made: Any) -> float:
