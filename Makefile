@@ -58,8 +58,8 @@ format: setup  ## Format the code
 bench: setup  ## Measure what docs/benchmarks reports (about an hour)
 	$(BIN)/python -m tests.benchmarks
 
-bench-serve: setup  ## Compare the policies of a served engine on two cores (about 10 minutes)
-	$(BIN)/conserve bench --trace azure_code_2023_10min_bursty --policies all --preset cpu --output .bench/serve
+bench-serve: setup  ## Compare the policies of served engines on two cores (about 20 minutes)
+	$(BIN)/conserve bench --trace azure_code_2023_10min_bursty --preset cpu --output .bench/serve
 
 reference: setup  ## Write the commands' page and the charts of the documentation
 	$(BIN)/python -m tools.docs

@@ -112,6 +112,15 @@ class Deployment:
             found["checkpoint"] = OFF if said["checkpoint"]["policy"] == OFF else "on"
         return found
 
+    async def require(self, policies: Sequence[str]) -> None:
+        """Raise `EndpointUnusable` if one of these goes without a mechanism that the server has no switch for."""
+        await self.regime()
+        lacking = [name for name in policies if not regime_of(name).full_batches]
+        if lacking and "batching" not in (self._can or ()):
+            raise EndpointUnusable(
+                f"{self._client.base_url} cannot run {lacking[0]}: it has no batching mode to turn off"
+            )
+
     async def why_not_preempted(self) -> str | None:
         """Reason that rows never leave this server's iterations; None if they can."""
         section = (await self._ask("GET")).get("preemption", {"why_off": "the server is too old"})

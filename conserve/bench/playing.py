@@ -91,6 +91,7 @@ async def measure(
 
     Raises `Overloaded` if online-only alone cannot keep up, unless `wishes` allow that.
     """
+    await deployment.require(design.policies)
     offered, engine = measurement.offered, await deployment.engine()
     if CONSERVE in design.policies and (why := await deployment.why_not_preempted()):
         wishes.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")

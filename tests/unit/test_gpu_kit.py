@@ -493,7 +493,7 @@ class TestComparisons:
         run.size, run.scratch = replace(run.size, rates=(1.0,)), run.out / "scratch"
         run.scratch.mkdir()
         steps.ablation(run, "ablation-default", "default", 600)
-        assert "online-only,conserve,conserve/recompute,conserve/off,conserve/never" in asked[0]
+        assert "online-only/planned,conserve,conserve/recompute,conserve/off,conserve/never" in asked[0]
         with tarfile.open(run.out / "ablation-default-1.tar.gz") as tar:
             assert "ablation-default-1/blocks.parquet" in tar.getnames()
         assert on_disk(run)["steps"]["ablation-default"]["at 1/s"] == {"policies": {}}

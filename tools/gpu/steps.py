@@ -18,8 +18,8 @@ from tools.gpu.engines import KINDS, Size
 from tools.gpu.results import FAILED, LEFT_OUT, Results
 from tools.gpu.server import Server, StepFailed
 
-BENCH = "online-only,conserve,priority,non-preemptive"
-ABLATION = "online-only,conserve,conserve/recompute,conserve/off,conserve/never"
+BENCH = "online-only/planned,conserve,priority,non-preemptive/planned"
+ABLATION = "online-only/planned,conserve,conserve/recompute,conserve/off,conserve/never"
 OFF = "off"
 SETTLE_S = 1.0  # until iterations under the last setting are through
 
