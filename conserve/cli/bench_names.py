@@ -22,6 +22,7 @@ from conserve.bench.names import (
     regime_of,
 )
 from conserve.config import Settings
+from conserve.engine.policy.policies import BENCHED
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.errors import SettingsError
 
@@ -78,7 +79,9 @@ def product(mechanisms: str) -> list[str]:
 def require_known(name: str) -> None:
     """Raise `SettingsError` for a name that no policy has."""
     policy, slash, variant = name.partition("/")
-    if name in KNOWN or (policy == CONSERVE and slash and (variant in VARIANTS or arms_of(variant))):
+    if name in (*KNOWN, *BENCHED) or (
+        policy == CONSERVE and slash and (variant in VARIANTS or arms_of(variant))
+    ):
         return
     if policy == CONSERVE:
         variants = ", ".join(f"{CONSERVE}/{known}" for known in VARIANTS)
