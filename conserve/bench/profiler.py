@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,8 @@ import numpy as np
 from conserve.bench.answers import Floats
 from conserve.errors import SettingsError
 
-STEPS = 8  # of the binary search: the budget to 2 % of a range of a factor of 100
+SCANNED = 7  # values of the range, before the binary search
+STEPS = 4  # of the binary search: to 5 % of the value where the range spans a factor of 100
 LEAST, MOST = 0.05, 0.5  # tolerance (hygen section 5.2)
 STATISTICS = ("mean", "p99")
 
@@ -45,7 +47,7 @@ class Found(NamedTuple):
     """Result of a search."""
 
     value: float
-    kept: bool  # False: no value of the range keeps the promises, and this is the smallest
+    kept: bool  # False: no value of the range keeps the promises, and this one exceeds them least
     runs: int
 
 
@@ -71,33 +73,37 @@ def _promise(text: str) -> Promise:
     return Promise(found[1], found[2], tolerance)
 
 
-def keeps(found: Latencies, alone: Latencies, promised: Iterable[Promise]) -> bool:
-    """True if no promised latency exceeds the one without rows by more than its tolerance."""
-    return all(found.of(one) <= (1 + one.tolerance) * alone.of(one) for one in promised)
+def excess(found: Latencies, alone: Latencies, promised: Iterable[Promise]) -> float:
+    """Largest ratio of a promised latency to its limit; all promises are kept up to 1."""
+    limits = [(found.of(one), (1 + one.tolerance) * alone.of(one)) for one in promised]
+    return max((value / limit if limit else inf for value, limit in limits if value), default=0.0)
 
 
 async def search(
-    low: float,
-    high: float,
-    run: TestRun,
-    alone: Latencies,
-    promised: Sequence[Promise],
-    *,
-    steps: int = STEPS,
+    low: float, high: float, run: TestRun, alone: Latencies, promised: Sequence[Promise]
 ) -> Found:
-    """Largest value from `low` to `high` that keeps the promises, by a binary search over test runs.
+    """Largest value from `low` to `high` that keeps the promises; without one, the value that exceeds them least.
 
-    The search halves the ratio of the two ends. It takes for granted that a larger value never does less harm.
+    The range is scanned from its upper end until a value keeps them, since too small a budget does harm as too
+    large a one does: it cuts live prompts into slivers. A binary search over ratios refines the value.
     """
-    if keeps(await run(high), alone, promised):
-        return Found(high, True, 1)
-    kept = False
-    for _ in range(steps):
-        middle = (low * high) ** 0.5
-        if keeps(await run(middle), alone, promised):
-            low, kept = middle, True
+    runs: list[tuple[float, float]] = []  # excess, value
+
+    async def keeps(value: float) -> bool:
+        runs.append((excess(await run(value), alone, promised), value))
+        return runs[-1][0] <= 1
+
+    above = high
+    for value in np.geomspace(high, low, SCANNED).tolist():
+        if await keeps(value):
+            break
+        above = value
+    else:
+        return Found(min(runs)[1], False, len(runs))
+    for _ in range(STEPS if value < high else 0):
+        middle = (value * above) ** 0.5
+        if await keeps(middle):
+            value = middle
         else:
-            high = middle
-    if not kept:
-        kept = keeps(await run(low), alone, promised)
-    return Found(low, kept, steps + 1 + (not kept))
+            above = middle
+    return Found(value, True, len(runs))

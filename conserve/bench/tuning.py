@@ -20,7 +20,7 @@ from conserve.bench.forecast import Engine, Request, play
 from conserve.bench.names import HYGEN, HYGEN_STAR, ONLINE_ONLY_PLANNED, SARATHI_P
 from conserve.bench.offline import lengths_of
 from conserve.bench.presets import Preset
-from conserve.bench.profiler import Found, Latencies, Promise, TestRun, search
+from conserve.bench.profiler import Found, Latencies, Promise, TestRun, excess, search
 from conserve.bench.sizing import Sized
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
@@ -100,8 +100,8 @@ def token_budget(workload: Workload, promised: Sequence[Promise]) -> TokenBudget
     alone, scores = workload.alone(), []
     for tokens in tried:
         found, rate = workload.beside(Sharing(online_first=False, max_tokens=tokens))
-        excess = max(found.of(one) / max(1e-9, (1 + one.tolerance) * alone.of(one)) for one in promised)
-        scores.append((excess <= 1, rate if excess <= 1 else -excess, tokens))
+        over = excess(found, alone, promised)
+        scores.append((over <= 1, rate if over <= 1 else -over, tokens))
     kept, _, tokens = max(scores)
     return TokenBudget(tokens=tokens, tried=tried, kept=kept)
 
@@ -139,7 +139,7 @@ async def offline_rate(
 def sentence(policy: str, found: Found, promised: Sequence[Promise], how: str) -> str:
     """Line for the user on a tuned parameter of HyGen's."""
     value = f"{found.value:,.0f} ms an iteration" if policy == HYGEN else f"{found.value:.3g} rows/s"
-    kept = "" if found.kept else ", though not even the least keeps that"
+    kept = "" if found.kept else ", which none keeps and this exceeds least"
     return f"{policy}: {value} for {', '.join(map(str, promised))}{kept} ({found.runs} test runs, {how})"
 
 

@@ -22,7 +22,7 @@ from conserve.bench.compare import Design
 from conserve.bench.forecast import Engine, play
 from conserve.bench.names import ONLINE_ONLY_PLANNED, alone_of, most_of
 from conserve.bench.presets import CPU
-from conserve.bench.profiler import Latencies, Promise, keeps, promises, search
+from conserve.bench.profiler import Latencies, Promise, excess, promises, search
 from conserve.bench.sizing import size
 from conserve.bench.stock import Rows, StockServer, in_flight_s, live_tokens, tokens_of
 from conserve.bench.traces import Arrival, Trace
@@ -248,10 +248,11 @@ def latencies(ttft_ms: float, tbt_ms: float) -> Latencies:
 
 def test_several_promises_have_to_be_kept_at_once() -> None:
     both, alone = promises("p99-ttft=10%,mean-tbt=50%"), latencies(100, 10)
-    assert keeps(latencies(110, 15), alone, both)
-    assert not keeps(latencies(111, 15), alone, both)
-    assert not keeps(latencies(110, 15.1), alone, both)
-    assert keeps(Latencies(np.zeros(0), np.zeros(0)), alone, both)
+    assert excess(latencies(110, 15), alone, both) == pytest.approx(1.0)
+    assert excess(latencies(121, 15), alone, both) == pytest.approx(1.1)
+    assert excess(latencies(110, 30), alone, both) == pytest.approx(2.0)
+    assert excess(Latencies(np.zeros(0), np.zeros(0)), alone, both) == 0.0
+    assert excess(alone, Latencies(np.zeros(0), np.zeros(0)), both) == float("inf")
 
 
 @pytest.mark.parametrize(("harm_ms", "found"), [(0.25, 200.0), (1.0, 55.0), (3.0, 55 / 3), (1e3, 2.0)])
@@ -263,10 +264,25 @@ def test_the_largest_budget_that_keeps_the_promises_is_found(harm_ms: float, fou
         return latencies(100, 50 + harm_ms * budget_ms)
 
     got = asyncio.run(search(2.0, 200.0, run, latencies(100, 100), [Promise("p99", "tbt", 0.05)]))
-    assert got.value == pytest.approx(found, rel=0.03)
+    assert got.value == pytest.approx(found, rel=0.06)
     assert got.value <= found * 1.0001
     assert got.runs == len(runs)
     assert got.kept == (harm_ms < 1e3)
+
+
+def test_a_budget_that_is_too_small_does_harm_too() -> None:
+    """Prompts in slivers below 30 ms, long iterations above 120: the search goes between."""
+
+    async def run(budget_ms: float) -> Latencies:
+        return latencies(3000 / budget_ms, budget_ms)
+
+    alone = latencies(100, 120)
+    got = asyncio.run(search(2.0, 2000.0, run, alone, promises("p99-ttft=5%,p99-tbt=5%")))
+    assert got.kept
+    assert got.value == pytest.approx(126, rel=0.06)
+    strict = asyncio.run(search(2.0, 2000.0, run, latencies(10, 20), promises("p99-ttft=5%,p99-tbt=5%")))
+    assert not strict.kept
+    assert strict.value == pytest.approx((3000 / 10 * 20) ** 0.5, rel=0.8)
 
 
 @pytest.fixture(scope="module")
@@ -285,9 +301,9 @@ def test_a_tuned_budget_keeps_what_a_full_one_breaks(workload: Workload) -> None
     assert found.kept
     sharing = Sharing(online_first=True, max_tokens=1024, budget_ms=found.value, predictor=MODEL)
     inside, tokens = workload.beside(sharing)
-    assert keeps(inside, alone, promised)
+    assert excess(inside, alone, promised) <= 1
     assert tokens > 0
-    assert not keeps(workload.beside(replace(sharing, budget_ms=float("inf")))[0], alone, promised)
+    assert excess(workload.beside(replace(sharing, budget_ms=float("inf")))[0], alone, promised) > 1
     assert "mean TBT +30%" in tuning.sentence("hygen", found, promised, "simulated")
 
 
@@ -295,7 +311,7 @@ def test_a_fixed_rate_is_tuned_the_same_way(workload: Workload) -> None:
     promised, alone = promises("mean-tbt=30%"), workload.alone()
     found = asyncio.run(tuning.offline_rate(workload, promised, None, alone))
     sharing = Sharing(online_first=True, max_tokens=1024, rows_per_s=found.value)
-    assert found.kept == keeps(workload.beside(sharing)[0], alone, promised)
+    assert excess(workload.beside(sharing)[0], alone, promised) <= 1
     assert found.kept
     assert "rows/s" in tuning.sentence("hygen-star", found, promised, "simulated")
 
