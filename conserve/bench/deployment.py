@@ -110,6 +110,8 @@ class Deployment:
             found["preemption"] = said["preemption"]["policy"]
         if "checkpoint" in said:
             found["checkpoint"] = OFF if said["checkpoint"]["policy"] == OFF else "on"
+        if "batching" in said:
+            found["batching"] = said["batching"]["policy"]
         return found
 
     async def require(self, policies: Sequence[str]) -> None:

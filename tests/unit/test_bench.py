@@ -780,6 +780,50 @@ def test_a_variant_that_the_engine_cannot_run_is_refused_and_says_why() -> None:
     asyncio.run(go())
 
 
+def test_arms_and_hygens_terms_reach_the_server() -> None:
+    server = CoServer(SECTION)
+    server._report |= {"checkpoint": {"policy": "adaptive"}, "batching": {"policy": "on"}}
+
+    async def go() -> None:
+        deployment = deployed(server)
+        await deployment.require(["conserve/-batching"])
+        await deployment.follow("conserve/-checkpoints-batching", preemption="prompt")
+        deployment.terms["hygen"] = {"budget_ms": 80.0}
+        await deployment.follow("hygen", preemption="prompt")
+        await deployment.follow("conserve/-scheduler", preemption="prompt")
+        await deployment.close()
+
+    asyncio.run(go())
+    assert server.sent == [
+        {"policy": "conserve", "preemption": "prompt", "checkpoint": "off", "batching": "off"},
+        {
+            "policy": "hygen",
+            "preemption": "off",
+            "checkpoint": "off",
+            "batching": "on",
+            "hygen": {"budget_ms": 80.0},
+        },
+        {
+            "policy": "sarathi++",
+            "preemption": "prompt",
+            "checkpoint": "on",
+            "batching": "on",
+            "hygen": {},
+        },
+    ]
+
+
+def test_a_mechanism_that_cannot_be_turned_off_is_refused_before_the_first_block() -> None:
+    async def go() -> None:
+        deployment = deployed(CoServer(SECTION))
+        await deployment.require(["conserve", "conserve/-order"])
+        with pytest.raises(EndpointUnusable, match="cannot run conserve/-batching"):
+            await deployment.require(["conserve", "conserve/-batching"])
+        await deployment.close()
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("name", ["iterations_left", "preemptions"])  # the latter by an older server
 def test_a_block_counts_what_its_time_added(name: str) -> None:
     first = Counters.of({**REPORT, "preemption": {**SECTION, name: 3}})

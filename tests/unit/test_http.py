@@ -553,6 +553,33 @@ def test_a_server_with_odd_figures_is_not_taken_for_one_that_coserves(said: dict
     assert asyncio.run(go()) == 64
 
 
+@pytest.mark.parametrize(("steady", "rows"), [(False, 1), (True, 160)])
+def test_a_steady_harvester_keeps_its_rows_in_flight_on_a_stock_server(steady: bool, rows: int) -> None:
+    def serve(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "served"}]})
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text="vllm:num_requests_waiting 9")
+        return httpx.Response(404 if request.url.path == "/v1/conserve" else 200, json={})
+
+    async def go() -> tuple[int, str]:
+        endpoint = HttpEndpoint(
+            "http://server",
+            most_rows=160,
+            considerate=True,
+            steady=steady,
+            transport=httpx.MockTransport(serve),
+        )
+        await endpoint.start()
+        await endpoint.close()
+        return endpoint.capacity, endpoint.notice or ""
+
+    capacity, notice = asyncio.run(go())
+    assert capacity == rows
+    assert ("160 rows at once whatever its load" in notice) == steady
+    assert ("at most 160 rows at once, adjusted by its metrics" in notice) != steady
+
+
 @pytest.mark.parametrize(
     "models",
     [{"data": [{"id": 7}]}, {"data": {}}, {"data": [7]}, {"data": [{"id": "half \ud83d"}]}, [], 7, None],

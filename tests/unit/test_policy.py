@@ -96,6 +96,7 @@ class TestBatchingMode:
     )  # fmt: skip
     def test_any_sign_of_an_online_request_ends_it(self, sign: dict[str, Any]) -> None:
         assert view_of(slo=self.slo).quiet
+        assert not view_of(slo=self.slo, batches=False).quiet
         assert arrival_limit_ms(view_of(slo=self.slo, **sign)) < 500
 
 

@@ -112,13 +112,16 @@ class View:
     computing: frozenset[Hashable] = frozenset()  # names of KV blocks that an iteration under way computes
     unwritten_blocks: int = 0  # of the free ones: running prompts will need them, and no restore takes them
     block_tokens: int
+    batches: bool = True  # batching mode is allowed
     budget_ms: float | None = None  # HyGen's latency budget of an iteration
     rows_due: int | None = None  # rows that a fixed rate lets begin now; None without a rate
     utility: float = 0.9  # HyGen's share of rows that are taken for their prefix
 
     @property
     def quiet(self) -> bool:
-        """True if no online request is in the engine, and none has arrived for a minute."""
+        """True if no online request is in the engine, and none has arrived for a minute: batching mode."""
+        if not self.batches:
+            return False
         seen = self.online or self.queued_online or self.prompt_tokens or self.arrivals_per_s
         return not seen and not any(True for _ in self.waiting_online)
 

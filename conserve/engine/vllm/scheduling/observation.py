@@ -60,6 +60,7 @@ class Picture:
             max_tokens=scheduler.max_num_scheduled_tokens,
             held=self._held(holding),
             computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.computing()))),
+            batches=scheduler.batches,
             **scheduler.row_terms.of_view(time.monotonic()),
             **self._room(sum(self._is_blocked(request) for request in holding)),
         )

@@ -27,6 +27,7 @@ def report(scheduler: Any) -> dict[str, Any]:
         "slo": scheduler._traffic.promises.document(),
         "alone": alone(iterations.model) if iterations.model is not None else None,
         "latency_model": iterations.described(),
+        "batching": {"policy": "on" if scheduler.batches else OFF},
         "hygen": {**scheduler.row_terms.said(), **hygen_model(iterations)},
         "max_num_batched_tokens": scheduler._most_tokens,
         **traffic,

@@ -89,6 +89,7 @@ class CoServing:
         self._ahead = Ahead(self)
         self._recording = recording_of(vllm_config, installed.record_views)
         self.row_terms = RowTerms()
+        self.batches = True  # batching mode is allowed
         self._follow(installed.policy)
 
     def _follow(self, name: str) -> None:
@@ -105,6 +106,8 @@ class CoServing:
             self.arrival_monitor.follow(change["preemption"])
         if change and "checkpoint" in change and self.checkpoints is not None:
             self.checkpoints.on = change["checkpoint"] != OFF
+        if change and "batching" in change:
+            self.batches = change["batching"] != OFF
         if change and "slo" in change:
             self._traffic.promise(Promises.of(change["slo"]))
         self._end_warm_up()

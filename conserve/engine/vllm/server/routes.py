@@ -63,9 +63,9 @@ async def change(request: Request) -> Response:
         preemption = wanted.get("preemption", OFF)
         Promises.of(slo)
         RowTerms.of(wanted.get("hygen", {}), now=0.0)
-        known = set(wanted) <= {"policy", "preemption", "checkpoint", "slo", "hygen"}
+        known = set(wanted) <= {"policy", "preemption", "checkpoint", "batching", "slo", "hygen"}
         known = known and policy in (*BENCHED, section.get("policy")) and preemption in (*LEAVE_RULES, OFF)
-        known = known and wanted.get("checkpoint", OFF) in ("on", OFF)
+        known = known and {wanted.get("checkpoint", OFF), wanted.get("batching", OFF)} <= {"on", OFF}
     except (ValueError, TypeError, AttributeError):
         known = False
     if not known:
