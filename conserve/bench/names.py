@@ -13,6 +13,7 @@ PLUGGED = "planned"  # variant of a stock policy: its counterpart under our sche
 ONLINE_ONLY_PLANNED, NON_PREEMPTIVE_PLANNED = f"{ONLINE_ONLY}/{PLUGGED}", f"{NON_PREEMPTIVE}/{PLUGGED}"
 STOCK = (ONLINE_ONLY, NON_PREEMPTIVE, SARATHI_P)  # each on a stock vLLM server of its own
 HYGENS = (SARATHI_PP, HYGEN_STAR, HYGEN)
+TUNED = (SARATHI_P, HYGEN_STAR, HYGEN)  # each has a parameter that its authors tune to the workload
 USUAL = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, SARATHI_P)
 ALL = (*USUAL, *HYGENS)
 ON_ONE_SERVER = (CONSERVE, ONLINE_ONLY_PLANNED, NON_PREEMPTIVE_PLANNED, PRIORITY)  # all of `--endpoint`

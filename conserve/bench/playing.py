@@ -12,7 +12,7 @@ from conserve.bench.field import Field
 from conserve.bench.forecast import Engine
 from conserve.bench.load import Target
 from conserve.bench.measure import Block
-from conserve.bench.names import CONSERVE, SARATHI_P
+from conserve.bench.names import CONSERVE, SARATHI_P, TUNED
 from conserve.bench.presets import Preset
 from conserve.bench.profiler import DEFAULT, Promise
 from conserve.bench.sizing import Offered, Sized, judge, size
@@ -117,6 +117,8 @@ async def ready(
         wishes.say(sentence)
 
     if engine is None:
+        if untuned := [name for name in sized.design.policies if name in TUNED]:
+            told(f"{', '.join(untuned)}: not tuned, since the server tells no latency model")
         return await prepare(sized, None, None)
     workload = Workload.of(sized, preset, engine, sized.design.seed)
     if SARATHI_P in sized.design.policies:

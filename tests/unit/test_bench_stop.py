@@ -24,6 +24,7 @@ from conserve.config import Settings
 from conserve.errors import ServiceFailed
 from tests import virtual_time
 from tests.commands import Done, conserve
+from tests.unit.test_sizing import ENGINE
 
 T = TypeVar("T")
 
@@ -301,3 +302,30 @@ def test_stock_policies_have_servers_of_their_own_which_end_before_the_next_star
         "store",
         "store-non-preemptive",
     }
+
+
+MODEL = {"name": "conserve", "coefficients": ENGINE.model.coefficients, "scale": 1.0}
+TOLD = {"latency_model": MODEL, "max_num_batched_tokens": 512, "max_num_seqs": 32}
+
+
+def test_test_runs_on_the_engine_are_blocks_of_their_own(
+    stopped: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in TOLD.items():
+        monkeypatch.setitem(STATE, name, value)
+    world = World()
+    words = ("--policies", "online-only/planned,hygen", "--rounds", "1", "--profiler", "engine", "--json")
+    done = stopped(world, "--gamma", "0.2,1,16,4", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "1 test runs, on the engine" in found["design"]["tuned"]
+    assert [sent["policy"] for sent in world.posted] == ["online-only", "hygen", "online-only", "hygen"]
+    tried, used = (sent["hygen"]["budget_ms"] for sent in world.posted if "hygen" in sent)
+    assert tried == used > 0
+    assert found["policies"]["hygen"]["blocks"] == 1
+
+
+def test_a_server_that_tells_no_model_leaves_policies_untuned_and_says_so(stopped: Run) -> None:
+    done = stopped(World(), "--policies", "online-only/planned,hygen,hygen-star", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    assert "hygen, hygen-star: not tuned, since the server tells no latency model" in done.stderr
