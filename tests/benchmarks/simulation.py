@@ -170,11 +170,12 @@ def simulate(
     *,
     separable: bool = True,
     promises: Mapping[str, Any] | None = None,
+    terms: Mapping[str, float] | None = None,
 ) -> Seen:
     """Play block after block on one engine, which has run offline rows alone before.
 
     Where rows are not `separable`, none leaves an iteration alone or joins a later one (`View.apart`). `promises`
-    are further entries of the engine's section.
+    are further entries of the engine's section, `terms` are HyGen's parameters.
     """
     from conserve.engine.vllm.settings import WORKER
     from tests.bare_scheduler import RESIDUALS, Clock, engine_config
@@ -209,6 +210,8 @@ def simulate(
             seed=SEED,
             separable=separable,
         )
+        if terms is not None:
+            engine.scheduler.conserve({"policy": name, "hygen": terms})
         engine.go_on_until(clock.now + setting.block_s)
         began, before = clock.now, Counters.of(engine.scheduler.conserve())
         for seed in range(setting.blocks):
