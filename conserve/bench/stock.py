@@ -101,11 +101,6 @@ class StockServer:
             ),
         }
 
-    async def model(self) -> str:
-        """Name of the served model."""
-        answer = (await self._client.get("/v1/models")).raise_for_status()
-        return str(answer.json()["data"][0]["id"])
-
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()

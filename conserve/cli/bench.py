@@ -89,7 +89,7 @@ def bench(
         str, typer.Option(metavar="POLICY", help="As for conserve serve; off leaves the connector out.")
     ] = ADAPTIVE,
     preset: Annotated[
-        str, typer.Option(help="cpu (two cores, about ten minutes, sized to the machine's speed) or full.")
+        str, typer.Option(help="cpu (two cores, about 20 minutes, sized to the machine's speed) or full.")
     ] = "full",
     rate: Annotated[
         float | None,
