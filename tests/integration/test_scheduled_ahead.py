@@ -53,7 +53,7 @@ def assert_settled(engine: Any, asked: list[Any]) -> None:
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
     assert not scheduler.requests
     assert not scheduler.running
-    assert not scheduler._ahead._in_flight
+    assert not scheduler.ahead._in_flight
     assert not scheduler.arrival_monitor._in_flight
 
 

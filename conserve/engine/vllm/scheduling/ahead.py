@@ -10,32 +10,16 @@ arrive finds an iteration that runs, which rows leave, and one that waits, which
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 
 from conserve.engine.vllm.iteration import Iteration
-
-
-class Engine(Protocol):
-    """The scheduler, as far as it decides on scheduling ahead."""
-
-    @property
-    def leaves(self) -> bool:
-        """True if rows may leave the iterations that are scheduled from now on."""
-
-    @property
-    def offline_alone(self) -> bool:
-        """True if no online request is in the engine or on its way to the scheduler, and a worker has answered."""
-
-    @property
-    def any_offline(self) -> bool:
-        """True if an offline request is in the engine."""
 
 
 class Ahead:
     """Iterations that were scheduled and are not settled, the oldest first."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
         self._in_flight: list[Iteration] = []
         self._left = False  # requests left the last settled iteration: one in flight may be refused
 
@@ -52,7 +36,7 @@ class Ahead:
 
     def scheduled(self, iteration: Iteration) -> None:
         """Note an iteration."""
-        if self._in_flight and self._engine.leaves:
+        if self._in_flight and self._leaves:
             iteration.overlapped = self._in_flight[-1].overlapped = True
         self._in_flight.append(iteration)
 
@@ -63,9 +47,15 @@ class Ahead:
 
     def waits(self) -> bool:
         """True if the iterations in flight are to be settled before the next one is scheduled."""
-        engine = self._engine
         if not self._in_flight:
             return False
-        if not self.refusable and not (engine.leaves and engine.any_offline):
+        if not self.refusable and not (self._leaves and self._scheduler._offline):
             return False  # as vLLM does
-        return self._left or not engine.leaves or not engine.offline_alone
+        return self._left or not self._leaves or not self._scheduler.offline_alone
+
+    @property
+    def _leaves(self) -> bool:
+        """True if rows may leave the iterations that are scheduled from now on."""
+        scheduler, policy = self._scheduler, self._scheduler._policy
+        plans = policy.decides and not policy.holds_offline and scheduler._iterations.model is not None
+        return bool(scheduler.arrival_monitor.on and plans)

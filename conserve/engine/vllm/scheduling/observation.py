@@ -59,7 +59,7 @@ class Picture:
             online_waited_ms=0.0 if scheduler.arrival_monitor.separable else self._waited_ms(online),
             max_tokens=scheduler.max_num_scheduled_tokens,
             held=self._held(holding),
-            computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.computing()))),
+            computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.ahead.computing()))),
             batches=scheduler.batches,
             **scheduler.row_terms.of_view(time.monotonic()),
             **self._room(sum(self._is_blocked(request) for request in holding)),

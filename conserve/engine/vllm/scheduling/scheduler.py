@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class CoServing:
         )
         self.checkpoints, self.why_no_checkpoints = checkpoints_of(self.connector)
         self.restores_pause = 0  # iterations for which no restore begins, since vLLM had no room for one
-        self._ahead = Ahead(self)
+        self.ahead = Ahead(self)
         self._recording = recording_of(vllm_config, installed.record_views)
         self.row_terms = RowTerms()
         self.batches = True  # batching mode is allowed
@@ -148,30 +148,11 @@ class CoServing:
 
     def has_requests(self) -> bool:
         """True if vLLM should schedule an iteration; requests that the policy defers for good do not count."""
-        if self.waits():
+        if self.ahead.waits():
             return False
         if self._policy.holds_offline and len(self._offline) == len(self.requests):
             return bool(super().has_finished_requests())  # type: ignore[misc]
         return bool(super().has_requests())  # type: ignore[misc]
-
-    def waits(self) -> bool:
-        """True if the iterations in flight are to be settled before the next one is scheduled."""
-        return self._ahead.waits()
-
-    def computing(self) -> Iterator[str]:
-        """Yield requests with a part of a prompt in flight whose KV blocks are registered later."""
-        return self._ahead.computing()
-
-    @property
-    def leaves(self) -> bool:
-        """True if rows may leave the iterations that are scheduled from now on."""
-        policy, model = self._policy, self._iterations.model
-        return self.arrival_monitor.on and policy.decides and not policy.holds_offline and model is not None
-
-    @property
-    def any_offline(self) -> bool:
-        """True if an offline request is in the engine."""
-        return bool(self._offline)
 
     @property
     def offline_alone(self) -> bool:
@@ -191,7 +172,7 @@ class CoServing:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Plan the next iteration, have vLLM schedule it, and send its record along."""
-        iteration = Iteration(started=time.monotonic(), ahead=self._ahead.refusable)
+        iteration = Iteration(started=time.monotonic(), ahead=self.ahead.refusable)
         iteration.plan = plan = self._plan()
         self._predict(plan)
         schedule = partial(super().schedule, *args, **kwargs)  # type: ignore[misc]
@@ -205,14 +186,14 @@ class CoServing:
             if not plan.tokens:
                 self.row_terms.rest()
         self._send(iteration, output)
-        self._ahead.scheduled(iteration)
+        self.ahead.scheduled(iteration)
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         """Settle the iteration, have vLLM take its results in, and learn from the time it took."""
         iteration = iteration_of(scheduler_output)
         iteration.outcome = outcome_of(output)
-        self._ahead.settled(iteration)
+        self.ahead.settled(iteration)
         self._settle(iteration)
         updated = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
         ended = time.monotonic()
