@@ -65,7 +65,7 @@ class Results:
 
     @blocking
     def duckdb(self) -> "Relation":
-        """All results as a DuckDB relation, on DuckDB's default connection."""
+        """All results as a DuckDB relation, on DuckDB's default connection; times are in UTC, without a zone."""
         from conserve.store.sql.relation import relation
 
         with self._read() as rows:

@@ -122,7 +122,8 @@ class Store:
 
         A child process computes it, sealed off from all but the store and `files`, which are tables by name. The
         relation holds the answer, on DuckDB's default connection, so that it joins tables and frames of yours.
-        Raises `QueryError` for a mistake and `QueryTooGreedy` beyond the settings' bounds.
+        Times are in UTC, without a zone. Raises `QueryError` for a mistake and `QueryTooGreedy` beyond the
+        settings' bounds.
         """
         from conserve.store.sql.relation import relation
 

@@ -48,6 +48,15 @@ def opened() -> conserve.Store:
     return conserve.open()
 
 
+def line(number: int, tokens: int) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": str(number)}], "max_tokens": tokens}
+    return {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+LINES = [line(number, 1 if number < 3 else 20_000) for number in range(5)]
+SLOW = "fake:?token_ms=500"  # three rows are answered, and two hardly ever
+
+
 def rows() -> Iterator[dict[str, Any]]:
     yield from TABLE.to_pylist()
 
@@ -191,7 +200,10 @@ def test_answers_come_in_the_form_that_is_asked_for(opened: conserve.Store, tmp_
     job.run(progress=False)
     texts = job.results().arrow()["text"].to_pylist()
     assert len(set(texts)) == 5
-    assert job.results().duckdb().project("text").fetchall() == [(text,) for text in texts]
+    relation = job.results().duckdb()
+    assert [row[relation.columns.index("text")] for row in relation.fetchall()] == texts
+    first = next(iter(job.results()))["finished_at"]
+    assert relation.project("finished_at").fetchall()[0][0] == first.replace(tzinfo=None)
     assert [row["text"] for row in job.results()] == texts
     assert job.results().write(tmp_path / "answers.parquet") == 5
     assert pq.read_table(tmp_path / "answers.parquet")["text"].to_pylist() == texts
@@ -234,6 +246,33 @@ def test_sql_reads_files_that_it_is_given(opened: conserve.Store, tmp_path: Path
     opened.submit(TABLE, prompt="{{ q }}").run(progress=False)
     query = "select label from results join gold using (row_index)"
     assert opened.sql(query, files={"gold": gold}).fetchall() == [("good",)]
+
+
+def busy(stop: threading.Event) -> None:
+    """Keep DuckDB's threads, and those of polars, at work."""
+    duck = duckdb.connect()
+    polars = sys.modules.get("polars")
+    while not stop.is_set():
+        duck.execute("select sum(range * random()) from range(1000000)").fetchall()
+        if polars is not None:
+            polars.DataFrame({"n": range(100_000)}).group_by(polars.col("n") % 7).agg(polars.len())
+
+
+@pytest.mark.full
+def test_queries_are_answered_beside_threads_and_a_run(opened: conserve.Store) -> None:
+    job = opened.submit(LINES)
+    job.start(endpoint=SLOW)
+    stop = threading.Event()
+    working = threading.Thread(target=busy, args=(stop,))
+    working.start()
+    try:
+        for _ in range(30):
+            assert len(opened.sql("select * from jobs").fetchall()) == 1
+            assert job.results(with_inputs=True).arrow().num_rows <= 3
+    finally:
+        stop.set()
+        working.join()
+        job.stop()
 
 
 def test_documents_are_json_in_a_relation_and_values_in_a_dict(opened: conserve.Store) -> None:
@@ -367,15 +406,6 @@ def test_answers_are_seen_as_they_come_each_once(opened: conserve.Store) -> None
     seen = [answer.row_index for answer in job]
     assert sorted(seen) == list(range(300))
     assert job.wait() == "completed"
-
-
-def line(number: int, tokens: int) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": str(number)}], "max_tokens": tokens}
-    return {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
-
-
-LINES = [line(number, 1 if number < 3 else 20_000) for number in range(5)]
-SLOW = "fake:?token_ms=500"  # three rows are answered, and two hardly ever
 
 
 def test_a_run_that_is_stopped_saves_its_rows_and_the_next_goes_on(opened: conserve.Store) -> None:
