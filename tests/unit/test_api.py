@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,19 @@ def test_answers_come_as_frames(opened: conserve.Store, library: str) -> None:
     job.run(progress=False)
     frame = getattr(job.results(), library)()
     assert list(frame["text"]) == job.results().arrow()["text"].to_pylist()
+
+
+@pytest.mark.parametrize("beside", ["nothing", "pandas"])
+def test_times_in_nanoseconds_are_pythons_own(opened: conserve.Store, beside: str) -> None:
+    if beside != "nothing":
+        pytest.importorskip(beside)
+    times = pa.array([0, 1], pa.timestamp("ns"))
+    job = opened.submit(pa.table({"q": ["a", "b"], "at": times}), prompt="{{ q }}")
+    job.run(progress=False)
+    whole, finer = job.results(with_inputs=True)
+    assert type(whole["at"]) is datetime
+    assert whole["at"] == datetime(1970, 1, 1)
+    assert finer["at"] == "1970-01-01 00:00:00.000000001"
 
 
 def test_a_package_that_is_missing_is_named(opened: conserve.Store, monkeypatch: pytest.MonkeyPatch) -> None:
