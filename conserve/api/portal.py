@@ -80,6 +80,8 @@ class Portal:
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
+                import concurrent.futures.thread  # noqa: F401  what it registers is to run after `end`
+
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="conserve", daemon=True).start()
                 AT_EXIT(self.end)
