@@ -1,0 +1,1 @@
+"""Evaluations, night after night: is the model worse than it was?"""

@@ -1,0 +1,324 @@
+"""Evidence from the paired scores of two nights: p-values, an interval, and the items that are needed. Pure.
+
+Right or wrong answers of independent items have exact tests: McNemar's (Psychometrika 12, 1947), and Tango's score
+test for differences of paired proportions (Statistics in Medicine 17, 1998). All other scores have a paired
+bootstrap of clusters, studentised by clustered standard errors (Cameron, Gelbach and Miller, Review of Economics
+and Statistics 90, 2008; Miller, arXiv 2411.00640, for evaluations).
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from math import ceil, inf, sqrt
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.stats import binom, binomtest, norm, t
+
+from conserve.errors import UsageError
+
+Floats = NDArray[np.float64]
+
+DRAWS = 2000  # resamples of a bootstrap
+MOST_DRAWN = 10_000  # clusters; of more the mean is normal enough
+AT_ONCE = 4_000_000  # clusters that are drawn at once: 32 MB
+MOST_FALL = 1 - 1e-9  # share of items: of right or wrong answers no mean falls by more
+MOST_ITEMS = 10_000_000  # an answer beyond that is "no number of items"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standard:
+    """What counts as worse: a fall of the mean score by `effect`.
+
+    `confidence` bounds both errors: an alarm without a decline, and an all-clear in spite of such a fall. `power`
+    is the chance that a number of items that is named as needed finds such a fall.
+    """
+
+    effect: float
+    confidence: float = 0.95
+    power: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not self.effect > 0:
+            raise UsageError(f"the effect that counts as worse must be above 0, not {self.effect:g}")
+        for name in ("confidence", "power"):
+            if not 0.5 < getattr(self, name) < 1:
+                raise UsageError(f"{name} lies between 0.5 and 1, as 0.95, not {getattr(self, name):g}")
+
+    @property
+    def alpha(self) -> float:
+        """Chance of either error."""
+        return 1 - self.confidence
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Scores of the items that both nights have, and the cluster of each: items of one source, or itself."""
+
+    before: Floats  # (n,)
+    after: Floats  # (n,)
+    clusters: NDArray[np.int64]  # (n,), numbered from 0
+
+    @classmethod
+    def of(
+        cls,
+        before: Mapping[Hashable, float],
+        after: Mapping[Hashable, float],
+        sources: Mapping[Hashable, Hashable] | None = None,
+    ) -> "Pairs":
+        """Pair scores by item; `sources` name what items share. Raises `UsageError` if no item is in both."""
+        items = [item for item in before if item in after]
+        if not items:
+            raise UsageError("the two nights have no item in common; compare runs of the same suite and seed")
+        numbers: dict[Hashable, int] = {}
+        named = [item if sources is None else sources.get(item, (item,)) for item in items]
+        return cls(
+            np.array([before[item] for item in items], float),
+            np.array([after[item] for item in items], float),
+            np.array([numbers.setdefault(source, len(numbers)) for source in named]),
+        )
+
+    @property
+    def differences(self) -> Floats:
+        """After less before, by item."""
+        return self.after - self.before
+
+    @property
+    def are_answers(self) -> bool:
+        """True if every item is right (1) or wrong (0), and stands for itself: McNemar's table."""
+        scores = np.concatenate([self.before, self.after])
+        return bool(np.isin(scores, (0.0, 1.0)).all()) and len(set(self.clusters.tolist())) == len(
+            self.clusters
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Evidence on one suite. `difference` is of mean scores, after less before, with its interval."""
+
+    items: int
+    before: float
+    after: float
+    difference: float
+    low: float
+    high: float
+    lost: int  # items whose score fell
+    gained: int  # items whose score rose
+    p_decline: float  # of this decline, or a larger one, if there were none
+    p_effect: float  # of this difference, or a better one, if the fall were what counts
+    needed: int | None  # items that could tell; None if no number could
+    test: str  # "McNemar", "bootstrap" or "t"
+
+
+def evidence(pairs: Pairs, standard: Standard, rng: np.random.Generator, *, among: int = 1) -> Evidence:
+    """Evidence of one suite `among` several: exact for answers of independent items, else by bootstrap."""
+    if not np.isfinite(pairs.differences).all():
+        raise UsageError("a score is no number; leave out items without a score, or score them 0")
+    seen = of_answers(pairs, standard, among) if pairs.are_answers else of_scores(pairs, standard, rng, among)
+    return replace(seen, needed=to_tell(seen, standard, among))
+
+
+def of_answers(pairs: Pairs, standard: Standard, among: int) -> Evidence:
+    """Evidence of answers that are right or wrong: McNemar's exact test, Tango's for the effect."""
+    n, difference = len(pairs.before), pairs.differences
+    lost, gained = int((difference < 0).sum()), int((difference > 0).sum())
+    flips = lost + gained
+    return summary(
+        pairs,
+        low=-tango_bound(lost, gained, n, standard.alpha),
+        high=tango_bound(gained, lost, n, standard.alpha),
+        p_decline=float(binomtest(lost, flips, alternative="greater").pvalue) if flips else 1.0,
+        p_effect=float(norm.cdf(tango(lost, gained, n, min(standard.effect, MOST_FALL)))),
+        needed=needed_answers(flips / n, standard, among),
+        test="McNemar",
+    )
+
+
+def summary(
+    pairs: Pairs, *, low: float, high: float, p_decline: float, p_effect: float, needed: float, test: str
+) -> Evidence:
+    """Evidence of these tests on these pairs."""
+    difference = pairs.differences
+    return Evidence(
+        items=len(difference),
+        before=float(pairs.before.mean()),
+        after=float(pairs.after.mean()),
+        difference=float(difference.mean()),
+        low=low,
+        high=high,
+        lost=int((difference < 0).sum()),
+        gained=int((difference > 0).sum()),
+        p_decline=p_decline,
+        p_effect=p_effect,
+        needed=ceil(needed) if needed <= MOST_ITEMS else None,
+        test=test,
+    )
+
+
+def tango(lost: int, gained: int, n: int, fall: float) -> float:
+    """Tango's score statistic for a fall of this share of items: normal if the fall is that large, else lower."""
+    a = 2 * n
+    b = (2 * n - lost + gained) * fall - lost - gained
+    c = -gained * fall * (1 - fall)
+    gaining = (sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)  # share that gains, if the fall is that large
+    variance = n * (2 * gaining + fall * (1 - fall))
+    return (lost - gained - n * fall) / sqrt(variance) if variance > 0 else 0.0
+
+
+def tango_bound(lost: int, gained: int, n: int, alpha: float) -> float:
+    """Largest fall, as a share of items, that Tango's test does not reject at this level."""
+    seen, most, least = (lost - gained) / n, MOST_FALL, float(norm.ppf(alpha))
+
+    def beyond(fall: float) -> float:
+        return tango(lost, gained, n, fall) - least
+
+    return float(brentq(beyond, seen, most)) if seen < most and beyond(most) < 0 else 1.0
+
+
+def needed_answers(flips: float, standard: Standard, among: int) -> float:
+    """Number of independent items with which McNemar's test finds the effect, if this share of items flips."""
+    effect = min(standard.effect, MOST_FALL)
+    flips = max(flips, effect)
+    alpha = standard.alpha / among
+    z, z_power = float(norm.isf(alpha)), float(norm.ppf(standard.power))
+    normal = ((z * sqrt(flips) + z_power * sqrt(max(0.0, flips - effect**2))) / effect) ** 2
+    if normal > MOST_ITEMS:
+        return inf
+    few, enough = 0, max(1, ceil(normal / 2))
+    while mcnemar_power(enough, flips, effect, alpha) < standard.power:
+        few, enough = enough, 2 * enough
+    while enough - few > max(1, enough // 500):
+        middle = (few + enough) // 2
+        found = mcnemar_power(middle, flips, effect, alpha) >= standard.power
+        few, enough = (few, middle) if found else (middle, enough)
+    return enough
+
+
+def mcnemar_power(n: int, flips: float, effect: float, alpha: float) -> float:
+    """Chance that McNemar's exact test finds a fall by `effect` in n items, of which a share flips."""
+    spread = 6 * sqrt(n * flips * (1 - flips)) + 1
+    counts = np.arange(max(0, int(n * flips - spread)), min(n, int(n * flips + spread)) + 1)
+    least_lost = binom.isf(alpha, counts, 0.5)  # more than these are significant
+    finds = binom.sf(least_lost, counts, (flips + effect) / (2 * flips))
+    return float((binom.pmf(counts, n, flips) * finds).sum())
+
+
+def of_scores(pairs: Pairs, standard: Standard, rng: np.random.Generator, among: int) -> Evidence:
+    """Evidence of any scores, by a bootstrap of clusters, or by Student's t where there are very many."""
+    sums = np.bincount(pairs.clusters, pairs.differences).astype(np.float64)
+    sizes = np.bincount(pairs.clusters).astype(np.float64)
+    clusters, n = len(sums), len(pairs.before)
+    mean = float(sums.sum() / n)
+    error = float(clustered_error(sums, sizes))
+    if clusters < 2:
+        return summary(pairs, low=-inf, high=inf, p_decline=1.0, p_effect=1.0, needed=inf, test="t")
+    if error == 0:
+        return of_equal_differences(pairs, standard, mean, clusters)
+    alpha = standard.alpha
+    found: _Student | _Drawn
+    if clusters > MOST_DRAWN:
+        found = _Student(clusters - 1)
+    else:
+        found = _Drawn(studentised(sums, sizes, rng))
+    return summary(
+        pairs,
+        low=mean - found.quantile(1 - alpha) * error,
+        high=mean - found.quantile(alpha) * error,
+        p_decline=found.at_most(mean / error),
+        p_effect=1 - found.below((mean + standard.effect) / error),
+        needed=needed_scores(n, clusters, error, standard, among),
+        test=found.test,
+    )
+
+
+def needed_scores(n: int, clusters: int, error: float, standard: Standard, among: int) -> float:
+    """Number of items with which the effect is found, if their clusters are like these; `error` is of n items."""
+    z, z_power = norm.isf(standard.alpha / among), norm.ppf(standard.power)
+    needed = n * ((z + z_power) * error / standard.effect) ** 2
+    freedom = max(1.0, needed * clusters / n - 1)
+    factor = t.isf(standard.alpha / among, freedom) + t.ppf(standard.power, freedom)
+    return float(n * (factor * error / standard.effect) ** 2)
+
+
+def of_equal_differences(pairs: Pairs, standard: Standard, mean: float, clusters: int) -> Evidence:
+    """Evidence where all clusters differ alike, mostly not at all: the chance to have missed the others.
+
+    A mean that falls by a share of the scores' range needs as large a share of items that fall.
+    """
+    scores = np.concatenate([pairs.before, pairs.after])
+    share = min(0.999, standard.effect / max(1.0, float(np.ptp(scores))))
+    unseen = (1 - share) ** clusters
+    return summary(
+        pairs,
+        low=mean,
+        high=mean,
+        p_decline=unseen if mean < 0 else 1.0,
+        p_effect=unseen if mean > -standard.effect else 1.0,
+        needed=np.log(standard.alpha) / np.log(1 - share),
+        test="t",
+    )
+
+
+def clustered_error(sums: Floats, sizes: Floats) -> Floats:
+    """Standard error of the mean over clusters along the last axis, from their sums and sizes."""
+    clusters, n = sums.shape[-1], sizes.sum(-1, keepdims=True)
+    residuals = sums - sizes * sums.sum(-1, keepdims=True) / n
+    factor = clusters / max(1, clusters - 1)
+    error: Floats = np.sqrt(factor * (residuals**2).sum(-1)) / n[..., 0]
+    return error
+
+
+def studentised(sums: Floats, sizes: Floats, rng: np.random.Generator) -> Floats:
+    """Sorted t statistics of means of resampled clusters, about the mean of all."""
+    mean, clusters = sums.sum() / sizes.sum(), len(sums)
+    found = []
+    for begin in range(0, DRAWS, step := max(1, AT_ONCE // clusters)):
+        drawn = rng.integers(clusters, size=(min(step, DRAWS - begin), clusters))
+        some, weights = sums[drawn], sizes[drawn]
+        off = some.sum(-1) / weights.sum(-1) - mean
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found.append(np.nan_to_num(off / clustered_error(some, weights), posinf=inf, neginf=-inf))
+    return np.sort(np.concatenate(found))
+
+
+class _Drawn(NamedTuple):
+    """Distribution of t statistics that were drawn, sorted."""
+
+    draws: Floats
+    test: str = "bootstrap"
+
+    def quantile(self, share: float) -> float:
+        return float(np.quantile(self.draws, share, method="nearest"))
+
+    def at_most(self, value: float) -> float:
+        return float(1 + np.searchsorted(self.draws, value, side="right")) / (1 + len(self.draws))
+
+    def below(self, value: float) -> float:
+        return float(np.searchsorted(self.draws, value, side="left")) / (1 + len(self.draws))
+
+
+class _Student(NamedTuple):
+    """Student's distribution."""
+
+    freedom: int
+    test: str = "t"
+
+    def quantile(self, share: float) -> float:
+        return float(t.ppf(share, self.freedom))
+
+    def at_most(self, value: float) -> float:
+        return float(t.cdf(value, self.freedom))
+
+    def below(self, value: float) -> float:
+        return self.at_most(value)
+
+
+def to_tell(seen: Evidence, standard: Standard, among: int) -> int | None:
+    """Number of items that could tell: by the standard, and at the difference that was seen."""
+    strength = norm.isf(seen.p_decline), norm.isf(seen.p_effect)
+    wanted = norm.isf(standard.alpha / among), norm.isf(standard.alpha)
+    missing = min((want / have for want, have in zip(wanted, strength, strict=True) if have > 0), default=inf)
+    more = seen.items * missing**2 if 1 < missing < inf else 0
+    most = max(inf if seen.needed is None else seen.needed, more)
+    return ceil(most) if most <= MOST_ITEMS else None

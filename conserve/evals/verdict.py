@@ -1,0 +1,83 @@
+"""Verdicts on two nights of the same items: worse, no worse, or too few items to tell. Pure.
+
+    pairs of scores ──> evidence (p-values, interval) ──> Benjamini-Hochberg over the suites ──> verdict
+
+Two hypotheses are tested for each suite, since not finding a decline does not show that there is none:
+
+- *no decline*: rejected, the suite is worse, unless the decline is certainly smaller than what counts;
+- *a decline of what counts, or more*: rejected, the suite is no worse.
+
+With neither rejected nothing can be told, and the verdict names the number of items that could tell.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import false_discovery_control
+
+from conserve.evals.paired import Evidence, Pairs, Standard, evidence
+
+
+class Verdict(StrEnum):
+    """Verdict on a suite, or on a night."""
+
+    WORSE = "worse"
+    """A decline beyond chance, and perhaps as large as what counts."""
+    NO_WORSE = "no worse"
+    """No decline as large as what counts."""
+    CANNOT_TELL = "cannot tell"
+    """Both may be, with so few items."""
+
+
+WORST_FIRST = (Verdict.WORSE, Verdict.CANNOT_TELL, Verdict.NO_WORSE)
+
+
+class Judged(NamedTuple):
+    """Verdict on a suite with its evidence; `p_decline` is adjusted for the number of suites."""
+
+    verdict: Verdict
+    evidence: Evidence
+    p_decline: float
+
+    @property
+    def sentence(self) -> str:
+        """Verdict in words."""
+        seen = self.evidence
+        if self.verdict is Verdict.CANNOT_TELL:
+            if seen.needed is None:
+                return "cannot tell, and no number of items of these sources would"
+            return f"cannot tell: n = {seen.needed:,} needed for this effect"
+        within = f"{seen.difference:+.3g} ({seen.low:+.3g} to {seen.high:+.3g})"
+        return f"{self.verdict}: {within}, {seen.lost:,} items lost and {seen.gained:,} gained"
+
+
+def judge(
+    suites: Mapping[str, Pairs], standards: Mapping[str, Standard], rng: np.random.Generator
+) -> dict[str, Judged]:
+    """Judge the suites of a night together: alarms without a decline have one chance for all of them.
+
+    The all-clear of each suite keeps a chance of its own. `rng` draws the bootstraps.
+    """
+    if not suites:
+        return {}
+    found = {name: evidence(pairs, standards[name], rng, among=len(suites)) for name, pairs in suites.items()}
+    adjusted = false_discovery_control([seen.p_decline for seen in found.values()], method="bh")
+    return {
+        name: Judged(decide(seen, float(p), standards[name]), seen, float(p))
+        for (name, seen), p in zip(found.items(), adjusted, strict=True)
+    }
+
+
+def decide(seen: Evidence, p_decline: float, standard: Standard) -> Verdict:
+    """Verdict of a suite's evidence; `p_decline` is adjusted for the number of suites."""
+    if seen.p_effect <= standard.alpha:
+        return Verdict.NO_WORSE
+    return Verdict.WORSE if p_decline <= standard.alpha else Verdict.CANNOT_TELL
+
+
+def of_night(judged: Mapping[str, Judged]) -> Verdict:
+    """Worst verdict of a night's suites; nothing can be told of none."""
+    found = {one.verdict for one in judged.values()}
+    return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.CANNOT_TELL)
