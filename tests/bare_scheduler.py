@@ -82,6 +82,7 @@ class Clock:
 
     READERS: ClassVar = (
         "scheduling.scheduler",
+        "scheduling.control",
         "scheduling.observation",
         "scheduling.report",
         "scheduling.settlement",

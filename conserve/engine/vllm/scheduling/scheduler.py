@@ -19,11 +19,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from conserve.engine.policy.checkpointing import OFF
 from conserve.engine.policy.hygen import HyGen
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import named
-from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.recorded import line_of
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.recording import Recording
@@ -35,6 +33,7 @@ from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.ahead import Ahead
 from conserve.engine.vllm.scheduling.application import apply, registered_late
+from conserve.engine.vllm.scheduling.control import change_regime
 from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
 from conserve.engine.vllm.scheduling.observation import Picture, surcharged
@@ -99,17 +98,8 @@ class CoServing:
 
     def conserve(self, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Answer `GET /v1/conserve`, after a change of policy, preemption, checkpoints or SLO if one is given."""
-        if change and "policy" in change:
-            self._follow(change["policy"])
-            self.row_terms = RowTerms.of(change.get("hygen", {}), now=time.monotonic())
-        if change and "preemption" in change:
-            self.arrival_monitor.follow(change["preemption"])
-        if change and "checkpoint" in change and self.checkpoints is not None:
-            self.checkpoints.on = change["checkpoint"] != OFF
-        if change and "batching" in change:
-            self.batches = change["batching"] != OFF
-        if change and "slo" in change:
-            self._traffic.promise(Promises.of(change["slo"]))
+        if change:
+            change_regime(self, change)
         self._end_warm_up()
         return report(self)
 

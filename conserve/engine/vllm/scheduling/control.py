@@ -1,0 +1,26 @@
+"""Changes of a running scheduler's regime: what `POST /v1/conserve` asks for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from conserve.engine.policy.checkpointing import OFF
+from conserve.engine.policy.promises import Promises
+from conserve.engine.vllm.scheduling.row_terms import RowTerms
+
+
+def change_regime(scheduler: Any, change: Mapping[str, Any]) -> None:
+    """Change the policy with HyGen's terms, preemption, checkpoints, batching mode or promises, as far as named."""
+    if "policy" in change:
+        scheduler._follow(change["policy"])
+        scheduler.row_terms = RowTerms.of(change.get("hygen", {}), now=time.monotonic())
+    if "preemption" in change:
+        scheduler.arrival_monitor.follow(change["preemption"])
+    if "checkpoint" in change and scheduler.checkpoints is not None:
+        scheduler.checkpoints.on = change["checkpoint"] != OFF
+    if "batching" in change:
+        scheduler.batches = change["batching"] != OFF
+    if "slo" in change:
+        scheduler._traffic.promise(Promises.of(change["slo"]))
