@@ -106,4 +106,5 @@ def section(settings: Settings, policies: Sequence[str]) -> dict[str, Any]:
     """Section `conserve` of the engine's configuration: no offline work at first, and control by each block."""
     preemption = {} if preempts(policies) else {"preemption": OFF}
     profiles = str(settings.profiles_folder)
-    return {"policy": ONLINE_ONLY, "profile": None, "profiles": profiles, "control": True, **preemption}
+    ours = {"policy": ONLINE_ONLY, "profile": None, "profiles": profiles, "control": True, "receipt": 0.0}
+    return {**ours, **preemption}

@@ -81,6 +81,14 @@ def serve(
             "or off.",
         ),
     ] = None,
+    receipt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Pause rows at random, for this share of the time with live requests, to measure their harm: 1%, "
+            "or off.",
+        ),
+    ] = None,
     policy: Annotated[
         str,
         typer.Option(
@@ -175,6 +183,8 @@ def serve(
     }
     if harm is not None:
         section["harm"] = share("--harm", harm)
+    if receipt is not None:
+        section["receipt"] = share("--receipt", receipt) or 0.0
     if record_views is not None:
         section["record_views"] = str(recording_at(record_views))
     if not preemption or not (preempts(policy) or allow_control):  # others never preempt

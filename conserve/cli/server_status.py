@@ -51,11 +51,32 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             f"  online   TTFT {pair(online['ttft_ms'], promised(slo, 'ttft_ms'))}, "
             f"TBT {pair(online['tbt_ms'], promised(slo, 'tbt_ms'))}, {kept(slo, online)}",
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
+            *harmed(server.get("harm")),
             *predicted(server),
             *left(server.get("preemption"), offline["tokens"]),
             *checkpointed(server.get("checkpoint")),
         ]
     return [*shown, ""] if shown else []
+
+
+def harmed(said: dict[str, Any] | None) -> list[str]:
+    """Line on the harm that was measured in pauses of the rows; none before the first one."""
+    if said is None or not said["pauses"]:
+        return []
+    parts = [
+        f"{latency.removesuffix('_ms').upper()} {name} {ratio(one)}"
+        for latency in ("ttft_ms", "tbt_ms")
+        for name, one in said[latency].items()
+        if one is not None
+    ]
+    pauses = output.count(said["pauses"], "pause")
+    return [f"  harm     {', '.join(parts) or 'no latency to compare yet'} ({pauses} of rows)"]
+
+
+def ratio(one: dict[str, float | None]) -> str:
+    """Latency with rows over latency without, and its interval once it has one."""
+    between = "" if one["low"] is None else f" [{one['low']:.2f}, {one['high']:.2f}]"
+    return f"x{one['ratio']:.2f}{between}"
 
 
 def predicted(server: dict[str, Any]) -> list[str]:
@@ -145,14 +166,14 @@ def promised(slo: dict[str, Any], name: str) -> str:
 
 
 def kept(slo: dict[str, Any], online: dict[str, Any]) -> str:
-    """Promises of a quantile or a mean that are broken, the SLO attainment, or the largest harm promised."""
-    broken = [
-        f"{name.removesuffix('_ms').upper()} {quantile}"
+    """Promises that are broken if some are not of a P99, the SLO attainment, or the largest harm promised."""
+    promises = [
+        (f"{name.removesuffix('_ms').upper()} {quantile}", one["kept"])
         for name, bounds in online.get("promises", {}).items()
         for quantile, one in bounds.items()
-        if quantile != "p99" and not one["kept"]
     ]
-    if broken:
+    broken = [name for name, is_kept in promises if not is_kept]
+    if broken and any(not name.endswith(" p99") for name, _ in promises):
         return output.coloured(f"promise broken: {', '.join(broken)}", "red")
     harm = slo.get("harm")
     if harm is not None and slo["ttft_ms"] is None and slo["tbt_ms"] is None:

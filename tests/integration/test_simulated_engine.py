@@ -1,6 +1,7 @@
 """The simulated engine itself: what its figures are worth depends on when rows leave and where they go on."""
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -166,3 +167,15 @@ def test_prompts_of_as_many_tokens_share_nothing(make: Make) -> None:
     engine = make("never", rows=[])
     firsts = {tuple(engine.request(PROMPT).prompt_token_ids[:2]) for _ in range(3000)}
     assert len(firsts) == 3000
+
+
+def test_a_server_measures_its_harm_in_pauses(make: Make) -> None:
+    from conserve.engine.runtime.receipt import Receipt
+
+    engine = make("prompt", rows=[(900, 3)] * 400)
+    turns = mock.Mock(side_effect=cycle([0.0, 0.5]))  # a pause, then a slot for comparison
+    receipt = engine.scheduler._traffic.receipt = Receipt(share=0.2, dice=mock.Mock(random=turns))
+    engine.play([Arrival(0.6 * n, PROMPT, 5) for n in range(30)])
+    said = receipt.report()
+    assert said["pauses"]
+    assert said["tbt_ms"]["p50"]["with_ms"] > 5 * said["tbt_ms"]["p50"]["without_ms"]

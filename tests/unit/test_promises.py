@@ -125,7 +125,9 @@ class TestStatus:
     def test_a_broken_promise_is_named(self) -> None:
         slo, broken = Promises.of(MIDDLE).document(), {"promised_ms": 40.0, "seen_ms": 50.0, "kept": False}
         online = {"attainment": 1.0, "promises": {"tbt_ms": {"p50": broken, "p99": broken}}}
-        assert server_status.kept(slo, online) == "promise broken: TBT p50"
+        assert server_status.kept(slo, online) == "promise broken: TBT p50, TBT p99"
+        p99_alone = {"attainment": 0.5, "promises": {"tbt_ms": {"p99": broken}}}
+        assert server_status.kept(slo, p99_alone) == "SLO kept 50.0%"
         assert server_status.kept(slo, {"attainment": 0.995}) == "SLO kept 99.5%"
 
     def test_a_harm_alone_is_named(self) -> None:

@@ -25,14 +25,26 @@ from tests import virtual_time
 
 SAID: dict[str, Any] = {
     "policy": "conserve",
-    "slo": {"ttft_ms": 1500.0, "tbt_ms": None},
+    "slo": {"ttft_ms": 1500.0, "tbt_ms": None, "harm": 0.1},
     "latency_model": {"name": "conserve"},
-    "online": {"requests": 12, "attainment": 0.75},
+    "online": {
+        "requests": 12,
+        "attainment": 0.75,
+        "promises": {
+            "ttft_ms": {"p99": {"promised_ms": 1500.0, "seen_ms": None, "kept": True}},
+            "tbt_ms": {"mean": {"promised_ms": 60.0, "seen_ms": 45.0, "kept": True}},
+        },
+    },
     "offline": {"tokens": 3456, "tokens_per_s": 7.0},
     "iterations": 100,
     "planned": 90,
     "overruns": 1,
     "busy_s": 2.5,
+    "harm": {
+        "pauses": 8,
+        "ttft_ms": {"p50": {"ratio": 1.05, "low": 0.9, "high": None}, "p99": None},
+        "tbt_ms": {"p50": None, "p99": None},
+    },
     "preemption": {
         "policy": "prompt",
         "why_off": None,
@@ -163,11 +175,18 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_kv_blocks_failed_total": 2,
         "conserve_kv_blocks_refused_total": 6,
         "conserve_slo_attainment": 0.75,
+        "conserve_receipt_pauses_total": 8,
+        "conserve_harm_limit": 0.1,
+        "conserve_harm_ratio/estimate/ttft/p50": 1.05,
+        "conserve_harm_ratio/low/ttft/p50": 0.9,
+        "conserve_promised_seconds/ttft/p99": 1.5,
+        "conserve_promised_seconds/tbt/mean": 0.06,
+        "conserve_promise_seen_seconds/tbt/mean": 0.045,
         "conserve_leave_reaction_seconds/0.5": 0.005,
         "conserve_leave_reaction_seconds/0.99": 0.014,
         **FORMER_NAMES,
     }
-    assert len(COUNTS) == 19
+    assert len(COUNTS) == 20
     assert "# TYPE conserve_iterations_left_total counter" in answer.text
     assert "# TYPE python_info gauge" in answer.text  # from the registry that vLLM shows
     assert client.asked == [None]

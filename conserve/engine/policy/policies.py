@@ -11,10 +11,10 @@ from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Policy
 from conserve.engine.policy.priority import Priority
 
-CONSERVE = "conserve"
+CONSERVE, ONLINE_ONLY = "conserve", "online-only"
 POLICIES: dict[str, Callable[[], Policy]] = {
     CONSERVE: Conserve,
-    "online-only": OnlineOnly,
+    ONLINE_ONLY: OnlineOnly,
     "non-preemptive": NonPreemptive,
     "priority": Priority,
     "paced": Paced,
@@ -22,7 +22,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "hygen-star": hygen_star,
     "hygen": hygen,
 }
-SERVING = (CONSERVE, "online-only", "non-preemptive", "priority")  # policies for live traffic
+SERVING = (CONSERVE, ONLINE_ONLY, "non-preemptive", "priority")  # policies for live traffic
 COMPARED = ("sarathi++", "hygen-star", "hygen")  # policies to compare with, which only `conserve bench` sets
 BENCHED = (*SERVING, *COMPARED)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.accountant import Accountant
+from conserve.engine.runtime.receipt import Receipt
 
 WINDOW_S = 60.0  # seconds that a report covers
 RECENT_PROMPTS = 64  # prompts whose median is the typical prompt
@@ -25,7 +26,8 @@ class Moment(NamedTuple):
 class Traffic:
     """Rolling windows over the last 60 s. Times are monotonic seconds, given by the caller."""
 
-    def __init__(self, promises: Promises | None = None) -> None:
+    def __init__(self, promises: Promises | None = None, receipt: Receipt | None = None) -> None:
+        self.receipt = receipt or Receipt(share=0.0)
         self._accountant = Accountant(promises or Promises())
         self._ttft_ms: deque[Moment] = deque()
         self._tbt_ms: deque[Moment] = deque()
@@ -77,6 +79,7 @@ class Traffic:
     def arrived(self, request: str, prompt_tokens: int, *, at: float) -> None:
         """Note an online request that has arrived."""
         self._arrived_at[request] = at
+        self.receipt.arrived(at=at)
         while self._peaks and self._peaks[-1].value <= self.online_now:
             self._peaks.pop()  # the first one left is the peak
         self._peaks.append(Moment(at, self.online_now))
@@ -97,12 +100,14 @@ class Traffic:
                 self.online_requests += 1
                 remember(self._ttft_ms, Moment(at, (at - arrived) * 1e3))
                 self._accountant.ttft.note((at - arrived) * 1e3)
+                self.receipt.answered(arrived=arrived, at=at)
             else:
                 continue
             followed[request] = at
         for last, count in gaps.items():
             remember(self._tbt_ms, Moment(at, (at - last) * 1e3, count))
             self._accountant.tbt.note((at - last) * 1e3, count)
+            self.receipt.gap(count, last=last, at=at)
 
     def answered(self, request: str) -> bool:
         """True if the online request has its first token."""
@@ -110,7 +115,8 @@ class Traffic:
 
     def finished(self, request: str) -> None:
         """Forget a finished request."""
-        self._arrived_at.pop(request, None)
+        if (arrived := self._arrived_at.pop(request, None)) is not None:
+            self.receipt.gone(arrived=arrived)
         self._last_token_at.pop(request, None)
 
     def offline(self, tokens: int, *, at: float) -> None:

@@ -12,6 +12,7 @@ from conserve.config import default_home
 from conserve.engine.policy.policies import named
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.policy.promises import HARM, Promises
+from conserve.engine.runtime.receipt import LARGEST_SHARE, SHARE
 from conserve.engine.vllm.model.profile_key import key_of
 from conserve.errors import SettingsError
 from conserve.profiles.book import Book
@@ -38,6 +39,7 @@ WRITTEN = (
     "ttft_slo_ms",
     "tbt_slo_ms",
     "harm",
+    "receipt",
     "profile",
     "profiles",
     "control",
@@ -55,6 +57,7 @@ class Pacing:
     command: str  # command that makes a missing profile
     policy: str = "paced"
     promises: Promises = field(default_factory=Promises)
+    receipt: float = 0.0  # share of the time in which offline work pauses, to measure its harm
     profile: str | None = None
     keep_correction: bool = True  # start with the correction learned earlier
     control: bool = False  # True: policy and SLO may be changed over HTTP
@@ -75,6 +78,7 @@ class Pacing:
             "ttft_slo_ms": dict(self.promises.ttft_ms) or None,
             "tbt_slo_ms": dict(self.promises.tbt_ms) or None,
             "harm": self.promises.harm,
+            "receipt": self.receipt,
             "control": self.control,
             "preemption": self.preemption,
             "safepoint_every": self.safepoint_every,
@@ -113,6 +117,7 @@ class EngineSettings:
 
     policy: str
     promises: Promises
+    receipt: float
     model: CorrectedModel | None  # None until the warm-up is over
     source: str = WARM_UP  # of the model
     correction_file: Path | None = None
@@ -125,10 +130,10 @@ class EngineSettings:
     def read(cls, config: VllmConfig) -> Self:
         """Read the settings that `Pacing.install`, or a user of `vllm serve`, wrote into the configuration."""
         section = dict(config.additional_config.get(SECTION, {}))
-        promises = promises_of(section)
+        promises, receipt = promises_of(section), section.get("receipt", 0.0)
         if "model" not in section:
             asked = written(section)
-            promises = asked.promises
+            promises, receipt = asked.promises, asked.receipt
             section |= asked.source(config)
         policy = section.get("policy", "conserve")
         preemption = section.get("preemption", OFF if policy == "paced" else PREEMPTION)
@@ -138,6 +143,7 @@ class EngineSettings:
             return cls(
                 policy=policy,
                 promises=promises,
+                receipt=receipt,
                 model=None,
                 preemption=preemption,
                 safepoint_every=every,
@@ -152,6 +158,7 @@ class EngineSettings:
         return cls(
             policy=policy,
             promises=promises,
+            receipt=receipt,
             model=corrected,
             source=f"profile {section['profile_name']}" if section.get("profile_name") else "profile",
             correction_file=file,
@@ -187,6 +194,11 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
     promises = promises_of(section)
     if not promises.any and "harm" not in section:
         promises = Promises(harm=HARM)
+    receipt = section.get("receipt", SHARE)
+    if isinstance(receipt, bool) or not isinstance(receipt, int | float) or not 0 <= receipt <= LARGEST_SHARE:
+        raise SettingsError(
+            f"additional_config.conserve.receipt takes a share from 0 to {LARGEST_SHARE:g}, not {receipt!r}"
+        )
     policy = section.get("policy", "conserve")
     try:
         named(policy)
@@ -208,6 +220,7 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         command=command,
         policy=policy,
         promises=promises,
+        receipt=receipt,
         profile=section.get("profile"),
         control=bool(section.get("control")),
         preemption=preemption,

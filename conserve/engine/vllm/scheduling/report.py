@@ -31,6 +31,7 @@ def report(scheduler: Any) -> dict[str, Any]:
         "hygen": {**scheduler.row_terms.said(), **hygen_model(iterations)},
         "max_num_batched_tokens": scheduler._most_tokens,
         **traffic,
+        "harm": scheduler._traffic.receipt.report(),
         **iterations.report(),
         "preemption": scheduler.arrival_monitor.report(),
         "checkpoint": {**checkpoints(scheduler), "tokens_recomputed": scheduler._offline_tokens.again},

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -20,11 +19,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from conserve.engine.policy.hygen import HyGen
-from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.policies import named
+from conserve.engine.policy.online_only import OnlineOnly
+from conserve.engine.policy.plan import Plan, Policy
+from conserve.engine.policy.policies import ONLINE_ONLY, named
 from conserve.engine.policy.recorded import line_of
 from conserve.engine.policy.view import Slo
-from conserve.engine.runtime.recording import Recording
+from conserve.engine.runtime.receipt import Receipt
+from conserve.engine.runtime.recording import recording_at
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.counts import checkpoints_of
 from conserve.engine.vllm.iteration import Iteration, iteration_of, outcome_of, put
@@ -46,6 +47,7 @@ from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import TIMELESS, LatencyModel
 
 log = logging.getLogger("vllm.conserve")
+PAUSE = OnlineOnly()
 LEARN_EVERY = 8  # of iterations without a plan, the model learns from one: nothing depends on its speed then
 
 
@@ -71,7 +73,7 @@ class CoServing:
         installed = EngineSettings.read(vllm_config)
         self.waiting = Lanes()
         self._iterations = Iterations(installed)
-        self._traffic = Traffic(installed.promises)
+        self._traffic = Traffic(installed.promises, Receipt(share=installed.receipt))
         self._offline: set[str] = set()  # offline requests in the engine
         self._with_logprobs: set[str] = set()  # requests that want logprobs of their prompts
         self._grammars: dict[str, Request] = {}  # requests whose grammar is being compiled
@@ -86,19 +88,21 @@ class CoServing:
         self.checkpoints, self.why_no_checkpoints = checkpoints_of(self.connector)
         self.restores_pause = 0  # iterations for which no restore begins, since vLLM had no room for one
         self.ahead = Ahead(self)
-        self._recording = recording_of(vllm_config, installed.record_views)
+        number = vllm_config.parallel_config.data_parallel_index
+        self._recording = recording_at(installed.record_views, number)
         self.row_terms = RowTerms()
         self.batches = True  # batching mode is allowed
         self._follow(installed.policy)
 
     def _follow(self, name: str) -> None:
         self._policy_name = name
-        self._policy = named(name, log.warning)
+        self._policy = self._planner = named(name, log.warning)
         self.policy = SchedulingPolicy.FCFS if self._policy.spares_offline else SchedulingPolicy.PRIORITY
 
     def conserve(self, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Answer `GET /v1/conserve`, after a change of policy, preemption, checkpoints or SLO if one is given."""
         if change:
+            self._traffic.receipt.restart()
             change_regime(self, change)
         self._end_warm_up()
         return report(self)
@@ -200,7 +204,7 @@ class CoServing:
         """The policy's plan; None leaves the iteration to vLLM."""
         if self._iterations.warm_up is not None and not all(map(is_warm_up, self.requests)):
             self._iterations.end_warm_up()
-        policy = self._policy
+        policy = self._choose_planner()
         model: LatencyModel | None = self._iterations.model
         decides = policy.decides and (self._offline or self._policy_name == "paced")
         self._reserve(0)
@@ -212,12 +216,19 @@ class CoServing:
             model = self._iterations.hygen or model
         return self._plan_by_policy(model or TIMELESS)
 
+    def _choose_planner(self) -> Policy:
+        """The policy, or in a pause of the receipt one that computes no offline token."""
+        offline, now = bool(self._offline), time.monotonic()
+        pauses = not self._policy.holds_offline and self._traffic.receipt.pauses(offline=offline, now=now)
+        self._planner = PAUSE if pauses else self._policy
+        return self._planner
+
     def _plan_by_policy(self, model: LatencyModel) -> Plan | None:
         self._make_ready()
         surcharge_ms = self._iterations.surcharge_ms if self._with_logprobs else 0.0
         picture = Picture(self, self._traffic, surcharge_ms=surcharge_ms)
         view = picture.view(self._slo, model)
-        plan = self._policy.plan(view)
+        plan = self._planner.plan(view)
         if plan is not None:
             self.row_terms.began(self.requests[name] for name in plan.admitted if name in self._offline)
         self._reserve(view.reserved_blocks)
@@ -225,7 +236,8 @@ class CoServing:
             for request, context in picture.looked:
                 self.checkpoints.keep_for(request, context)
         if self._recording is not None and self._recording.on:
-            self._recording.add(line_of(view, plan, policy=self._policy_name, at=time.time()))
+            name = ONLINE_ONLY if self._planner is PAUSE else self._policy_name
+            self._recording.add(line_of(view, plan, policy=name, at=time.time()))
         return plan
 
     def _make_ready(self) -> None:
@@ -357,14 +369,6 @@ class CoServing:
             return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
         finally:
             self.checkpoints.on = saving
-
-
-def recording_of(vllm_config: Any, path: Path | None) -> Recording | None:
-    """File of this engine's recorded views, if any; data parallel engines behind the first add a number."""
-    if path is None:
-        return None
-    number = vllm_config.parallel_config.data_parallel_index
-    return Recording(path.with_name(f"{path.name}.{number}") if number else path)
 
 
 class Synchronous(CoServing, Scheduler):  # type: ignore[misc]

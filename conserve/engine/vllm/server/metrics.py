@@ -31,6 +31,11 @@ class Count(NamedTuple):
 COUNTS = (
     Count("conserve_online_requests", "Live requests that got a token.", ("online", "requests")),
     Count("conserve_offline_tokens", "Tokens computed for offline requests.", ("offline", "tokens")),
+    Count(
+        "conserve_receipt_pauses",
+        "Pauses of offline work in which live latencies were measured.",
+        ("harm", "pauses"),
+    ),
     Count("conserve_iterations", "Iterations that the latency model learned from.", ("iterations",)),
     Count("conserve_planned_iterations", "Iterations with a time limit.", ("planned",)),
     Count("conserve_overruns", "Iterations that took longer than their limit.", ("overruns",)),
@@ -139,10 +144,26 @@ class Report(NamedTuple):
                 attainment,
             )
         yield from self._promises()
+        yield from self._harm()
         yield from self._reactions("conserve_leave_reaction_seconds", REACTION)
         yield from self._reactions(
             "conserve_preemption_reaction_seconds", "Deprecated: conserve_leave_reaction_seconds."
         )
+
+    def _harm(self) -> Iterator[Metric]:
+        """Live latency with offline work over live latency in its pauses, and the interval."""
+        labels = ["latency", "quantile", "bound"]
+        harm = GaugeMetricFamily(
+            "conserve_harm_ratio", "Live latency with offline work over that in its pauses.", labels=labels
+        )
+        said = self.said.get("harm", {})
+        for latency in ("ttft_ms", "tbt_ms"):
+            for name, one in (said.get(latency) or {}).items():
+                for bound, key in (("estimate", "ratio"), ("low", "low"), ("high", "high")):
+                    if one is not None and one[key] is not None:
+                        harm.add_metric([latency.removesuffix("_ms"), name, bound], one[key])
+        if harm.samples:
+            yield harm
 
     def _promises(self) -> Iterator[Metric]:
         """Each promise of a quantile or a mean, and its value over the last minute."""
