@@ -354,6 +354,19 @@ def test_offline_tokens_stay_within_every_limit(view: View) -> None:
 
 
 @settings(max_examples=EXAMPLES)
+@given(views(), st.sampled_from([0.1, 0.5, 2.0]))
+def test_offline_tokens_add_no_more_than_the_harm_that_is_promised(view: View, harm: float) -> None:
+    judged = Judged(view, Conserve().plan(replace(view, slo=Slo(harm=harm))))
+    plan, online = judged.plan, {request.name for request in (*view.online, *view.waiting_online)}
+    theirs = [judged.all[name] for name in plan.tokens if name in online]
+    if reached("offline tokens beside online requests", plan.limit_ms is not None and theirs):
+        slices = [Slice(plan.tokens[one.name], one.context, one.decode) for one in theirs]
+        surcharge_ms = sum(plan.tokens[one.name] * one.surcharge_ms for one in theirs)
+        alone_ms = view.model.predict(Batch.of(slices)) + surcharge_ms
+        assert judged.ms() <= (1 + harm) * alone_ms * ROUNDING
+
+
+@settings(max_examples=EXAMPLES)
 @given(views())
 def test_no_online_request_waits_behind_offline_tokens(view: View) -> None:
     judged = Judged(view, Conserve().plan(view))

@@ -78,7 +78,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def recording_at(path: Path | None, number: int) -> Recording | None:
-    """The recording of an engine, if there is to be one; data parallel engines behind the first add their number."""
+    """Recording of an engine, if there is to be one; data parallel engines behind the first add their number."""
     if path is None:
         return None
     return Recording(path.with_name(f"{path.name}.{number}") if number else path)
