@@ -178,6 +178,8 @@ class TestShown:
     def test_a_server_measures_for_one_percent_unless_told_otherwise(self) -> None:
         assert written({}).receipt == 0.01
         assert written({"receipt": 0.0}).receipt == 0.0
+        assert written({"control": True}).receipt == 0.0, "a benchmark would be paused"
+        assert written({"control": True, "receipt": 0.02}).receipt == 0.02
         for wrong in (True, "1%", 0.5, -0.1):
             with pytest.raises(SettingsError, match=r"additional_config\.conserve\.receipt takes a share"):
                 written({"receipt": wrong})

@@ -194,7 +194,7 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
     promises = promises_of(section)
     if not promises.any and "harm" not in section:
         promises = Promises(harm=HARM)
-    receipt = section.get("receipt", SHARE)
+    receipt = section.get("receipt", 0.0 if section.get("control") else SHARE)  # a benchmark is not paused
     if isinstance(receipt, bool) or not isinstance(receipt, int | float) or not 0 <= receipt <= LARGEST_SHARE:
         raise SettingsError(
             f"additional_config.conserve.receipt takes a share from 0 to {LARGEST_SHARE:g}, not {receipt!r}"
