@@ -288,7 +288,8 @@ class TestAStep:
     def core(waits: bool | None) -> Any:
         """A core that schedules in one step and reads the results in the next."""
         steps = iter([(None, True), ({0: "results"}, False)])
-        scheduler = SimpleNamespace() if waits is None else SimpleNamespace(waits=lambda: waits)
+        ahead = SimpleNamespace(waits=lambda: waits)
+        scheduler = SimpleNamespace() if waits is None else SimpleNamespace(ahead=ahead)
         return SimpleNamespace(scheduler=scheduler, step=lambda: next(steps))
 
     @pytest.mark.parametrize(("waits", "outputs"), [(True, {0: "results"}), (False, None), (None, None)])
@@ -297,6 +298,27 @@ class TestAStep:
 
         step = waiting(lambda core: core.step())
         assert step(self.core(waits)) == (outputs, True)
+
+    @pytest.mark.parametrize("online", [True, False])
+    def test_it_asks_our_scheduler(self, online: bool, tmp_path: Path, clock: Any) -> None:
+        from conserve.engine.vllm.server.plugin import waiting
+        from tests.scheduled_ahead import ScheduledAhead
+
+        engine = ScheduledAhead(tmp_path, clock, blocks=4096, seed=0, often=0.0, refuses=False)
+        engine.add(900, 40, offline=True)
+        for _ in range(3):
+            engine.step()
+        while engine.queued:
+            engine.take_in()
+        if online:
+            engine.add(50, 4)
+
+        def step(core: Any) -> tuple[Any, bool]:
+            before = engine.queued
+            engine.step()
+            return (None, True) if engine.queued > before else ({}, False)
+
+        assert waiting(step)(engine) == (({}, True) if online else (None, True))
 
     def test_the_engine_core_steps_that_way(self) -> None:
         from vllm.v1.engine.core import EngineCore

@@ -126,8 +126,8 @@ def waiting(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def wrapped(core: Any) -> Any:
         outputs, executed = step(core)
-        waits = getattr(core.scheduler, "waits", None)
-        if executed and outputs is None and waits is not None and waits():
+        ahead = getattr(core.scheduler, "ahead", None)
+        if executed and outputs is None and ahead is not None and ahead.waits():
             outputs, _ = step(core)
         return outputs, executed
 
