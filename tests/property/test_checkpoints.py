@@ -36,7 +36,7 @@ class FakeRequest:
     num_tokens: int
     status: Any = RequestStatus.RUNNING
     num_computed_tokens: int = 0
-    num_output_placeholders: int = 0
+    num_in_flight_tokens: int = 0
     priority: int = OFFLINE_PRIORITY
     skip_reading_prefix_cache: bool = False
     block_hashes: list[str] = field(default_factory=list)
