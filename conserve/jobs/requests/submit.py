@@ -27,7 +27,7 @@ from conserve.jobs.requests.file import SCHEMA, RequestWriter, to_table
 from conserve.jobs.requests.order import SortKey, sort_key
 from conserve.jobs.requests.rendering import renderer
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import catalog
+from conserve.store.books import batches, catalog
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
 from conserve.store.sql.query import first_duplicate
@@ -60,10 +60,12 @@ def submit(
     tags: Mapping[str, str] | None = None,
     constant_prompt: bool = False,
     before_queueing: Callable[[], object] = lambda: None,
+    batch_id: str | None = None,
 ) -> Submitted:
     """Render every row of the input and queue the job; on any error nothing is left behind.
 
     `on_rows` is called with the number of rows rendered so far, `before_queueing` once only the queueing is left.
+    With `batch_id` the job is that batch's; raises `Overtaken` if the batch needs none any more.
     """
     given = Input(names=[given]) if isinstance(given, str) else given
     check_task(task)
@@ -88,6 +90,7 @@ def submit(
             priority=priority,
             model=model_name(model) if model else None,
             tags=tags or {},
+            batch_id=batch_id,
         )
 
 
@@ -180,6 +183,7 @@ def enqueue(
     priority: int,
     model: str | None,
     tags: Mapping[str, str],
+    batch_id: str | None,
 ) -> Submitted:
     """Give the job its id and put folder and database row in place, in this order.
 
@@ -192,6 +196,7 @@ def enqueue(
     with home.explained(store.home):
         files = digests.seals([folder / home.REQUESTS, folder / home.INPUTS])
     home.adopt(folder, store.home, job_id)
+    now = time.time()
     try:
         with store.write() as tx:
             catalog.lock_ids(tx)
@@ -202,11 +207,15 @@ def enqueue(
                 source=opened.source,
                 num_rows=written.rows,
                 priority=priority,
-                now=time.time(),
+                now=now,
                 files=files,
                 model=model,
                 tags=tags,
             )
+            if batch_id is None:
+                batches.of_submitted(tx, job_id, now=now)
+            else:
+                batches.bind(tx, batch_id, job_id)
             record = catalog.record(tx, job_id)
     except BaseException:
         discard_unregistered(store, job_id)

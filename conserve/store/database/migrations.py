@@ -5,6 +5,7 @@ from `schema`, freeze that table's old definition first, as `first_schema` does.
 of them make with `schema`.
 """
 
+import secrets
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from sqlalchemy import (
     Float,
     Integer,
     Text,
+    exists,
     func,
     insert,
     inspect,
@@ -59,13 +61,39 @@ def m004_deaths(tx: Connection) -> None:
     add_column(tx, "request", Column("deaths", Integer))
 
 
+def m005_batches(tx: Connection) -> None:
+    """Files, batches and keys of the Batch API; every job has a batch."""
+    for table in (schema.file, schema.batch, schema.api_key):
+        table.create(tx, checkfirst=True)
+    add_missing_batches(tx)
+
+
 MIGRATIONS: list[Callable[[Connection], None]] = [
     m001_first_tables,
     m002_damage_is_noticed,
     m003_models_and_tags,
     m004_deaths,
+    m005_batches,
 ]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
+
+
+DEFAULT_PROJECT = "default"
+"""Project of jobs that `conserve submit` queued, and of requests to an API without keys."""
+
+
+def new_batch_id() -> str:
+    """Id of a batch, which cannot be guessed: 128 random bits."""
+    return f"batch_{secrets.token_hex(16)}"
+
+
+def add_missing_batches(tx: Connection) -> None:
+    """Give each job without a batch one, in the default project."""
+    of_job = exists().where(schema.batch.c.job_id == schema.job.c.id)
+    found = select(schema.job.c.id, schema.job.c.submitted_at).where(~of_job).order_by(schema.job.c.seq)
+    for row in tx.execute(found).all():
+        values = {"job_id": row.id, "created_at": row.submitted_at, "project": DEFAULT_PROJECT}
+        tx.execute(insert(schema.batch).values(id=new_batch_id(), **values))
 
 
 def add_column(tx: Connection, table: str, column: "Column[Any]") -> None:

@@ -5,6 +5,9 @@
     request  one row per *live* request: leased, or returned and waiting for its next attempt
     journal  finished rows that are not in a shard yet
     shard    the Parquet files that hold the rest
+    file     files that clients of the Batch API uploaded, and files of answers made for them
+    batch    one row a job: its name and its state in OpenAI's Batch API; before its job exists, what was asked for
+    api_key  keys of the Batch API, as hashes
 
 A position is a request's place in its job's execution order. At every instant each position of a job is in
 exactly one place: not yet leased (>= next_position), in `request`, in `journal`, or in a shard.
@@ -117,4 +120,66 @@ shard = Table(
     Column("digest", Text),  # of the file (store.files.digests); null for one of an earlier version
     Column("bytes", BigInteger),  # its length
     Index("shard_by_job", "job_id"),
+)
+
+file = Table(
+    "file",
+    metadata,
+    Column("seq", Serial, primary_key=True),  # order of upload
+    Column("id", Text, nullable=False, unique=True),
+    Column("project", Text, nullable=False),
+    Column("purpose", Text, nullable=False),  # "batch", or "batch_output" of a job's answers and errors
+    Column("filename", Text, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("num_lines", BigInteger, nullable=False),
+    Column("digest", Text, nullable=False),  # BLAKE2b of the contents
+    Column("path", Text, nullable=False, unique=True),  # relative to the store's home
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    # the job whose answers it holds; null for an upload
+    Column("job_id", Text, ForeignKey("job.id", ondelete="CASCADE")),
+    Column("idempotency_key", Text),
+    Index("file_by_idempotency_key", "project", "idempotency_key", unique=True),
+    Index("file_by_job", "job_id"),
+)
+
+batch = Table(
+    "batch",
+    metadata,
+    Column("seq", Serial, primary_key=True),  # order of creation
+    Column("id", Text, nullable=False, unique=True),
+    Column("project", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("job_id", Text, ForeignKey("job.id", ondelete="CASCADE"), unique=True),  # null until it is queued
+    Column("file_id", Text),  # its input; null for a job of `conserve submit`
+    Column("endpoint", Text),  # as is null: such a job's task names it
+    Column("completion_window", Text),
+    Column("window_s", Float),
+    Column("metadata", Text),  # JSON object of texts
+    Column("key_name", Text),  # api_key.name that made it
+    Column("idempotency_key", Text),
+    Column("output_expires_s", Float),  # from the output's creation
+    Column("refused_at", Float),  # the input cannot become a job
+    Column("errors", Text),  # JSON of store.books.batches.Fault's: why
+    Column("cancelling_at", Float),
+    Column("delivered_at", Float),  # the files of answers and errors are there
+    Column("delivered_of", Float),  # `job.finished_at` then: `retry` makes it another
+    Column("output_file_id", Text),
+    Column("error_file_id", Text),
+    Index("batch_by_idempotency_key", "project", "idempotency_key", unique=True),
+)
+
+api_key = Table(
+    "api_key",
+    metadata,
+    Column("seq", Serial, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("project", Text, nullable=False),
+    Column("hash", Text, nullable=False, unique=True),  # SHA-256 of the key
+    Column("live", Boolean, nullable=False),  # may send live requests
+    Column("batch", Boolean, nullable=False),  # may use files and batches
+    Column("limit_rows", BigInteger),  # unfinished at a time, of the batches that the key made
+    Column("limit_tokens", BigInteger),  # of its batches of the last 24 hours
+    Column("created_at", Float, nullable=False),
+    Column("revoked_at", Float),
 )

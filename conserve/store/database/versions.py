@@ -2,7 +2,7 @@
 
 from conserve.errors import StoreDamaged
 
-LATEST = 4
+LATEST = 5
 WITH_MODELS = 3  # first version in which a job has a model and tags
 
 

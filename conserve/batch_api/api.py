@@ -1,0 +1,45 @@
+"""The state of a running API, and the caller of a request."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from starlette.requests import Request
+
+from conserve.batch_api.workers import Admissions, Deliveries
+from conserve.jobs.batches.lines import Limits
+from conserve.store.database.migrations import DEFAULT_PROJECT
+from conserve.store.database.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Sender of a request, as its key tells."""
+
+    project: str = DEFAULT_PROJECT
+    key_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """Parts that every route uses."""
+
+    store: Store
+    limits: Limits
+    admissions: Admissions
+    deliveries: Deliveries
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """The API that answers the request."""
+        found: Any = request.app.state.conserve_api
+        assert isinstance(found, cls)
+        return found
+
+
+CALLER = "conserve_caller"  # in a request's scope
+
+
+def caller_of(request: Request) -> Caller:
+    """Sender of a request; the default project's where no key is asked for."""
+    found = request.scope.get(CALLER)
+    return found if isinstance(found, Caller) else Caller()

@@ -1,0 +1,77 @@
+"""The routes as an ASGI application."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from conserve.batch_api import batches, files, openapi, refusals
+from conserve.batch_api.api import Api
+from conserve.batch_api.refusals import Refused
+from conserve.batch_api.workers import Admissions, Deliveries
+from conserve.errors import ConserveError
+from conserve.jobs.batches.lines import Limits
+from conserve.store.database.store import Store
+
+STOP_S = 5.0  # for a step of a worker under way
+
+ROUTES = [
+    Route("/v1/files", files.create, methods=["POST"]),
+    Route("/v1/files", files.index, methods=["GET"]),
+    Route("/v1/files/{id}", files.show, methods=["GET"]),
+    Route("/v1/files/{id}", files.delete, methods=["DELETE"]),
+    Route("/v1/files/{id}/content", files.content, methods=["GET"]),
+    Route("/v1/batches", batches.create, methods=["POST"]),
+    Route("/v1/batches", batches.index, methods=["GET"]),
+    Route("/v1/batches/{id}", batches.show, methods=["GET"]),
+    Route("/v1/batches/{id}/cancel", batches.cancel, methods=["POST"]),
+]
+
+
+async def description(request: Request) -> Response:
+    """Describe the routes, for tools that make or try clients."""
+    return JSONResponse(openapi.document(ROUTES))
+
+
+async def health(request: Request) -> Response:
+    """Answer load balancers."""
+    return JSONResponse({"status": "ok"})
+
+
+def application(store: Store, limits: Limits | None = None) -> Starlette:
+    """The application over an open store; its workers run while it does."""
+    limits = limits or Limits()
+    api = Api(
+        store=store,
+        limits=limits,
+        admissions=Admissions(store, limits),
+        deliveries=Deliveries(store),
+    )
+
+    @asynccontextmanager
+    async def working(app: Starlette) -> AsyncIterator[None]:
+        workers = api.admissions.worker, api.deliveries.worker
+        for worker in workers:
+            worker.start()
+        try:
+            yield
+        finally:
+            for worker in workers:
+                worker.stop(STOP_S)
+
+    app = Starlette(
+        routes=[Route("/health", health), Route("/openapi.json", description), *ROUTES],
+        lifespan=working,
+        exception_handlers={
+            Refused: refusals.refused,
+            ConserveError: refusals.failed,
+            HTTPException: refusals.not_answered,
+            Exception: refusals.broken,
+        },
+    )
+    app.state.conserve_api = api
+    return app

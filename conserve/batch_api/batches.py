@@ -1,0 +1,118 @@
+"""Routes of batches: create, list, show, cancel."""
+
+import time
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from conserve.batch_api import bodies, objects
+from conserve.batch_api.api import Api, caller_of
+from conserve.batch_api.bodies import CreateBatch
+from conserve.batch_api.refusals import Refused
+from conserve.errors import JobRefused
+from conserve.store.books import batches, uploads
+from conserve.store.books.batches import Batch, NewBatch
+
+MOST_BATCHES = 100  # in one page
+PAGE = 20
+
+
+async def create(request: Request) -> Response:
+    """Make a batch of an uploaded file; with the idempotency key of an earlier one, answer with that."""
+    api, key = Api.of(request), bodies.idempotency_key(request)
+    asked = await bodies.create_batch(request)
+    found = await run_in_threadpool(add, api, request, asked, key)
+    api.admissions.wake()
+    return JSONResponse(objects.batch_object(found))
+
+
+def add(api: Api, request: Request, asked: CreateBatch, key: str | None) -> Batch:
+    """Add the batch, unless the key is known."""
+    caller, now = caller_of(request), time.time()
+    with api.store.write() as tx:
+        if key is not None and (earlier := batches.of_idempotency_key(tx, caller.project, key)):
+            return same_batch(earlier, asked)
+        file = uploads.get(tx, caller.project, asked.input_file_id, now=now)
+        if file is None or file.job_id is not None:
+            raise bodies.no_input(asked.input_file_id)
+        life = asked.output_expires_after
+        new = NewBatch(
+            file_id=file.id,
+            endpoint=asked.endpoint,
+            completion_window=asked.completion_window,
+            window_s=bodies.window_s(asked.completion_window),
+            metadata=asked.metadata,
+            key_name=caller.key_name,
+            idempotency_key=key,
+            output_expires_s=float(life.seconds) if life else None,
+        )
+        batch_id = batches.add(tx, caller.project, new, now=now)
+        return required(batches.get(tx, caller.project, batch_id), batch_id)
+
+
+def same_batch(earlier: Batch, asked: CreateBatch) -> Batch:
+    """The batch of an earlier request with the same key; raises `Refused` if that asked for something else."""
+    before = earlier.file_id, earlier.endpoint, earlier.completion_window, earlier.metadata
+    if before != (asked.input_file_id, asked.endpoint, asked.completion_window, asked.metadata):
+        said = "this Idempotency-Key was used for another batch"
+        raise Refused.invalid(said, param="Idempotency-Key", code="idempotency_key_reused")
+    return earlier
+
+
+def required(batch: Batch | None, name: str) -> Batch:
+    """The batch; raises `Refused` if there is none."""
+    if batch is None:
+        raise Refused.missing("batch", name)
+    return batch
+
+
+async def index(request: Request) -> Response:
+    """List the batches of the caller's project, the newest first."""
+    api, limit = Api.of(request), bodies.limit(request, PAGE, MOST_BATCHES)
+    after, project = bodies.after(request, "batch"), caller_of(request).project
+
+    def read() -> list[Batch]:
+        with api.store.read() as tx:
+            before = None if after is None else required(batches.get(tx, project, after), after).seq
+            return batches.page(tx, project, before=before, limit=limit + 1)
+
+    found = await run_in_threadpool(read)
+    shown = [objects.batch_object(batch) for batch in found[:limit]]
+    return JSONResponse(objects.page(shown, has_more=len(found) > limit))
+
+
+async def show(request: Request) -> Response:
+    """Show a batch; one whose files are still to be written gets them."""
+    api, name = Api.of(request), bodies.named(request, "batch")
+    project = caller_of(request).project
+
+    def read() -> Batch:
+        with api.store.read() as tx:
+            return required(batches.get(tx, project, name), name)
+
+    found = await run_in_threadpool(read)
+    if found.unfinished:
+        api.deliveries.ask(found.id)
+    return JSONResponse(objects.batch_object(found))
+
+
+async def cancel(request: Request) -> Response:
+    """Cancel a batch; results that it has are kept."""
+    api, name = Api.of(request), bodies.named(request, "batch")
+    project = caller_of(request).project
+
+    def change() -> Batch:
+        with api.store.write() as tx:
+            found = required(batches.get(tx, project, name), name)
+            try:
+                batches.cancel(tx, found, now=time.time())
+            except JobRefused as error:
+                said = f"Cannot cancel a batch with status '{found.state}'."
+                raise Refused.invalid(said, code="batch_not_cancellable") from error
+            return required(batches.get(tx, project, name), name)
+
+    found = await run_in_threadpool(change)
+    if found.unfinished:
+        api.deliveries.ask(found.id)
+    return JSONResponse(objects.batch_object(found))

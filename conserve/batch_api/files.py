@@ -1,0 +1,161 @@
+"""Routes of files: upload, list, show, download, delete."""
+
+import time
+from http import HTTPStatus
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from conserve.batch_api import bodies, objects
+from conserve.batch_api.api import Api, caller_of
+from conserve.batch_api.refusals import Refused
+from conserve.batch_api.upload import Form, Upload, form_of
+from conserve.store.books import uploads
+from conserve.store.books.uploads import File, NewFile
+from conserve.store.files import home
+
+PURPOSE = "batch"
+OUTPUT = "batch_output"
+LIFE_S = 30 * 86_400.0  # of an upload that names none, as OpenAI has it
+MOST_FILES = 10_000  # in one page
+
+
+async def create(request: Request) -> Response:
+    """Store an upload; with the idempotency key of an earlier one, answer with that."""
+    api, key = Api.of(request), bodies.idempotency_key(request)
+    form = form_of(request, api.limits.file_bytes)
+    folder = await run_in_threadpool(uploads.make_folder, api.store)
+    file_id = uploads.new_file_id()
+    with home.explained(folder):
+        upload = Upload(folder / f"{file_id}.jsonl")
+    with upload:
+        await form.read(request, upload)
+        new = new_file(api, form, upload, key)
+        stored = await run_in_threadpool(store, api, request, file_id, upload, new)
+    return JSONResponse(objects.file_object(stored))
+
+
+def new_file(api: Api, form: Form, upload: Upload, key: str | None) -> NewFile:
+    """Record of an upload; raises `Refused` for a form without a file, or with another purpose."""
+    if form.filename is None:
+        raise Refused.invalid("the form has no file", param="file")
+    if form.fields.get("purpose") != PURPOSE:
+        said = f"purpose is {PURPOSE!r}: this server keeps files for batches alone"
+        raise Refused.invalid(said, param="purpose", code="invalid_value")
+    if not upload.bytes:
+        raise Refused.invalid("the file is empty", param="file", code="empty_file")
+    life = bodies.expires_after(form.fields)
+    return NewFile(
+        purpose=PURPOSE,
+        filename=form.filename,
+        bytes=upload.bytes,
+        num_lines=upload.num_lines,
+        digest=upload.digest,
+        path=str(upload.path.relative_to(api.store.home)),
+        expires_at=time.time() + (life.seconds if life else LIFE_S),
+        idempotency_key=key,
+    )
+
+
+def store(api: Api, request: Request, file_id: str, upload: Upload, new: NewFile) -> File:
+    """Put the file and its record in place, in this order; the earlier file if the key is known."""
+    project, now = caller_of(request).project, time.time()
+    if (earlier := same_upload(api, project, new)) is not None:
+        return earlier
+    with home.explained(api.store.home):
+        upload.keep()
+    try:
+        with api.store.write() as tx:
+            key = new.idempotency_key
+            if key is not None and uploads.of_idempotency_key(tx, project, key) is not None:
+                raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the same upload is under way; try again")
+            uploads.add(tx, project, file_id, new, now=now)
+            found = uploads.get(tx, project, file_id, now=now)
+    except BaseException:
+        upload.path.unlink(missing_ok=True)
+        raise
+    assert found is not None
+    return found
+
+
+def same_upload(api: Api, project: str, new: NewFile) -> File | None:
+    """The file that an earlier upload with this key made; raises `Refused` if it had other contents."""
+    if new.idempotency_key is None:
+        return None
+    with api.store.read() as tx:
+        earlier = uploads.of_idempotency_key(tx, project, new.idempotency_key)
+    if earlier is not None and (earlier.digest, earlier.filename) != (new.digest, new.filename):
+        said = "this Idempotency-Key was used for another file"
+        raise Refused.invalid(said, param="Idempotency-Key", code="idempotency_key_reused")
+    return earlier
+
+
+async def index(request: Request) -> Response:
+    """List the files of the caller's project."""
+    api = Api.of(request)
+    limit = bodies.limit(request, MOST_FILES, MOST_FILES)
+    oldest_first = bodies.one_of(request, "order", ("asc", "desc"), "desc") == "asc"
+    purpose, after = request.query_params.get("purpose"), bodies.after(request, "file")
+    project, now = caller_of(request).project, time.time()
+
+    def read() -> list[File]:
+        if purpose not in (None, PURPOSE, OUTPUT):
+            return []
+        with api.store.read() as tx:
+            beyond = None
+            if after is not None:
+                beyond = found_or_refused(uploads.get(tx, project, after, now=now), after).seq
+            return uploads.page(
+                tx,
+                project,
+                now=now,
+                limit=limit + 1,
+                purpose=purpose,
+                beyond=beyond,
+                oldest_first=oldest_first,
+            )
+
+    found = await run_in_threadpool(read)
+    shown = [objects.file_object(file) for file in found[:limit]]
+    return JSONResponse(objects.page(shown, has_more=len(found) > limit))
+
+
+def found_or_refused(file: File | None, name: str) -> File:
+    """The file; raises `Refused` if there is none."""
+    if file is None:
+        raise Refused.missing("file", name)
+    return file
+
+
+async def wanted(request: Request) -> File:
+    """The file that the path names, of the caller's project."""
+    api, name = Api.of(request), bodies.named(request, "file")
+    project = caller_of(request).project
+
+    def read() -> File | None:
+        with api.store.read() as tx:
+            return uploads.get(tx, project, name, now=time.time())
+
+    return found_or_refused(await run_in_threadpool(read), name)
+
+
+async def show(request: Request) -> Response:
+    """Show a file."""
+    return JSONResponse(objects.file_object(await wanted(request)))
+
+
+async def content(request: Request) -> Response:
+    """Download a file, or a range of it."""
+    file = await wanted(request)
+    path = Api.of(request).store.home / file.path
+    if not await run_in_threadpool(path.is_file):
+        raise Refused.missing("file", file.id)
+    return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
+
+
+async def delete(request: Request) -> Response:
+    """Delete a file; a job that was made of it keeps its rows."""
+    file = await wanted(request)
+    await run_in_threadpool(uploads.remove, Api.of(request).store, file)
+    return JSONResponse(objects.deleted(file))

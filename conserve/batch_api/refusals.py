@@ -1,0 +1,84 @@
+"""Refusals: answers with OpenAI's error body, and the exceptions that lead to them."""
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Self
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from conserve.errors import ConserveError, StoreError, one_line
+
+log = logging.getLogger(__name__)
+
+INVALID = "invalid_request_error"
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = INVALID,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.kind = status, param, code, kind
+        self.headers = headers
+
+    @classmethod
+    def invalid(cls, message: str, *, param: str | None = None, code: str | None = None) -> Self:
+        """The request is wrong."""
+        return cls(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+
+    @classmethod
+    def missing(cls, what: str, name: str) -> Self:
+        """The caller's project has no such file or batch."""
+        said = f"No such {what}: {one_line(name, most=100)}"
+        return cls(HTTPStatus.NOT_FOUND, said, param="id", code=f"{what}_not_found")
+
+
+def body(
+    message: str, *, kind: str = INVALID, param: str | None = None, code: str | None = None
+) -> dict[str, object]:
+    """OpenAI's error body."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """Answer for a request that was refused."""
+    assert isinstance(error, Refused)
+    said = body(str(error), kind=error.kind, param=error.param, code=error.code)
+    return JSONResponse(said, error.status, headers=error.headers)
+
+
+async def not_answered(request: Request, error: Exception) -> Response:
+    """Answer for a missing route or method."""
+    assert isinstance(error, HTTPException)
+    path = one_line(request.url.path, most=200)
+    lacks = f"this server does not answer {request.method} {path}; GET /openapi.json lists its routes"
+    said = lacks if error.status_code in (404, 405) else str(error.detail)
+    return JSONResponse(body(said), error.status_code, headers=error.headers)
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """Answer for a store that is out of reach, full or locked: the same request may succeed later."""
+    assert isinstance(error, ConserveError)
+    log.warning("%s %s: %s", request.method, request.url.path, error)
+    said = "the store cannot be used now; try again" if isinstance(error, StoreError) else one_line(error)
+    status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, StoreError) else HTTPStatus.BAD_REQUEST
+    return JSONResponse(body(said, kind="server_error" if status >= 500 else INVALID), status)
+
+
+async def broken(request: Request, error: Exception) -> Response:
+    """Answer for a fault of this program; the cause is in the log alone."""
+    log.error("%s %s", request.method, request.url.path, exc_info=error)
+    said = body("the server failed at this request; its log has the cause", kind="server_error")
+    return JSONResponse(said, HTTPStatus.INTERNAL_SERVER_ERROR)

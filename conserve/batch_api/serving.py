@@ -1,0 +1,66 @@
+"""The HTTP server of the application: uvicorn, until a signal comes."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from conserve.batch_api.app import application
+from conserve.jobs.batches.lines import Limits
+from conserve.store.database.store import Store
+
+DRAIN_S = 30  # for requests under way
+READY_LOOK_S = 0.05
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(
+    store: Store,
+    limits: Limits,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    socket: Path | None = None,
+    on_ready: Callable[[], object] = lambda: None,
+) -> None:
+    """Serve at an address, or at a Unix socket, until SIGINT or SIGTERM; uploads under way are finished first."""
+    config = uvicorn.Config(
+        application(store, limits),
+        host=host,
+        port=port,
+        uds=str(socket) if socket is not None else None,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=DRAIN_S,
+        server_header=False,
+    )
+    asyncio.run(until_signalled(Server(config), on_ready))
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, whose signals are handled by `until_signalled`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def until_signalled(server: Server, on_ready: Callable[[], object]) -> None:
+    """Run the server; a signal ends it in order, a second one at once."""
+
+    def stop() -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop)
+    serving = asyncio.create_task(server.serve())
+    while not (server.started or serving.done()):
+        await asyncio.sleep(READY_LOOK_S)
+    if server.started:
+        on_ready()
+    await serving

@@ -1,0 +1,115 @@
+"""Threads beside the routes: inputs become jobs, results become files, files expire.
+
+Each looks into the store by itself, so what a killed process left undone is done by the next one.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from conserve.errors import ConserveError, StoreError, one_line
+from conserve.jobs.batches.admission import admit, refuse
+from conserve.jobs.batches.delivery import deliver
+from conserve.jobs.batches.lines import Limits
+from conserve.store.books import batches, uploads
+from conserve.store.books.batches import Fault
+from conserve.store.database.store import Store
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # between two looks into the store
+LONGEST_LOOK_S = 60.0  # while the store is out of reach
+CLEAN_S = 3600.0  # between two looks for files that have expired
+
+
+class Worker:
+    """A thread that does its step at every look, and at once when it is woken."""
+
+    def __init__(self, name: str, step: Callable[[float], None]) -> None:
+        self._step = step
+        self._woken, self._over = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look now."""
+        self._woken.set()
+
+    def stop(self, within_s: float) -> None:
+        """End after the step under way; one that takes longer is cut off with the process."""
+        self._over = True
+        self._woken.set()
+        self._thread.join(within_s)
+
+    def _run(self) -> None:
+        pause_s = LOOK_S
+        while not self._over:
+            self._woken.clear()
+            try:
+                self._step(time.time())
+                pause_s = LOOK_S
+            except ConserveError as error:
+                log.warning("%s", error)
+                pause_s = min(2 * pause_s, LONGEST_LOOK_S)
+            self._woken.wait(pause_s)
+
+
+class Admissions:
+    """Inputs become jobs."""
+
+    def __init__(self, store: Store, limits: Limits) -> None:
+        self._store, self._limits = store, limits
+        self.worker = Worker("admissions", self.step)
+        self.wake = self.worker.wake
+
+    def step(self, now: float) -> None:
+        """Admit every batch that waits; a fault of this program fails that batch alone."""
+        with self._store.read() as tx:
+            waiting = batches.validating(tx)
+        for batch_id in waiting:
+            try:
+                admit(self._store, batch_id, self._limits, now=now)
+            except StoreError:
+                raise
+            except Exception as error:
+                log.exception("batch %s was not admitted", batch_id)
+                why = Fault(code="server_error", message=f"the input cannot be read: {one_line(error)}")
+                refuse(self._store, batch_id, [why], now=now)
+
+
+class Deliveries:
+    """Results become files, and files that have expired go."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._asked: dict[str, None] = {}
+        self._cleaned_at = 0.0
+        self.worker = Worker("deliveries", self.step)
+
+    def ask(self, batch_id: str) -> None:
+        """Have a batch's files written that no client has asked for before."""
+        self._asked[batch_id] = None
+        self.worker.wake()
+
+    def step(self, now: float) -> None:
+        """Deliver every batch whose job has ended."""
+        asked = list(self._asked)
+        with self._store.read() as tx:
+            ready = batches.deliverable(tx, asked=asked, now=now)
+        for batch_id in ready:
+            try:
+                deliver(self._store, batch_id, now=time.time())
+            except StoreError:
+                raise
+            except Exception:
+                log.exception("batch %s was not delivered", batch_id)
+        for batch_id in ready:
+            self._asked.pop(batch_id, None)
+        if abs(now - self._cleaned_at) >= CLEAN_S:
+            self._cleaned_at = now
+            uploads.remove_expired(self._store, now=now)
+            uploads.sweep_uploads(self._store, now=now)

@@ -1,0 +1,63 @@
+"""`conserve api`: OpenAI's Batch API over the store, without an engine."""
+
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from conserve.cli import output
+from conserve.cli.context import Context
+from conserve.cli.serve_notices import is_loopback
+from conserve.cli.sizes import size_bytes
+from conserve.errors import SettingsError
+
+EXAMPLE = """
+conserve api
+conserve api --port 8010 --max-requests 1000000 --max-file 4GB
+OPENAI_BASE_URL=http://127.0.0.1:8001/v1 python my_batches.py
+"""
+
+NEEDS = ("starlette", "uvicorn", "python_multipart")
+
+
+def api(
+    ctx: typer.Context,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8001,
+    max_file: Annotated[str, typer.Option(metavar="SIZE", help="Largest file of an upload.")] = "200MB",
+    max_requests: Annotated[int, typer.Option(metavar="N", min=1, help="Most requests of a batch.")] = 50_000,
+) -> None:
+    """Serve OpenAI's files and batches over this store; `conserve run`, `serve` or `harvest` computes them.
+
+    Stop it with Ctrl-C or SIGTERM. Batches go on meanwhile, and files are written at the next start.
+    """
+    require_packages()
+    from conserve.batch_api.serving import serve
+    from conserve.cli.serve import require_free
+    from conserve.jobs.batches.lines import Limits
+
+    context: Context = ctx.obj
+    limits = Limits(file_bytes=size_bytes("--max-file", max_file), requests=max_requests)
+    if not is_loopback(host):
+        raise SettingsError(
+            f"without keys the API listens on this machine alone, and {host} is for others; leave --host out"
+        )
+    require_free(host, port)
+    url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    with context.store() as store:
+        serve(
+            store,
+            limits,
+            host=host,
+            port=port,
+            on_ready=lambda: output.say(f"serving files and batches at {url} (store: {store.home})"),
+        )
+
+
+def require_packages() -> None:
+    """Raise if the extra `api` is not installed."""
+    if all(map(find_spec, NEEDS)):
+        return
+    from conserve.installation import install_line
+
+    raise SettingsError(f"conserve api needs an HTTP server; run: {install_line('api')}")

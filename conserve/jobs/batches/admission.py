@@ -1,0 +1,98 @@
+"""Admission: a batch's input file becomes a job, once, whatever is killed meanwhile.
+
+The transaction that adds the job binds the batch to it. A process that was killed before left a folder for the
+sweep and a batch that still waits, and the next one begins again. Of two processes at one batch, the second is too
+late and leaves nothing.
+"""
+
+import fcntl
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from conserve.endpoints.protocol import Url
+from conserve.errors import UsageError
+from conserve.jobs.batches.lines import Limits, faults
+from conserve.jobs.inputs.files import Form
+from conserve.jobs.inputs.source import Input
+from conserve.jobs.requests.submit import slug, submit
+from conserve.jobs.task import Kind, Order, Task
+from conserve.store.books import batches, uploads
+from conserve.store.books.batches import Batch, BatchState, Fault, Overtaken
+from conserve.store.books.uploads import File
+from conserve.store.database.migrations import DEFAULT_PROJECT
+from conserve.store.database.store import Store
+
+log = logging.getLogger(__name__)
+
+
+def admit(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
+    """Validate the input of a batch and queue its job, or record why it has none."""
+    if (waiting := find(store, batch_id, now=now)) is None:
+        return
+    _, upload = waiting
+    if upload is None:
+        refuse(store, batch_id, [gone()], now=now)
+        return
+    path = store.home / upload.path
+    try:
+        with alone(path):
+            if (waiting := find(store, batch_id, now=now)) is not None:
+                queue(store, waiting[0], upload, limits, now=now)
+    except FileNotFoundError:
+        refuse(store, batch_id, [gone()], now=now)
+
+
+def find(store: Store, batch_id: str, *, now: float) -> tuple[Batch, File | None] | None:
+    """The batch and its input, if it still waits for a job."""
+    with store.read() as tx:
+        found = batches.anywhere(tx, batch_id)
+        if found is None or found.state is not BatchState.VALIDATING:
+            return None
+        return found, uploads.get(tx, found.project, found.file_id or "", now=now)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Hold an upload, so that two processes do not do the same work; the second waits."""
+    with path.open("rb") as file:
+        with suppress(OSError):  # a file system without locks: then the transaction alone decides
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def queue(store: Store, found: Batch, upload: File, limits: Limits, *, now: float) -> None:
+    """Queue the job of a batch, or refuse its input."""
+    path, endpoint = store.home / upload.path, Url(found.endpoint or Url.CHAT)
+    if why := faults(path, endpoint, limits):
+        refuse(store, found.id, why, now=now)
+        return
+    tags = {"batch": found.id}
+    if found.project != DEFAULT_PROJECT:
+        tags["project"] = found.project
+    try:
+        submit(
+            store,
+            Input(names=[str(path)], form=Form.JSONL),
+            Task(kind=Kind.OPENAI, url=endpoint, order=Order.PREFIX),
+            name=slug(upload.filename.partition(".")[0]),
+            tags=tags,
+            batch_id=found.id,
+        )
+    except Overtaken:
+        log.info("batch %s was admitted by another process, or cancelled", found.id)
+    except UsageError as error:
+        refuse(store, found.id, [Fault(code="invalid_input", message=str(error))], now=now)
+
+
+def refuse(store: Store, batch_id: str, why: list[Fault], *, now: float) -> None:
+    """Record why a batch's input cannot become a job."""
+    with store.write() as tx:
+        batches.refuse(tx, batch_id, why, now=now)
+
+
+def gone() -> Fault:
+    """Fault of an input that was deleted, or has expired, before it was read."""
+    said = "The input file was deleted before it was validated; upload it again."
+    return Fault(code="invalid_input_file", message=said, param="input_file_id")

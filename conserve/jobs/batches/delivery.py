@@ -1,0 +1,153 @@
+"""Delivery: the results of a job that ended become a file of answers and a file of errors, in OpenAI's lines.
+
+The files lie in the job's folder and go with it. They are made from the results, which stay the only truth: a job
+whose failed rows are tried again is delivered again, under new names.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import msgspec
+
+from conserve.jobs.task import Task
+from conserve.store.books import batches, uploads
+from conserve.store.books.batches import Batch
+from conserve.store.books.uploads import NewFile
+from conserve.store.database.store import Store
+from conserve.store.files import home, marks
+from conserve.store.files.marks import Mark
+from conserve.store.sql import export
+from conserve.store.sql.batches import rows_of
+from conserve.store.sql.openai_lines import openai_line
+from conserve.store.sql.query import views
+
+log = logging.getLogger(__name__)
+
+PURPOSE = "batch_output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A file of lines that is whole on disk."""
+
+    id: str
+    path: Path
+    bytes: int
+    num_lines: int
+    digest: str
+
+
+def deliver(store: Store, batch_id: str, *, now: float) -> None:
+    """Write the files of a batch whose job has ended, unless they are there."""
+    with store.read() as tx:
+        found = batches.anywhere(tx, batch_id)
+    if found is None or found.job is None or not found.unfinished:
+        return
+    folder = home.job_folder(store.home, found.job.id)
+    if not folder.is_dir():
+        log.warning("the folder of job %s is gone; run: conserve check", found.job.id)
+        return
+    with (
+        home.explained(store.home),
+        marks.held(folder, Mark(store_id=store.id, registered=True), alone=False),
+    ):
+        into = folder / uploads.DELIVERIES
+        home.make_folder(into)
+        written = write(store, found, into, now=now)
+        earlier = [path for path in into.iterdir() if path not in {one.path for one in written.values()}]
+        if not register(store, found, written, now=now):
+            earlier = [one.path for one in written.values()]
+        for path in earlier:
+            path.unlink(missing_ok=True)
+
+
+def write(store: Store, found: Batch, into: Path, *, now: float) -> dict[str, Written]:
+    """Write the answers and the errors of a job; a kind without a line gets no file."""
+    assert found.job is not None
+    job_id, url = found.job.id, Task.from_json(found.job.task).url
+    with ExitStack() as opened:
+        sinks = {name: opened.enter_context(Lines(into)) for name in ("output", "error")}
+        for row in result_rows(store, job_id, now=now):
+            sinks["output" if row["error_type"] is None else "error"].write(openai_line(row, url))
+        return {name: written for name, sink in sinks.items() if (written := sink.kept()) is not None}
+
+
+def result_rows(store: Store, job_id: str, *, now: float) -> Iterator[dict[str, Any]]:
+    """Yield the results of a job in input order; damaged ones are left out, with a warning."""
+    with views(store, now=now, only=[job_id], sealed=False) as opened:
+        for gap in opened.left_out:
+            log.warning("%s", gap.sentence)
+        yield from export.documents_parsed(rows_of(export.with_urls(opened.duck, store.home, job_id)))
+
+
+class Lines:
+    """A file of JSON lines, whole on disk once it is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.id = uploads.new_file_id()
+        self._path = folder / f"{self.id}.jsonl"
+        self._scratch = self._path.with_suffix(".tmp")
+        self._file: BinaryIO = self._scratch.open("wb")
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._bytes = self._lines = 0
+        self._encode = msgspec.json.Encoder(decimal_format="number").encode
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._file.close()
+        self._scratch.unlink(missing_ok=True)
+
+    def write(self, document: dict[str, Any]) -> None:
+        """Add one line."""
+        line = self._encode(document) + b"\n"
+        self._file.write(line)
+        self._digest.update(line)
+        self._bytes += len(line)
+        self._lines += 1
+
+    def kept(self) -> Written | None:
+        """Move the file to its place, durably; None if it has no line."""
+        self._file.close()
+        if not self._lines:
+            return None
+        home.write_durably(self._path, self._scratch)
+        return Written(
+            id=self.id,
+            path=self._path,
+            bytes=self._bytes,
+            num_lines=self._lines,
+            digest=self._digest.hexdigest(),
+        )
+
+
+def register(store: Store, found: Batch, written: dict[str, Written], *, now: float) -> bool:
+    """Name the files in the database, in place of an earlier delivery's; False if the job has changed meanwhile."""
+    assert found.job is not None
+    job_id = found.job.id
+    expires_at = None if found.output_expires_s is None else now + found.output_expires_s
+    ids = {name: one.id for name, one in written.items()}
+    with store.write() as tx:
+        if not batches.deliver(tx, found, output=ids.get("output"), errors=ids.get("error"), now=now):
+            return False
+        uploads.forget_deliveries(tx, job_id)
+        for name, one in written.items():
+            new = NewFile(
+                purpose=PURPOSE,
+                filename=f"{found.id}_{name}.jsonl",
+                bytes=one.bytes,
+                num_lines=one.num_lines,
+                digest=one.digest,
+                path=str(one.path.relative_to(store.home)),
+                expires_at=expires_at,
+                job_id=job_id,
+            )
+            uploads.add(tx, found.project, one.id, new, now=now)
+    return True

@@ -1,0 +1,106 @@
+"""Validation of a batch's input file: one pass, nothing kept but the ids, faults named by line."""
+
+import codecs
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from conserve.errors import one_line
+from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
+from conserve.store.books.batches import Fault
+
+MOST_FAULTS = 100
+FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
+KINDS = {str: "a string", dict: "an object"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of an upload and of a batch. The defaults are OpenAI's."""
+
+    file_bytes: int = 200_000_000
+    requests: int = 50_000
+
+
+def faults(path: Path, endpoint: str, limits: Limits) -> list[Fault]:
+    """Faults of an input file, at most `MOST_FAULTS`; none if it can become a job."""
+    found: list[Fault] = []
+    for fault in Validation(endpoint, limits).faults(path):
+        found.append(fault)
+        if len(found) == MOST_FAULTS:
+            break
+    return found
+
+
+class Validation:
+    """One pass over an input file."""
+
+    def __init__(self, endpoint: str, limits: Limits) -> None:
+        self._endpoint, self._limits = endpoint, limits
+        self._ids: set[str] = set()
+        self._decode = msgspec.json.Decoder().decode
+
+    def faults(self, path: Path) -> Iterator[Fault]:
+        """Yield the faults in the order of the lines."""
+        requests = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if not line or line.isspace():
+                    continue
+                requests += 1
+                if requests > self._limits.requests:
+                    yield too_many(self._limits.requests)
+                    return
+                if (fault := self._fault(line, number)) is not None:
+                    yield fault
+        if not requests:
+            yield Fault(code="empty_file", message="The input file has no requests.")
+
+    def _fault(self, line: bytes, number: int) -> Fault | None:
+        try:
+            row = self._decode(line)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            return invalid_json(number, one_line(error))
+        if not isinstance(row, dict):
+            return invalid_json(number, "a line is a JSON object")
+        if line.count(b"{") + line.count(b"[") > MAX_DEPTH and is_deeper(row, MAX_DEPTH):
+            return invalid_json(number, f"it nests more than {MAX_DEPTH} levels deep")
+        return self._request_fault(row, number)
+
+    def _request_fault(self, row: dict[str, Any], number: int) -> Fault | None:
+        """Fault of a line that is an object; the ids of faultless lines are noted."""
+        for name, kind in FIELDS.items():
+            if name not in row:
+                said = f"Missing required parameter: '{name}'."
+                return Fault(code="missing_required_parameter", message=said, line=number, param=name)
+            if not isinstance(row[name], kind):
+                said = f"Invalid type for '{name}': expected {KINDS[kind]}."
+                return Fault(code="invalid_type", message=said, line=number, param=name)
+        if row["method"] != "POST":
+            said = f"The method is {one_line(row['method'], most=20)!r}; only POST is possible."
+            return Fault(code="invalid_method", message=said, line=number, param="method")
+        if row["url"] != self._endpoint:
+            said = f"The url is {one_line(row['url'], most=80)!r}, and the batch's endpoint is {self._endpoint!r}."
+            return Fault(code="mismatched_url", message=said, line=number, param="url")
+        if row["custom_id"] in self._ids:
+            said = f"The custom_id {one_line(row['custom_id'], most=80)!r} is on an earlier line; make ids unique."
+            return Fault(code="duplicate_custom_id", message=said, line=number, param="custom_id")
+        self._ids.add(row["custom_id"])
+        return None
+
+
+def too_many(most: int) -> Fault:
+    """Fault of a file with too many requests."""
+    said = f"The input file has more than {most:,} requests; split it."
+    return Fault(code="too_many_requests", message=said)
+
+
+def invalid_json(number: int, why: str) -> Fault:
+    """Fault of a line that is not a JSON object."""
+    said = f"This line is not parseable as valid JSON: {why}."
+    return Fault(code="invalid_json_line", message=said, line=number)

@@ -1,0 +1,280 @@
+"""Batches of the store: the face of a job in OpenAI's Batch API, from before the job exists.
+
+A batch holds no row and no counter. Once its input has become a job, everything about it is read from that job.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
+
+from conserve.errors import JobRefused
+from conserve.store.books import catalog
+from conserve.store.books.catalog import Job
+from conserve.store.books.states import JobState
+from conserve.store.database import schema
+from conserve.store.database.migrations import DEFAULT_PROJECT, new_batch_id
+
+batch, job, lease = schema.batch, schema.job, schema.lease
+
+
+class BatchState(StrEnum):
+    """State of a batch, in OpenAI's words."""
+
+    VALIDATING = "validating"
+    """Its input is being read and becomes a job."""
+    FAILED = "failed"
+    """Its input cannot become a job, or its job cannot run."""
+    IN_PROGRESS = "in_progress"
+    """Its job has rows to run, or is paused."""
+    FINALIZING = "finalizing"
+    """Every row has a result; the files are being written."""
+    COMPLETED = "completed"
+    """The files of answers and errors are there."""
+    EXPIRED = "expired"
+    """Its time was over before every row had a result."""
+    CANCELLING = "cancelling"
+    """Cancelled; rows in flight end, and the files are being written."""
+    CANCELLED = "cancelled"
+    """Cancelled; the files hold the results that it had."""
+
+    @property
+    def final(self) -> bool:
+        """True if the batch stays as it is unless its job is changed."""
+        return self in (BatchState.FAILED, BatchState.COMPLETED, BatchState.EXPIRED, BatchState.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Reason why an input cannot become a job, in the form of OpenAI's batch errors."""
+
+    code: str
+    message: str
+    line: int | None = None  # of the input file, from 1
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A row of the table `batch`, and its job once there is one."""
+
+    seq: int
+    id: str
+    project: str
+    created_at: float
+    job_id: str | None
+    file_id: str | None
+    endpoint: str | None
+    completion_window: str | None
+    window_s: float | None
+    metadata: Mapping[str, str] | None
+    key_name: str | None
+    idempotency_key: str | None
+    output_expires_s: float | None
+    refused_at: float | None
+    errors: Sequence[Fault] = ()
+    cancelling_at: float | None
+    delivered_at: float | None
+    delivered_of: float | None
+    output_file_id: str | None
+    error_file_id: str | None
+    job: Job | None = field(default=None)
+
+    @property
+    def delivered(self) -> bool:
+        """True if the files hold the results that the job has now."""
+        return (
+            self.job is not None
+            and self.delivered_at is not None
+            and self.delivered_of == self.job.finished_at
+        )
+
+    @property
+    def state(self) -> BatchState:
+        """State, from the batch's own record before its job exists and from the job then."""
+        if self.job is None:
+            return self._state_without_job
+        if self.job.state is JobState.COMPLETED:
+            return BatchState.COMPLETED if self.delivered else BatchState.FINALIZING
+        if self.job.state is JobState.CANCELLED:
+            return BatchState.CANCELLED if self.delivered else BatchState.CANCELLING
+        return BatchState.FAILED if self.job.state is JobState.FAILED else BatchState.IN_PROGRESS
+
+    @property
+    def _state_without_job(self) -> BatchState:
+        if self.refused_at is not None:
+            return BatchState.FAILED
+        return BatchState.VALIDATING if self.cancelling_at is None else BatchState.CANCELLED
+
+    @property
+    def unfinished(self) -> bool:
+        """True if files are to be written for it."""
+        return self.state in (BatchState.FINALIZING, BatchState.CANCELLING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewBatch:
+    """What a client asks for."""
+
+    file_id: str
+    endpoint: str
+    completion_window: str
+    window_s: float
+    metadata: Mapping[str, str] | None = None
+    key_name: str | None = None
+    idempotency_key: str | None = None
+    output_expires_s: float | None = None
+
+
+def add(tx: Connection, project: str, new: NewBatch, *, now: float) -> str:
+    """Add a batch whose input is to be validated; returns its id."""
+    batch_id = new_batch_id()
+    values = {name: getattr(new, name) for name in NewBatch.__slots__ if name != "metadata"}
+    noted = None if new.metadata is None else msgspec.json.encode(new.metadata).decode()
+    tx.execute(insert(batch).values(id=batch_id, project=project, created_at=now, metadata=noted, **values))
+    return batch_id
+
+
+def of_submitted(tx: Connection, job_id: str, *, now: float) -> None:
+    """Add the batch of a job that was not asked for as one, in the default project."""
+    tx.execute(
+        insert(batch).values(id=new_batch_id(), project=DEFAULT_PROJECT, created_at=now, job_id=job_id)
+    )
+
+
+class Overtaken(JobRefused):
+    """The batch has become a job, was cancelled or was refused meanwhile."""
+
+
+def bind(tx: Connection, batch_id: str, job_id: str) -> None:
+    """Make a job the batch's, in the transaction that adds the job; raises `Overtaken`, so that one job remains."""
+    bound = tx.execute(update(batch).where(batch.c.id == batch_id, is_validating()).values(job_id=job_id))
+    if bound.rowcount != 1:
+        raise Overtaken(f"the batch {batch_id} needs no job any more")
+
+
+def refuse(tx: Connection, batch_id: str, faults: Sequence[Fault], *, now: float) -> None:
+    """Record why a batch's input cannot become a job, unless the batch was cancelled meanwhile."""
+    errors = msgspec.json.encode(faults).decode()
+    tx.execute(
+        update(batch).where(batch.c.id == batch_id, is_validating()).values(refused_at=now, errors=errors)
+    )
+
+
+def is_validating() -> ColumnElement[bool]:
+    """Condition that a batch has no job and may still get one."""
+    return and_(batch.c.job_id.is_(None), batch.c.refused_at.is_(None), batch.c.cancelling_at.is_(None))
+
+
+def get(tx: Connection, project: str, batch_id: str) -> Batch | None:
+    """The batch of this project with this id; None if the project has none."""
+    row = tx.execute(select(batch).where(batch.c.id == batch_id, batch.c.project == project)).one_or_none()
+    return None if row is None else with_jobs(tx, [row])[0]
+
+
+def of_idempotency_key(tx: Connection, project: str, key: str) -> Batch | None:
+    """The batch that an earlier request with this key made; None if there was none."""
+    rows = tx.execute(select(batch).where(batch.c.project == project, batch.c.idempotency_key == key))
+    return next(iter(with_jobs(tx, rows.all())), None)
+
+
+def page(tx: Connection, project: str, *, before: int | None, limit: int) -> list[Batch]:
+    """Batches of a project, the newest first; with `before`, those older than the batch of this number."""
+    rows = select(batch).where(batch.c.project == project).order_by(batch.c.seq.desc()).limit(limit)
+    if before is not None:
+        rows = rows.where(batch.c.seq < before)
+    return with_jobs(tx, tx.execute(rows).all())
+
+
+def with_jobs(tx: Connection, rows: Sequence[Any]) -> list[Batch]:
+    """Rows of the table with their jobs."""
+    wanted = [row.job_id for row in rows if row.job_id is not None]
+    found = select(job).where(job.c.id.in_(wanted))
+    jobs = {row.id: catalog.to_job(row) for row in tx.execute(found)} if wanted else {}
+    return [to_batch(row, jobs.get(row.job_id)) for row in rows]
+
+
+def to_batch(row: Any, its_job: Job | None) -> Batch:
+    """Convert a database row."""
+    values = dict(row._mapping)
+    values["metadata"] = None if row.metadata is None else msgspec.json.decode(row.metadata)
+    values["errors"] = msgspec.json.decode(row.errors or "[]", type=tuple[Fault, ...])
+    return Batch(**values, job=its_job)
+
+
+def cancel(tx: Connection, found: Batch, *, now: float) -> None:
+    """Cancel a batch, and its job; raises `JobRefused` for one that has ended otherwise."""
+    tx.execute(select(batch.c.seq).where(batch.c.id == found.id).with_for_update())
+    job_id = tx.scalar(select(batch.c.job_id).where(batch.c.id == found.id))
+    if job_id is not None:
+        catalog.move(tx, job_id, "cancel", now=now)
+    elif found.refused_at is not None:
+        raise JobRefused(f"the batch {found.id} has failed, so there is nothing to cancel")
+    waits = batch.c.id == found.id, batch.c.cancelling_at.is_(None)
+    tx.execute(update(batch).where(*waits).values(cancelling_at=now))
+
+
+def validating(tx: Connection) -> list[str]:
+    """Ids of the batches whose inputs are to become jobs, the oldest first."""
+    return list(tx.scalars(select(batch.c.id).where(is_validating()).order_by(batch.c.seq)))
+
+
+def deliverable(tx: Connection, *, asked: Sequence[str], now: float) -> list[str]:
+    """Ids of the batches whose files are to be written: those with an upload, and those that were `asked` for.
+
+    A job that was cancelled has rows in flight until the leases on them have ended.
+    """
+    ended = job.c.state.in_([JobState.COMPLETED.value, JobState.CANCELLED.value])
+    stale = or_(batch.c.delivered_of.is_(None), batch.c.delivered_of != job.c.finished_at)
+    busy = exists().where(lease.c.job_id == job.c.id, lease.c.expires_at > now)
+    wanted = or_(batch.c.file_id.is_not(None), batch.c.id.in_(asked))
+    found = select(batch.c.id).join(job, job.c.id == batch.c.job_id).where(ended, stale, ~busy, wanted)
+    return list(tx.scalars(found.order_by(batch.c.seq)))
+
+
+def anywhere(tx: Connection, batch_id: str) -> Batch | None:
+    """The batch with this id, whatever its project."""
+    row = tx.execute(select(batch).where(batch.c.id == batch_id)).one_or_none()
+    return None if row is None else with_jobs(tx, [row])[0]
+
+
+def deliver(tx: Connection, found: Batch, *, output: str | None, errors: str | None, now: float) -> bool:
+    """Record the files of a batch; False if its job has changed since its results were read."""
+    assert found.job is not None
+    catalog.lock_job(tx, found.job.id)
+    same = tx.scalar(select(job.c.finished_at).where(job.c.id == found.job.id)) == found.job.finished_at
+    values = {"output_file_id": output, "error_file_id": errors, "delivered_at": now}
+    if same:
+        of_now = update(batch).where(batch.c.id == found.id)
+        tx.execute(of_now.values(delivered_of=found.job.finished_at, **values))
+    return same
+
+
+def unfinished_rows(tx: Connection, key_name: str) -> int:
+    """Rows without a result in the batches that a key made; of those being validated, lines of their files."""
+    open_states = [JobState.QUEUED.value, JobState.PAUSED.value]
+    left = (
+        select(func.coalesce(func.sum(job.c.num_rows - job.c.succeeded - job.c.failed), 0))
+        .join(batch, batch.c.job_id == job.c.id)
+        .where(batch.c.key_name == key_name, job.c.state.in_(open_states))
+    )
+    lines = (
+        select(func.coalesce(func.sum(schema.file.c.num_lines), 0))
+        .join(batch, batch.c.file_id == schema.file.c.id)
+        .where(batch.c.key_name == key_name, is_validating())
+    )
+    return int(tx.scalar(left) or 0) + int(tx.scalar(lines) or 0)
+
+
+def tokens_since(tx: Connection, key_name: str, moment: float) -> int:
+    """Tokens, of prompts and answers, of the batches that a key made since then."""
+    spent = func.sum(job.c.prompt_tokens + job.c.completion_tokens)
+    found = (
+        select(func.coalesce(spent, 0))
+        .join(batch, batch.c.job_id == job.c.id)
+        .where(batch.c.key_name == key_name, batch.c.created_at >= moment)
+    )
+    return int(tx.scalar(found) or 0)

@@ -1,0 +1,316 @@
+"""OpenAI's own client against a live Batch API, with the fake endpoint computing."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+
+from conserve.config import load
+from conserve.jobs.batches.lines import Limits
+from conserve.store.books import uploads
+from conserve.store.books.readings import read_jobs
+from conserve.store.database.store import Store
+from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, reaches
+from tests.commands import conserve
+
+
+@pytest.fixture
+def url(store: Store) -> Iterator[str]:
+    with live(store, Limits(file_bytes=100_000, requests=50)) as found:
+        yield found
+
+
+@pytest.fixture
+def api(url: str) -> openai.OpenAI:
+    return client(url)
+
+
+def stamps(batch: Batch) -> set[str]:
+    """The time stamps that are set."""
+    return {name for name, value in batch.to_dict().items() if name.endswith("_at") and value is not None}
+
+
+def test_a_file_becomes_a_batch_becomes_answers(store: Store, api: openai.OpenAI) -> None:
+    batch = create(api, ["one", "two", "REJECT", "four"], metadata={"night": "1"})
+    assert (batch.status, batch.object) == ("validating", "batch")
+    assert batch.request_counts is not None
+    assert stamps(batch) == {"created_at", "expires_at"}
+    running = reaches(api, batch.id, "in_progress")
+    assert running.request_counts is not None
+    assert running.request_counts.to_dict() == {"total": 4, "completed": 0, "failed": 0}
+    assert running.output_file_id is running.error_file_id is None
+    compute(store)
+    done = reaches(api, batch.id, "completed")
+    assert done.request_counts is not None
+    assert done.request_counts.to_dict() == {"total": 4, "completed": 3, "failed": 1}
+    assert stamps(done) == {*("created_at", "expires_at", "in_progress_at", "finalizing_at", "completed_at")}
+    answers = answered(api, done.output_file_id)
+    assert answers.keys() == {"r-0", "r-1", "r-3"}
+    assert answers["r-0"]["response"]["status_code"] == 200
+    assert answers["r-0"]["response"]["body"]["choices"][0]["message"]["content"]
+    (failed,) = answered(api, done.error_file_id).values()
+    assert (failed["custom_id"], failed["response"]) == ("r-2", None)
+    assert failed["error"]["code"] == "invalid_request"
+    assert done.metadata == {"night": "1"}
+    assert done.usage is not None
+    assert done.usage.output_tokens == 12
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/responses"])
+def test_other_endpoints(store: Store, api: openai.OpenAI, endpoint: str) -> None:
+    batch = create(api, ["one", "two"], endpoint)
+    reaches(api, batch.id, "in_progress")
+    compute(store)
+    done = reaches(api, batch.id, "completed")
+    assert done.endpoint == endpoint
+    assert answered(api, done.output_file_id).keys() == {"r-0", "r-1"}
+
+
+def test_a_batch_of_which_every_row_failed_is_completed_with_errors_alone(
+    store: Store, api: openai.OpenAI
+) -> None:
+    batch = create(api, ["REJECT a", "REJECT b"])
+    reaches(api, batch.id, "in_progress")
+    compute(store)
+    done = reaches(api, batch.id, "completed")
+    assert done.output_file_id is None
+    assert answered(api, done.error_file_id).keys() == {"r-0", "r-1"}
+
+
+def test_a_bad_input_fails_with_the_lines_at_fault(api: openai.OpenAI) -> None:
+    content = lines(["a"]) + b'{"custom_id": "r-0"}\nno json\n' + lines(["b"])
+    file = api.files.create(file=("bad.jsonl", content), purpose="batch")
+    batch = api.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    failed = reaches(api, batch.id, "failed")
+    assert failed.errors is not None
+    assert [(error.line, error.code) for error in failed.errors.data or []] == [
+        (2, "missing_required_parameter"),
+        (3, "invalid_json_line"),
+        (4, "duplicate_custom_id"),
+    ]
+    assert stamps(failed) == {"created_at", "expires_at", "failed_at"}
+
+
+def test_too_many_requests_fail_the_batch(api: openai.OpenAI) -> None:
+    failed = reaches(api, create(api, ["q"] * 51).id, "failed")
+    assert failed.errors is not None
+    assert [error.code for error in failed.errors.data or []] == ["too_many_requests"]
+
+
+def test_a_cancelled_batch_keeps_the_results_it_has(store: Store, api: openai.OpenAI) -> None:
+    batch = create(api, ["one", "two"])
+    reaches(api, batch.id, "in_progress")
+    cancelled = api.batches.cancel(batch.id)
+    assert cancelled.status == "cancelling"
+    assert cancelled.cancelling_at is not None
+    done = reaches(api, batch.id, "cancelled")
+    assert done.cancelled_at is not None
+    assert (done.output_file_id, done.error_file_id) == (None, None)
+    assert api.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_a_completed_batch_cannot_be_cancelled(store: Store, api: openai.OpenAI) -> None:
+    batch = create(api, ["one"])
+    reaches(api, batch.id, "in_progress")
+    compute(store)
+    reaches(api, batch.id, "completed")
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a batch with status 'completed'"):
+        api.batches.cancel(batch.id)
+
+
+def test_a_submitted_job_shows_as_a_batch(store: Store, api: openai.OpenAI, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(lines(["one", "two"]))
+    job_id = conserve("submit", str(tmp_path / "rows.jsonl"), "--tag", "a=b").stdout.strip()
+    (batch,) = api.batches.list().data
+    assert (batch.status, batch.endpoint, batch.completion_window) == ("in_progress", CHAT, "none")
+    assert batch.to_dict()["conserve"] == {"job": job_id, "state": "queued"}
+    compute(store)
+    done = reaches(api, batch.id, "completed")
+    assert answered(api, done.output_file_id).keys() == {"r-0", "r-1"}
+
+
+def test_a_batch_is_a_job(store: Store, api: openai.OpenAI) -> None:
+    batch = create(api, ["one"])
+    reaches(api, batch.id, "in_progress")
+    (job,) = read_jobs(load(), now=0.0)
+    assert job.tags == {"batch": batch.id}
+    assert conserve("pause", job.id).returncode == 0
+    assert reaches(api, batch.id, "in_progress").to_dict()["conserve"]["state"] == "paused"
+    assert conserve("cancel", job.id).returncode == 0
+    assert reaches(api, batch.id, "cancelled").cancelling_at is not None
+    assert conserve("rm", job.id, "--yes").returncode == 0
+    with pytest.raises(openai.NotFoundError):
+        api.batches.retrieve(batch.id)
+
+
+def test_failed_rows_that_are_tried_again_are_delivered_again(store: Store, api: openai.OpenAI) -> None:
+    batch = create(api, ["one", "FAULT"])
+    reaches(api, batch.id, "in_progress")
+    compute(store, "--max-attempts", "1")
+    before = reaches(api, batch.id, "completed")
+    (job,) = read_jobs(load(), now=0.0)
+    assert conserve("retry", job.id).returncode == 0
+    again = api.batches.retrieve(batch.id)
+    assert (again.status, again.error_file_id) == ("in_progress", None)
+    compute(store, "--max-attempts", "1")
+    after = reaches(api, batch.id, "completed")
+    assert after.error_file_id != before.error_file_id
+    assert answered(api, after.output_file_id).keys() == {"r-0"}
+    with pytest.raises(openai.NotFoundError):
+        api.files.content(str(before.error_file_id))
+
+
+def test_files_are_listed_shown_and_deleted(store: Store, api: openai.OpenAI) -> None:
+    assert api.files.list().data == [], "LiteLLM asks for it before anything else"
+    first = api.files.create(file=("a.jsonl", b"a\n"), purpose="batch")
+    second = api.files.create(
+        file=("b.jsonl", b"b"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert (second.expires_at or 0) - second.created_at in (3599, 3600, 3601)
+    assert [file.id for file in api.files.list(limit=1)] == [second.id, first.id], "all pages"
+    assert [file.id for file in api.files.list(order="asc").data] == [first.id, second.id]
+    assert api.files.list(purpose="batch_output").data == []
+    assert api.files.retrieve(first.id) == first
+    assert api.files.content(first.id).content == b"a\n"
+    assert api.files.delete(first.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        api.files.retrieve(first.id)
+    assert [path.name for path in uploads.folder(store).iterdir()] == [f"{second.id}.jsonl"]
+
+
+def test_batches_are_listed_the_newest_first_by_pages(api: openai.OpenAI) -> None:
+    made = [create(api, [f"q{n}"]).id for n in range(5)]
+    page = api.batches.list(limit=2)
+    assert (page.has_more, [batch.id for batch in page.data]) == (True, made[:2:-1])
+    assert [batch.id for batch in page] == made[::-1]
+
+
+def test_a_deleted_input_fails_a_batch_that_needs_it_and_no_other(store: Store, api: openai.OpenAI) -> None:
+    batch = create(api, ["one"])
+    reaches(api, batch.id, "in_progress")
+    api.files.delete(batch.input_file_id)
+    compute(store)
+    assert reaches(api, batch.id, "completed").output_file_id
+    with pytest.raises(openai.BadRequestError, match="No such file"):
+        api.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+
+
+def test_a_repeated_request_with_its_key_makes_nothing_twice(api: openai.OpenAI) -> None:
+    headers = {"Idempotency-Key": "night-1"}
+    content = ("a.jsonl", lines(["a"]))
+    files = [api.files.create(file=content, purpose="batch", extra_headers=headers) for _ in range(2)]
+    assert files[0] == files[1]
+    with pytest.raises(openai.BadRequestError, match="used for another file"):
+        api.files.create(file=("a.jsonl", b"b"), purpose="batch", extra_headers=headers)
+
+    def ask(window: str) -> Batch:
+        return api.batches.create(
+            input_file_id=files[0].id,
+            endpoint=CHAT,
+            completion_window=window,  # type: ignore[arg-type]
+            extra_headers=headers,
+        )
+
+    assert ask("24h").id == ask("24h").id
+    with pytest.raises(openai.BadRequestError, match="used for another batch"):
+        ask("7d")
+    assert len(api.batches.list().data) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"endpoint": "/v1/images"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "0h"}, "completion_window"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {"a" * 65: "b"}}, "metadata"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after"),
+        ({"input_file_id": "file-none"}, "input_file_id"),
+        ({"input_file_id": None}, "input_file_id"),
+    ],
+)
+def test_a_wrong_parameter_is_named(url: str, asked: dict[str, object], param: str) -> None:
+    body = {"input_file_id": "file-a", "endpoint": CHAT, "completion_window": "24h", **asked}
+    answer = httpx.post(f"{url}/batches", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_an_upload_beyond_the_limit_is_refused_and_leaves_nothing(store: Store, api: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        api.files.create(file=("a.jsonl", b"a" * 100_001), purpose="batch")
+    assert refused.value.status_code == 413
+    assert list(uploads.folder(store).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "purpose", "param"),
+    [(b"", "batch", "file"), (b"a", "fine-tune", "purpose")],
+)
+def test_an_upload_that_is_no_batch_file_is_refused(
+    store: Store, api: openai.OpenAI, content: bytes, purpose: str, param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        api.files.create(file=("a.jsonl", content), purpose=purpose)  # type: ignore[arg-type]
+    assert refused.value.param == param
+    assert list(uploads.folder(store).iterdir()) == []
+
+
+def test_a_form_that_ends_early_is_refused(store: Store, url: str) -> None:
+    body = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nhalf'
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    answer = httpx.post(f"{url}/files", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the body ended within the form; send it again"
+    assert list(uploads.folder(store).iterdir()) == []
+
+
+def test_a_part_of_a_file_can_be_downloaded(url: str, api: openai.OpenAI) -> None:
+    file = api.files.create(file=("a.jsonl", b"0123456789"), purpose="batch")
+    answer = httpx.get(f"{url}/files/{file.id}/content", headers={"Range": "bytes=2-4"})
+    assert (answer.status_code, answer.content) == (206, b"234")
+
+
+@pytest.mark.parametrize("path", ["/files/..%2f..%2fetc", "/files/file-%7f", "/nothing", "/batches/%00"])
+def test_other_paths_are_not_found(url: str, path: str) -> None:
+    answer = httpx.get(url + path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_what_a_killed_process_left_undone_is_done_at_the_next_start(store: Store) -> None:
+    with live(store) as url:
+        batch = create(client(url), ["one"])
+        reaches(client(url), batch.id, "in_progress")
+    compute(store)
+    with live(store) as url:
+        assert reaches(client(url), batch.id, "completed").output_file_id
+
+
+def test_outputs_expire(store: Store, api: openai.OpenAI) -> None:
+    batch = create(api, ["one"], output_expires_after={"anchor": "created_at", "seconds": 3600})
+    reaches(api, batch.id, "in_progress")
+    compute(store)
+    done = reaches(api, batch.id, "completed")
+    file = api.files.retrieve(str(done.output_file_id))
+    assert file.expires_at == file.created_at + 3600
+    expired = file.expires_at + 1.0
+    assert uploads.remove_expired(store, now=expired) == 1
+    with pytest.raises(openai.NotFoundError):
+        api.files.content(file.id)
+
+
+def test_uploads_that_no_record_names_are_swept_after_a_day(store: Store) -> None:
+    folder = uploads.make_folder(store)
+    for name in ("file-old.jsonl", "file-new.tmp"):
+        (folder / name).write_bytes(b"a")
+    os.utime(folder / "file-old.jsonl", (0, 0))
+    assert uploads.sweep_uploads(store, now=(folder / "file-new.tmp").stat().st_mtime + 10) == 1
+    assert [path.name for path in folder.iterdir()] == ["file-new.tmp"]

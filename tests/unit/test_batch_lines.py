@@ -1,0 +1,69 @@
+"""Validation of batch files: each fault is named by its line, and a file without one becomes a job."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve.jobs.batches.lines import MOST_FAULTS, Limits, faults
+
+CHAT = "/v1/chat/completions"
+GOOD: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": []}}
+
+
+def found(
+    folder: Path, content: bytes, limits: Limits | None = None
+) -> list[tuple[int | None, str, str | None]]:
+    path = folder / "input.jsonl"
+    path.write_bytes(content)
+    return [(fault.line, fault.code, fault.param) for fault in faults(path, CHAT, limits or Limits())]
+
+
+def line(**changes: Any) -> bytes:
+    row = {name: value for name, value in {**GOOD, **changes}.items() if value is not ...}
+    return json.dumps(row).encode() + b"\n"
+
+
+def test_a_good_file_has_no_fault(tmp_path: Path) -> None:
+    content = b"\xef\xbb\xbf" + line() + b"\n  \r\n" + line(custom_id="b").rstrip(b"\n")
+    assert found(tmp_path, content) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "param"),
+    [
+        (b"{", "invalid_json_line", None),
+        (b"[1]", "invalid_json_line", None),
+        (b'{"custom_id": "\xff"}', "invalid_json_line", None),
+        (b'{"a":' * 500, "invalid_json_line", None),
+        (line(custom_id=...), "missing_required_parameter", "custom_id"),
+        (line(body=...), "missing_required_parameter", "body"),
+        (line(custom_id=1), "invalid_type", "custom_id"),
+        (line(body=[]), "invalid_type", "body"),
+        (line(method="GET"), "invalid_method", "method"),
+        (line(url="/v1/embeddings"), "mismatched_url", "url"),
+        (line(body={"a": json.loads("[" * 120 + "]" * 120)}), "invalid_json_line", None),
+    ],
+)
+def test_a_fault_names_its_line(tmp_path: Path, bad: bytes, code: str, param: str | None) -> None:
+    assert found(tmp_path, line() + b"\n" + bad.rstrip(b"\n") + b"\n") == [(3, code, param)]
+
+
+def test_an_id_that_is_there_twice_is_named_at_its_second_line(tmp_path: Path) -> None:
+    assert found(tmp_path, line() + line(custom_id="b") + line()) == [(3, "duplicate_custom_id", "custom_id")]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b" \n\r\n"])
+def test_a_file_without_requests_is_a_fault(tmp_path: Path, content: bytes) -> None:
+    assert found(tmp_path, content) == [(None, "empty_file", None)]
+
+
+def test_a_file_may_have_so_many_requests_and_no_more(tmp_path: Path) -> None:
+    content = b"".join(line(custom_id=str(n)) for n in range(3))
+    assert found(tmp_path, content, Limits(requests=3)) == []
+    assert found(tmp_path, content, Limits(requests=2)) == [(None, "too_many_requests", None)]
+
+
+def test_of_many_faults_the_first_hundred_are_told(tmp_path: Path) -> None:
+    assert len(found(tmp_path, b"x\n" * 200)) == MOST_FAULTS
