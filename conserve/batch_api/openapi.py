@@ -23,13 +23,8 @@ def object_of(**properties: Any) -> dict[str, Any]:
 def list_of(name: str) -> dict[str, Any]:
     """Schema of a page."""
     items = {"type": "array", "items": {"$ref": f"#/components/schemas/{name}"}}
-    return object_of(
-        object={"const": "list"},
-        data=items,
-        first_id=MAYBE_TEXT,
-        last_id=MAYBE_TEXT,
-        has_more={"type": "boolean"},
-    )
+    ends = {"first_id": MAYBE_TEXT, "last_id": MAYBE_TEXT, "has_more": {"type": "boolean"}}
+    return object_of(object={"const": "list"}, data=items, **ends)
 
 
 SCHEMAS: dict[str, Any] = {

@@ -75,6 +75,18 @@ class Asked:
 @hypothesis_settings(max_examples=examples(400))
 @given(data=st.data())
 def test_any_request_is_answered(asked: Asked, data: st.DataObject) -> None:
+    send_any(asked, data)
+
+
+@pytest.mark.full
+@hypothesis_settings(max_examples=10_000)
+@given(data=st.data())
+def test_any_of_ten_thousand_requests_is_answered(asked: Asked, data: st.DataObject) -> None:
+    send_any(asked, data)
+
+
+def send_any(asked: Asked, data: st.DataObject) -> None:
+    """Send a request that Hypothesis makes up, and check the answer."""
     route = data.draw(st.sampled_from(ROUTES))
     method = data.draw(st.sampled_from(sorted((route.methods or set()) - {"HEAD"})))
     name = data.draw(st.one_of(st.sampled_from([asked.file_id, asked.batch_id]), TEXTS))

@@ -6,6 +6,8 @@ HOME/jobs/<id>/inputs.parquet    the input rows, or a link to the Parquet file t
 HOME/jobs/<id>/inputs/*.parquet  links to the Parquet files that hold them, where there are several
 HOME/jobs/<id>/results/*.parquet result shards
 HOME/jobs/<id>/job.json          which store the job is of, and its record (`marks`)
+HOME/jobs/<id>/deliveries/*.jsonl answers and errors as files of the Batch API
+HOME/uploads/<store>/*.jsonl     files that clients of the Batch API uploaded
 HOME/trash/                      what was swept up, for a week (`trash`)
 HOME/stores.json                 which databases were here (`lineage`)
 HOME/verified.json               which files were found whole today (`digests`)

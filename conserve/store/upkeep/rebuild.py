@@ -20,7 +20,7 @@ from conserve.errors import StoreError
 from conserve.store.books import catalog
 from conserve.store.books.journal import is_whole
 from conserve.store.database import lineage, schema
-from conserve.store.database.migrations import STORE_ID
+from conserve.store.database.migrations import STORE_ID, add_missing_batches
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
 from conserve.store.files.marks import Mark
@@ -94,6 +94,10 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
         for row in salvaged["shard"]:
             if row.get("job_id") in known and isinstance(row.get("file"), str):
                 put(tx, shard, row)
+        for table in (schema.file, schema.batch, schema.api_key):
+            for row in salvaged[table.name]:
+                put(tx, table, row)
+        add_missing_batches(tx)
     said = [f"{len(known):,} jobs were read from it"]
     again = Store.over(store.home, store.engine)
     said += adopt(again, strangers(again), now=now)
@@ -142,6 +146,7 @@ def adopt(store: Store, found: Sequence[Stranger], *, now: float) -> list[str]:
                 continue
             for file in results_in(store.home, stranger.job_id):
                 tx.execute(insert(shard).values(**file, job_id=stranger.job_id, created_at=now))
+            add_missing_batches(tx)
         folder = home.job_folder(store.home, stranger.job_id)
         marks.register(folder, store.id, stranger.mark.record or {})
         mending.mend_rows(store, stranger.job_id, now=now)
@@ -168,7 +173,7 @@ def results_in(where: Path, job_id: str) -> Iterator[dict[str, Any]]:
         }
 
 
-TABLES = ("meta", "job", "journal", "request", "shard")
+TABLES = ("meta", "job", "journal", "request", "shard", "file", "batch", "api_key")
 
 
 def salvage(path: Path) -> dict[str, list[dict[str, Any]]]:
