@@ -7,6 +7,7 @@ from starlette.requests import Request
 
 from conserve.batch_api.workers import Admissions, Deliveries
 from conserve.jobs.batches.lines import Limits
+from conserve.store.books.keys import Key
 from conserve.store.database.migrations import DEFAULT_PROJECT
 from conserve.store.database.store import Store
 
@@ -16,7 +17,7 @@ class Caller:
     """Sender of a request, as its key tells."""
 
     project: str = DEFAULT_PROJECT
-    key_name: str | None = None
+    key: Key | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,13 @@ from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from conserve.batch_api import batches, files, openapi, refusals
+from conserve.batch_api.access import Access, KeyRing
 from conserve.batch_api.api import Api
 from conserve.batch_api.refusals import Refused
 from conserve.batch_api.workers import Admissions, Deliveries
@@ -66,6 +68,7 @@ def application(store: Store, limits: Limits | None = None) -> Starlette:
     app = Starlette(
         routes=[Route("/health", health), Route("/openapi.json", description), *ROUTES],
         lifespan=working,
+        middleware=[Middleware(Access, ring=KeyRing(store))],
         exception_handlers={
             Refused: refusals.refused,
             ConserveError: refusals.failed,
@@ -73,5 +76,6 @@ def application(store: Store, limits: Limits | None = None) -> Starlette:
             Exception: refusals.broken,
         },
     )
+    app.router.redirect_slashes = False  # a path that ends in a slash is another path
     app.state.conserve_api = api
     return app

@@ -1,6 +1,8 @@
 """Routes of batches: create, list, show, cancel."""
 
 import time
+from http import HTTPStatus
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -13,9 +15,11 @@ from conserve.batch_api.refusals import Refused
 from conserve.errors import JobRefused
 from conserve.store.books import batches, uploads
 from conserve.store.books.batches import Batch, NewBatch
+from conserve.store.books.keys import Key
 
 MOST_BATCHES = 100  # in one page
 PAGE = 20
+DAY_S = 86_400.0
 
 
 async def create(request: Request) -> Response:
@@ -36,6 +40,8 @@ def add(api: Api, request: Request, asked: CreateBatch, key: str | None) -> Batc
         file = uploads.get(tx, caller.project, asked.input_file_id, now=now)
         if file is None or file.job_id is not None:
             raise bodies.no_input(asked.input_file_id)
+        if caller.key is not None:
+            require_within(tx, caller.key, file.num_lines, now=now)
         life = asked.output_expires_after
         new = NewBatch(
             file_id=file.id,
@@ -43,12 +49,37 @@ def add(api: Api, request: Request, asked: CreateBatch, key: str | None) -> Batc
             completion_window=asked.completion_window,
             window_s=bodies.window_s(asked.completion_window),
             metadata=asked.metadata,
-            key_name=caller.key_name,
+            key_name=caller.key.name if caller.key else None,
             idempotency_key=key,
             output_expires_s=float(life.seconds) if life else None,
         )
         batch_id = batches.add(tx, caller.project, new, now=now)
         return required(batches.get(tx, caller.project, batch_id), batch_id)
+
+
+def require_within(tx: Any, key: Key, num_lines: int, *, now: float) -> None:
+    """Raise `Refused` if so many more rows, or any, are beyond the limits of the key."""
+    if key.limit_rows is not None:
+        waiting = batches.unfinished_rows(tx, key.name)
+        if waiting + num_lines > key.limit_rows:
+            said = f"{waiting:,} of at most {key.limit_rows:,} rows are unfinished, and this file has {num_lines:,}"
+            raise limited("requests", f"Limit reached for the key '{key.name}': {said}.")
+    if key.limit_tokens is not None:
+        spent = batches.tokens_since(tx, key.name, now - DAY_S)
+        if spent >= key.limit_tokens:
+            said = f"its batches of the last 24 hours took {spent:,} of {key.limit_tokens:,} tokens"
+            raise limited("tokens", f"Limit reached for the key '{key.name}': {said}.")
+
+
+def limited(kind: str, said: str) -> Refused:
+    """Refusal of a batch beyond a limit; sent again in a moment it would be refused again."""
+    return Refused(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        said,
+        kind=kind,
+        code="rate_limit_exceeded",
+        headers={"X-Should-Retry": "false"},
+    )
 
 
 def same_batch(earlier: Batch, asked: CreateBatch) -> Batch:

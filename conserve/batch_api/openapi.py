@@ -78,7 +78,7 @@ FORM = {
     },
     "required": ["file", "purpose"],
 }
-PAGES = {
+PAGES: dict[str, dict[str, Any]] = {
     "/v1/files": {"limit": WHOLE, "after": TEXT, "purpose": TEXT, "order": {"enum": ["asc", "desc"]}},
     "/v1/batches": {"limit": WHOLE, "after": TEXT},
 }

@@ -1,7 +1,7 @@
 """`conserve api`: OpenAI's Batch API over the store, without an engine."""
 
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,9 @@ from conserve.cli.context import Context
 from conserve.cli.serve_notices import is_loopback
 from conserve.cli.sizes import size_bytes
 from conserve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from conserve.store.database.store import Store
 
 EXAMPLE = """
 conserve api
@@ -38,13 +41,10 @@ def api(
 
     context: Context = ctx.obj
     limits = Limits(file_bytes=size_bytes("--max-file", max_file), requests=max_requests)
-    if not is_loopback(host):
-        raise SettingsError(
-            f"without keys the API listens on this machine alone, and {host} is for others; leave --host out"
-        )
     require_free(host, port)
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
     with context.store() as store:
+        require_keys(store, host)
         serve(
             store,
             limits,
@@ -52,6 +52,21 @@ def api(
             port=port,
             on_ready=lambda: output.say(f"serving files and batches at {url} (store: {store.home})"),
         )
+
+
+def require_keys(store: "Store", host: str) -> None:
+    """Raise if other machines would reach an API that asks for no key."""
+    from conserve.store.books import keys
+
+    if is_loopback(host):
+        return
+    with store.read() as tx:
+        if any(key.revoked_at is None for key in keys.everything(tx)):
+            return
+    raise SettingsError(
+        f"without keys the API listens on this machine alone, and {host} is for others; "
+        "run first: conserve keys add NAME --project PROJECT"
+    )
 
 
 def require_packages() -> None:

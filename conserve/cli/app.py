@@ -70,7 +70,11 @@ class LazyCommands(Mapping[str, Any]):
         if name == "profile":
             return measuring(module, entry.summary)
         if name == "store":
-            return storing(module, entry.summary)
+            return grouped(name, module, entry.summary, size=module.show_size)
+        if name == "keys":
+            return grouped(
+                name, module, entry.summary, add=module.add, list=module.show, revoke=module.revoke
+            )
         example = getattr(module, "EXAMPLES", {}).get(name) or module.EXAMPLE
         alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
         alone.command(
@@ -117,10 +121,10 @@ def measuring(module: Any, summary: str) -> Any:
     return typer.main.get_command(profiles)
 
 
-def storing(module: Any, summary: str) -> Any:
-    """`conserve store`, a group of its own."""
+def grouped(name: str, module: Any, summary: str, **commands: Any) -> Any:
+    """`conserve store` or `conserve keys`, a group of its own."""
     group = typer.Typer(
-        name="store",
+        name=name,
         cls=ExampleGroup,
         help=summary,
         short_help=summary,
@@ -129,8 +133,9 @@ def storing(module: Any, summary: str) -> Any:
         add_completion=False,
         no_args_is_help=True,
     )
-    group.callback()(lambda: None)  # makes typer keep a group although it has one command
-    group.command("size", cls=ExampleCommand, epilog=module.EXAMPLE)(module.show_size)
+    group.callback()(lambda: None)  # makes typer keep a group also where it has one command
+    for verb, function in commands.items():
+        group.command(verb, cls=ExampleCommand, epilog=module.EXAMPLE)(function)
     return typer.main.get_command(group)
 
 

@@ -1,0 +1,113 @@
+"""Access: the key of a request leads to its project; a store without keys answers this machine alone."""
+
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from http import HTTPStatus
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+
+from conserve.batch_api import refusals
+from conserve.batch_api.api import CALLER, Caller
+from conserve.errors import StoreError
+from conserve.store.books import keys
+from conserve.store.books.keys import Key
+from conserve.store.database.store import Store
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+FREE = frozenset({"/health", "/openapi.json"})
+KEPT_S = 1.0  # for which keys that were read are used: a revoked key works that long
+
+
+class KeyRing:
+    """Keys of a store, read at most once in `KEPT_S`."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock = store, clock
+        self._lock = threading.Lock()
+        self._read_at: float | None = None
+        self._keys: Sequence[Key] = ()
+
+    def current(self) -> Sequence[Key]:
+        """The keys, also those that were revoked: a store that ever had a key asks for one."""
+        with self._lock:
+            now = self._clock()
+            if self._read_at is None or now - self._read_at >= KEPT_S:
+                with self._store.read() as tx:
+                    self._keys = keys.everything(tx)
+                self._read_at = now
+            return self._keys
+
+
+class Access:
+    """Outermost layer: answers 401 and 403 before any byte of a body is read."""
+
+    def __init__(self, app: App, ring: KeyRing) -> None:
+        self._app, self._ring = app, ring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in FREE:
+            await self._app(scope, receive, send)
+            return
+        try:
+            known = await run_in_threadpool(self._ring.current)
+        except StoreError:
+            said = refusals.body("the store cannot be used now; try again", kind="server_error")
+            await JSONResponse(said, HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        answer = caller_with_key(headers, known) if known else caller_of_this_machine(headers)
+        if isinstance(answer, Response):
+            await answer(scope, receive, send)
+            return
+        scope[CALLER] = answer
+        await self._app(scope, receive, send)
+
+
+def caller_with_key(headers: Headers, known: Sequence[Key]) -> Caller | Response:
+    """Caller whose key the store knows, or a refusal."""
+    scheme, _, text = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not text.strip():
+        said = "this API wants a key: send it as Authorization: Bearer KEY"
+        return refusal(HTTPStatus.UNAUTHORIZED, said, "invalid_api_key")
+    key = keys.of_text(known, text.strip())
+    if key is None:
+        return refusal(HTTPStatus.UNAUTHORIZED, "Incorrect API key provided", "invalid_api_key")
+    if not key.batch:
+        said = f"the key {key.name!r} is for live requests, not for files and batches"
+        return refusal(HTTPStatus.FORBIDDEN, said, "insufficient_permissions")
+    return Caller(project=key.project, key=key)
+
+
+def caller_of_this_machine(headers: Headers) -> Caller | Response:
+    """Caller of an API without keys; refuses pages of other sites that a browser on this machine shows."""
+    origin = headers.get("origin")
+    named = [urlsplit(f"//{headers.get('host', '')}").hostname]
+    named += [urlsplit(origin).hostname] if origin is not None else []
+    if all(map(is_here, named)):
+        return Caller()
+    said = "without keys this API answers this machine alone; make one: conserve keys add NAME"
+    return refusal(HTTPStatus.FORBIDDEN, said, "keys_required")
+
+
+def is_here(host: str | None) -> bool:
+    """True for names of this machine."""
+    try:
+        return host == "localhost" or ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+def refusal(status: HTTPStatus, said: str, code: str) -> Response:
+    """Answer to a caller who may not do that."""
+    headers = {"WWW-Authenticate": "Bearer"} if status is HTTPStatus.UNAUTHORIZED else None
+    return JSONResponse(refusals.body(said, code=code), status, headers=headers)
