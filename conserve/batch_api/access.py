@@ -25,6 +25,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 FREE = frozenset({"/health", "/openapi.json"})
+WHO = "/caller"  # asked by a live server alone
+SAID_OF = "x-conserve-caller"  # as in the engine's plug-in, which is not imported here
 KEPT_S = 1.0  # for which keys that were read are used: a revoked key works that long
 
 
@@ -49,10 +51,13 @@ class KeyRing:
 
 
 class Access:
-    """Outermost layer: answers 401 and 403 before any byte of a body is read."""
+    """Outermost layer: answers 401 and 403 before any byte of a body is read.
 
-    def __init__(self, app: App, ring: KeyRing) -> None:
-        self._app, self._ring = app, ring
+    With `beside`, requests come from a live server alone, which has looked at its own keys and says so.
+    """
+
+    def __init__(self, app: App, ring: KeyRing, *, beside: bool = False) -> None:
+        self._app, self._ring, self._beside = app, ring, beside
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in FREE:
@@ -65,21 +70,44 @@ class Access:
             await JSONResponse(said, HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        answer = caller_with_key(headers, known) if known else caller_of_this_machine(headers)
+        answer = self._caller(headers, known, scope["path"])
         if isinstance(answer, Response):
             await answer(scope, receive, send)
             return
         scope[CALLER] = answer
         await self._app(scope, receive, send)
 
+    def _caller(self, headers: Headers, known: Sequence[Key], path: str) -> Caller | Response:
+        """Sender of a request, or the answer to it."""
+        if not self._beside:
+            return caller_with_key(headers, known) if known else caller_of_this_machine(headers)
+        if path == WHO:
+            return uses(headers, known)
+        if headers.get(SAID_OF) == "keyed" or not known:
+            return Caller()
+        return caller_with_key(headers, known)
+
+
+def uses(headers: Headers, known: Sequence[Key]) -> Response:
+    """Answer to the live server's question what a key may do."""
+    key = keys.of_text(known, bearer(headers))
+    if key is None:
+        return refusal(HTTPStatus.UNAUTHORIZED, "Incorrect API key provided", "invalid_api_key")
+    return JSONResponse({"live": key.live, "batch": key.batch})
+
+
+def bearer(headers: Headers) -> str:
+    """Key in the header `Authorization`; empty without one."""
+    scheme, _, text = headers.get("authorization", "").partition(" ")
+    return text.strip() if scheme.lower() == "bearer" else ""
+
 
 def caller_with_key(headers: Headers, known: Sequence[Key]) -> Caller | Response:
     """Caller whose key the store knows, or a refusal."""
-    scheme, _, text = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not text.strip():
+    if not (text := bearer(headers)):
         said = "this API wants a key: send it as Authorization: Bearer KEY"
         return refusal(HTTPStatus.UNAUTHORIZED, said, "invalid_api_key")
-    key = keys.of_text(known, text.strip())
+    key = keys.of_text(known, text)
     if key is None:
         return refusal(HTTPStatus.UNAUTHORIZED, "Incorrect API key provided", "invalid_api_key")
     if not key.batch:

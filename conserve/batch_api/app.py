@@ -44,8 +44,11 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-def application(store: Store, limits: Limits | None = None) -> Starlette:
-    """The application over an open store; its workers run while it does."""
+def application(store: Store, limits: Limits | None = None, *, beside: bool = False) -> Starlette:
+    """The application over an open store; its workers run while it does.
+
+    With `beside`, only a live server can reach it, and passes requests on.
+    """
     limits = limits or Limits()
     api = Api(
         store=store,
@@ -68,7 +71,7 @@ def application(store: Store, limits: Limits | None = None) -> Starlette:
     app = Starlette(
         routes=[Route("/health", health), Route("/openapi.json", description), *ROUTES],
         lifespan=working,
-        middleware=[Middleware(Access, ring=KeyRing(store))],
+        middleware=[Middleware(Access, ring=KeyRing(store), beside=beside)],
         exception_handlers={
             Refused: refusals.refused,
             ConserveError: refusals.failed,

@@ -28,7 +28,7 @@ def serve(
 ) -> None:
     """Serve at an address, or at a Unix socket, until SIGINT or SIGTERM; uploads under way are finished first."""
     config = uvicorn.Config(
-        application(store, limits),
+        application(store, limits, beside=socket is not None),
         host=host,
         port=port,
         uds=str(socket) if socket is not None else None,

@@ -1,6 +1,8 @@
 """`conserve api`: OpenAI's Batch API over the store, without an engine."""
 
+import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +22,7 @@ conserve api --port 8010 --max-requests 1000000 --max-file 4GB
 OPENAI_BASE_URL=http://127.0.0.1:8001/v1 python my_batches.py
 """
 
+BESIDE_NICE = 5  # live requests of the server beside go first
 NEEDS = ("starlette", "uvicorn", "python_multipart")
 
 
@@ -27,6 +30,9 @@ def api(
     ctx: typer.Context,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8001,
+    socket: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Listen at a Unix socket, for a vllm serve beside.")
+    ] = None,
     max_file: Annotated[str, typer.Option(metavar="SIZE", help="Largest file of an upload.")] = "200MB",
     max_requests: Annotated[int, typer.Option(metavar="N", min=1, help="Most requests of a batch.")] = 50_000,
 ) -> None:
@@ -41,16 +47,21 @@ def api(
 
     context: Context = ctx.obj
     limits = Limits(file_bytes=size_bytes("--max-file", max_file), requests=max_requests)
-    require_free(host, port)
+    if socket is None:
+        require_free(host, port)
+    else:
+        os.nice(BESIDE_NICE)
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
     with context.store() as store:
-        require_keys(store, host)
+        if socket is None:
+            require_keys(store, host)
         serve(
             store,
             limits,
             host=host,
             port=port,
-            on_ready=lambda: output.say(f"serving files and batches at {url} (store: {store.home})"),
+            socket=socket,
+            on_ready=lambda: None if socket else output.say(f"serving files and batches at {url}"),
         )
 
 

@@ -18,6 +18,7 @@ from conserve.api.sizes import size_bytes
 from conserve.cli import exits, output
 from conserve.cli.context import Context, bearer
 from conserve.cli.options import Utility
+from conserve.cli.serve_batches import SOCKET, batch_api, with_store_keys
 from conserve.cli.serve_flags import (
     checkpointing,
     drain_s,
@@ -142,6 +143,11 @@ def serve(
         int, typer.Option(min=1, metavar="N", help="Most connections at once.")
     ] = CONNECTIONS,
     harvest: Annotated[bool, typer.Option(help="Drain the job queue of this store.")] = True,
+    batches: Annotated[
+        bool, typer.Option(help="Serve OpenAI's files and batches over this store, too.")
+    ] = True,
+    max_file: Annotated[str, typer.Option(metavar="SIZE", help="Largest file of an upload.")] = "200MB",
+    max_requests: Annotated[int, typer.Option(metavar="N", min=1, help="Most requests of a batch.")] = 50_000,
     utility: Utility = None,
     allow_control: Annotated[
         bool,
@@ -169,9 +175,13 @@ def serve(
     from conserve.engine.service import Service
 
     context: Context = ctx.obj
-    settings = keyed(context.settings(model=words[0], api_key=api_key, utility=utility))
+    settings = context.settings(model=words[0], api_key=api_key, utility=utility)
+    settings = keyed(with_store_keys(settings, host) if batches and not print_flags else settings)
     front = Front(
-        body_bytes=size_bytes("--max-body", max_body), connections=max_connections, open_metrics=open_metrics
+        body_bytes=size_bytes("--max-body", max_body),
+        file_bytes=size_bytes("--max-file", max_file),
+        connections=max_connections,
+        open_metrics=open_metrics,
     )
     section = {
         "policy": policy,
@@ -205,15 +215,22 @@ def serve(
     if kv_spill is not None:
         lock = claim(kv_spill)
         server = replace(server, environment={**server.environment, SUPERVISOR: secrets.token_hex(16)})
-    service = Service(
-        server,
-        harvester_command(settings, url) if harvest else None,
-        url=url,
-        say=output.say,
-        drain_s=drain_s(words[1:]),
-        before_stop=(lambda: spill(settings, server, url)) if kv_spill is not None else None,
-    )
-    with lock or contextlib.nullcontext():
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(lock or contextlib.nullcontext())
+        beside = None
+        if batches:
+            limits = {"file_bytes": front.file_bytes, "requests": max_requests}
+            beside = opened.enter_context(batch_api(settings, **limits))
+            server = replace(server, environment={**server.environment, SOCKET: beside.environment[SOCKET]})
+        service = Service(
+            server,
+            harvester_command(settings, url) if harvest else None,
+            url=url,
+            say=output.say,
+            drain_s=drain_s(words[1:]),
+            before_stop=(lambda: spill(settings, server, url)) if kv_spill is not None else None,
+            batch_api=beside,
+        )
         raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
 
 

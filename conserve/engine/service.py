@@ -21,6 +21,7 @@ READY_S = 0.5  # between two checks of the starting server
 LONGEST_BACKOFF_S = 60.0
 STEADY_S = 60.0  # a process that ran this long is started again without a pause
 HARVESTER_S = 20.0  # to save progress
+BATCH_API_S = 10.0  # to finish requests under way
 DRAIN_S = 45.0  # for the server to finish running requests: more than vLLM's own limit (--shutdown-timeout)
 
 
@@ -93,7 +94,7 @@ class SupervisedProcess:
 
 
 class Service:
-    """A server and, if wanted, a harvester; `run` returns once both have stopped."""
+    """A server and, if wanted, a harvester and the Batch API; `run` returns once all have stopped."""
 
     def __init__(
         self,
@@ -104,11 +105,13 @@ class Service:
         say: Callable[[str], None],
         drain_s: float = DRAIN_S,
         before_stop: Callable[[], Awaitable[None]] | None = None,
+        batch_api: ProcessCommand | None = None,
     ) -> None:
         self._before_stop = before_stop
         self._drain_s = drain_s
         self._server = SupervisedProcess(server)
         self._harvester = SupervisedProcess(harvester) if harvester is not None else None
+        self._batch_api = SupervisedProcess(batch_api) if batch_api is not None else None
         self._url = url
         self._say = say
 
@@ -126,9 +129,9 @@ class Service:
             await on_ready()
             served = True
             keepers = [self._keep_server()]
-            if self._harvester is not None:
-                await self._harvester.start()
-                keepers.append(self._keep(self._harvester))
+            for child in filter(None, (self._batch_api, self._harvester)):
+                await child.start()
+                keepers.append(self._keep(child))
             await self._until(stopping, asyncio.gather(*keepers))
         finally:
             stopping.cancel()
@@ -138,10 +141,12 @@ class Service:
             if self._harvester is not None:
                 await self._harvester.stop(HARVESTER_S)
             await self._server.stop(self._drain_s)
+            if self._batch_api is not None:
+                await self._batch_api.stop(BATCH_API_S)
 
     def process_ids(self) -> list[int]:
-        """Process ids of the server and the harvester, if they were started."""
-        children = filter(None, (self._server, self._harvester))
+        """Process ids of the server and of those beside it, if they were started."""
+        children = filter(None, (self._server, self._harvester, self._batch_api))
         return [child.process.pid for child in children if child.process is not None]
 
     async def harvest_by(self, command: ProcessCommand) -> None:
@@ -153,7 +158,7 @@ class Service:
 
     def kill(self) -> None:
         """Kill all processes at once."""
-        for child in filter(None, (self._harvester, self._server)):
+        for child in filter(None, (self._harvester, self._batch_api, self._server)):
             child.kill()
 
     async def _until(self, stopping: "asyncio.Task[bool]", work: Awaitable[object]) -> bool:

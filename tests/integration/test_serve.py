@@ -148,6 +148,29 @@ def rows_file(folder: Path, count: int, *, longest: int | None = None, **params:
     return path
 
 
+def test_openai_batches_run_at_the_live_servers_address(service: Service, client: openai.OpenAI) -> None:
+    body = {"model": MODEL, "messages": FRANCE, "max_tokens": 12, "temperature": 0}
+    row = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    lines = [json.dumps({"custom_id": f"r-{number}", **row}) for number in range(3)]
+    file = client.files.create(file=("france.jsonl", "\n".join(lines).encode()), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    service.until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    done = client.batches.retrieve(batch.id)
+    assert done.model == MODEL
+    answers = [json.loads(line) for line in client.files.content(str(done.output_file_id)).text.splitlines()]
+    live = client.chat.completions.create(**body).choices[0].message.content
+    said = [line["response"]["body"]["choices"][0]["message"]["content"] for line in answers]
+    assert said == [live] * 3
+    with service.client("guess") as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.batches.retrieve(batch.id)
+    key = service.conserve("keys", "add", "ann", "--project", "ann")
+    with service.client(key) as other:
+        assert other.batches.list().data == []
+        assert other.chat.completions.create(**body).choices[0].message.content == live
+
+
 def test_a_live_client_sees_plain_vllm(service: Service, client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=24)
     assert "Paris" in (whole.choices[0].message.content or "")

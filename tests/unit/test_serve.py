@@ -288,11 +288,12 @@ def test_limits_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "server_command", catch)
     monkeypatch.setattr(serving, "require_free", lambda host, port: None)
     words = ["serve", "smollm2-demo", "--max-body", "1MB", "--max-connections", "7", "--open-metrics"]
+    words += ["--max-file", "5MB"]
     CliRunner().invoke(app, words)
     CliRunner().invoke(app, ["serve", "smollm2-demo"])
     limits = [json.loads(next(word for word in words if "body_bytes" in word)) for words in found]
     assert limits == [
-        {"body_bytes": 1_000_000, "connections": 7, "open_metrics": True},
-        {"body_bytes": 64 << 20, "connections": 4096, "open_metrics": False},
+        {"body_bytes": 1_000_000, "file_bytes": 5_000_000, "connections": 7, "open_metrics": True},
+        {"body_bytes": 64 << 20, "file_bytes": 200_000_000, "connections": 4096, "open_metrics": False},
     ]
     assert CliRunner().invoke(app, ["serve", "smollm2-demo", "--max-body", "much"]).exit_code != 0

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 BODY_BYTES = 64 << 20  # images travel in bodies, as base64
+FILE_BYTES = 200_000_000  # as OpenAI has it
 CONNECTIONS = 4096
 HARVEST_KEY = "CONSERVE_HARVEST_KEY"  # variable that holds the harvester's key
 
@@ -13,6 +14,7 @@ class Front:
     """Limits of the API server."""
 
     body_bytes: int = BODY_BYTES  # of one request
+    file_bytes: int = FILE_BYTES  # of an upload to the Batch API
     connections: int = CONNECTIONS  # open at once
     open_metrics: bool = False  # True: `/metrics` is answered without a key
 

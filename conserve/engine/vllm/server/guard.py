@@ -12,13 +12,17 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match
 
 from conserve.engine.runtime.front import Front
-from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Need, Role, need
+from conserve.engine.vllm.server.beside import BESIDE, Beside
+from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Need, Role, is_batch, need
 
 GUARD = "conserve.engine.vllm.server.guard.Guard"  # for vLLM's --middleware
 FRONT, KEYS = (
     "conserve_front",
     "conserve_keys",
 )  # attributes of the server's arguments, set by `conserve serve`
+
+UPLOADS = "/v1/files"
+FORM_BYTES = 1 << 20
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -41,14 +45,23 @@ class Guard:
         front: Front = getattr(args, FRONT, None) or Front()
         keys: Keys = getattr(args, KEYS, None) or Keys.of(getattr(args, "api_key", None), os.environ)
         headers = dict(scope["headers"])
-        role = keys.role(headers.get(b"authorization", b""))
-        if (refused := refuse(scope, role, front)) is not None:
+        sent = headers.get(b"authorization", b"")
+        own = keys.role(sent)
+        role, refused = (own, None) if own or not sent else await role_of_store(scope, sent)
+        if (refused := refused or refuse(scope, role, front)) is not None:
             await refused(scope, receive, send)
             return
-        caller = Caller(role=role or Role.CLIENT, ttft_slo_ms=getattr(scope["app"].state, SLO, None) or inf)
+        caller = Caller(
+            role=role or Role.CLIENT,
+            ttft_slo_ms=getattr(scope["app"].state, SLO, None) or inf,
+            keyed=own is not None and keys.asked,
+            store_key=sent if own is None and role is not None else None,
+        )
+        if caller.store_key is not None:
+            scope = with_own_key(scope, keys)
         token = CALLER.set(caller)
         try:
-            await self._within(front.body_bytes, headers, scope, receive, send)
+            await self._within(most_bytes(scope, front), headers, scope, receive, send)
         finally:
             CALLER.reset(token)
 
@@ -63,6 +76,33 @@ class Guard:
             await Counted(receive, send, most).run(self._app, scope)
         else:
             await self._app(scope, receive, send)
+
+
+async def role_of_store(scope: Scope, sent: bytes) -> tuple[Role | None, JSONResponse | None]:
+    """Role of a caller with a key that the store has, or why the key does not suffice; two Nones for other keys."""
+    beside: Beside | None = getattr(scope["app"].state, BESIDE, None)
+    found = await beside.key(sent) if beside is not None else None
+    if found is None:
+        return None, None
+    batch = is_batch(scope["path"].removeprefix(scope.get("root_path", "")))
+    if found.batch if batch else found.live:
+        return Role.CLIENT, None
+    said = "files and batches" if batch else "live requests"
+    return None, error(HTTPStatus.FORBIDDEN, f"this key is not for {said}")
+
+
+def with_own_key(scope: Scope, keys: Keys) -> Scope:
+    """The request with a key of the server's own, which vLLM's middleware knows, in place of the store's."""
+    others = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
+    return {**scope, "headers": [*others, (b"authorization", b"Bearer " + keys.clients[0])]}
+
+
+def most_bytes(scope: Scope, front: Front) -> int:
+    """Limit of a request's body; uploads have their own, and some room for the form around the file."""
+    upload = (
+        scope.get("method") == "POST" and scope["path"].removeprefix(scope.get("root_path", "")) == UPLOADS
+    )
+    return front.file_bytes + FORM_BYTES if upload else front.body_bytes
 
 
 def refuse(scope: Scope, role: Role | None, front: Front) -> JSONResponse | None:

@@ -45,6 +45,7 @@ class Need(StrEnum):
 # Load balancers and SageMaker cannot send a key. vLLM leaves these open too; they tell a version at most.
 FREE = frozenset({"/health", "/ping", "/version"})
 METRICS = "/metrics"
+BATCHES = ("/v1/files", "/v1/batches")  # with everything below them: `conserve api`, beside the server
 API = ("/v1/", "/v2/", "/inference/", "/cohere/", "/static/")
 CLIENTS = frozenset(
     {
@@ -63,6 +64,11 @@ CHANGES = frozenset(
     }
 )
 """Routes within `API` that change the server for all."""
+
+
+def is_batch(path: str) -> bool:
+    """True for a route of files and batches."""
+    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in BATCHES)
 
 
 def need(method: str, path: str, *, open_metrics: bool = False) -> Need:
@@ -94,9 +100,14 @@ class Keys:
         clients = tuple(key.encode() for key in given if key != harvester)
         return cls(clients=clients, harvester=harvester.encode() or None)
 
+    @property
+    def asked(self) -> bool:
+        """True if requests need a key."""
+        return bool(self.clients or self.harvester is not None)
+
     def role(self, authorization: bytes) -> Role | None:
         """Role of a request with this `Authorization` header; None if its key is unknown."""
-        if not self.clients and self.harvester is None:
+        if not self.asked:
             return Role.HARVESTER
         scheme, _, key = authorization.partition(b" ")
         bearer = scheme.lower() == BEARER
@@ -113,6 +124,8 @@ class Caller:
 
     role: Role
     ttft_slo_ms: float = inf
+    keyed: bool = False  # True: a key of the server's own was sent
+    store_key: bytes | None = field(default=None, repr=False)  # header of a caller with a key of the store
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("conserve_caller", default=None)

@@ -37,6 +37,7 @@ LOOK_S = 0.05  # between two checks of the writing workers
 
 def attach(app: FastAPI) -> None:
     """Add the routes."""
+    from conserve.engine.vllm.server import beside
     from conserve.engine.vllm.server.metrics import MetricsRoute
 
     app.add_route(PATH, show, methods=["GET"])
@@ -44,6 +45,7 @@ def attach(app: FastAPI) -> None:
     app.add_route(SPILL_PATH, spill, methods=["POST"])
     app.add_exception_handler(HTTPException, not_answered)
     MetricsRoute(scheduler_says).attach(app)
+    beside.attach(app)
 
 
 async def show(request: Request) -> Response:

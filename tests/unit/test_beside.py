@@ -1,0 +1,153 @@
+"""Files and batches behind a live server's own address: the guard in front, the Batch API at a socket."""
+
+import socket
+import threading
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from conserve.batch_api.app import application
+from conserve.engine.runtime.front import HARVEST_KEY, Front
+from conserve.engine.vllm.server import beside
+from conserve.engine.vllm.server.guard import FORM_BYTES, FRONT, Guard
+from conserve.store.database.store import Store
+from tests.batch_rig import CHAT, answered, client, compute, create, reaches
+from tests.commands import until
+from tests.unit.test_keys import make
+
+OWN, HARVESTER = "sesame", "open"
+
+
+async def chat(request: Request) -> JSONResponse:
+    """The key that vLLM's own middleware would see."""
+    return JSONResponse({"key": request.headers.get("authorization")})
+
+
+@contextmanager
+def served(app: ASGIApp, listening: socket.socket) -> Iterator[None]:
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+@asynccontextmanager
+async def closing(app: Starlette) -> AsyncIterator[None]:
+    """Close the connections to the Batch API with the server."""
+    yield
+    await getattr(app.state, beside.BESIDE).close()
+
+
+@contextmanager
+def both(store: Store, path: Path, api_keys: list[str] | None) -> Iterator[str]:
+    """A live server without an engine, and the Batch API beside it."""
+    inner, outer = socket.socket(socket.AF_UNIX), socket.socket()
+    inner.bind(str(path))
+    outer.bind(("127.0.0.1", 0))
+    app = Starlette(routes=[Route(CHAT, chat, methods=["POST"])], lifespan=closing)
+    app.state.args = Namespace(**{"api_key": api_keys, FRONT: Front(body_bytes=1000, file_bytes=50_000)})
+    beside.attach(app)  # type: ignore[arg-type]
+    app.add_middleware(Guard)
+    with served(application(store, beside=True), inner), served(app, outer):
+        yield f"http://127.0.0.1:{outer.getsockname()[1]}/v1"
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(HARVEST_KEY, HARVESTER)
+    monkeypatch.setenv(beside.SOCKET, str(tmp_path / "s"))
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def url(store: Store, path: Path) -> Iterator[str]:
+    """Both, with a key of the server's own."""
+    with both(store, path, [OWN, HARVESTER]) as found:
+        yield found
+
+
+def test_a_batch_goes_through_at_the_live_servers_address(store: Store, url: str) -> None:
+    api = client(url, OWN)
+    batch = create(api, ["one", "REJECT"])
+    reaches(api, batch.id, "in_progress")
+    compute(store)
+    done = reaches(api, batch.id, "completed")
+    assert answered(api, done.output_file_id).keys() == {"r-0"}
+    assert [found.id for found in api.batches.list(limit=1)] == [batch.id]
+    with pytest.raises(openai.NotFoundError, match="No such batch"):
+        api.batches.retrieve("batch_none")
+    assert api.files.delete(str(done.output_file_id)).deleted
+
+
+def test_no_key_or_an_unknown_one_reaches_nothing(url: str) -> None:
+    for headers in ({}, {"Authorization": "Bearer guess"}):
+        for method, path in (
+            ("GET", "/files"),
+            ("POST", "/files"),
+            ("GET", "/batches/a"),
+            ("POST", CHAT[3:]),
+        ):
+            assert httpx.request(method, url + path, headers=headers).status_code == 401
+    assert httpx.get(f"{url}/files", headers={"x-conserve-caller": "keyed"}).status_code == 401
+
+
+def test_a_key_of_the_store_is_good_for_what_it_was_made_for(store: Store, url: str) -> None:
+    keys = {
+        use: make(store, use, live=use != "batch", batch=use != "live") for use in ("live", "batch", "both")
+    }
+    for use, key in keys.items():
+        headers = {"Authorization": f"Bearer {key}", "x-conserve-caller": "keyed"}
+        live = httpx.post(url + CHAT[3:], headers=headers)
+        listed = httpx.get(f"{url}/batches", headers=headers)
+        assert live.status_code == (403 if use == "batch" else 200)
+        assert listed.status_code == (403 if use == "live" else 200)
+        if use != "batch":
+            assert live.json() == {"key": f"Bearer {OWN}"}, "vLLM's middleware knows no other"
+    create(client(url, keys["both"]), ["one"])
+    assert client(url, keys["batch"]).batches.list().data == [], "another project's"
+    assert client(url, OWN).batches.list().data == [], "the server's own key is the default project's"
+
+
+def test_a_server_without_a_key_of_its_own_asks_for_the_stores(store: Store, path: Path) -> None:
+    with both(store, path, None) as url:
+        create(client(url), ["one"])
+        key = make(store, "ann")
+        until(lambda: httpx.get(f"{url}/files").status_code == 401)
+        assert client(url, key).files.list().data == []
+
+
+def test_an_upload_has_a_limit_of_its_own(url: str) -> None:
+    api = client(url, OWN)
+    assert api.files.create(file=("a.jsonl", b"a" * 50_000), purpose="batch").bytes == 50_000
+    with pytest.raises(openai.APIStatusError) as refused:
+        api.files.create(file=("a.jsonl", b"a" * (50_001 + FORM_BYTES)), purpose="batch")
+    assert refused.value.status_code == 413
+    assert httpx.post(url + CHAT[3:], content=b"a" * 1001).status_code == 401
+    headers = {"Authorization": f"Bearer {OWN}"}
+    assert httpx.post(url + CHAT[3:], content=b"a" * 1001, headers=headers).status_code == 413
+
+
+def test_while_the_batch_api_starts_clients_are_to_try_again(path: Path) -> None:
+    app, outer = Starlette(lifespan=closing), socket.socket()
+    outer.bind(("127.0.0.1", 0))
+    beside.attach(app)  # type: ignore[arg-type]
+    with served(app, outer), pytest.raises(openai.InternalServerError) as refused:
+        client(f"http://127.0.0.1:{outer.getsockname()[1]}/v1").files.list()
+    assert refused.value.status_code == 503

@@ -1,0 +1,42 @@
+"""What `conserve serve` starts for files and batches, and when it asks for a key."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conserve.cli.serve_batches import SOCKET, batch_api, with_store_keys
+from conserve.config import Settings, load
+from conserve.engine.vllm.server import beside
+from conserve.errors import SettingsError
+from conserve.store.database.store import Store
+from tests.commands import conserve
+
+
+def test_the_plug_in_is_told_of_the_socket(settings: Settings) -> None:
+    with batch_api(settings, file_bytes=5, requests=6) as command:
+        path = Path(command.environment[beside.SOCKET])
+        assert [SOCKET, str(path)] == [beside.SOCKET, command.words[command.words.index("--socket") + 1]]
+        assert path.parent.stat().st_mode & 0o77 == 0, "no other user reaches it"
+    assert not path.parent.exists()
+
+
+def test_a_server_over_a_store_with_keys_asks_for_one(store: Store, settings: Settings) -> None:
+    assert with_store_keys(settings, "127.0.0.1").api_key is None
+    assert conserve("keys", "add", "ann").returncode == 0
+    made = with_store_keys(settings, "127.0.0.1").api_key
+    assert made is not None
+    assert made != with_store_keys(settings, "127.0.0.1").api_key
+    own = replace(settings, api_key="sesame")
+    assert with_store_keys(own, "127.0.0.1") == own
+    assert conserve("keys", "revoke", "ann").returncode == 0
+    assert with_store_keys(settings, "127.0.0.1").api_key is not None, "it is not open again"
+
+
+def test_a_store_out_of_reach_opens_a_server_to_this_machine_alone(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "conserve.db").write_bytes(b"no database" * 100)
+    settings = load({"home": tmp_path / "home"})
+    assert with_store_keys(settings, "127.0.0.1") == settings
+    with pytest.raises(SettingsError, match="whether requests need a key cannot be read"):
+        with_store_keys(settings, "0.0.0.0")
