@@ -124,14 +124,18 @@ class Service:
         served = False
         try:
             await self._server.start()
+            if self._batch_api is not None:
+                await self._batch_api.start()  # up long before the server is
             if not await self._until(stopping, self._ready()):
                 return
             await on_ready()
             served = True
             keepers = [self._keep_server()]
-            for child in filter(None, (self._batch_api, self._harvester)):
-                await child.start()
-                keepers.append(self._keep(child))
+            if self._batch_api is not None:
+                keepers.append(self._keep(self._batch_api))
+            if self._harvester is not None:
+                await self._harvester.start()
+                keepers.append(self._keep(self._harvester))
             await self._until(stopping, asyncio.gather(*keepers))
         finally:
             stopping.cancel()

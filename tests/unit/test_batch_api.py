@@ -11,11 +11,12 @@ from openai.types import Batch
 
 from conserve.config import load
 from conserve.jobs.batches.lines import Limits
-from conserve.store.books import uploads
+from conserve.store.books import batches, catalog, uploads
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
 from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, reaches
 from tests.commands import conserve
+from tests.store_rows import add_job, finish, leased
 
 
 @pytest.fixture
@@ -111,6 +112,19 @@ def test_a_cancelled_batch_keeps_the_results_it_has(store: Store, api: openai.Op
     assert done.cancelled_at is not None
     assert (done.output_file_id, done.error_file_id) == (None, None)
     assert api.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_no_result_comes_after_those_of_a_cancelled_batch_that_were_delivered(store: Store) -> None:
+    job_id = add_job(store, rows=4)
+    lease = leased(store, lease_s=1.0)
+    with store.write() as tx:
+        batches.of_submitted(tx, job_id, now=0.0)
+        catalog.move(tx, job_id, "cancel", now=0.5)
+        (batch,) = batches.page(tx, "default", before=None, limit=1)
+        assert batches.deliverable(tx, asked=[batch.id], now=0.9) == [], "rows are in flight"
+        assert batches.deliverable(tx, asked=[batch.id], now=1.1) == [batch.id]
+        batches.fence(tx, job_id)
+    assert len(finish(store, lease).late) == 4
 
 
 def test_a_completed_batch_cannot_be_cancelled(store: Store, api: openai.OpenAI) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from conserve.jobs.task import Task
 from conserve.store.books import batches, uploads
 from conserve.store.books.batches import Batch
+from conserve.store.books.states import JobState
 from conserve.store.books.uploads import NewFile
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
@@ -49,6 +50,9 @@ def deliver(store: Store, batch_id: str, *, now: float) -> None:
         found = batches.anywhere(tx, batch_id)
     if found is None or found.job is None or not found.unfinished:
         return
+    if found.job.state is not JobState.COMPLETED:
+        with store.write() as tx:
+            batches.fence(tx, found.job.id)
     folder = home.job_folder(store.home, found.job.id)
     if not folder.is_dir():
         log.warning("the folder of job %s is gone; run: conserve check", found.job.id)

@@ -12,7 +12,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
 
 from conserve.errors import JobRefused
-from conserve.store.books import catalog
+from conserve.store.books import catalog, queue
 from conserve.store.books.catalog import Job
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
@@ -251,6 +251,11 @@ def deliver(tx: Connection, found: Batch, *, output: str | None, errors: str | N
         of_now = update(batch).where(batch.c.id == found.id)
         tx.execute(of_now.values(delivered_of=found.job.finished_at, **values))
     return same
+
+
+def fence(tx: Connection, job_id: str) -> None:
+    """End all leases of a job that was stopped, so that no result comes after those that are delivered."""
+    queue.end(tx, tx.scalars(select(lease.c.epoch).where(lease.c.job_id == job_id).with_for_update()).all())
 
 
 def unfinished_rows(tx: Connection, key_name: str) -> int:

@@ -77,7 +77,7 @@ class Beside:
         if known is not None and self._clock() < known[0] + KEPT_S:
             return known[1]
         try:
-            answer = await self.client.get("/caller", headers={"authorization": authorization})
+            answer = await self.client.get("/caller", headers={b"authorization": authorization})
             document = answer.json() if answer.is_success else None
         except (httpx.HTTPError, ValueError):
             return None
