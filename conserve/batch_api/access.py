@@ -25,13 +25,14 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 FREE = frozenset({"/health", "/openapi.json"})
+AGAIN_S = 0.1  # between two reads for keys that are unknown
 WHO = "/caller"  # asked by a live server alone
 SAID_OF = "x-conserve-caller"  # as in the engine's plug-in, which is not imported here
 KEPT_S = 1.0  # for which keys that were read are used: a revoked key works that long
 
 
 class KeyRing:
-    """Keys of a store, read at most once in `KEPT_S`."""
+    """Keys of a store, read at most once in `KEPT_S`, and for unknown keys at most once in `AGAIN_S`."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock = store, clock
@@ -39,11 +40,16 @@ class KeyRing:
         self._read_at: float | None = None
         self._keys: Sequence[Key] = ()
 
-    def current(self) -> Sequence[Key]:
+    def for_caller(self, text: str) -> Sequence[Key]:
+        """The keys, read again for a caller whose key is not among them: it may have just been made."""
+        known = self.current()
+        return known if keys.of_text(known, text) is not None else self.current(AGAIN_S)
+
+    def current(self, kept_s: float | None = None) -> Sequence[Key]:
         """The keys, also those that were revoked: a store that ever had a key asks for one."""
         with self._lock:
             now = self._clock()
-            if self._read_at is None or now - self._read_at >= KEPT_S:
+            if self._read_at is None or now - self._read_at >= (KEPT_S if kept_s is None else kept_s):
                 with self._store.read() as tx:
                     self._keys = keys.everything(tx)
                 self._read_at = now
@@ -63,13 +69,13 @@ class Access:
         if scope["type"] != "http" or scope["path"] in FREE:
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         try:
-            known = await run_in_threadpool(self._ring.current)
+            known = await run_in_threadpool(self._ring.for_caller, bearer(headers))
         except StoreError:
             said = refusals.body("the store cannot be used now; try again", kind="server_error")
             await JSONResponse(said, HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
             return
-        headers = Headers(scope=scope)
         answer = self._caller(headers, known, scope["path"])
         if isinstance(answer, Response):
             await answer(scope, receive, send)

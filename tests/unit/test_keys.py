@@ -116,6 +116,16 @@ def test_keys_are_read_again_after_a_second(store: Store) -> None:
     assert [key.name for key in ring.current()] == ["ann"]
 
 
+def test_a_new_key_is_known_at_once(store: Store) -> None:
+    now_s = 0.0
+    ring = KeyRing(store, clock=lambda: now_s)
+    assert list(ring.for_caller("guess")) == []
+    key = make(store, "ann")
+    assert list(ring.for_caller(key)) == [], "guesses do not make the store read more"
+    now_s = access.AGAIN_S
+    assert [found.name for found in ring.for_caller(key)] == ["ann"]
+
+
 def test_unfinished_rows_are_limited(store: Store, url: str) -> None:
     api = client(url, make(store, "ann", limit_rows=3))
     first = create(api, ["one", "two"])
