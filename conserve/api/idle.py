@@ -14,4 +14,7 @@ def idle(job: JobReading) -> str:
         return f"job {job.id} was refused ({job.error}); try again with: conserve resume {job.id}"
     if job.state is JobState.CANCELLED:
         return f"job {job.id} was cancelled; submit it again to run it"
+    if job.state is JobState.EXPIRED:
+        left = count(job.waiting, "row")
+        return f"job {job.id} expired with {left} left; take them up again with: conserve retry {job.id}"
     return f"job {job.id} is completed; there is nothing left to run"

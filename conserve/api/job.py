@@ -44,7 +44,7 @@ class Job:
 
     @property
     def status(self) -> JobState:
-        """State of the job now: queued, running, paused, completed, failed or cancelled."""
+        """State of the job now: queued, running, paused, completed, failed, cancelled or expired."""
         return self.progress().state
 
     @blocking

@@ -5,6 +5,7 @@ from typing import Any
 
 from conserve.jobs.task import Task
 from conserve.store.books.batches import Batch, BatchState
+from conserve.store.books.states import JobState
 from conserve.store.books.uploads import File
 
 NO_WINDOW = "none"  # completion_window of a job that was not asked for as a batch
@@ -63,20 +64,30 @@ def moments(batch: Batch) -> dict[str, int | None]:
     job, state = batch.job, batch.state
     finished_at = job.finished_at if job else None
     cancelled = state in (BatchState.CANCELLING, BatchState.CANCELLED)
-    ended = state in (BatchState.FINALIZING, BatchState.COMPLETED)
+    expired = job is not None and job.state is JobState.EXPIRED
+    ended = state in (BatchState.FINALIZING, BatchState.COMPLETED, BatchState.EXPIRED)
     done_at = (batch.delivered_at if job else batch.cancelling_at) if state.final else None
     found = {
         "created_at": batch.created_at,
         "in_progress_at": job.submitted_at if job else None,
-        "expires_at": batch.created_at + batch.window_s if batch.window_s is not None else None,
+        "expires_at": expires_at(batch),
         "finalizing_at": finished_at if ended else None,
-        "completed_at": done_at if ended else None,
+        "completed_at": done_at if state is BatchState.COMPLETED else None,
         "failed_at": (batch.refused_at or finished_at) if state is BatchState.FAILED else None,
-        "expired_at": None,
+        "expired_at": finished_at if expired else None,
         "cancelling_at": (batch.cancelling_at or finished_at) if cancelled else None,
         "cancelled_at": done_at if cancelled else None,
     }
     return {name: seconds(moment) for name, moment in found.items()}
+
+
+def expires_at(batch: Batch) -> float | None:
+    """End of a batch's time: its job's deadline, once there is a job."""
+    if batch.job is None:
+        return batch.created_at + batch.window_s if batch.window_s is not None else None
+    if batch.job.state is JobState.EXPIRED or batch.job.deadline is not None:
+        return batch.job.deadline
+    return None
 
 
 def seconds(moment: float | None) -> int | None:

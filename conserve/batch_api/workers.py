@@ -12,7 +12,7 @@ from conserve.errors import ConserveError, StoreError, one_line
 from conserve.jobs.batches.admission import admit, refuse
 from conserve.jobs.batches.delivery import deliver
 from conserve.jobs.batches.lines import Limits
-from conserve.store.books import batches, uploads
+from conserve.store.books import batches, catalog, uploads
 from conserve.store.books.batches import Fault
 from conserve.store.database.store import Store
 
@@ -81,6 +81,15 @@ class Admissions:
                 refuse(self._store, batch_id, [why], now=now)
 
 
+def expire(store: Store, now: float) -> None:
+    """End the jobs whose deadline has passed, also where no harvester runs."""
+    with store.read() as tx:
+        late = catalog.late(tx, now=now)
+    if late:
+        with store.write() as tx:
+            catalog.expire(tx, now=now)
+
+
 class Deliveries:
     """Results become files, and files that have expired go."""
 
@@ -98,6 +107,7 @@ class Deliveries:
     def step(self, now: float) -> None:
         """Deliver every batch whose job has ended."""
         asked = list(self._asked)
+        expire(self._store, now)
         with self._store.read() as tx:
             ready = batches.deliverable(tx, asked=asked, now=now)
         for batch_id in ready:

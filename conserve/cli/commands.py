@@ -44,6 +44,7 @@ COMMANDS = {
     "show": Entry("show", "Show one row: what was asked, the answer, where it is now."),
     "pause": Entry("control", "Stop taking rows of a job."),
     "resume": Entry("control", "Let a paused job go on, or a refused one try again."),
+    "deadline": Entry("deadline", "Let a job expire at a moment, with the rows that are left."),
     "cancel": Entry("control", "Stop a job for good; the results it has are kept."),
     "retry": Entry("control", "Put the failed rows of a job back into the queue."),
     "check": Entry("check", "Find what is damaged in the store, and mend it."),

@@ -37,17 +37,18 @@ def cancel(ctx: typer.Context, jobs: Jobs) -> None:
 
 
 def retry(ctx: typer.Context, jobs: Jobs) -> None:
-    """Put the failed rows of a job back into the queue, and only those."""
+    """Put the failed rows of a job back into the queue, and the rows that were left when it expired."""
     from conserve.store.books import catalog
     from conserve.store.books.shards import retry_failed
 
     context: Context = ctx.obj
     with context.store() as store:
         with store.read() as tx:
-            wanted = [catalog.get(tx, job).id for job in jobs]
-        for job_id in wanted:
-            rows = retry_failed(store, job_id, now=time.time(), warn=output.say)
-            output.data(f"{job_id}: {output.count(rows, 'failed row')} back in the queue")
+            wanted = [catalog.get(tx, job) for job in jobs]
+        for job in wanted:
+            rows = retry_failed(store, job.id, now=time.time(), warn=output.say)
+            left = f"{output.count(job.unanswered, 'row')} left and " if job.state == "expired" else ""
+            output.data(f"{job.id}: {left}{output.count(rows, 'failed row')} back in the queue")
     output.say("run them with: conserve run")
 
 

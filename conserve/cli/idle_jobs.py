@@ -11,6 +11,7 @@ CODES = {
     JobState.PAUSED: exits.PAUSED,
     JobState.FAILED: exits.FAILED,
     JobState.CANCELLED: exits.CANCELLED,
+    JobState.EXPIRED: exits.CANCELLED,
     JobState.COMPLETED: exits.DONE,
 }
 """Exit codes of named jobs that have nothing to run."""

@@ -20,6 +20,7 @@ STATE_COLOURS = {
     "completed": "green",
     "failed": "red",
     "cancelled": "magenta",
+    "expired": "magenta",
 }
 CODES = {
     "red": 31,

@@ -222,7 +222,7 @@ def exit_code(done: Outcome, ours: list[JobReading], *, paused: bool) -> int:
     happened = {
         exits.INTERRUPTED: done.interrupted,
         exits.FAILED: bool(done.refused),
-        exits.CANCELLED: JobState.CANCELLED in done.jobs.values(),
+        exits.CANCELLED: not {JobState.CANCELLED, JobState.EXPIRED}.isdisjoint(done.jobs.values()),
         exits.PAUSED: paused,
         exits.FAILED_ROWS: any(reading.failed for reading in ours),
     }

@@ -11,7 +11,7 @@ from conserve.config import Settings
 from conserve.store.books.readings import JobReading, read_jobs, resolve
 
 WATCH_S = 1.0
-TIMES = ("submitted_at", "started_at", "finished_at")
+TIMES = ("submitted_at", "started_at", "finished_at", "deadline")
 
 
 class StatusArguments(NamedTuple):
@@ -137,6 +137,7 @@ def detail(reading: JobReading, oldest: Oldest | None) -> list[str]:
         ("submitted", output.moment(reading.submitted_at)),
         ("started", output.moment(reading.started_at)),
         ("finished", output.moment(reading.finished_at)),
+        ("deadline", output.moment(reading.deadline)),
     ]
     if reading.failed:
         pairs.append(("failed rows", f"conserve retry {reading.id}"))

@@ -1,5 +1,6 @@
 """`conserve submit`: queue a job."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 from conserve.api.asking import in_order, job_name, make_input, make_task, request_params, unanswerable
 from conserve.cli import output
 from conserve.cli.context import Context
+from conserve.cli.deadline import By, Within, moment_of
 from conserve.cli.signals import ended_in_order, held_back
 from conserve.cli.submit_flags import read_params, read_prompt, read_schema, read_tags
 from conserve.config import Settings
@@ -103,6 +105,8 @@ def submit(
         typer.Option(metavar="KEY=VALUE", help="Tag of the job; may be given several times."),
     ] = None,
     priority: Annotated[int, typer.Option(help="Jobs with a higher one run first.")] = 0,
+    by: By = None,
+    within: Within = None,
     order: Annotated[
         str,
         typer.Option(
@@ -136,6 +140,7 @@ def submit(
     )
     task = make_task(read_prompt(prompt, prompt_file), messages, system, completions, id, params)
     task = in_order(task, order)
+    deadline = moment_of(by, within, now=time.time())
     context: Context = ctx.obj
     given = make_input(
         files or [], sql=sql, form=form, keep=keep_input, copy_gib=context.settings().input_copy_gib
@@ -157,6 +162,7 @@ def submit(
             task,
             name=job_name(name),
             priority=priority,
+            deadline=deadline,
             model=model,
             tags=read_tags(tag or []),
             constant_prompt=constant_prompt,

@@ -121,6 +121,7 @@ def test_final_states_are_those_that_nothing_but_the_user_changes() -> None:
         JobState.COMPLETED,
         JobState.FAILED,
         JobState.CANCELLED,
+        JobState.EXPIRED,
     }
 
 

@@ -25,8 +25,8 @@ from conserve.store.files import home, marks
 from conserve.store.files.marks import Mark
 from conserve.store.sql import export
 from conserve.store.sql.batches import rows_of
-from conserve.store.sql.openai_lines import openai_line
-from conserve.store.sql.query import views
+from conserve.store.sql.openai_lines import expired_line, openai_line
+from conserve.store.sql.query import Views, views
 
 log = logging.getLogger(__name__)
 
@@ -77,17 +77,25 @@ def write(store: Store, found: Batch, into: Path, *, now: float) -> dict[str, Wr
     job_id, url = found.job.id, Task.from_json(found.job.task).url
     with ExitStack() as opened:
         sinks = {name: opened.enter_context(Lines(into)) for name in ("output", "error")}
-        for row in result_rows(store, job_id, now=now):
-            sinks["output" if row["error_type"] is None else "error"].write(openai_line(row, url))
+        with views(store, now=now, only=[job_id], sealed=False) as found_rows:
+            for row in result_rows(found_rows, store, job_id):
+                sinks["output" if row["error_type"] is None else "error"].write(openai_line(row, url))
+            if found.job.state is JobState.EXPIRED:
+                for row in rows_left(found_rows, store, job_id):
+                    sinks["error"].write(expired_line(job_id, row))
         return {name: written for name, sink in sinks.items() if (written := sink.kept()) is not None}
 
 
-def result_rows(store: Store, job_id: str, *, now: float) -> Iterator[dict[str, Any]]:
+def result_rows(opened: Views, store: Store, job_id: str) -> Iterator[dict[str, Any]]:
     """Yield the results of a job in input order; damaged ones are left out, with a warning."""
-    with views(store, now=now, only=[job_id], sealed=False) as opened:
-        for gap in opened.left_out:
-            log.warning("%s", gap.sentence)
-        yield from export.documents_parsed(rows_of(export.with_urls(opened.duck, store.home, job_id)))
+    for gap in opened.left_out:
+        log.warning("%s", gap.sentence)
+    yield from export.documents_parsed(rows_of(export.with_urls(opened.duck, store.home, job_id)))
+
+
+def rows_left(opened: Views, store: Store, job_id: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a job that have no result."""
+    yield from export.documents_parsed(rows_of(export.unanswered(opened.duck, store.home, job_id)))
 
 
 class Lines:

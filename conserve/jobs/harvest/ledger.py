@@ -110,6 +110,7 @@ class Ledger:
             now = self._clock()
             terms = Terms(self.owner, now, self._lease_s, self.model)
             with self._store.write() as tx:
+                self._note_expired(catalog.expire(tx, now=now))
                 runnable = queue.runnable_jobs(tx, self._only, self.model)
                 jobs = [] if suspect else choice.contenders(tx, runnable)
                 if windowed := self._is_to_choose(tx, jobs):
@@ -265,20 +266,35 @@ class Ledger:
         leases.end_silent(tx, self._expiry.over(leases.signs(tx, but=self.owner)))
 
     def stopped_jobs(self) -> set[str]:
-        """Open jobs that were paused, cancelled or removed; closes the files of jobs that have ended."""
+        """Open jobs that were paused, cancelled, removed or expired; closes the files of jobs that have ended."""
         if self._file is not None:
             self._file.check()
         with self._store.read() as tx:
+            late = catalog.late(tx, now=self._clock())
             states = catalog.states(tx, self._workload.seen())
+        if late:
+            states |= dict.fromkeys(states.keys() & self._expire(), JobState.EXPIRED)
         removed = set(self._workload.seen()) - states.keys()
         ended = {job_id for job_id, state in states.items() if state.final} | removed
         self._workload.close(ended & self._ended)  # rows claimed just before have been withdrawn by now
         self._ended = ended
         for job_id, state in states.items():
-            if state is JobState.CANCELLED and job_id not in self._tally.cancelled:
+            ended_early = state in (JobState.CANCELLED, JobState.EXPIRED)
+            if ended_early and job_id not in self._tally.cancelled:
                 self._tally.cancelled.append(job_id)
-        stopped = {id_ for id_, state in states.items() if state in (JobState.CANCELLED, JobState.PAUSED)}
-        return stopped | removed
+        return {id_ for id_, state in states.items() if state.stopped} | removed
+
+    def _expire(self) -> list[str]:
+        """End the jobs whose deadline has passed."""
+        with self._store.write() as tx:
+            expired = catalog.expire(tx, now=self._clock())
+        self._note_expired(expired)
+        return expired
+
+    def _note_expired(self, expired: Sequence[str]) -> None:
+        """Count jobs of this run that have expired, also those of which it leased no row."""
+        ours = expired if self._only is None else [job_id for job_id in expired if job_id in self._only]
+        self._tally.cancelled += [job_id for job_id in ours if job_id not in self._tally.cancelled]
 
     def close(self) -> None:
         """Close the window and the request files."""

@@ -61,6 +61,7 @@ def submit(
     constant_prompt: bool = False,
     before_queueing: Callable[[], object] = lambda: None,
     batch_id: str | None = None,
+    deadline: float | None = None,
 ) -> Submitted:
     """Render every row of the input and queue the job; on any error nothing is left behind.
 
@@ -91,6 +92,7 @@ def submit(
             model=model_name(model) if model else None,
             tags=tags or {},
             batch_id=batch_id,
+            deadline=deadline,
         )
 
 
@@ -184,6 +186,7 @@ def enqueue(
     model: str | None,
     tags: Mapping[str, str],
     batch_id: str | None,
+    deadline: float | None,
 ) -> Submitted:
     """Give the job its id and put folder and database row in place, in this order.
 
@@ -211,6 +214,7 @@ def enqueue(
                 files=files,
                 model=model,
                 tags=tags,
+                deadline=deadline,
             )
             if batch_id is None:
                 batches.of_submitted(tx, job_id, now=now)

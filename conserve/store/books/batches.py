@@ -12,7 +12,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
 
 from conserve.errors import JobRefused
-from conserve.store.books import catalog, queue
+from conserve.store.books import catalog, leases
 from conserve.store.books.catalog import Job
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
@@ -101,6 +101,8 @@ class Batch:
             return BatchState.COMPLETED if self.delivered else BatchState.FINALIZING
         if self.job.state is JobState.CANCELLED:
             return BatchState.CANCELLED if self.delivered else BatchState.CANCELLING
+        if self.job.state is JobState.EXPIRED:
+            return BatchState.EXPIRED if self.delivered else BatchState.FINALIZING
         return BatchState.FAILED if self.job.state is JobState.FAILED else BatchState.IN_PROGRESS
 
     @property
@@ -143,6 +145,10 @@ def of_submitted(tx: Connection, job_id: str, *, now: float) -> None:
     tx.execute(
         insert(batch).values(id=new_batch_id(), project=DEFAULT_PROJECT, created_at=now, job_id=job_id)
     )
+
+
+DELIVERED = (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED)
+"""States of jobs whose results are delivered."""
 
 
 class Overtaken(JobRefused):
@@ -225,9 +231,9 @@ def validating(tx: Connection) -> list[str]:
 def deliverable(tx: Connection, *, asked: Sequence[str], now: float) -> list[str]:
     """Ids of the batches whose files are to be written: those with an upload, and those that were `asked` for.
 
-    A job that was cancelled has rows in flight until the leases on them have ended.
+    A job that was cancelled or expired has rows in flight until the leases on them have ended.
     """
-    ended = job.c.state.in_([JobState.COMPLETED.value, JobState.CANCELLED.value])
+    ended = job.c.state.in_([state.value for state in DELIVERED])
     stale = or_(batch.c.delivered_of.is_(None), batch.c.delivered_of != job.c.finished_at)
     busy = exists().where(lease.c.job_id == job.c.id, lease.c.expires_at > now)
     wanted = or_(batch.c.file_id.is_not(None), batch.c.id.in_(asked))
@@ -255,7 +261,7 @@ def deliver(tx: Connection, found: Batch, *, output: str | None, errors: str | N
 
 def fence(tx: Connection, job_id: str) -> None:
     """End all leases of a job that was stopped, so that no result comes after those that are delivered."""
-    queue.end(tx, tx.scalars(select(lease.c.epoch).where(lease.c.job_id == job_id).with_for_update()).all())
+    leases.end(tx, tx.scalars(select(lease.c.epoch).where(lease.c.job_id == job_id).with_for_update()).all())
 
 
 def unfinished_rows(tx: Connection, key_name: str) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books.readings import resolve
@@ -89,6 +89,12 @@ class Job:
     files: Mapping[str, Seal] = field(default_factory=dict)
     model: str | None = None  # that answers its rows; None until a run has leased the first of them
     tags: Mapping[str, str] = field(default_factory=dict)
+    deadline: float | None = None  # when it expires with the rows that are left
+
+    @property
+    def unanswered(self) -> int:
+        """Rows without a result."""
+        return self.num_rows - self.succeeded - self.failed
 
 
 def add(
@@ -103,6 +109,7 @@ def add(
     files: Mapping[str, Seal] | None = None,
     model: str | None = None,
     tags: Mapping[str, str] | None = None,
+    deadline: float | None = None,
 ) -> None:
     """Queue a job whose folder is in place; `files` are the seals of the files in it, by name."""
     tx.execute(
@@ -117,6 +124,7 @@ def add(
             files=msgspec.json.encode(files or {}).decode(),
             model=model,
             tags=msgspec.json.encode(tags).decode() if tags else None,
+            deadline=deadline,
         )
     )
 
@@ -202,8 +210,8 @@ def is_readable(row: Mapping[Any, Any]) -> bool:
 # Verb -> the state it leads to, and the states it is allowed in.
 _MOVES = {
     "pause": (JobState.PAUSED, {JobState.QUEUED}),
-    "resume": (JobState.QUEUED, {JobState.PAUSED, JobState.FAILED}),
-    "cancel": (JobState.CANCELLED, {JobState.QUEUED, JobState.PAUSED, JobState.FAILED}),
+    "resume": (JobState.QUEUED, {JobState.PAUSED, JobState.FAILED, JobState.EXPIRED}),
+    "cancel": (JobState.CANCELLED, {JobState.QUEUED, JobState.PAUSED, JobState.FAILED, JobState.EXPIRED}),
 }
 
 
@@ -221,8 +229,41 @@ def move(tx: Connection, job_id: str, verb: str, *, now: float) -> Job:
     tx.execute(
         update(job)
         .where(job.c.id == current.id)
-        .values(state=target.value, finished_at=finished_at, error=None)
+        .values(
+            state=target.value,
+            finished_at=finished_at,
+            error=None,
+            deadline=None if current.state is JobState.EXPIRED else current.deadline,
+        )
     )
+    return get(tx, current.id)
+
+
+def expire(tx: Connection, *, now: float) -> list[str]:
+    """End the jobs whose deadline has passed with rows left; returns their ids."""
+    if ended := late(tx, now=now):
+        expired = {"state": JobState.EXPIRED.value, "finished_at": now, "error": None}
+        tx.execute(update(job).where(job.c.id.in_(ended), is_late(now)).values(expired))
+    return ended
+
+
+def late(tx: Connection, *, now: float) -> list[str]:
+    """Ids of the jobs that are to expire."""
+    return list(tx.scalars(select(job.c.id).where(is_late(now))))
+
+
+def is_late(now: float) -> ColumnElement[bool]:
+    """Condition that a job has rows to run and that its deadline has passed."""
+    return and_(job.c.state.in_([JobState.QUEUED.value, JobState.PAUSED.value]), job.c.deadline <= now)
+
+
+def set_deadline(tx: Connection, job_id: str, deadline: float | None) -> Job:
+    """Give a job that has not ended another deadline, or none; raises `JobRefused` for one that has."""
+    current = get(tx, job_id)
+    if current.state.final and current.state is not JobState.FAILED:
+        hint = f"; run: conserve retry {current.id}" if current.state is JobState.EXPIRED else ""
+        raise JobRefused(f"job {current.id} is {current.state}, so it has no deadline any more{hint}")
+    tx.execute(update(job).where(job.c.id == current.id).values(deadline=deadline))
     return get(tx, current.id)
 
 

@@ -16,7 +16,7 @@ from conserve.config import Settings
 from conserve.errors import JobNotFound, StoreError, StoreReadOnly, StoreTooNew
 from conserve.store.books.states import JobState
 from conserve.store.database.reader import reader
-from conserve.store.database.versions import LATEST, WITH_MODELS, number, too_new
+from conserve.store.database.versions import LATEST, WITH_DEADLINES, WITH_MODELS, number, too_new
 
 Query = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
 
@@ -25,12 +25,15 @@ JOBS = """
            retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens,
            (select count(*) from request where request.job_id = job.id and epoch is not null) as leased,
            (select count(*) from lease where lease.job_id = job.id and expires_at > :now) as leases, task,
-           model, tags
+           model, tags, deadline
     from job order by seq
 """
 """Every job with its counters. `leased` counts rows in flight, of which there are never more than a window."""
 
-WITHOUT_MODELS = JOBS.replace("model, tags", "null as model, null as tags")
+WITHOUT_DEADLINES = JOBS.replace(", deadline", ", null as deadline")
+"""The same query for a store of a version in which jobs had no deadline yet."""
+
+WITHOUT_MODELS = WITHOUT_DEADLINES.replace("model, tags", "null as model, null as tags")
 """The same query for a store of a version in which jobs had no model and tags yet."""
 
 UNTAKEN = """
@@ -69,6 +72,7 @@ class JobReading:
     row_order: str  # in which order its rows run: "prefix", "input", "random:SEED"
     model: str | None = None  # that it is bound to; None until a run has leased its first row
     tags: Mapping[str, str] = field(default_factory=dict)
+    deadline: float | None = None  # when it expires with the rows that are left
 
     @property
     def hit_rate(self) -> float | None:
@@ -90,7 +94,10 @@ def read_jobs(settings: Settings, *, now: float) -> list[JobReading]:
 def jobs_query(query: Query) -> str:
     """The SQL for all jobs in a store of this version."""
     rows = query(VERSION, {})
-    return JOBS if not rows or number(rows[0][0]) >= WITH_MODELS else WITHOUT_MODELS
+    found = number(rows[0][0]) if rows else LATEST
+    if found < WITH_DEADLINES:
+        return WITHOUT_DEADLINES if found >= WITH_MODELS else WITHOUT_MODELS
+    return JOBS
 
 
 def to_reading(row: tuple[Any, ...]) -> JobReading:
@@ -101,7 +108,7 @@ def to_reading(row: tuple[Any, ...]) -> JobReading:
         job_id = str(row[0])
         error = f"its record is damaged; run: conserve check {job_id}"
         return reading_of(
-            (job_id, JobState.FAILED.value, error, 0, 0.0, None, None, *[0] * 10, "{}", None, None)
+            (job_id, JobState.FAILED.value, error, 0, 0.0, None, None, *[0] * 10, "{}", None, None, None)
         )
 
 
@@ -109,11 +116,11 @@ def reading_of(row: tuple[Any, ...]) -> JobReading:
     """Reading of an undamaged row; raises `ValueError` or `TypeError` for another."""
     (job_id, stored, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded,
      failed, retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens, leased, leases,
-     task, model, tags) = row  # fmt: skip
+     task, model, tags, deadline) = row  # fmt: skip
     require(str, job_id, task, error or "", model or "")
     require(int, priority, num_rows, succeeded, failed, retries)
     require(int, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens)
-    require((int, float), submitted_at, started_at or 0.0, finished_at or 0.0)
+    require((int, float), submitted_at, started_at or 0.0, finished_at or 0.0, deadline or 0.0)
     state = JobState(stored)
     if state is JobState.QUEUED and leases:
         state = JobState.RUNNING
@@ -138,6 +145,7 @@ def reading_of(row: tuple[Any, ...]) -> JobReading:
         row_order=row_order(task),
         model=model,
         tags=dict(json.loads(tags)) if tags else {},
+        deadline=deadline,
     )
 
 

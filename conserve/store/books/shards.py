@@ -246,7 +246,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
         if stuck:
             warn(stays_failed(current.id, stuck))
         positions = [*(position for position in failed if position not in stuck), *damaged.lost]
-        if not positions:
+        if not positions and current.state is not JobState.EXPIRED:
             return 0
         mixed = [file for file, rows in in_shards.items() if not stuck.keys() >= set(rows)]
         for file in mixed:
@@ -255,9 +255,9 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
         for chunk in chunks(sorted(set(journal_positions) - stuck.keys())):
             tx.execute(delete(journal).where(*in_journal, journal.c.position.in_(chunk)))
         tx.execute(delete(shard).where(shard.c.id.in_([file.id for file in gone])))
-        tx.execute(
-            insert(request), [new_request(current.id, position, now) for position in sorted(positions)]
-        )
+        if positions:
+            rows = [new_request(current.id, position, now) for position in sorted(positions)]
+            tx.execute(insert(request), rows)
         tx.execute(
             update(job)
             .where(job.c.id == current.id)
@@ -265,6 +265,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
                 failed=job.c.failed - len(positions),
                 finished_at=None,
                 error=None,
+                deadline=None if current.state is JobState.EXPIRED else current.deadline,
                 state=JobState.PAUSED.value if current.state is JobState.PAUSED else JobState.QUEUED.value,
             )
         )

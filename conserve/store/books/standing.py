@@ -71,8 +71,8 @@ def live(tx: Connection, job: Job, position: int) -> Standing | None:
 
 
 def waiting(job: Job, where: str, attempts: int) -> Standing:
-    """Standing of a row that no owner holds; "cancelled" in a job that was cancelled."""
-    state = "cancelled" if job.state is JobState.CANCELLED else "waiting"
+    """Standing of a row that no owner holds; "cancelled" in a job that was, or expired."""
+    state = "cancelled" if job.state in (JobState.CANCELLED, JobState.EXPIRED) else "waiting"
     return Standing(state=state, where=where, attempts=attempts)
 
 

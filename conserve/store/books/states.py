@@ -19,7 +19,15 @@ class JobState(StrEnum):
     CANCELLED = "cancelled"
     """Stopped for good; the results it has are kept."""
 
+    EXPIRED = "expired"
+    """Its deadline passed with rows left; the results it has are kept, and `conserve retry` takes up the rest."""
+
+    @property
+    def stopped(self) -> bool:
+        """True if its rows in flight are withdrawn and no others are taken, whatever results it has."""
+        return self in (JobState.PAUSED, JobState.CANCELLED, JobState.EXPIRED)
+
     @property
     def final(self) -> bool:
         """True if the job stays as it is unless the user asks for a change."""
-        return self in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
+        return self in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED)

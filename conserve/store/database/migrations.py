@@ -68,12 +68,18 @@ def m005_batches(tx: Connection) -> None:
     add_missing_batches(tx)
 
 
+def m006_deadlines(tx: Connection) -> None:
+    """The moment at which a job expires."""
+    add_column(tx, "job", Column("deadline", Float))
+
+
 MIGRATIONS: list[Callable[[Connection], None]] = [
     m001_first_tables,
     m002_damage_is_noticed,
     m003_models_and_tags,
     m004_deaths,
     m005_batches,
+    m006_deadlines,
 ]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
 

@@ -61,6 +61,7 @@ job = Table(
     Column("files", Text),
     Column("model", Text),  # that answers its rows; null until a run has leased the first of them
     Column("tags", Text),  # JSON object of texts
+    Column("deadline", Float),  # when the job expires with the rows that are left
 )
 
 lease = Table(

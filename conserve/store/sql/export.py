@@ -69,6 +69,15 @@ def with_urls(duck: duckdb.DuckDBPyConnection, store_home: Path, job_id: str) ->
     )
 
 
+def unanswered(duck: duckdb.DuckDBPyConnection, store_home: Path, job_id: str) -> duckdb.DuckDBPyRelation:
+    """Row index and custom id of each row of a job that has no result, in input order."""
+    requests = parquet([home.requests_file(store_home, job_id)])
+    return duck.sql(
+        f"select q.row_index, q.custom_id from {requests} q anti join results r "
+        f"on r.job_id = {literal(job_id)} and r.row_index = q.row_index order by q.row_index"
+    )
+
+
 def write(
     rows: RowBatches,
     sink: BinaryIO,

@@ -21,6 +21,17 @@ def openai_line(row: dict[str, Any], default_url: str) -> dict[str, Any]:
     return line
 
 
+def expired_line(job_id: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Line of a row that had no result when its job expired, in OpenAI's words."""
+    said = "This request could not be executed before the completion window expired."
+    return {
+        "id": f"{job_id}-{row['row_index']}",
+        "custom_id": row["custom_id"] if row["custom_id"] is not None else str(row["row_index"]),
+        "response": None,
+        "error": {"code": "batch_expired", "message": said},
+    }
+
+
 def body_of(row: dict[str, Any], url: str) -> dict[str, Any]:
     """The response body in the shape of its route."""
     if url.endswith("/embeddings"):

@@ -17,6 +17,8 @@ from conserve.store.sql.snapshot import Snapshot
 from conserve.store.sql.views import Fault
 from conserve.store.upkeep.damage import StorePart
 
+ENDED_EARLY = (JobState.CANCELLED, JobState.EXPIRED)
+
 COLUMNS = (
     "job_id", "position", "row_index", "custom_id", "body", "prompt", "state", "attempts", "error",
 )  # fmt: skip
@@ -129,7 +131,7 @@ def add_marks(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
         {
             "job_id": pa.array([job.id for job in taken.catalog], pa.string()),
             "next_position": pa.array([job.next_position for job in taken.catalog], pa.int64()),
-            "cancelled": pa.array([job.state is JobState.CANCELLED for job in taken.catalog], pa.bool_()),
+            "cancelled": pa.array([job.state in ENDED_EARLY for job in taken.catalog], pa.bool_()),
         }
     )
     duck.execute("create schema if not exists store")

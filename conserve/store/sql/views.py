@@ -36,12 +36,13 @@ def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
     rows = [asdict(job) | {"state": job.state.value, "tags": list(job.tags.items())} for job in taken.jobs]
     kinds: dict[str, pa.DataType] = dict.fromkeys(("id", "state", "error", "row_order", "model"), pa.string())
     kinds["tags"] = pa.map_(pa.string(), pa.string())
-    kinds |= dict.fromkeys(("submitted_at", "started_at", "finished_at"), pa.float64())
+    kinds |= dict.fromkeys(("submitted_at", "started_at", "finished_at", "deadline"), pa.float64())
     fields = [(name, kinds.get(name, pa.int64())) for name in readings.JobReading.__slots__]
     duck.register("job_rows", pa.Table.from_pylist(rows, schema=pa.schema(fields)))
     duck.execute(
         "create table jobs as select * replace (to_timestamp(submitted_at) as submitted_at, "
-        "to_timestamp(started_at) as started_at, to_timestamp(finished_at) as finished_at) from job_rows"
+        "to_timestamp(started_at) as started_at, to_timestamp(finished_at) as finished_at, "
+        "to_timestamp(deadline) as deadline) from job_rows"
     )
     duck.unregister("job_rows")
 

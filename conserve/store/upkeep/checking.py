@@ -331,8 +331,8 @@ def is_done(audited: JobAudit) -> bool:
 
 
 def completable(job: catalog.Job) -> bool:
-    """True if the job's state follows from its rows; a cancelled job is never completed."""
-    return job.state is not JobState.CANCELLED
+    """True if the job's state follows from its rows; one that was cancelled or expired is never completed."""
+    return job.state not in (JobState.CANCELLED, JobState.EXPIRED)
 
 
 def named(positions: Sequence[int]) -> str:

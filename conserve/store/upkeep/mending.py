@@ -165,7 +165,7 @@ def recount(tx: Connection, current: catalog.Job, counts: JobCounters, cursor: i
     """Write the right counters and the state that follows from them; returns True if any was wrong."""
     right = {**counts._asdict(), "next_position": cursor, "state": current.state}
     done = counts.succeeded + counts.failed == current.num_rows
-    if done and current.state is not JobState.CANCELLED:
+    if done and current.state not in (JobState.CANCELLED, JobState.EXPIRED):
         right["state"] = JobState.COMPLETED
     if not done and current.state is JobState.COMPLETED:
         right["state"] = JobState.QUEUED

@@ -1,0 +1,96 @@
+"""`conserve deadline`: when jobs expire with the rows that are left."""
+
+import re
+import time
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from conserve.cli import output
+from conserve.cli.context import Context
+from conserve.cli.control import Jobs
+from conserve.cli.rm import SECONDS
+from conserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from conserve.store.books.catalog import Job
+
+EXAMPLE = """
+conserve deadline gsm8k-k3f9 --by 06:00
+conserve deadline gsm8k-k3f9 --within 8h
+conserve deadline gsm8k-k3f9 --none
+"""
+
+By = Annotated[
+    str | None, typer.Option("--by", metavar="TIME", help="Expire at 06:00, or 2026-11-24 06:00, local time.")
+]
+Within = Annotated[
+    str | None, typer.Option("--within", metavar="AGE", help="Expire after so long: 90m, 8h, 2d.")
+]
+LENGTH = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
+
+
+def deadline(
+    ctx: typer.Context,
+    jobs: Jobs,
+    by: By = None,
+    within: Within = None,
+    none: Annotated[bool, typer.Option("--none", help="Take the deadline away.")] = False,
+) -> None:
+    """Let a job expire at a moment; its results are kept, and `conserve retry` takes up the rows that are left."""
+    from conserve.store.books import catalog
+
+    if (by is not None) + (within is not None) + none > 1:
+        raise UsageError("give one of --by, --within and --none")
+    moment = moment_of(by, within, now=time.time())
+    context: Context = ctx.obj
+    with context.store() as store, store.write() as tx:
+        if moment is None and not none:
+            found = [catalog.get(tx, job) for job in jobs]
+        else:
+            found = [catalog.set_deadline(tx, job, moment) for job in jobs]
+    for job in found:
+        output.data(f"{job.id}: {shown(job)}")
+
+
+def shown(job: "Job") -> str:
+    """A job's deadline in words."""
+    if job.deadline is None:
+        return "no deadline"
+    return f"{'expired' if job.state == 'expired' else 'expires'} {output.moment(job.deadline)}"
+
+
+def moment_of(by: str | None, within: str | None, *, now: float) -> float | None:
+    """Moment that --by or --within names, in s since 1970; None without them."""
+    if by is not None and within is not None:
+        raise UsageError("give --by or --within, not both")
+    if within is not None:
+        return now + length_s(within)
+    return None if by is None else clock_time(by, now=now)
+
+
+def length_s(text: str) -> float:
+    """Seconds of a length such as `8h`."""
+    found = LENGTH.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise UsageError(f"--within {text!r} is no length; write a number with s, m, h, d or w, as 8h")
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def clock_time(text: str, *, now: float) -> float:
+    """The next moment at which the local clock shows this; raises `UsageError` for a moment that has passed."""
+    today = datetime.fromtimestamp(now)
+    try:
+        if re.fullmatch(r"\d{1,2}:\d{2}", text.strip()):
+            hour, minute = map(int, text.strip().split(":"))
+            found = today.replace(hour=hour, minute=minute, second=0, microsecond=0)
+            found += timedelta(days=found <= today)
+        else:
+            found = datetime.fromisoformat(text.strip())
+    except ValueError as error:
+        raise UsageError(f"--by {text!r} is no time; write 06:00, or 2026-11-24 06:00") from error
+    moment = found.timestamp()
+    if moment <= now:
+        raise UsageError(f"--by {text} has passed; name a moment to come")
+    return moment

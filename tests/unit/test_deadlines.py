@@ -1,0 +1,190 @@
+"""Deadlines: a job that is late ends with the results it has, and can be taken up again."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from conserve.batch_api import workers
+from conserve.batch_api.workers import Deliveries
+from conserve.cli.deadline import clock_time, length_s
+from conserve.config import load
+from conserve.endpoints.fake import FakeEndpoint, Script
+from conserve.errors import JobRefused, UsageError
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.requests.submit import submit
+from conserve.jobs.task import Kind, Task
+from conserve.store.books import batches, catalog, shards
+from conserve.store.books.readings import read_jobs
+from conserve.store.books.states import JobState
+from conserve.store.database.store import Store
+from tests import virtual_time
+from tests.batch_rig import answered, client, compute, create, live, reaches
+from tests.commands import conserve
+from tests.conftest import WriteInput
+from tests.store_rows import add_job, claim, finish, job, leased
+from tests.virtual_time import BEGIN_S
+
+TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
+
+
+def harvest(store: Store, endpoint: FakeEndpoint) -> None:
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+        await Harvester(store, endpoint, clock=clock).run(asyncio.Event())
+
+    virtual_time.run(run())
+
+
+def expire(store: Store, *, now: float) -> list[str]:
+    with store.write() as tx:
+        return catalog.expire(tx, now=now)
+
+
+def test_a_job_expires_at_its_deadline_and_not_before(store: Store) -> None:
+    add_job(store, deadline=10.0)
+    assert expire(store, now=9.9) == []
+    assert expire(store, now=10.0) == ["job-1"]
+    assert (job(store).state, job(store).finished_at) == (JobState.EXPIRED, 10.0)
+    assert claim(store, now=11.0) is None
+    assert expire(store, now=12.0) == [], "once"
+
+
+def test_a_completed_job_does_not_expire(store: Store) -> None:
+    add_job(store, deadline=10.0)
+    finish(store, leased(store))
+    assert expire(store, now=11.0) == []
+    assert job(store).state is JobState.COMPLETED
+
+
+def test_a_paused_job_expires_too(store: Store) -> None:
+    add_job(store, deadline=10.0)
+    with store.write() as tx:
+        catalog.move(tx, "job-1", "pause", now=1.0)
+    assert expire(store, now=10.0) == ["job-1"]
+
+
+def test_the_harvester_ends_a_late_job_with_the_rows_it_has(store: Store, write_input: WriteInput) -> None:
+    rows = str(write_input(q=[f"q{n}" for n in range(200)]))
+    job_id = submit(store, rows, TASK, deadline=BEGIN_S + 5.0).job_id
+    in_time = submit(store, rows, TASK).job_id
+    harvest(store, FakeEndpoint(Script(request_ms=1000.0, capacity=16)))
+    late = job(store, job_id)
+    assert late.state is JobState.EXPIRED
+    assert 0 < late.succeeded < 200
+    assert job(store, in_time).state is JobState.COMPLETED
+    with store.read() as tx:
+        assert late.finished_at is not None
+        assert 5.0 <= late.finished_at - BEGIN_S < 8.0
+        assert catalog.late(tx, now=1e12) == []
+
+
+def test_retry_takes_up_what_an_expired_job_left(store: Store, write_input: WriteInput) -> None:
+    rows = str(write_input(q=["a", "REJECT", *(f"q{n}" for n in range(40))]))
+    job_id = submit(store, rows, TASK, deadline=BEGIN_S + 2.5).job_id
+    harvest(store, FakeEndpoint(Script(request_ms=1000.0, capacity=8)))
+    assert job(store, job_id).state is JobState.EXPIRED
+    assert shards.retry_failed(store, job_id, now=10.0) in (0, 1)
+    again = job(store, job_id)
+    assert (again.state, again.deadline, again.failed) == (JobState.QUEUED, None, 0)
+    harvest(store, FakeEndpoint())
+    done = job(store, job_id)
+    assert (done.state, done.succeeded, done.failed) == (JobState.COMPLETED, 41, 1)
+
+
+def test_an_expired_batch_delivers_its_answers_and_names_the_rows_left(store: Store) -> None:
+    with live(store) as url:
+        api = client(url)
+        batch = create(api, ["REJECT", "one", "two", "three"])
+        reaches(api, batch.id, "in_progress")
+        (found,) = read_jobs(load(), now=0.0)
+        assert api.batches.retrieve(batch.id).expires_at == batch.created_at + 86_400
+        lease = leased(store, now=time.time(), lease_s=600.0, limit=2)
+        finish(store, lease, failed=[lease.rows[0].position])
+        with store.write() as tx:
+            catalog.set_deadline(tx, found.id, time.time() - 1.0)
+        done = reaches(api, batch.id, "expired")
+        assert done.expired_at is not None
+        assert done.completed_at is None
+        assert done.request_counts is not None
+        assert done.request_counts.to_dict() == {"total": 4, "completed": 1, "failed": 1}
+        errors = answered(api, done.error_file_id)
+        assert sorted(line["error"]["code"] for line in errors.values()) == [
+            "batch_expired",
+            "batch_expired",
+            "scripted",
+        ]
+        assert not errors.keys() & answered(api, done.output_file_id).keys()
+        assert "2 rows left and 1 failed row back" in conserve("retry", found.id).stdout
+        assert api.batches.retrieve(batch.id).expires_at is None
+        compute(store)
+        assert reaches(api, batch.id, "completed").expired_at is None
+
+
+def test_the_api_ends_late_jobs_where_no_harvester_runs(store: Store) -> None:
+    add_job(store, deadline=10.0)
+    workers.expire(store, 9.0)
+    assert job(store).state is JobState.QUEUED
+    Deliveries(store).step(10.0)
+    assert job(store).state is JobState.EXPIRED
+
+
+def test_only_a_job_that_has_not_ended_gets_another_deadline(store: Store) -> None:
+    add_job(store)
+    with store.write() as tx:
+        assert catalog.set_deadline(tx, "job-1", 5.0).deadline == 5.0
+        assert catalog.set_deadline(tx, "job-1", None).deadline is None
+        catalog.set_deadline(tx, "job-1", 5.0)
+    expire(store, now=5.0)
+    with pytest.raises(JobRefused, match="conserve retry job-1"), store.write() as tx:
+        catalog.set_deadline(tx, "job-1", 9.0)
+
+
+def test_resume_takes_the_deadline_away(store: Store) -> None:
+    add_job(store, deadline=5.0)
+    expire(store, now=5.0)
+    with store.write() as tx:
+        assert catalog.move(tx, "job-1", "resume", now=6.0).deadline is None
+    assert expire(store, now=7.0) == []
+
+
+def test_the_command_line(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"q": "a"}\n')
+    words = ("submit", str(tmp_path / "rows.jsonl"), "--prompt", "{{ q }}")
+    job_id = conserve(*words, "--within", "2h").stdout.strip()
+    assert conserve("deadline", job_id).stdout.startswith(f"{job_id}: expires ")
+    assert conserve("deadline", job_id, "--none").stdout == f"{job_id}: no deadline\n"
+    with store.write() as tx:
+        catalog.set_deadline(tx, job_id, 1.0)
+    done = conserve("run", job_id, "--endpoint", "fake:")
+    assert done.returncode == 3
+    again = conserve("run", job_id, "--endpoint", "fake:")
+    assert f"conserve retry {job_id}" in again.stderr
+    assert "1 row left and 0 failed rows" in conserve("retry", job_id).stdout
+    assert conserve("run", job_id, "--endpoint", "fake:").returncode == 0
+    for flags in (
+        ["--within", "soon"],
+        ["--by", "25:00"],
+        ["--by", "2001-01-01"],
+        ["--by", "6:00", "--within", "1h"],
+    ):
+        wrong = conserve(*words, *flags)
+        assert (wrong.returncode, wrong.stdout) == (2, "")
+    with store.read() as tx:
+        assert len(catalog.ids(tx)) == 1
+        assert len(batches.page(tx, "default", before=None, limit=9)) == 1
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90m", 5400.0), ("1.5h", 5400.0), ("2d", 172_800.0)])
+def test_a_length_of_time(text: str, seconds: float) -> None:
+    assert length_s(text) == seconds
+
+
+def test_a_time_of_the_day_is_the_next_one() -> None:
+    now = time.mktime((2026, 11, 23, 5, 0, 0, 0, 0, -1))
+    assert clock_time("06:00", now=now) == now + 3600
+    assert clock_time("05:00", now=now) - now in (86_400.0 - 3600, 86_400.0, 86_400.0 + 3600)  # by the zone
+    assert clock_time("2026-11-23 07:30", now=now) == now + 9000
+    with pytest.raises(UsageError, match="has passed"):
+        clock_time("2026-11-23 04:00", now=now)
