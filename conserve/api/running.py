@@ -182,6 +182,6 @@ def outcome(harvester: "Harvester", settings: Settings, *, begun: float, interru
         start_s=ready_at - begun,
         work_s=max(0.0, ended_at - ready_at),
         interrupted=interrupted,
-        jobs={job_id: states[job_id] for job_id in tally.jobs if job_id in states},
+        jobs={job_id: states[job_id] for job_id in (*tally.jobs, *tally.cancelled) if job_id in states},
         refused=dict(tally.refused),
     )

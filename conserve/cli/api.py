@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from conserve.api.sizes import size_bytes
 from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.serve_notices import is_loopback
-from conserve.cli.sizes import size_bytes
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
