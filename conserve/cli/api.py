@@ -10,6 +10,7 @@ import typer
 from conserve.api.sizes import size_bytes
 from conserve.cli import output
 from conserve.cli.context import Context
+from conserve.cli.listening import require_free, url_of
 from conserve.cli.serve_notices import is_loopback
 from conserve.errors import SettingsError
 
@@ -42,7 +43,6 @@ def api(
     """
     require_packages()
     from conserve.batch_api.serving import serve
-    from conserve.cli.serve import require_free
     from conserve.jobs.batches.lines import Limits
 
     context: Context = ctx.obj
@@ -51,7 +51,7 @@ def api(
         require_free(host, port)
     else:
         os.nice(BESIDE_NICE)
-    url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    url = f"{url_of(host, port)}/v1"
     with context.store() as store:
         if socket is None:
             require_keys(store, host)

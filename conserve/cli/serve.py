@@ -17,8 +17,9 @@ from conserve.api.running import engine_flags
 from conserve.api.sizes import size_bytes
 from conserve.cli import exits, output
 from conserve.cli.context import Context, bearer
+from conserve.cli.listening import require_free, url_of
 from conserve.cli.options import Utility
-from conserve.cli.serve_batches import SOCKET, batch_api, with_store_keys
+from conserve.cli.serve_batches import batch_api, told_of, with_store_keys
 from conserve.cli.serve_flags import (
     checkpointing,
     drain_s,
@@ -199,8 +200,7 @@ def serve(
         section["record_views"] = str(recording_at(record_views))
     if not preemption or not (preempts(policy) or allow_control):  # others never preempt
         section["preemption"] = OFF
-    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    url = url_of(host, port)
     flags = engine_flags(settings, words[1:])
     refuse_ours(flags)
     checkpoint = kv_checkpoint or (ADAPTIVE if preempts(policy) or allow_control else NO_CHECKPOINTS)
@@ -217,13 +217,9 @@ def serve(
         server = replace(server, environment={**server.environment, SUPERVISOR: secrets.token_hex(16)})
     with contextlib.ExitStack() as opened:
         opened.enter_context(lock or contextlib.nullcontext())
-        beside = None
-        if batches:
-            limits = {"file_bytes": front.file_bytes, "requests": max_requests}
-            beside = opened.enter_context(batch_api(settings, **limits))
-            server = replace(server, environment={**server.environment, SOCKET: beside.environment[SOCKET]})
+        beside = opened.enter_context(batch_api(settings, front.file_bytes, max_requests, wanted=batches))
         service = Service(
-            server,
+            told_of(beside, server),
             harvester_command(settings, url) if harvest else None,
             url=url,
             say=output.say,
@@ -245,19 +241,6 @@ def print_command(settings: Settings, section: dict[str, Any], flags: list[str])
     command = python("conserve.engine.vllm.server.printed", *words)
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     return subprocess.run(command, env=environment, check=False).returncode
-
-
-def require_free(host: str, port: int) -> None:
-    """Raise if another process listens there: its answers would pass for the server's."""
-    import socket
-
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise SettingsError(f"cannot listen at {host}:{port} ({error}); give another --port") from error
 
 
 def keyed(settings: Settings) -> Settings:

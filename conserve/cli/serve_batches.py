@@ -44,10 +44,15 @@ def has_keys(settings: Settings, host: str) -> bool:
 
 
 @contextmanager
-def batch_api(settings: Settings, *, file_bytes: int, requests: int) -> Iterator["ProcessCommand"]:
+def batch_api(
+    settings: Settings, file_bytes: int, requests: int, *, wanted: bool = True
+) -> Iterator["ProcessCommand | None"]:
     """Command of `conserve api` at a socket in a folder of its own, which only this user can open."""
     from conserve.engine.service import ProcessCommand, python
 
+    if not wanted:
+        yield None
+        return
     with tempfile.TemporaryDirectory(prefix="conserve-", ignore_cleanup_errors=True) as folder:
         socket = str(Path(folder) / "api.sock")
         limits = ("--max-file", str(file_bytes), "--max-requests", str(requests))
@@ -56,3 +61,10 @@ def batch_api(settings: Settings, *, file_bytes: int, requests: int) -> Iterator
             words=python("conserve", "--home", str(settings.home), "api", "--socket", socket, *limits),
             environment={"CONSERVE_STORE": settings.store_url, SOCKET: socket},
         )
+
+
+def told_of(beside: "ProcessCommand | None", server: "ProcessCommand") -> "ProcessCommand":
+    """Command of the server, which passes files and batches on if there is a process for them."""
+    if beside is None:
+        return server
+    return replace(server, environment={**server.environment, SOCKET: beside.environment[SOCKET]})

@@ -15,8 +15,8 @@ from tests import commands
 from tests.acceptance.kill_harness import Harness
 from tests.batch_rig import answered, client, create
 
-TEXTS = [f"q{n}" for n in range(40)]
-SLOW = "token_ms=2&tokens=60&capacity=8"
+TEXTS = [f"q{n}" for n in range(24)]
+SLOW = "request_ms=400&capacity=4"
 
 
 def free_port() -> int:

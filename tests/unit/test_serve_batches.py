@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from conserve.cli.serve_batches import SOCKET, batch_api, with_store_keys
+from conserve.cli.serve_batches import SOCKET, batch_api, told_of, with_store_keys
+from conserve.engine.service import ProcessCommand
 from conserve.config import Settings, load
 from conserve.engine.vllm.server import beside
 from conserve.errors import SettingsError
@@ -14,7 +15,13 @@ from tests.commands import conserve
 
 
 def test_the_plug_in_is_told_of_the_socket(settings: Settings) -> None:
-    with batch_api(settings, file_bytes=5, requests=6) as command:
+    server = ProcessCommand(name="server", words=["serve"], environment={"a": "b"})
+    with batch_api(settings, 5, 6, wanted=False) as nothing:
+        assert told_of(nothing, server) == server
+    with batch_api(settings, 5, 6) as command:
+        assert command is not None
+        told = told_of(command, server).environment
+        assert told == {"a": "b", beside.SOCKET: command.environment[SOCKET]}
         path = Path(command.environment[beside.SOCKET])
         assert [SOCKET, str(path)] == [beside.SOCKET, command.words[command.words.index("--socket") + 1]]
         assert path.parent.stat().st_mode & 0o77 == 0, "no other user reaches it"
