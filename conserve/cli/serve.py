@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.api.running import engine_flags
-from conserve.api.sizes import size_bytes
 from conserve.cli import exits, output
 from conserve.cli.context import Context, bearer
 from conserve.cli.listening import require_free, url_of
@@ -23,6 +22,7 @@ from conserve.cli.serve_batches import batch_api, told_of, with_store_keys
 from conserve.cli.serve_flags import (
     checkpointing,
     drain_s,
+    front_of,
     promise,
     recording_at,
     refuse_ours,
@@ -178,12 +178,7 @@ def serve(
     context: Context = ctx.obj
     settings = context.settings(model=words[0], api_key=api_key, utility=utility)
     settings = keyed(with_store_keys(settings, host) if batches and not print_flags else settings)
-    front = Front(
-        body_bytes=size_bytes("--max-body", max_body),
-        file_bytes=size_bytes("--max-file", max_file),
-        connections=max_connections,
-        open_metrics=open_metrics,
-    )
+    front = front_of(max_body, max_file, max_connections, open_metrics=open_metrics)
     section = {
         "policy": policy,
         "ttft_slo_ms": promise("--ttft-slo", ttft_slo),

@@ -9,6 +9,7 @@ from conserve.api.sizes import size_bytes
 from conserve.engine.policy.checkpointing import HOST_BYTES, policy_named
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import COMPARED, POLICIES, SERVING, named
+from conserve.engine.runtime.front import Front
 from conserve.errors import SettingsError
 
 UNITS_MS = {"ms": 1.0, "s": 1000.0, "": 1.0}
@@ -132,3 +133,13 @@ def share(flag: str, text: str) -> float | None:
     if found is None or not float(found[1]):
         raise SettingsError(f"{flag} takes a share like 10%, or off, not {text!r}")
     return float(found[1]) / 100
+
+
+def front_of(max_body: str, max_file: str, connections: int, *, open_metrics: bool) -> Front:
+    """Limits of the API server by the flags."""
+    return Front(
+        body_bytes=size_bytes("--max-body", max_body),
+        file_bytes=size_bytes("--max-file", max_file),
+        connections=connections,
+        open_metrics=open_metrics,
+    )

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from conserve.cli.serve_batches import SOCKET, batch_api, told_of, with_store_keys
-from conserve.engine.service import ProcessCommand
 from conserve.config import Settings, load
+from conserve.engine.service import ProcessCommand
 from conserve.engine.vllm.server import beside
 from conserve.errors import SettingsError
 from conserve.store.database.store import Store
