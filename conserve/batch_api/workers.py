@@ -70,15 +70,18 @@ class Admissions:
         """Admit every batch that waits; a fault of this program fails that batch alone."""
         with self._store.read() as tx:
             waiting = batches.validating(tx)
+        trouble: StoreError | None = None
         for batch_id in waiting:
             try:
                 admit(self._store, batch_id, self._limits, now=now)
-            except StoreError:
-                raise
+            except StoreError as error:
+                trouble = error  # of this input perhaps; the batches behind it are not held up
             except Exception as error:
                 log.exception("batch %s was not admitted", batch_id)
                 why = Fault(code="server_error", message=f"the input cannot be read: {one_line(error)}")
                 refuse(self._store, batch_id, [why], now=now)
+        if trouble is not None:
+            raise trouble
 
 
 def expire(store: Store, now: float) -> None:
@@ -110,15 +113,18 @@ class Deliveries:
         expire(self._store, now)
         with self._store.read() as tx:
             ready = batches.deliverable(tx, asked=asked, now=now)
+        trouble: StoreError | None = None
         for batch_id in ready:
             try:
                 deliver(self._store, batch_id, now=time.time())
-            except StoreError:
-                raise
+                self._asked.pop(batch_id, None)
+            except StoreError as error:
+                trouble = error
             except Exception:
                 log.exception("batch %s was not delivered", batch_id)
-        for batch_id in ready:
-            self._asked.pop(batch_id, None)
+                trouble = StoreError(f"batch {batch_id} was not delivered")  # tried again, ever more rarely
+        if trouble is not None:
+            raise trouble
         if abs(now - self._cleaned_at) >= CLEAN_S:
             self._cleaned_at = now
             uploads.remove_expired(self._store, now=now)

@@ -9,9 +9,13 @@ import openai
 import pytest
 from openai.types import Batch
 
+from conserve.batch_api import workers
+from conserve.batch_api.workers import Admissions
 from conserve.config import load
+from conserve.errors import StoreError
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, catalog, uploads
+from conserve.store.books.batches import BatchState, NewBatch
 from conserve.store.books.readings import read_jobs
 from conserve.store.database.store import Store
 from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, reaches
@@ -259,9 +263,32 @@ def test_a_wrong_parameter_is_named(url: str, asked: dict[str, object], param: s
 
 def test_an_upload_beyond_the_limit_is_refused_and_leaves_nothing(store: Store, api: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
-        api.files.create(file=("a.jsonl", b"a" * 100_001), purpose="batch")
+        api.files.create(file=("a.jsonl", b"a" * 20_000_000), purpose="batch")
     assert refused.value.status_code == 413
     assert list(uploads.folder(store).iterdir()) == []
+
+
+def test_an_input_that_cannot_be_read_holds_up_no_other(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admit = workers.admit
+    asked: list[str] = []
+
+    def broken(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
+        asked.append(batch_id)
+        if len(asked) == 1:
+            raise StoreError("this file alone")
+        admit(store, batch_id, limits, now=now)
+
+    with store.write() as tx:
+        new = NewBatch(file_id="file-gone", endpoint=CHAT, completion_window="24h", window_s=1.0)
+        made = [batches.add(tx, "default", new, now=0.0) for _ in range(2)]
+    monkeypatch.setattr(workers, "admit", broken)
+    with pytest.raises(StoreError):
+        Admissions(store, Limits()).step(0.0)
+    with store.read() as tx:
+        states = [found.state for batch_id in made if (found := batches.anywhere(tx, batch_id))]
+    assert states == [BatchState.VALIDATING, BatchState.FAILED], "its input was deleted"
 
 
 @pytest.mark.parametrize(
