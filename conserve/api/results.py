@@ -142,4 +142,6 @@ def require(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise PackageMissing(f"{name} is not installed; run: pip install {name}, or use .arrow()") from error
+        raise PackageMissing(
+            f"{name} is not installed; install it beside ConServe, or use .arrow()"
+        ) from error

@@ -17,7 +17,7 @@ from conserve.engine.policy.preemption import (
     prompts_ms,
     remaining_ms,
 )
-from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
+from conserve.engine.runtime.safepoint import ALL_ROWS, IN_FLIGHT, REFUSED, LeaveFlag
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.conserve import ConServeModel
 from tests.reach import reached
@@ -106,9 +106,14 @@ def test_comfort_never_keeps_a_row_that_a_promise_needs_to_leave(running: UnderW
 
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 40), st.integers(0, 1 << 24)), max_size=30))
-def test_a_flag_says_what_was_said_last_and_to_one_iteration(raised: list[tuple[int, int]]) -> None:
+def test_a_flag_says_what_was_said_last_to_each_iteration_in_flight(raised: list[tuple[int, int]]) -> None:
+    said: dict[int, tuple[int, int]] = {}  # the word of an iteration's parity -> the last order in it
     with LeaveFlag.create() as flag:
         for iteration, rows in raised:
             flag.raise_for(iteration, rows)
-            assert flag.rows_asked(iteration) == min(rows, ALL_ROWS)
-            assert flag.rows_asked(iteration + 1) == flag.rows_asked(iteration - 1) == 0
+            said[iteration % IN_FLIGHT] = (iteration, min(rows, ALL_ROWS))
+            for other in (iteration - 1, iteration, iteration + 1):
+                named, asked = said.get(other % IN_FLIGHT, (0, 0))
+                expected = asked if named == other else 0
+                assert flag.is_refused(other) == (expected == REFUSED)
+                assert flag.rows_asked(other) == (0 if expected == REFUSED else expected)

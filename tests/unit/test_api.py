@@ -237,7 +237,7 @@ def test_times_in_nanoseconds_are_pythons_own(opened: conserve.Store, beside: st
 def test_a_package_that_is_missing_is_named(opened: conserve.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     job = opened.submit(TABLE, prompt="{{ q }}")
     monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(PackageMissing, match="polars is not installed; run: pip install polars, or use"):
+    with pytest.raises(PackageMissing, match="polars is not installed; install it beside ConServe, or use"):
         job.results().polars()
 
 
