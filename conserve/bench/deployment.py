@@ -88,7 +88,9 @@ class Deployment:
             await self.regime()
         can = self._can or frozenset()
         body = wanted(regime, preemption, *(feature in can for feature in FEATURES))
-        if slo is not None:
+        if regime.harm is not None:
+            body["slo"] = {"harm": regime.harm}
+        elif slo is not None:
             body["slo"] = {"ttft_ms": slo.ttft_ms, "tbt_ms": slo.tbt_ms}
         if regime.policy in HYGENS:
             body["hygen"] = dict(self.terms.get(name, {}))

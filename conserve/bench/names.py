@@ -18,6 +18,7 @@ USUAL = (CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, SARATHI_P)
 ALL = (*USUAL, *HYGENS)
 ON_ONE_SERVER = (CONSERVE, ONLINE_ONLY_PLANNED, NON_PREEMPTIVE_PLANNED, PRIORITY)  # all of `--endpoint`
 RECOMPUTE, OFF = "recompute", "off"
+HARM, HARM_PERCENT = "harm", 10  # `conserve/harm` promises what `conserve serve` does without an SLO
 
 MECHANISMS = {
     "scheduler": "iterations are planned by the SLO; without it, rows fill the token budget behind live requests",
@@ -37,15 +38,18 @@ class Regime:
     checkpoint: bool = False
     ordered: bool = True
     full_batches: bool = True
+    harm: float | None = None  # promised instead of the SLO
 
 
 def regime_of(name: str) -> Regime:
-    """Settings of a policy's name: `conserve`, `conserve/never`, `conserve/-order-batching`."""
+    """Settings of a policy's name: `conserve`, `conserve/never`, `conserve/-order-batching`, `conserve/harm-25`."""
     policy, _, variant = name.partition("/")
     if policy in HYGENS:
         return Regime(policy=policy, preemption=OFF)
     if policy != CONSERVE:
         return Regime(policy=policy)
+    if (harm := harm_of(variant)) is not None:
+        return Regime(policy=policy, checkpoint=True, harm=harm)
     without = arms_of(variant)
     if without is None:
         own = variant.replace(RECOMPUTE, "") or None
@@ -64,6 +68,14 @@ def arms_of(variant: str) -> Sequence[str] | None:
     found = variant.split("-")
     known = found[0] == "" and len(found) > 1 and all(name in MECHANISMS for name in found[1:])
     return found[1:] if known else None
+
+
+def harm_of(variant: str) -> float | None:
+    """Share that `harm` or `harm-25` promises; None for another kind of variant."""
+    kind, dash, percent = variant.partition("-")
+    if kind != HARM or (dash and not (percent.isdigit() and int(percent))):
+        return None
+    return int(percent or HARM_PERCENT) / 100
 
 
 def arms(mechanisms: Sequence[str]) -> list[str]:

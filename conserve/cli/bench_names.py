@@ -6,6 +6,7 @@ from typing import Any
 from conserve.bench.names import (
     ALL,
     CONSERVE,
+    HARM,
     HYGENS,
     MECHANISMS,
     NON_PREEMPTIVE,
@@ -19,6 +20,7 @@ from conserve.bench.names import (
     USUAL,
     arms,
     arms_of,
+    harm_of,
     regime_of,
 )
 from conserve.config import Settings
@@ -27,7 +29,7 @@ from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.errors import SettingsError
 
 KNOWN = (*ALL, ONLINE_ONLY_PLANNED, NON_PREEMPTIVE_PLANNED, PRIORITY)
-VARIANTS = (*LEAVE_RULES, OFF, RECOMPUTE)
+VARIANTS = (*LEAVE_RULES, OFF, RECOMPUTE, HARM)
 PLUGGED_IN = {ONLINE_ONLY: ONLINE_ONLY_PLANNED, NON_PREEMPTIVE: NON_PREEMPTIVE_PLANNED}
 
 
@@ -80,14 +82,15 @@ def require_known(name: str) -> None:
     """Raise `SettingsError` for a name that no policy has."""
     policy, slash, variant = name.partition("/")
     if name in (*KNOWN, *BENCHED) or (
-        policy == CONSERVE and slash and (variant in VARIANTS or arms_of(variant))
+        policy == CONSERVE and slash and (variant in VARIANTS or arms_of(variant) or harm_of(variant))
     ):
         return
     if policy == CONSERVE:
         variants = ", ".join(f"{CONSERVE}/{known}" for known in VARIANTS)
         off = "-".join(("", *MECHANISMS))
         raise SettingsError(
-            f"there is no {name!r}; there are {variants}, and {CONSERVE}/{off} with some of these"
+            f"there is no {name!r}; there are {variants}, {CONSERVE}/{HARM}-25 with any percentage, and "
+            f"{CONSERVE}/{off} with some of these"
         )
     raise SettingsError(f"there is no policy {name!r}; give all, or some of {', '.join(KNOWN)}")
 

@@ -9,7 +9,7 @@ import sys
 import xml.dom.minidom
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -647,6 +647,20 @@ def test_every_arm_changes_one_setting() -> None:
     assert regime_of("hygen").preemption == "off"
 
 
+def test_a_variant_promises_a_harm_instead_of_the_slo() -> None:
+    assert which("conserve/harm,conserve/harm-25") == ["conserve/harm", "conserve/harm-25"]
+    assert [regime_of(f"conserve/{name}").harm for name in ("harm", "harm-25", "never", "-order")] == [
+        0.1,
+        0.25,
+        None,
+        None,
+    ]
+    assert regime_of("conserve/harm") == replace(regime_of("conserve"), harm=0.1)
+    for name in ("harm-", "harm-0", "harm-x", "harm-2.5", "harmful"):
+        with pytest.raises(SettingsError, match=f"there is no 'conserve/{name}'"):
+            which(f"conserve/{name}")
+
+
 def test_on_a_server_that_runs_stock_policies_are_the_plug_ins() -> None:
     assert which("conserve,online-only", endpoint=True) == ["conserve", "online-only/planned"]
     assert which(None, endpoint=True) == [
@@ -732,7 +746,7 @@ def test_every_block_says_policy_and_preemption_and_the_end_restores_them() -> N
     async def go() -> None:
         deployment = deployed(server)
         before = await deployment.regime()
-        for name in ("conserve/just-enough", "online-only", "conserve", "conserve/off"):
+        for name in ("conserve/just-enough", "online-only", "conserve", "conserve/off", "conserve/harm"):
             await deployment.follow(name, LatencyLimits(5.0, 6.0), preemption="prompt")
         await deployment.restore(before)
         await deployment.close()
@@ -743,8 +757,10 @@ def test_every_block_says_policy_and_preemption_and_the_end_restores_them() -> N
         ("online-only", "prompt"),
         ("conserve", "prompt"),
         ("conserve", "off"),
+        ("conserve", "prompt"),
         ("conserve", "all-offline"),
     ]
+    assert server.sent[4]["slo"] == {"harm": 0.1}
     assert server.sent[0]["slo"] == {"ttft_ms": 5.0, "tbt_ms": 6.0}
     assert server.sent[-1]["slo"] == REPORT["slo"]
 
