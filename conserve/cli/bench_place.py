@@ -66,6 +66,7 @@ class Place:
         """Stop all processes in their tracks, so that they take no time from another server."""
         if self._running is not None and not self._running.done() and not self._frozen:
             self._frozen = True
+            self._guard()
             self._signal(signal.SIGSTOP)
 
     async def filled(self, seconds: float) -> None:
@@ -93,9 +94,8 @@ class Place:
         finally:  # even after a Ctrl-C meanwhile
             if not running.done():
                 service.kill()
-            if self._warden is not None and self._warden.stdin is not None:
-                self._warden.stdin.close()
-            self._running = self._service = self._warden = None
+            self._dismiss()
+            self._running = self._service = None
             self._frozen = self._filled = False
             await running
 
@@ -120,7 +120,6 @@ class Place:
             waiting.cancel()
         await asyncio.sleep(HARVESTER_S)
         self._pin()
-        self._guard()
         output.say(f"{self.name} is ready after {output.duration(time.monotonic() - begun)}")
 
     def _groups(self) -> list[int]:
@@ -134,11 +133,19 @@ class Place:
 
     def _guard(self) -> None:
         """Have the processes go on, and so end, should this one die while they are stopped."""
+        self._dismiss()
         groups = [str(group) for group in self._groups()]
         if groups:
             self._warden = subprocess.Popen(
                 ["/bin/sh", "-c", WARDEN, "warden", *groups], stdin=subprocess.PIPE, start_new_session=True
             )
+
+    def _dismiss(self) -> None:
+        """Have the warden of an earlier turn end; the processes that it knows go on by that."""
+        if self._warden is not None and self._warden.stdin is not None:
+            self._warden.stdin.close()
+            self._warden.wait()
+        self._warden = None
 
     def _pin(self) -> None:
         """Pin the engine's worker to its cores, all other processes to the rest."""

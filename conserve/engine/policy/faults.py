@@ -1,6 +1,6 @@
 """Faults of a plan: what the engine could not do, or what would harm it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 
 from conserve.engine.policy.plan import Plan
@@ -16,6 +16,10 @@ def fault_of(plan: object, view: View) -> str | None:
 
 
 def _faults(plan: Plan, view: View) -> Iterator[str]:
+    if not all(isinstance(names, Sequence) for names in (plan.admitted, plan.restored, plan.evicted)):
+        yield "its lists of requests can be read once only"
+    if plan.limit_ms is not None and not isinstance(plan.limit_ms, int | float):
+        yield f"its limit_ms is {plan.limit_ms!r}"
     running = {request.name: request for request in (*view.online, *view.offline)}
     waiting = _waiting(view, {*plan.admitted, *plan.restored})
     yield from _faulty_names(plan, view, running, waiting)

@@ -9,6 +9,9 @@ from math import inf
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import View
+from conserve.profiles.model import LatencyModel
+
+ROUNDS = 2  # margins of neighbouring lengths differ little
 
 
 def harm_limit_ms(composer: Composer, view: View) -> float:
@@ -23,4 +26,16 @@ def harm_limit_ms(composer: Composer, view: View) -> float:
     share = min(harm, PATIENCE) if composer.batch.prefills else harm
     alone_ms = view.model.predict(composer.batch)
     # The margin is on what is added alone: noise makes the iteration longer with offline tokens and without.
-    return view.model.margin(alone_ms) * alone_ms + share * alone_ms + composer.surcharge_ms
+    longest_ms = alone_ms + share * alone_ms / view.model.margin((1 + share) * alone_ms)
+    return limit_of(view.model, longest_ms) + composer.surcharge_ms
+
+
+def limit_of(model: LatencyModel, predicted_ms: float) -> float:
+    """Limit in ms under which `can_schedule` plans iterations of up to this predicted length.
+
+    The margin that `can_schedule` keeps depends on the length that it comes to.
+    """
+    limit_ms = predicted_ms * model.margin(predicted_ms)
+    for _ in range(ROUNDS):
+        limit_ms = predicted_ms * model.margin(limit_ms / model.margin(limit_ms))
+    return limit_ms

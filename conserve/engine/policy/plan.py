@@ -25,6 +25,11 @@ class Plan:
         """Tokens of the iteration."""
         return self.batch.tokens
 
+    @property
+    def changes_something(self) -> bool:
+        """True unless the engine stays as it is: nothing is computed, restored or evicted."""
+        return bool(self.tokens or self.restored or self.evicted)
+
 
 class Policy(Protocol):
     """Composes iterations."""

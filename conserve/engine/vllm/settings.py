@@ -57,6 +57,7 @@ class Pacing:
     command: str  # command that makes a missing profile
     policy: str = "paced"
     promises: Promises = field(default_factory=Promises)
+    by_default: bool = False  # the promises are not the user's: an engine without a latency model starts with them
     receipt: float = 0.0  # share of the time in which offline work pauses, to measure its harm
     profile: str | None = None
     keep_correction: bool = True  # start with the correction learned earlier
@@ -78,6 +79,7 @@ class Pacing:
             "ttft_slo_ms": dict(self.promises.ttft_ms) or None,
             "tbt_slo_ms": dict(self.promises.tbt_ms) or None,
             "harm": self.promises.harm,
+            "by_default": self.by_default,
             "receipt": self.receipt,
             "control": self.control,
             "preemption": self.preemption,
@@ -192,7 +194,8 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
             f"additional_config.conserve has {', '.join(sorted(unknown))}; it takes {', '.join(WRITTEN)}"
         )
     promises = promises_of(section)
-    if not promises.any and "harm" not in section:
+    by_default = not promises.any and "harm" not in section
+    if by_default:
         promises = Promises(harm=HARM)
     receipt = section.get("receipt", 0.0 if section.get("control") else SHARE)  # a benchmark is not paused
     if isinstance(receipt, bool) or not isinstance(receipt, int | float) or not 0 <= receipt <= LARGEST_SHARE:
@@ -220,6 +223,7 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         command=command,
         policy=policy,
         promises=promises,
+        by_default=by_default,
         receipt=receipt,
         profile=section.get("profile"),
         control=bool(section.get("control")),

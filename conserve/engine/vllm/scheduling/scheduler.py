@@ -170,7 +170,8 @@ class CoServing:
         iteration.plan = plan = self._plan()
         self._predict(plan)
         schedule = partial(super().schedule, *args, **kwargs)  # type: ignore[misc]
-        mine = plan is not None and self.arrival_monitor.on and not self._offline.isdisjoint(plan.tokens)
+        leaves = self.arrival_monitor.on and self._iterations.model is not None
+        mine = plan is not None and leaves and not self._offline.isdisjoint(plan.tokens)
         iteration.registers_late = mine or iteration.ahead
         if plan is None:
             with registered_late(self.kv_cache_manager, on=iteration.registers_late):
@@ -235,7 +236,7 @@ class CoServing:
         if self.checkpoints is not None:
             for request, context in picture.looked:
                 self.checkpoints.keep_for(request, context)
-        if self._recording is not None and self._recording.on:
+        if self._recording is not None and self._recording.on and (plan is None or plan.changes_something):
             name = ONLINE_ONLY if self._planner is PAUSE else self._policy_name
             self._recording.add(line_of(view, plan, policy=name, at=time.time()))
         return plan

@@ -212,8 +212,8 @@ class Surface:
             await learn(engine_client, say=log.warning)
         said = await scheduler_says(engine_client, {})
         assert said is not None
-        # The default harm is no promise that the user made: a server without a latency model starts with it.
-        require_model(said, {**said["slo"], "harm": section.get("harm")}, section.get("command"))
+        harm = None if section.get("by_default") else section.get("harm")  # no promise that the user made
+        require_model(said, {**said["slo"], "harm": harm}, section.get("command"))
         remember(state, said)
         if config.kv_transfer_config is not None:
             await engine_client.engine_core.call_utility_async("conserve_spill", "take_in")

