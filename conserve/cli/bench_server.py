@@ -134,7 +134,8 @@ class Servers:
     def _command(self) -> "ProcessCommand":
         plan, address = self._plan, address_of(self._port)
         command = server_command(plan.settings, plan.section, [*plan.connector, *address], self._port)
-        patient = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(int(LEASE_S))}  # it goes on counting while others have a turn
+        # vLLM's time-out for an iteration goes on counting while others have a turn.
+        patient = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(int(LEASE_S))}
         return replace(command, environment={**command.environment, **patient, **plan.preset.environment})
 
     def _harvester(self, settings: Settings, port: int, *more: str) -> "ProcessCommand":

@@ -338,6 +338,7 @@ class TestWithPrefixCaching(Checkpointed):
         assert max(late) - late[0] < 24 << 20, [size >> 20 for size in resident]
 
 
+@pytest.mark.full
 class TestWithoutPrefixCaching(Checkpointed):
     """Blocks are known by their row."""
 

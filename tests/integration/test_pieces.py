@@ -144,14 +144,9 @@ class TestGraphs:
         storm(with_graphs[0], 200)
 
 
-@pytest.fixture(
-    params=[pytest.param(kind, marks=[] if kind == "Phi" else pytest.mark.full) for kind in OTHERS]
-)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_other_models(kind: str, backend: str, demo_model: Path, tmp_path: Path) -> None:
     from tests.preempted_engine import Dice, compiled_in_pieces, started
 

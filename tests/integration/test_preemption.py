@@ -249,6 +249,7 @@ class Rows:
             assert answers == {name: answer for name, answer in wanted.items() if name != victim}
 
 
+@pytest.mark.full
 class TestWithoutPrefixCaching(Rows):
     flags: ClassVar = {"enable_prefix_caching": False}
 
@@ -504,6 +505,7 @@ class TestHiddenLayers(Attention):
     hidden = True
 
 
+@pytest.mark.full
 class TestCompiled(Attention):
     """Pieces of the model are compiled, and attention is called from between them."""
 

@@ -25,6 +25,7 @@ from conserve.profiles.correction import Correction
 # As in test_embedded_engine.py.
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.full,
     pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
@@ -115,7 +116,6 @@ def test_an_engine_without_a_profile_says_how_to_make_one(home: Path, tmp_path: 
         Pacing(folder=tmp_path, command=COMMAND, profile="llama-3.1-8b-h100").install(config)
 
 
-@pytest.mark.full
 def test_run_paces_the_engine_by_a_model_learned_in_the_warm_up(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"q": f"Count to {n}."}) + "\n" for n in range(3, 9)))

@@ -51,6 +51,14 @@ def test_the_margin_is_on_what_is_added_alone() -> None:
     assert tokens == 8, "10 ms that a quarter is kept of"
 
 
+@pytest.mark.parametrize("margins", [(1.1, 1.3), (1.5, 1.2), (1.2, 1.2)])
+def test_margins_that_differ_by_length_change_little(margins: tuple[float, float]) -> None:
+    alone, beyond = margins  # of 20 ms, and of the 25 and more ms with rows
+    noisy = FrozenModel(MS_PER_TOKEN, scale=1.0, margins={step_of(20.0): alone, step_of(29.0): beyond})
+    tokens = offline_tokens(beside(model=noisy))
+    assert 10 / max(margins) - 1 <= tokens <= 10
+
+
 def test_rows_run_alone_where_no_live_request_is() -> None:
     assert offline_tokens(view_of(offline=ROWS, slo=HARM)) == 100, (
         "ten times the smallest iteration, less 10 ms"

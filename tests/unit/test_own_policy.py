@@ -64,6 +64,8 @@ def test_a_plan_without_faults() -> None:
         (plan_of((LIVE, 2)), "it gives live 2 tokens, and 1 to 1 can be computed"),
         (plan_of((LIVE, 0)), "it gives live 0 tokens, and 1 to 1 can be computed"),
         (plan_of((LIVE, 1.0)), "it gives live 1.0 tokens, and 1 to 1 can be computed"),  # type: ignore[arg-type]
+        (plan_of((LIVE, 1), limit_ms="100"), "its limit_ms is '100'"),
+        (plan_of((LIVE, 1), evicted=iter(["row"])), "its lists of requests can be read once only"),
         (plan_of((LIVE, 1), batch=Batch()), "its batch does not say what its tokens say"),
         (plan_of((LIVE, 1), predicted_ms=nan), "it predicts nan ms"),
         (plan_of((LIVE, 1), predicted_ms=-1.0), "it predicts -1.0 ms"),

@@ -87,7 +87,8 @@ def test_the_overview_shows_the_options_that_typer_takes() -> None:
 @pytest.mark.parametrize("name", commands.COMMANDS)
 def test_the_overview_shows_each_command_with_its_own_words(name: str) -> None:
     summary = commands.COMMANDS[name].summary
-    assert f"  {name:<7}  {summary}\n" in commands.overview()
+    widest = max(map(len, commands.COMMANDS))
+    assert f"  {name:<{widest}}  {summary}\n" in commands.overview()
     command = PROGRAM.commands[name]  # type: ignore[attr-defined]
     assert command.name == name
     assert command.help.split()[:3] == summary.split()[:3]
