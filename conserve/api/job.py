@@ -12,7 +12,7 @@ from conserve.api.display import SHOW_S
 from conserve.api.engines import Engine
 from conserve.api.results import Results
 from conserve.api.running import Outcome
-from conserve.api.runs import RunArguments, drained, ended, reading_of, started, under_way
+from conserve.api.runs import RunArguments, Watch, ended, reading_of, run_now, started, under_way
 from conserve.api.twins import awaited, blocking
 from conserve.config import Settings
 from conserve.store.books.readings import JobReading
@@ -80,7 +80,7 @@ class Job:
             rebind=rebind,
             progress=progress,
         )
-        return await drained(self._settings, self.id, arguments)
+        return await run_now(self._settings, self.id, arguments)
 
     def start(
         self,
@@ -110,7 +110,8 @@ class Job:
     async def wait(self, *, timeout_s: float | None = None) -> JobState:
         """Wait until the job has ended, whichever process runs it; raises the error of a run that `start` began.
 
-        Raises `TimeoutError` after `timeout_s`. A paused job has not ended.
+        An error is raised once: the next call waits for the next run. Raises `TimeoutError` after `timeout_s`.
+        A paused job has not ended.
         """
         return await ended(self._settings, self.id, timeout_s)
 
@@ -177,17 +178,12 @@ class Job:
         with closing(Store.open_to_read(self._settings)) as store:
             with store.read() as tx:
                 new = NewResults(store, catalog.get(tx, self.id))
+            watch = Watch(self._settings, self.id)
             ended = False
             while not ended:
-                ended = self._has_ended()
+                watch.look()
+                ended = self.status.final
                 yield new.look()
-
-    def _has_ended(self) -> bool:
-        """True if no further result will come; raises the error of a run that `start` began."""
-        run = under_way.get((self._settings.store_url, self.id))
-        if run is not None and run.done.done():
-            run.done.result()
-        return self.status.final
 
     def _move(self, verb: Verb) -> None:
         from conserve.store.books import catalog

@@ -87,6 +87,38 @@ def started(settings: Settings, job_id: str, arguments: RunArguments) -> Pending
     return under_way[key]
 
 
+class Watch:
+    """One wait for a job. It raises the error of the background run that it sees end, and of each run once."""
+
+    def __init__(self, settings: Settings, job_id: str) -> None:
+        self._key = (settings.store_url, job_id)
+        self._run: Pending[Outcome] | None = None
+
+    def look(self) -> None:
+        """Raise the error of the background run if it has ended with one; a run that was stopped has none."""
+        # Another wait may have taken the run out already, and its error is this one's too.
+        self._run = under_way.get(self._key, self._run)
+        if self._run is None or not self._run.done.done():
+            return
+        run, self._run = self._run, None
+        drop(self._key, run)
+        if not isinstance(run.done.exception(), asyncio.CancelledError):
+            run.done.result()
+
+
+def drop(key: Key, run: Pending[Outcome] | None) -> None:
+    """Take a run that has ended out of `under_way`."""
+    if run is not None and run.done.done() and under_way.get(key) is run:
+        del under_way[key]
+
+
+async def run_now(settings: Settings, job_id: str, arguments: RunArguments) -> Outcome:
+    """Run a job in its caller's sight; the error of an earlier run in the background is of no more interest."""
+    key = (settings.store_url, job_id)
+    drop(key, under_way.get(key))
+    return await drained(settings, job_id, arguments)
+
+
 async def drained(settings: Settings, job_id: str, arguments: RunArguments) -> Outcome:
     """Run the rows of one job; raises `JobRefused` if it may not run. Cancelled, it saves the rows in flight."""
     wanted = arguments.settings(settings)
@@ -219,10 +251,9 @@ async def ended(
 ) -> JobState:
     """Wait until no row of a job is left to run, whichever process runs it; raises the error of this one's run."""
     until = None if timeout_s is None else clock() + timeout_s
+    watch = Watch(settings, job_id)
     while True:
-        ours = under_way.get((settings.store_url, job_id))
-        if ours is not None and ours.done.done():
-            ours.done.result()
+        watch.look()
         job = await asyncio.to_thread(reading_of, settings, job_id)
         if job.state.final:
             return job.state

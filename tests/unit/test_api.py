@@ -474,6 +474,9 @@ def test_the_error_of_a_run_in_the_background_is_raised_where_it_is_waited_for(
     job.start(endpoint="ftp://nowhere")
     with pytest.raises(SettingsError, match="endpoint takes an http"):
         job.wait()
+    with pytest.raises(TimeoutError):
+        job.wait(timeout_s=0)
+    job.start(endpoint="ftp://nowhere")
     with pytest.raises(SettingsError):
         list(job)
 
