@@ -122,7 +122,8 @@ class Job:
         if run is not None:
             run.cancel()
             with contextlib.suppress(Exception, asyncio.CancelledError):
-                await asyncio.wrap_future(run.done)
+                # Shielded, since cancelling a wrapped future cancels the run's own, which then takes no result.
+                await asyncio.shield(asyncio.wrap_future(run.done))
 
     @blocking
     def pause(self) -> None:

@@ -195,12 +195,15 @@ async def shown(harvester: "Harvester", settings: Settings, job_id: str, display
 
 
 async def saved(working: "asyncio.Task[None]", stop: asyncio.Event) -> None:
-    """Wait for a harvester; if cancelled, let it save its rows first."""
+    """Wait for a harvester; if cancelled, however often, let it save its rows first."""
     try:
         await asyncio.shield(working)
     except asyncio.CancelledError:
         stop.set()
-        await working
+        while not working.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([working])
+        working.result()
         raise
 
 

@@ -1,11 +1,15 @@
 """Runs that `Job.start` began: how they end, and what later waits learn of them."""
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 import conserve
 from conserve.api import runs
+from conserve.api.portal import portal
+from conserve.api.running import Outcome
 from conserve.errors import SettingsError
 
 QUESTIONS = [{"q": "a"}, {"q": "b"}]
@@ -52,3 +56,64 @@ def test_every_wait_under_way_learns_of_an_error_and_later_ones_do_not(job: cons
             watch.look()
         watch.look()
     later.look()
+
+
+class Worker:
+    """Work that saves for as long as the test says."""
+
+    def __init__(self) -> None:
+        self.begun, self.saving, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.stop = asyncio.Event()
+        self.saved = False
+
+    async def work(self) -> None:
+        self.begun.set()
+        await self.stop.wait()
+        self.saving.set()
+        await self.may_end.wait()
+        self.saved = True
+
+
+def test_stopping_again_does_not_cut_the_saving_short() -> None:
+    async def go() -> None:
+        worker = Worker()
+        waiting = asyncio.create_task(runs.saved(asyncio.create_task(worker.work()), worker.stop))
+        await worker.begun.wait()
+        waiting.cancel()
+        await worker.saving.wait()
+        for _ in range(3):
+            waiting.cancel()
+            await asyncio.wait([waiting], timeout=0)
+            assert not waiting.done()
+        worker.may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert worker.saved
+
+    asyncio.run(go())
+
+
+def test_a_cancelled_stop_leaves_the_run_its_result(
+    job: conserve.Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    begun, stopping = threading.Event(), threading.Event()
+
+    async def stubborn(*given: object) -> Outcome:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            stopping.set()
+            await asyncio.to_thread(may_end.wait)
+        return runs.nothing_left(job.progress())
+
+    monkeypatch.setattr(runs, "drained", stubborn)
+    job.start()
+    begun.wait()
+    stop = portal.submit(job.stop._work())  # type: ignore[attr-defined]
+    stopping.wait()
+    stop.cancel()
+    stop.done.exception()
+    may_end.set()
+    assert run_of(job).done.result().jobs == {job.id: "queued"}
