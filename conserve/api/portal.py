@@ -31,12 +31,18 @@ class Pending(Generic[T]):
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> None:
         self._task = self._loop.create_task(self._run(work))
+        self._task.add_done_callback(lambda ended: self._never_begun(work))
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> None:
         try:
             self.done.set_result(await work)
         except BaseException as error:
             self.done.set_exception(error)
+
+    def _never_begun(self, work: Coroutine[Any, Any, T]) -> None:
+        if not self.done.done():  # a task that is cancelled before its first step runs nothing of `_run`
+            work.close()
+            self.done.set_exception(asyncio.CancelledError())
 
     def cancel(self) -> None:
         """Cancel the work, which then saves what it has; `done` says when."""
