@@ -79,15 +79,15 @@ class Engine:
 
     async def borrowed(self) -> "Borrowed":
         """Endpoint for one run, in the portal; the run's end does not close the engine."""
-        if self._closed:
-            raise UsageError("the engine is closed; make another one")
         async with self._starting:
+            if self._closed:
+                raise UsageError("the engine is closed; make another one")
             if self._endpoint is None:
                 endpoint = make_endpoint(self._settings, self._flags, Pace(), say=say)
                 await self._shown_start(endpoint)
                 self._endpoint = endpoint
                 portal.last(self._close)
-        return Borrowed(self._endpoint)
+            return Borrowed(self._endpoint)
 
     async def _shown_start(self, endpoint: "Endpoint") -> None:
         """Start the endpoint beside a display of its steps."""
@@ -98,6 +98,7 @@ class Engine:
             await endpoint.start()
         except BaseException:
             display.leave()
+            await asyncio.shield(endpoint.close())  # its processes may be up already
             raise
         finally:
             showing.cancel()
@@ -105,10 +106,11 @@ class Engine:
 
     async def _close(self) -> None:
         self._closed = True
-        portal.not_last(self._close)
-        endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
-            await endpoint.close()
+        async with self._starting:  # a start that is under way ends first
+            portal.not_last(self._close)
+            endpoint, self._endpoint = self._endpoint, None
+            if endpoint is not None:
+                await endpoint.close()
 
     def __enter__(self) -> Self:
         self.start()
