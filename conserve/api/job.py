@@ -14,6 +14,7 @@ from conserve.api.results import Results
 from conserve.api.running import Outcome
 from conserve.api.runs import RunArguments, Watch, ended, reading_of, run_now, started, under_way
 from conserve.api.twins import awaited, blocking
+from conserve.api.waiting import outlast
 from conserve.config import Settings
 from conserve.store.books.readings import JobReading
 from conserve.store.books.states import JobState
@@ -157,7 +158,7 @@ class Job:
         """Yield each row's result once it is durable, until the job has ended. Another task or process runs it."""
         looks = self._looks()
         with closing(looks):
-            while (found := await asyncio.to_thread(next, looks, None)) is not None:
+            while (found := await next_look(looks)) is not None:
                 for result in found:
                     yield result
                 if not found:
@@ -200,3 +201,13 @@ class Job:
         job = self.progress()
         words = f"{job.id}: {job.state}, {job.done:,} of {job.rows:,} rows done"
         return {"text/plain": words, "text/html": display.job_html(job)}
+
+
+async def next_look(looks: "Iterator[list[Result]]") -> "list[Result] | None":
+    """Make the next item in a thread; None at the end. If cancelled, wait for it: the generator is closed next."""
+    looking = asyncio.ensure_future(asyncio.to_thread(next, looks, None))
+    try:
+        return await asyncio.shield(looking)
+    except asyncio.CancelledError:
+        await outlast(looking)
+        raise

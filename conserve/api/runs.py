@@ -22,6 +22,7 @@ from conserve.api.running import (
     stoppable,
     unfinished_rows,
 )
+from conserve.api.waiting import outlast
 from conserve.api.words import count, duration
 from conserve.config import Settings
 from conserve.errors import JobRefused, UsageError
@@ -200,9 +201,7 @@ async def saved(working: "asyncio.Task[None]", stop: asyncio.Event) -> None:
         await asyncio.shield(working)
     except asyncio.CancelledError:
         stop.set()
-        while not working.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([working])
+        await outlast(working)
         working.result()
         raise
 

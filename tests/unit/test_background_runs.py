@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -117,3 +118,39 @@ def test_a_cancelled_stop_leaves_the_run_its_result(
     stop.done.exception()
     may_end.set()
     assert run_of(job).done.result().jobs == {job.id: "queued"}
+
+
+def test_iterating_may_be_cancelled_while_a_look_at_the_store_is_under_way(
+    job: conserve.Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, may_end = threading.Event(), threading.Event()
+    left = []
+
+    def looks(job: conserve.Job) -> Iterator[list[Any]]:
+        try:
+            looking.set()
+            may_end.wait()
+            yield []
+        finally:
+            left.append(True)
+
+    async def iterate() -> None:
+        async for _ in job:
+            pass
+
+    async def go() -> None:
+        iterating = asyncio.create_task(iterate())
+        await asyncio.to_thread(looking.wait)
+        for _ in range(2):
+            iterating.cancel()
+            await asyncio.wait([iterating], timeout=0)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await iterating
+        assert left
+
+    monkeypatch.setattr(conserve.Job, "_looks", looks)
+    try:
+        asyncio.run(go())
+    finally:
+        may_end.set()
