@@ -1,6 +1,7 @@
 """Engines that stay up across jobs."""
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ class Engine:
         self._progress = progress
         self._endpoint: Endpoint | None = None
         self._closed = False
+        self._pid: int | None = None  # of the process that started it
         self._starting = asyncio.Lock()
         check_endpoint(self._settings, self._flags, Pace())
 
@@ -79,6 +81,12 @@ class Engine:
 
     async def borrowed(self) -> "Borrowed":
         """Endpoint for one run, in the portal; the run's end does not close the engine."""
+        if self._of_parent:
+            raise UsageError(
+                f"the engine runs in process {self._pid}, of which this one is a fork; "
+                "make another conserve.Engine in this process"
+            )
+        self._pid = os.getpid()
         async with self._starting:
             if self._closed:
                 raise UsageError("the engine is closed; make another one")
@@ -88,6 +96,11 @@ class Engine:
                 self._endpoint = endpoint
                 portal.last(self._close)
             return Borrowed(self._endpoint)
+
+    @property
+    def _of_parent(self) -> bool:
+        """True in a fork of the process that started the engine."""
+        return self._pid is not None and self._pid != os.getpid()
 
     async def _shown_start(self, endpoint: "Endpoint") -> None:
         """Start the endpoint beside a display of its steps."""
@@ -105,6 +118,8 @@ class Engine:
         display.end(f"{self._named}: ready after {duration(time.monotonic() - begun)}")
 
     async def _close(self) -> None:
+        if self._of_parent:  # as where a fork leaves a `with` block
+            return
         self._closed = True
         async with self._starting:  # a start that is under way ends first
             portal.not_last(self._close)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -69,6 +70,7 @@ class RunArguments:
 Key = tuple[str, str]  # the store's database, and the job
 under_way: dict[Key, Pending[Outcome]] = {}
 """Runs that `Job.start` began in this process."""
+os.register_at_fork(after_in_child=under_way.clear)  # a child has no thread that would end them
 
 
 def reading_of(settings: Settings, job_id: str) -> JobReading:
