@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FORK_SERVER_GONE = 255  # exit code of a process whose fork server died; its real end is unknown
 THREAD = "engine"  # name of the threads of `on_thread`
+STARTING = threading.Lock()  # descriptors 1 and 2 and the list of children are the whole process's
 
 
 class Launch:
@@ -41,9 +42,9 @@ class Launch:
         self._arguments = arguments
         self._pacing = pacing
         self._log_descriptor = log_descriptor
-        self._not_ours = frozenset(multiprocessing.active_children())
+        self._not_ours: frozenset[BaseProcess] = frozenset()
         self._watchdogs: list[tuple[BaseProcess, Watchdog]] = []
-        self._building = False  # from here on there are processes to end
+        self._building = False  # if True, there are processes to end
         self._engine: AsyncLLM | None = None
 
     async def run(self) -> AsyncLLM:
@@ -71,11 +72,16 @@ class Launch:
 
     async def _start(self) -> AsyncLLM:
         config = await on_thread(self._arguments.create_engine_config)
+        async with one_at_a_time():
+            return await self._start_processes(config)
+
+    async def _start_processes(self, config: VllmConfig) -> AsyncLLM:
         tell_steps(config)
         # Modules live to the end, and a full collection that visits them takes 0.6 s in the middle of the work.
         gc.freeze()
         if self._pacing is not None:
             await on_thread(partial(self._pacing.install, config))
+        self._not_ours = frozenset(multiprocessing.active_children())
         self._building = True
         await on_thread(partial(fork_server.prepare, config))
         with output_to(self._log_descriptor):
@@ -97,6 +103,8 @@ class Launch:
         return cores
 
     def _cores(self) -> list[BaseProcess]:
+        if not self._building:
+            return []
         ours = set(multiprocessing.active_children()) - self._not_ours
         return [process for process in ours if process.name.startswith("EngineCore")]
 
@@ -116,6 +124,17 @@ class Launch:
             else:
                 watchdog.dismiss()
         self._watchdogs = []
+
+
+@contextlib.asynccontextmanager
+async def one_at_a_time() -> AsyncIterator[None]:
+    """Wait until no other engine of this process starts, in whichever event loop."""
+    while not STARTING.acquire(blocking=False):  # a thread that waits could not be cancelled
+        await asyncio.sleep(0.05)
+    try:
+        yield
+    finally:
+        STARTING.release()
 
 
 def tell_steps(config: VllmConfig) -> None:

@@ -1,0 +1,128 @@
+"""Two embedded engines that start at once in one process: one after the other, each with its own processes."""
+
+import asyncio
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conserve.engine.vllm.launching import fork_server, launch
+from conserve.engine.vllm.launching.launch import Launch
+
+CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size_local=1))
+
+
+class Core:
+    """A process of an engine that starts."""
+
+    name, pid, exitcode = "EngineCore_0", None, None
+
+    def __init__(self) -> None:
+        self.killed = asyncio.Event()
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+class Builder:
+    """Stands for vLLM: an engine takes until the test says, or until its process is killed."""
+
+    def __init__(self) -> None:
+        self.cores: list[Core] = []
+        self.may_end = asyncio.Event()
+        self.redirections = 0
+
+    async def build(self, *given: object) -> Core:
+        assert self.redirections == 1, "its process inherits the redirection of this start alone"
+        core = Core()
+        self.cores.append(core)
+        ends = [asyncio.create_task(event.wait()) for event in (self.may_end, core.killed)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if core.killed.is_set():
+            raise RuntimeError("its process was killed")
+        return core
+
+    def alive(self) -> list[Core]:
+        return [core for core in self.cores if not core.killed.is_set()]
+
+    @contextlib.contextmanager
+    def output_to(self, descriptor: int) -> Iterator[None]:
+        self.redirections += 1
+        yield
+        self.redirections -= 1
+
+
+async def here(work: Callable[[], Any]) -> Any:
+    """Stands for `on_thread`."""
+    found = work()
+    return await found if asyncio.iscoroutine(found) else found
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> Builder:
+    builder = Builder()
+    for name in ("tell_steps", "load_chat_template"):
+        monkeypatch.setattr(launch, name, lambda config: None)
+    monkeypatch.setattr(fork_server, "prepare", lambda config: None)
+    monkeypatch.setattr(launch, "gc", SimpleNamespace(freeze=lambda: None))
+    monkeypatch.setattr(launch, "on_thread", here)
+    monkeypatch.setattr(launch, "_build", builder.build)
+    monkeypatch.setattr(launch, "output_to", builder.output_to)
+    monkeypatch.setattr(multiprocessing, "active_children", builder.alive)
+    return builder
+
+
+def new_launch() -> Launch:
+    arguments: Any = SimpleNamespace(create_engine_config=lambda: CONFIG)
+    return Launch(arguments, log_descriptor=2)
+
+
+async def both_begun(builder: Builder) -> list[asyncio.Task[Any]]:
+    """Two starts, of which the second has had every chance to go on."""
+    starts = [asyncio.create_task(one.run()) for one in (new_launch(), new_launch())]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(builder.cores) == 1
+    return starts
+
+
+def test_the_second_start_waits_for_the_first(builder: Builder) -> None:
+    async def go() -> None:
+        starts = await both_begun(builder)
+        builder.may_end.set()
+        assert await asyncio.gather(*starts) == builder.cores
+        assert len(builder.cores) == 2
+
+    asyncio.run(go())
+
+
+def test_a_start_that_waits_is_cancelled_without_harm_to_the_first(builder: Builder) -> None:
+    async def go() -> None:
+        first, second = await both_begun(builder)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        assert builder.alive() == builder.cores
+        builder.may_end.set()
+        assert await first is builder.cores[0]
+
+    asyncio.run(go())
+
+
+def test_a_start_that_is_cancelled_ends_its_own_process_and_lets_the_next_begin(builder: Builder) -> None:
+    async def go() -> None:
+        first, second = await both_begun(builder)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert builder.cores[0].killed.is_set()
+        builder.may_end.set()
+        assert await second is builder.cores[1]
+        assert builder.alive() == [builder.cores[1]]
+
+    asyncio.run(go())
