@@ -7,6 +7,7 @@ late and leaves nothing.
 
 import fcntl
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,11 +56,14 @@ def find(store: Store, batch_id: str, *, now: float) -> tuple[Batch, File | None
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Hold an upload, so that two processes do not do the same work; the second waits."""
-    with path.open("rb") as file:
+    """Hold an upload or a folder, so that two processes do not do the same work; the second waits."""
+    held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
         with suppress(OSError):  # a file system without locks: then the transaction alone decides
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(held, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(held)
 
 
 def queue(store: Store, found: Batch, upload: File, limits: Limits, *, now: float) -> None:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
+from conserve.jobs.batches.admission import alone
 from conserve.jobs.task import Task
 from conserve.store.books import batches, uploads
 from conserve.store.books.batches import Batch
@@ -46,9 +47,8 @@ class Written:
 
 def deliver(store: Store, batch_id: str, *, now: float) -> None:
     """Write the files of a batch whose job has ended, unless they are there."""
-    with store.read() as tx:
-        found = batches.anywhere(tx, batch_id)
-    if found is None or found.job is None or not found.unfinished:
+    found = to_deliver(store, batch_id)
+    if found is None or found.job is None:
         return
     if found.job.state is not JobState.COMPLETED:
         with store.write() as tx:
@@ -63,12 +63,26 @@ def deliver(store: Store, batch_id: str, *, now: float) -> None:
     ):
         into = folder / uploads.DELIVERIES
         home.make_folder(into)
-        written = write(store, found, into, now=now)
-        earlier = [path for path in into.iterdir() if path not in {one.path for one in written.values()}]
-        if not register(store, found, written, now=now):
-            earlier = [one.path for one in written.values()]
-        for path in earlier:
-            path.unlink(missing_ok=True)
+        with alone(into):
+            if (found := to_deliver(store, batch_id)) is not None:
+                put_in_place(store, found, into, now=now)
+
+
+def to_deliver(store: Store, batch_id: str) -> Batch | None:
+    """The batch, if its files are still to be written."""
+    with store.read() as tx:
+        found = batches.anywhere(tx, batch_id)
+    return found if found is not None and found.unfinished else None
+
+
+def put_in_place(store: Store, found: Batch, into: Path, *, now: float) -> None:
+    """Write the files and name them in the database, then delete those of an earlier delivery."""
+    written = write(store, found, into, now=now)
+    earlier = [path for path in into.iterdir() if path not in {one.path for one in written.values()}]
+    if not register(store, found, written, now=now):
+        earlier = [one.path for one in written.values()]
+    for path in earlier:
+        path.unlink(missing_ok=True)
 
 
 def write(store: Store, found: Batch, into: Path, *, now: float) -> dict[str, Written]:
@@ -141,7 +155,7 @@ class Lines:
 
 
 def register(store: Store, found: Batch, written: dict[str, Written], *, now: float) -> bool:
-    """Name the files in the database, in place of an earlier delivery's; False if the job has changed meanwhile."""
+    """Name the files in the database, in place of an earlier delivery's; False if another was quicker or the job has changed."""
     assert found.job is not None
     job_id = found.job.id
     expires_at = None if found.output_expires_s is None else now + found.output_expires_s

@@ -234,11 +234,15 @@ def deliverable(tx: Connection, *, asked: Sequence[str], now: float) -> list[str
     A job that was cancelled or expired has rows in flight until the leases on them have ended.
     """
     ended = job.c.state.in_([state.value for state in DELIVERED])
-    stale = or_(batch.c.delivered_of.is_(None), batch.c.delivered_of != job.c.finished_at)
     busy = exists().where(lease.c.job_id == job.c.id, lease.c.expires_at > now)
     wanted = or_(batch.c.file_id.is_not(None), batch.c.id.in_(asked))
-    found = select(batch.c.id).join(job, job.c.id == batch.c.job_id).where(ended, stale, ~busy, wanted)
+    found = select(batch.c.id).join(job, job.c.id == batch.c.job_id).where(ended, is_stale(), ~busy, wanted)
     return list(tx.scalars(found.order_by(batch.c.seq)))
+
+
+def is_stale() -> ColumnElement[bool]:
+    """Condition that a batch's files are not of the results that its job has now."""
+    return or_(batch.c.delivered_of.is_(None), batch.c.delivered_of != job.c.finished_at)
 
 
 def anywhere(tx: Connection, batch_id: str) -> Batch | None:
@@ -248,10 +252,11 @@ def anywhere(tx: Connection, batch_id: str) -> Batch | None:
 
 
 def deliver(tx: Connection, found: Batch, *, output: str | None, errors: str | None, now: float) -> bool:
-    """Record the files of a batch; False if its job has changed since its results were read."""
+    """Record the files of a batch; False if its job has changed since its results were read, or they are there."""
     assert found.job is not None
     catalog.lock_job(tx, found.job.id)
-    same = tx.scalar(select(job.c.finished_at).where(job.c.id == found.job.id)) == found.job.finished_at
+    of_job = select(job.c.finished_at).join(batch, batch.c.job_id == job.c.id)
+    same = tx.scalar(of_job.where(batch.c.id == found.id, is_stale())) == found.job.finished_at
     values = {"output_file_id": output, "error_file_id": errors, "delivered_at": now}
     if same:
         of_now = update(batch).where(batch.c.id == found.id)
