@@ -58,3 +58,19 @@ def test_a_delivery_that_waited_for_another_writes_nothing(
     found = only_batch(store)
     assert found.delivered_at == 1.0
     assert delivered(store, found) == [found.output_file_id]
+
+
+def test_answers_that_cannot_be_read_just_now_are_delivered_whole_later(store: Store, ended: Batch) -> None:
+    assert ended.job is not None
+    folder = home.job_folder(store.home, ended.job.id)
+    (shard,) = (folder / home.RESULTS).glob("*.parquet")
+    shard.rename(folder / "away")
+    with pytest.raises(StoreError, match="are not written"):
+        deliver(store, ended.id, now=1.0)
+    assert only_batch(store).state is BatchState.FINALIZING
+    assert delivered(store, ended) == []
+    (folder / "away").rename(shard)
+    deliver(store, ended.id, now=2.0)
+    found = only_batch(store)
+    assert found.state is BatchState.COMPLETED
+    assert delivered(store, found) == [found.output_file_id]

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
+from conserve.errors import StoreError
 from conserve.jobs.batches.admission import alone
 from conserve.jobs.task import Task
 from conserve.store.books import batches, uploads
@@ -101,9 +102,13 @@ def write(store: Store, found: Batch, into: Path, *, now: float) -> dict[str, Wr
 
 
 def result_rows(opened: Views, store: Store, job_id: str) -> Iterator[dict[str, Any]]:
-    """Yield the results of a job in input order; damaged ones are left out, with a warning."""
+    """Yield the results of a job in input order; raises `StoreError` unless all can be read.
+
+    A file of answers that lacks some would pass for whole, and be kept.
+    """
     for gap in opened.left_out:
-        log.warning("%s", gap.sentence)
+        if gap.view == "results":
+            raise StoreError(f"batch files of job {job_id} are not written: {gap.sentence}")
     yield from export.documents_parsed(rows_of(export.with_urls(opened.duck, store.home, job_id)))
 
 
