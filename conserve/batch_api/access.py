@@ -89,9 +89,9 @@ class Access:
             return caller_with_key(headers, known) if known else caller_of_this_machine(headers)
         if path == WHO:
             return uses(headers, known)
-        if headers.get(SAID_OF) == "keyed" or not known:
+        if headers.get(SAID_OF) == "keyed":
             return Caller()
-        return caller_with_key(headers, known)
+        return caller_with_key(headers, known) if known else caller_of_this_machine(headers)
 
 
 def uses(headers: Headers, known: Sequence[Key]) -> Response:

@@ -18,7 +18,7 @@ from conserve.cli import exits, output
 from conserve.cli.context import Context, bearer
 from conserve.cli.listening import require_free, url_of
 from conserve.cli.options import Utility
-from conserve.cli.serve_batches import batch_api, told_of, with_store_keys
+from conserve.cli.serve_batches import VLLMS_KEY, batch_api, open_batches, told_of, with_store_keys
 from conserve.cli.serve_flags import (
     checkpointing,
     drain_s,
@@ -29,7 +29,7 @@ from conserve.cli.serve_flags import (
     require_policy,
     share,
 )
-from conserve.cli.serve_notices import open_to_all, warnings
+from conserve.cli.serve_notices import batches_left_out, open_to_all, warnings
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
@@ -48,7 +48,6 @@ conserve serve smollm2-demo --ttft-slo 1500ms --tbt-slo 150ms
 conserve serve Qwen/Qwen2.5-7B-Instruct --ttft-slo 1s --tbt-slo 100ms --max-model-len 8192
 conserve submit nightly.parquet --prompt "{{ q }}"
 """
-VLLMS_KEY = "VLLM_API_KEY"
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # as in the engine's plug-in, which is not imported here
 SPILL_S = 60.0  # limit for writing the KV of rows in flight
 
@@ -177,7 +176,7 @@ def serve(
 
     context: Context = ctx.obj
     settings = context.settings(model=words[0], api_key=api_key, utility=utility)
-    settings = keyed(with_store_keys(settings, host) if batches and not print_flags else settings)
+    settings = keyed(settings if print_flags else with_store_keys(settings, batches=batches))
     front = front_of(max_body, max_file, max_connections, open_metrics=open_metrics)
     section = {
         "policy": policy,
@@ -206,6 +205,9 @@ def serve(
     require_free(host, port)
     for notice in open_to_all(host, settings):
         output.say(notice)
+    if batches and open_batches(host, settings):
+        output.say(batches_left_out(host))
+        batches = False
     server, lock = server_command(settings, section, flags, port, front), None
     if kv_spill is not None:
         lock = claim(kv_spill)

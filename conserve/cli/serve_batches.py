@@ -1,9 +1,10 @@
 """Files and batches at the address of `conserve serve`: the process beside the server, and the store's keys."""
 
+import os
 import secrets
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,32 +16,39 @@ from conserve.errors import SettingsError, StoreError
 if TYPE_CHECKING:
     from conserve.engine.service import ProcessCommand
 
+VLLMS_KEY = "VLLM_API_KEY"
 SOCKET = "CONSERVE_BATCH_API"  # as in the engine's plug-in, which is not imported here
 
 
-def with_store_keys(settings: Settings, host: str) -> Settings:
-    """Settings of a server that asks for a key if the store has keys; its own is then made for this start."""
-    if settings.api_key is None and has_keys(settings, host):
-        return replace(settings, api_key=secrets.token_urlsafe(32))
-    return settings
+def with_store_keys(settings: Settings, *, batches: bool = True) -> Settings:
+    """Settings of a server that asks for a key if the store has keys; its own is then made for this start.
+
+    The process of the `batches` knows the store's keys. A server without it would answer callers that have none.
+    """
+    if settings.api_key or os.environ.get(VLLMS_KEY) or not has_keys(settings):
+        return settings
+    if not batches:
+        raise SettingsError("the store has keys; leave out --no-batches, or set CONSERVE_API_KEY")
+    return replace(settings, api_key=secrets.token_urlsafe(32))
 
 
-def has_keys(settings: Settings, host: str) -> bool:
-    """True if the store has or had a key; raises if it cannot be asked and other machines reach the server."""
+def has_keys(settings: Settings) -> bool:
+    """True if the store has or had a key; raises if the store cannot be asked."""
     from conserve.store.books import keys
     from conserve.store.database.store import Store
 
     try:
         store = Store.open_to_read(settings)
-    except StoreError as error:
-        if is_loopback(host):
-            return False
-        raise SettingsError(f"whether requests need a key cannot be read: {error}") from error
-    try:
-        with store.read() as tx:
+        with closing(store), store.read() as tx:
             return bool(keys.everything(tx))
-    finally:
-        store.close()
+    except StoreError as error:
+        said = f"whether requests need a key cannot be read; set CONSERVE_API_KEY, or mend the store: {error}"
+        raise SettingsError(said) from error
+
+
+def open_batches(host: str, settings: Settings) -> bool:
+    """True if callers without a key would reach the store's batches from other machines."""
+    return not (settings.api_key or is_loopback(host))
 
 
 @contextmanager

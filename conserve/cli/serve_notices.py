@@ -21,6 +21,11 @@ def open_to_all(host: str, settings: Settings) -> list[str]:
     ]
 
 
+def batches_left_out(host: str) -> str:
+    """Sentence of a server whose files and batches any machine would reach."""
+    return f"no files and batches: {host} is for other machines, which need keys; run: conserve keys add NAME"
+
+
 def is_loopback(host: str) -> bool:
     """True if only this machine reaches the address."""
     try:

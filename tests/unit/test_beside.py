@@ -133,6 +133,19 @@ def test_a_server_without_a_key_of_its_own_asks_for_the_stores(store: Store, pat
         assert client(url, key).files.list().data == []
 
 
+def test_without_keys_pages_of_other_sites_reach_nothing(store: Store, path: Path) -> None:
+    with both(store, path, None) as url:
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+            answer = httpx.get(f"{url}/files", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "keys_required")
+        assert httpx.get(f"{url}/files", headers={"Origin": "http://localhost:3000"}).status_code == 200
+
+
+def test_with_a_key_of_its_own_a_server_has_any_name(url: str) -> None:
+    headers = {"Authorization": f"Bearer {OWN}", "Host": "gpu-7.example"}
+    assert httpx.get(f"{url}/files", headers=headers).status_code == 200
+
+
 def test_an_upload_has_a_limit_of_its_own(url: str) -> None:
     api = client(url, OWN)
     assert api.files.create(file=("a.jsonl", b"a" * 50_000), purpose="batch").bytes == 50_000

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from conserve.cli.serve_batches import SOCKET, batch_api, told_of, with_store_keys
+from conserve.cli.serve import keyed
+from conserve.cli.serve_batches import SOCKET, batch_api, open_batches, told_of, with_store_keys
+from conserve.cli.serve_notices import batches_left_out
 from conserve.config import Settings, load
 from conserve.engine.service import ProcessCommand
 from conserve.engine.vllm.server import beside
@@ -29,21 +31,38 @@ def test_the_plug_in_is_told_of_the_socket(settings: Settings) -> None:
 
 
 def test_a_server_over_a_store_with_keys_asks_for_one(store: Store, settings: Settings) -> None:
-    assert with_store_keys(settings, "127.0.0.1").api_key is None
+    assert with_store_keys(settings).api_key is None
+    assert with_store_keys(settings, batches=False).api_key is None
     assert conserve("keys", "add", "ann").returncode == 0
-    made = with_store_keys(settings, "127.0.0.1").api_key
+    made = with_store_keys(settings).api_key
     assert made is not None
-    assert made != with_store_keys(settings, "127.0.0.1").api_key
+    assert made != with_store_keys(settings).api_key
+    with pytest.raises(SettingsError, match="leave out --no-batches, or set CONSERVE_API_KEY"):
+        with_store_keys(settings, batches=False)
     own = replace(settings, api_key="sesame")
-    assert with_store_keys(own, "127.0.0.1") == own
+    assert with_store_keys(own, batches=False) == own
     assert conserve("keys", "revoke", "ann").returncode == 0
-    assert with_store_keys(settings, "127.0.0.1").api_key is not None, "it is not open again"
+    assert with_store_keys(settings).api_key is not None, "it is not open again"
 
 
-def test_a_store_out_of_reach_opens_a_server_to_this_machine_alone(tmp_path: Path) -> None:
+def test_vllms_own_variable_stays_the_key_over_a_store_with_keys(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert conserve("keys", "add", "ann").returncode == 0
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    assert keyed(with_store_keys(settings)).api_key == "sesame"
+
+
+def test_batches_without_keys_are_for_this_machine_alone(settings: Settings) -> None:
+    assert open_batches("0.0.0.0", settings)
+    assert not open_batches("127.0.0.1", settings)
+    assert not open_batches("0.0.0.0", replace(settings, api_key="sesame"))
+    assert batches_left_out("0.0.0.0").endswith("run: conserve keys add NAME")
+
+
+def test_a_store_out_of_reach_opens_no_server(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "conserve.db").write_bytes(b"no database" * 100)
     settings = load({"home": tmp_path / "home"})
-    assert with_store_keys(settings, "127.0.0.1") == settings
     with pytest.raises(SettingsError, match="whether requests need a key cannot be read"):
-        with_store_keys(settings, "0.0.0.0")
+        with_store_keys(settings)

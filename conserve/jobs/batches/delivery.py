@@ -160,7 +160,7 @@ class Lines:
 
 
 def register(store: Store, found: Batch, written: dict[str, Written], *, now: float) -> bool:
-    """Name the files in the database, in place of an earlier delivery's; False if another was quicker or the job has changed."""
+    """Name the files in the database, in place of an earlier delivery's; False if they are not wanted any more."""
     assert found.job is not None
     job_id = found.job.id
     expires_at = None if found.output_expires_s is None else now + found.output_expires_s

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 SOCKET = "CONSERVE_BATCH_API"
 SAID_OF = "x-conserve-caller"  # header: "keyed" if the caller sent this server's own key, else "open"
 TAKEN = frozenset(
-    {"accept", "authorization", "content-length", "content-type", "idempotency-key", "range", "if-range"}
-)
+    {
+        "accept", "authorization", "content-length", "content-type", "host", "idempotency-key", "if-range",
+        "origin", "range",
+    }
+)  # fmt: skip
 GIVEN = frozenset(
     {
         "accept-ranges", "content-disposition", "content-length", "content-range", "content-type", "etag",
