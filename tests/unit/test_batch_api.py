@@ -8,15 +8,17 @@ import httpx
 import openai
 import pytest
 from openai.types import Batch
+from sqlalchemy import text
 
 from conserve.batch_api import workers
 from conserve.batch_api.workers import Admissions
 from conserve.config import load
-from conserve.errors import StoreError
+from conserve.errors import JobRefused, StoreError
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, catalog, uploads
 from conserve.store.books.batches import BatchState, NewBatch
 from conserve.store.books.readings import read_jobs
+from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, reaches
 from tests.commands import conserve
@@ -138,6 +140,20 @@ def test_a_completed_batch_cannot_be_cancelled(store: Store, api: openai.OpenAI)
     reaches(api, batch.id, "completed")
     with pytest.raises(openai.BadRequestError, match="Cannot cancel a batch with status 'completed'"):
         api.batches.cancel(batch.id)
+
+
+@pytest.mark.parametrize("state", [JobState.EXPIRED, JobState.FAILED, JobState.COMPLETED])
+def test_a_batch_that_has_ended_stays_as_it_is(store: Store, state: JobState) -> None:
+    job_id = add_job(store)
+    with store.write() as tx:
+        batches.of_submitted(tx, job_id, now=0.0)
+        tx.execute(text("update job set state = :state, finished_at = 1.0"), {"state": state.value})
+        (batch,) = batches.page(tx, "default", before=None, limit=1)
+    with pytest.raises(JobRefused, match="has ended"), store.write() as tx:
+        batches.cancel(tx, batch, now=2.0)
+    with store.read() as tx:
+        (same,) = batches.page(tx, "default", before=None, limit=1)
+    assert same == batch
 
 
 def test_a_submitted_job_shows_as_a_batch(store: Store, api: openai.OpenAI, tmp_path: Path) -> None:

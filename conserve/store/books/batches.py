@@ -213,14 +213,25 @@ def to_batch(row: Any, its_job: Job | None) -> Batch:
 
 def cancel(tx: Connection, found: Batch, *, now: float) -> None:
     """Cancel a batch, and its job; raises `JobRefused` for one that has ended otherwise."""
+    if found.job_id is not None:
+        catalog.lock_job(tx, found.job_id)  # before the batch, as `deliver` does
     tx.execute(select(batch.c.seq).where(batch.c.id == found.id).with_for_update())
     job_id = tx.scalar(select(batch.c.job_id).where(batch.c.id == found.id))
     if job_id is not None:
-        catalog.move(tx, job_id, "cancel", now=now)
+        cancel_job(tx, found.id, job_id, now=now)
     elif found.refused_at is not None:
         raise JobRefused(f"the batch {found.id} has failed, so there is nothing to cancel")
     waits = batch.c.id == found.id, batch.c.cancelling_at.is_(None)
     tx.execute(update(batch).where(*waits).values(cancelling_at=now))
+
+
+def cancel_job(tx: Connection, batch_id: str, job_id: str, *, now: float) -> None:
+    """Cancel a batch's job; a client cannot take back an end of which it was told."""
+    catalog.lock_job(tx, job_id)
+    state = catalog.get(tx, job_id).state
+    if state.final and state is not JobState.CANCELLED:
+        raise JobRefused(f"the batch {batch_id} has ended, so there is nothing to cancel")
+    catalog.move(tx, job_id, "cancel", now=now)
 
 
 def validating(tx: Connection) -> list[str]:
