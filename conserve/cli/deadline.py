@@ -11,7 +11,7 @@ from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.control import Jobs
 from conserve.cli.rm import SECONDS
-from conserve.errors import UsageError
+from conserve.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from conserve.store.books.catalog import Job
@@ -28,6 +28,7 @@ By = Annotated[
 Within = Annotated[
     str | None, typer.Option("--within", metavar="AGE", help="Expire after so long: 90m, 8h, 2d.")
 ]
+LONGEST_S = 365 * 86_400.0  # as for a batch's completion window
 LENGTH = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 
 
@@ -75,7 +76,10 @@ def length_s(text: str) -> float:
     found = LENGTH.fullmatch(text.strip())
     if found is None or not float(found[1]):
         raise UsageError(f"--within {text!r} is no length; write a number with s, m, h, d or w, as 8h")
-    return float(found[1]) * SECONDS[found[2]]
+    length = float(found[1]) * SECONDS[found[2]]
+    if length > LONGEST_S:
+        raise UsageError(f"--within {one_line(text, most=40)} is too long; a deadline is at most 365d away")
+    return length
 
 
 def clock_time(text: str, *, now: float) -> float:
@@ -88,9 +92,11 @@ def clock_time(text: str, *, now: float) -> float:
             found += timedelta(days=found <= today)
         else:
             found = datetime.fromisoformat(text.strip())
-    except ValueError as error:
+        moment = found.timestamp()
+    except (ValueError, OverflowError, OSError) as error:
         raise UsageError(f"--by {text!r} is no time; write 06:00, or 2026-11-24 06:00") from error
-    moment = found.timestamp()
     if moment <= now:
         raise UsageError(f"--by {text} has passed; name a moment to come")
+    if moment > now + LONGEST_S:
+        raise UsageError(f"--by {text} is too far away; a deadline is at most 365 days away")
     return moment

@@ -12,6 +12,7 @@ from conserve.api.words import duration as duration
 from conserve.errors import ConserveError
 
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
+LAST_S = 253_402_214_400.0  # of what a calendar holds, in any time zone
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 STATE_COLOURS = {
     "running": "cyan",
@@ -108,9 +109,14 @@ def moment(seconds: float | None) -> str:
     """Local time of a moment in s since 1970; a dash for None."""
     if seconds is None:
         return "-"
-    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return utc(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def iso(seconds: float | None) -> str | None:
     """Moment in s since 1970 as ISO 8601 in UTC, for JSON."""
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
+    return None if seconds is None else utc(seconds).isoformat()
+
+
+def utc(seconds: float) -> datetime:
+    """A moment in s since 1970; the last that a calendar holds for one beyond it."""
+    return datetime.fromtimestamp(min(seconds, LAST_S), UTC)

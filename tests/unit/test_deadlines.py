@@ -8,6 +8,7 @@ import pytest
 
 from conserve.batch_api import workers
 from conserve.batch_api.workers import Deliveries
+from conserve.cli import output
 from conserve.cli.deadline import clock_time, length_s
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
@@ -167,13 +168,23 @@ def test_the_command_line(store: Store, tmp_path: Path) -> None:
         ["--within", "soon"],
         ["--by", "25:00"],
         ["--by", "2001-01-01"],
+        ["--by", "0001-01-01"],
+        ["--by", "9999-12-31"],
+        ["--within", "366d"],
+        ["--within", "9" * 400 + "d"],
         ["--by", "6:00", "--within", "1h"],
     ):
         wrong = conserve(*words, *flags)
         assert (wrong.returncode, wrong.stdout) == (2, "")
+        assert "Traceback" not in wrong.stderr
     with store.read() as tx:
         assert len(catalog.ids(tx)) == 1
         assert len(batches.page(tx, "default", before=None, limit=9)) == 1
+
+
+def test_a_deadline_beyond_any_calendar_can_be_shown() -> None:
+    assert output.moment(1e300) == output.moment(1e12)
+    assert output.iso(1e300) == output.iso(1e12)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90m", 5400.0), ("1.5h", 5400.0), ("2d", 172_800.0)])

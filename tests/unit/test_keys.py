@@ -126,6 +126,14 @@ def test_a_new_key_is_known_at_once(store: Store) -> None:
     assert [found.name for found in ring.for_caller(key)] == ["ann"]
 
 
+@pytest.mark.parametrize("flag", ["--limit-rows", "--limit-tokens"])
+def test_a_limit_beyond_what_the_database_holds_is_refused(store: Store, flag: str) -> None:
+    refused = conserve("keys", "add", "ann", flag, str(2**63))
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"{flag} is at most" in refused.stderr
+    assert conserve("keys", "add", "ann", flag, str(2**63 - 1)).returncode == 0
+
+
 def test_unfinished_rows_are_limited(store: Store, url: str) -> None:
     api = client(url, make(store, "ann", limit_rows=3))
     first = create(api, ["one", "two"])

@@ -15,6 +15,7 @@ from conserve.store.database import schema
 api_key = schema.api_key
 
 PREFIX = "csk-"
+MOST = 2**63 - 1  # that the database holds
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -49,6 +50,9 @@ def add(
     for what, text in (("name", name), ("project", project)):
         if NAME.fullmatch(text) is None:
             raise UsageError(f"a {what} is letters, digits, - _ and ., at most 64, not {text!r}")
+    for flag, limit in (("--limit-rows", limit_rows), ("--limit-tokens", limit_tokens)):
+        if limit is not None and limit > MOST:
+            raise UsageError(f"{flag} is at most {MOST:,}; leave it out for no limit")
     if tx.scalar(select(api_key.c.seq).where(api_key.c.name == name)) is not None:
         raise UsageError(f"there is or was a key {name!r}; choose another name, or run: conserve keys list")
     made = PREFIX + secrets.token_urlsafe(32)
