@@ -1,5 +1,6 @@
 """Files and batches behind a live server's own address: the guard in front, the Batch API at a socket."""
 
+import asyncio
 import socket
 import threading
 from argparse import Namespace
@@ -144,6 +145,63 @@ def test_without_keys_pages_of_other_sites_reach_nothing(store: Store, path: Pat
 def test_with_a_key_of_its_own_a_server_has_any_name(url: str) -> None:
     headers = {"Authorization": f"Bearer {OWN}", "Host": "gpu-7.example"}
     assert httpx.get(f"{url}/files", headers=headers).status_code == 200
+
+
+class Answers(httpx.AsyncBaseTransport):
+    """The Batch API's answers on keys; None for a process that is gone."""
+
+    def __init__(self) -> None:
+        self.status: int | None = 200
+        self.asked = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked += 1
+        if self.status is None:
+            raise httpx.ConnectError("gone")
+        return httpx.Response(self.status, json={"live": True, "batch": False})
+
+
+def test_a_known_key_is_good_while_the_batch_api_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, answers = 0.0, Answers()
+    monkeypatch.setattr(beside.Beside, "_transport", lambda _: answers)
+    process = beside.Beside("s", lambda: now_s)
+
+    async def walk() -> None:
+        nonlocal now_s
+        assert (await process.key(b"a")) == beside.StoreKey(live=True, batch=False)
+        for answers.status in (None, 503, 500):
+            now_s += beside.KEPT_S
+            for _ in range(2):
+                assert await process.key(b"a") == beside.StoreKey(live=True, batch=False)
+            with pytest.raises(beside.Unanswered):
+                await process.key(b"unknown")
+        assert answers.asked == 1 + 2 * 3, "one question in `KEPT_S`"
+        now_s = beside.STALE_S
+        with pytest.raises(beside.Unanswered):
+            await process.key(b"a")
+        answers.status = 401
+        assert await process.key(b"a") is None
+        await process.close()
+
+    asyncio.run(walk())
+
+
+def test_a_key_that_cannot_be_told_is_no_wrong_key(path: Path) -> None:
+    app, outer = (
+        Starlette(routes=[Route(CHAT, chat), Route("/health", chat)], lifespan=closing),
+        socket.socket(),
+    )
+    app.state.args = Namespace(api_key=[OWN, HARVESTER])
+    outer.bind(("127.0.0.1", 0))
+    beside.attach(app)  # type: ignore[arg-type]
+    app.add_middleware(Guard)
+    with served(app, outer):
+        url = f"http://127.0.0.1:{outer.getsockname()[1]}"
+        headers = {"Authorization": "Bearer csk-ann"}
+        answer = httpx.get(url + CHAT, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+        assert httpx.get(url + "/health", headers=headers).status_code == 200
+        assert httpx.get(url + CHAT, headers={"Authorization": f"Bearer {OWN}"}).status_code == 200
 
 
 def test_an_upload_has_a_limit_of_its_own(url: str) -> None:

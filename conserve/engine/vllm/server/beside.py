@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,10 @@ GIVEN = frozenset(
         "last-modified", "www-authenticate", "x-should-retry",
     }
 )  # fmt: skip
-KEPT_S = 1.0  # for which the answer on a key holds
+KEPT_S = 0.5  # for which the answer on a key holds
+STALE_S = 60.0  # for which it holds while the process does not answer
 MOST_KEPT = 1024
+ASKING_S = 5.0  # live requests wait for the answer on their key
 TIMEOUT = httpx.Timeout(60.0, read=600.0)  # uploads are flushed to disk before they are answered
 
 
@@ -51,44 +53,70 @@ class StoreKey:
     batch: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """The process's last answer on a key."""
+
+    key: StoreKey | None
+    at: float
+    asked_at: float  # later than `at` if the process did not answer then
+
+
+class Unanswered(Exception):
+    """The process does not say what a key may do."""
+
+
 class Beside:
     """The Batch API's process."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
-        self._client: httpx.AsyncClient | None = None
-        self._keys: dict[bytes, tuple[float, StoreKey | None]] = {}
+        self._clients: dict[str, httpx.AsyncClient] = {}
+        self._keys: dict[bytes, Told] = {}
 
     @property
     def client(self) -> httpx.AsyncClient:
+        """Client for files and batches."""
+        return self._client_for("batches", TIMEOUT)
+
+    @property
+    def asking(self) -> httpx.AsyncClient:
+        """Client for questions about keys, which do not wait behind uploads."""
+        return self._client_for("keys", httpx.Timeout(ASKING_S))
+
+    def _client_for(self, use: str, timeout: httpx.Timeout) -> httpx.AsyncClient:
         """Client at the socket, made in the loop that uses it."""
-        if self._client is None:
-            through = httpx.AsyncHTTPTransport(uds=self._path)
-            self._client = httpx.AsyncClient(
-                transport=through, base_url="http://localhost", timeout=TIMEOUT, trust_env=False
+        if use not in self._clients:
+            through = self._transport()
+            self._clients[use] = httpx.AsyncClient(
+                transport=through, base_url="http://localhost", timeout=timeout, trust_env=False
             )
-        return self._client
+        return self._clients[use]
+
+    def _transport(self) -> httpx.AsyncBaseTransport:
+        return httpx.AsyncHTTPTransport(uds=self._path)
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._client is not None:
-            await self._client.aclose()
+        for client in self._clients.values():
+            await client.aclose()
 
     async def key(self, authorization: bytes) -> StoreKey | None:
-        """Uses of a key; None for a key that the store has not, or while it cannot be asked."""
-        known = self._keys.get(authorization)
-        if known is not None and self._clock() < known[0] + KEPT_S:
-            return known[1]
+        """Uses of a key; None for a key that the store has not; raises `Unanswered` if that cannot be told."""
+        told, now = self._keys.get(authorization), self._clock()
+        if told is not None and now < told.asked_at + KEPT_S:
+            return told.key
         try:
-            answer = await self.client.get("/caller", headers={b"authorization": authorization})
-            document = answer.json() if answer.is_success else None
-        except (httpx.HTTPError, ValueError):
-            return None
-        found = StoreKey(live=document["live"], batch=document["batch"]) if document else None
+            answer = await self.asking.get("/caller", headers={b"authorization": authorization})
+            told = Told(key=uses(answer), at=now, asked_at=now)
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            if told is None or now >= told.at + STALE_S:
+                raise Unanswered from error
+            told = replace(told, asked_at=now)
         if len(self._keys) >= MOST_KEPT:
             self._keys.clear()
-        self._keys[authorization] = self._clock(), found
-        return found
+        self._keys[authorization] = told
+        return told.key
 
     async def forward(self, request: Request) -> Response:
         """Pass a request on, its body and its answer as they come."""
@@ -108,6 +136,16 @@ class Beside:
         return StreamingResponse(
             answer.aiter_raw(), answer.status_code, given, background=BackgroundTask(answer.aclose)
         )
+
+
+def uses(answer: httpx.Response) -> StoreKey | None:
+    """Uses of a key that an answer tells, None if the store has it not; raises `ValueError` for other answers."""
+    if answer.status_code == HTTPStatus.UNAUTHORIZED:
+        return None
+    if answer.status_code != HTTPStatus.OK:
+        raise ValueError(f"status {answer.status_code}")
+    document = answer.json()
+    return StoreKey(live=document["live"], batch=document["batch"])
 
 
 def unavailable() -> Response:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match
 
 from conserve.engine.runtime.front import Front
-from conserve.engine.vllm.server.beside import BESIDE, Beside
+from conserve.engine.vllm.server.beside import BESIDE, Beside, Unanswered
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Need, Role, is_batch, need
 
 GUARD = "conserve.engine.vllm.server.guard.Guard"  # for vLLM's --middleware
@@ -23,6 +23,10 @@ FRONT, KEYS = (
 
 UPLOADS = "/v1/files"
 FORM_BYTES = 1 << 20
+KINDS = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "server_error",
+}
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -47,7 +51,8 @@ class Guard:
         headers = dict(scope["headers"])
         sent = headers.get(b"authorization", b"")
         own = keys.role(sent)
-        role, refused = (own, None) if own or not sent else await role_of_store(scope, sent)
+        ask = own is None and sent and wanted_by(scope, front) is not Need.NOTHING
+        role, refused = await role_of_store(scope, sent) if ask else (own, None)
         if (refused := refused or refuse(scope, role, front)) is not None:
             await refused(scope, receive, send)
             return
@@ -81,10 +86,14 @@ class Guard:
 async def role_of_store(scope: Scope, sent: bytes) -> tuple[Role | None, JSONResponse | None]:
     """Role of a caller with a key that the store has, or why the key does not suffice; two Nones for other keys."""
     beside: Beside | None = getattr(scope["app"].state, BESIDE, None)
-    found = await beside.key(sent) if beside is not None else None
+    try:
+        found = await beside.key(sent) if beside is not None else None
+    except Unanswered:
+        said = "whether the store has this key cannot be told just now; try again"
+        return None, error(HTTPStatus.SERVICE_UNAVAILABLE, said)
     if found is None:
         return None, None
-    batch = is_batch(scope["path"].removeprefix(scope.get("root_path", "")))
+    batch = is_batch(path_of(scope))
     if found.batch if batch else found.live:
         return Role.CLIENT, None
     said = "files and batches" if batch else "live requests"
@@ -99,19 +108,13 @@ def with_own_key(scope: Scope, keys: Keys) -> Scope:
 
 def most_bytes(scope: Scope, front: Front) -> int:
     """Limit of a request's body; uploads have their own, and some room for the form around the file."""
-    upload = (
-        scope.get("method") == "POST" and scope["path"].removeprefix(scope.get("root_path", "")) == UPLOADS
-    )
+    upload = method_of(scope) == "POST" and path_of(scope) == UPLOADS
     return front.file_bytes + FORM_BYTES if upload else front.body_bytes
 
 
 def refuse(scope: Scope, role: Role | None, front: Front) -> JSONResponse | None:
     """The answer to a request whose key does not suffice for its route; None if it does."""
-    if scope.get("method") == "OPTIONS":  # browsers' preflight requests carry no key
-        return None
-    method = scope.get("method", "GET")
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    wanted = need(method, path, open_metrics=front.open_metrics)
+    method, path, wanted = method_of(scope), path_of(scope), wanted_by(scope, front)
     if wanted is Need.NOTHING or role is Role.HARVESTER:
         return None
     if role is None:
@@ -122,6 +125,23 @@ def refuse(scope: Scope, role: Role | None, front: Front) -> JSONResponse | None
             HTTPStatus.FORBIDDEN, f"{method} {path} changes the server for all: it wants the harvester's key"
         )
     return None
+
+
+def wanted_by(scope: Scope, front: Front) -> Need:
+    """Key that a request needs."""
+    if method_of(scope) == "OPTIONS":  # browsers' preflight requests carry no key
+        return Need.NOTHING
+    return need(method_of(scope), path_of(scope), open_metrics=front.open_metrics)
+
+
+def method_of(scope: Scope) -> str:
+    """Method of a request; that of a websocket's handshake is GET."""
+    return str(scope.get("method", "GET"))
+
+
+def path_of(scope: Scope) -> str:
+    """Path of a request, without the prefix of a proxy."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def is_there(scope: Scope) -> bool:
@@ -174,6 +194,10 @@ def too_large(most: int) -> JSONResponse:
 
 def error(status: HTTPStatus, message: str, **headers: str) -> JSONResponse:
     """An error in the form of OpenAI's API."""
-    kind = "authentication_error" if status is HTTPStatus.UNAUTHORIZED else "invalid_request_error"
-    said = {"message": message, "type": kind, "param": None, "code": int(status)}
+    said = {
+        "message": message,
+        "type": KINDS.get(status, "invalid_request_error"),
+        "param": None,
+        "code": int(status),
+    }
     return JSONResponse({"error": said}, status, headers=headers)
