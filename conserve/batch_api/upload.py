@@ -10,7 +10,7 @@ from typing import BinaryIO, Self
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from conserve.batch_api.refusals import Refused
 from conserve.errors import one_line
@@ -19,6 +19,7 @@ from conserve.store.files import home
 FLUSH_BYTES = 1 << 20
 FIELD_BYTES = 4096
 MOST_FIELDS = 32
+ENDED_EARLY = "the body ended within the form; send it again"
 NAMELESS = "upload"
 
 
@@ -105,11 +106,13 @@ class Form:
                 if self._waiting_bytes >= FLUSH_BYTES:
                     await self._flush(upload)
             self._parser.finalize()
+        except ClientDisconnect as error:
+            raise Refused.invalid(ENDED_EARLY) from error
         except FormParserError as error:
             raise Refused.invalid(f"the body is no multipart form: {one_line(error)}") from error
         await self._flush(upload)
         if not self.whole:
-            raise Refused.invalid("the body ended within the form; send it again")
+            raise Refused.invalid(ENDED_EARLY)
 
     async def _flush(self, upload: Upload) -> None:
         data = b"".join(self._waiting)

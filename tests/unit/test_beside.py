@@ -22,6 +22,7 @@ from conserve.batch_api.app import application
 from conserve.engine.runtime.front import HARVEST_KEY, Front
 from conserve.engine.vllm.server import beside
 from conserve.engine.vllm.server.guard import FORM_BYTES, FRONT, Guard
+from conserve.store.books import uploads
 from conserve.store.database.store import Store
 from tests.batch_rig import CHAT, answered, client, compute, create, reaches
 from tests.commands import until
@@ -145,6 +146,42 @@ def test_without_keys_pages_of_other_sites_reach_nothing(store: Store, path: Pat
 def test_with_a_key_of_its_own_a_server_has_any_name(url: str) -> None:
     headers = {"Authorization": f"Bearer {OWN}", "Host": "gpu-7.example"}
     assert httpx.get(f"{url}/files", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "headers", "status"),
+    [
+        ("GET", "/files", {"Content-Length": b"3"}, 200),
+        ("GET", "/files?after=file-%ff", {}, 404),
+        ("GET", "/files?a=%3F%26%23&limit=1", {}, 200),
+        ("GET", "/files/a%3Fb%00", {}, 404),
+        ("POST", "/batches", {"Idempotency-Key": b"\xe9"}, 400),
+        ("GET", "/files", {"Accept": b"\xe9"}, 200),
+    ],
+)
+def test_whatever_clients_send_gets_an_answer(
+    url: str, method: str, target: str, headers: dict[str, bytes], status: int
+) -> None:
+    asked = [("Authorization", f"Bearer {OWN}".encode()), *headers.items()]
+    body = b"abc" if "Content-Length" in headers else None
+    assert httpx.request(method, url + target, headers=asked, content=body).status_code == status
+
+
+def test_an_upload_that_is_broken_off_is_no_fault_of_the_server(
+    store: Store, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = httpx.URL(url)
+    head = (
+        f"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {OWN}\r\nContent-Length: 1000\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+    )
+    for _ in range(2):
+        with socket.create_connection((address.host, address.port or 80)) as broken:
+            broken.sendall(head.encode())
+            until(lambda: any(uploads.folder(store).glob("*.tmp")))
+        until(lambda: not any(uploads.folder(store).glob("*.tmp")))
+    assert client(url, OWN).files.list().data == []
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 class Answers(httpx.AsyncBaseTransport):

@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from string import punctuation
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import httpx
 from starlette.background import BackgroundTask
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from conserve.engine.vllm.server.privileges import BATCHES, CALLER
+from conserve.engine.vllm.server.privileges import BATCHES, CALLER, Caller
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
-    from starlette.responses import Response
 
 SOCKET = "CONSERVE_BATCH_API"
-SAID_OF = "x-conserve-caller"  # header: "keyed" if the caller sent this server's own key, else "open"
+AUTHORIZATION = b"authorization"
+SAID_OF = b"x-conserve-caller"  # header: "keyed" if the caller sent this server's own key, else "open"
 TAKEN = frozenset(
     {
-        "accept", "authorization", "content-length", "content-type", "host", "idempotency-key", "if-range",
-        "origin", "range",
+        b"accept", AUTHORIZATION, b"content-length", b"content-type", b"host", b"idempotency-key", b"if-range",
+        b"origin", b"range",
     }
 )  # fmt: skip
 GIVEN = frozenset(
@@ -107,7 +110,7 @@ class Beside:
         if told is not None and now < told.asked_at + KEPT_S:
             return told.key
         try:
-            answer = await self.asking.get("/caller", headers={b"authorization": authorization})
+            answer = await self.asking.get("/caller", headers={AUTHORIZATION: authorization})
             told = Told(key=uses(answer), at=now, asked_at=now)
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             if told is None or now >= told.at + STALE_S:
@@ -120,22 +123,39 @@ class Beside:
 
     async def forward(self, request: Request) -> Response:
         """Pass a request on, its body and its answer as they come."""
-        headers = {name: value for name, value in request.headers.items() if name in TAKEN}
-        caller = CALLER.get()
-        headers[SAID_OF] = "keyed" if caller is not None and caller.keyed else "open"
-        if caller is not None and caller.store_key is not None:
-            headers["authorization"] = caller.store_key.decode("latin-1")
         content = request.stream() if request.method in ("POST", "PUT") else None
-        path = httpx.URL(path=request.url.path, query=request.url.query.encode())
-        asked = self.client.build_request(request.method, path, headers=headers, content=content)
+        headers = passed_on(request.headers.raw, CALLER.get(), body=content is not None)
+        asked = self.client.build_request(request.method, url(request), headers=headers, content=content)
         try:
             answer = await self.client.send(asked, stream=True)
         except httpx.HTTPError:
             return unavailable()
+        except ClientDisconnect:
+            return Response(status_code=HTTPStatus.BAD_REQUEST)  # which no client reads
         given = {name: value for name, value in answer.headers.items() if name in GIVEN}
         return StreamingResponse(
             answer.aiter_raw(), answer.status_code, given, background=BackgroundTask(answer.aclose)
         )
+
+
+def passed_on(
+    raw: Iterable[tuple[bytes, bytes]], caller: Caller | None, *, body: bool
+) -> list[tuple[bytes, bytes]]:
+    """Headers of a request for the Batch API, as the client's bytes; without a body it has no length."""
+    taken = TAKEN if body else TAKEN - {b"content-length"}
+    headers = [(name, value) for name, value in raw if name in taken]
+    if caller is not None and caller.store_key is not None:
+        headers = [(name, value) for name, value in headers if name != AUTHORIZATION]
+        headers.append((AUTHORIZATION, caller.store_key))
+    said = b"keyed" if caller is not None and caller.keyed else b"open"
+    return [*headers, (SAID_OF, said)]
+
+
+def url(request: Request) -> httpx.URL:
+    """Path and query of a request, in ASCII whatever the client sent."""
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    query = quote(request.scope["query_string"], safe=punctuation)
+    return httpx.URL(path=quote(path), query=query.encode())
 
 
 def uses(answer: httpx.Response) -> StoreKey | None:
