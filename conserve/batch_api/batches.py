@@ -42,7 +42,6 @@ def add(api: Api, request: Request, asked: CreateBatch, key: str | None) -> Batc
             raise bodies.no_input(asked.input_file_id)
         if caller.key is not None:
             require_within(tx, caller.key, file.num_lines, now=now)
-        life = asked.output_expires_after
         new = NewBatch(
             file_id=file.id,
             endpoint=asked.endpoint,
@@ -51,7 +50,7 @@ def add(api: Api, request: Request, asked: CreateBatch, key: str | None) -> Batc
             metadata=asked.metadata,
             key_name=caller.key.name if caller.key else None,
             idempotency_key=key,
-            output_expires_s=float(life.seconds) if life else None,
+            output_expires_s=output_expires_s(asked),
         )
         batch_id = batches.add(tx, caller.project, new, now=now)
         return required(batches.get(tx, caller.project, batch_id), batch_id)
@@ -85,10 +84,16 @@ def limited(kind: str, said: str) -> Refused:
 def same_batch(earlier: Batch, asked: CreateBatch) -> Batch:
     """The batch of an earlier request with the same key; raises `Refused` if that asked for something else."""
     before = earlier.file_id, earlier.endpoint, earlier.completion_window, earlier.metadata
-    if before != (asked.input_file_id, asked.endpoint, asked.completion_window, asked.metadata):
+    same = before == (asked.input_file_id, asked.endpoint, asked.completion_window, asked.metadata)
+    if not same or earlier.output_expires_s != output_expires_s(asked):
         said = "this Idempotency-Key was used for another batch"
         raise Refused.invalid(said, param="Idempotency-Key", code="idempotency_key_reused")
     return earlier
+
+
+def output_expires_s(asked: CreateBatch) -> float | None:
+    """Life of the answers' files, in s from their creation; None for as long as their job."""
+    return float(asked.output_expires_after.seconds) if asked.output_expires_after else None
 
 
 def required(batch: Batch | None, name: str) -> Batch:

@@ -31,12 +31,13 @@ async def create(request: Request) -> Response:
         upload = Upload(folder / f"{file_id}.jsonl")
     with upload:
         await form.read(request, upload)
-        new = new_file(api, form, upload, key)
-        stored = await run_in_threadpool(store, api, request, file_id, upload, new)
+        now = time.time()
+        new = new_file(api, form, upload, key, now=now)
+        stored = await run_in_threadpool(store, api, request, file_id, upload, new, now=now)
     return JSONResponse(objects.file_object(stored))
 
 
-def new_file(api: Api, form: Form, upload: Upload, key: str | None) -> NewFile:
+def new_file(api: Api, form: Form, upload: Upload, key: str | None, *, now: float) -> NewFile:
     """Record of an upload; raises `Refused` for a form without a file, or with another purpose."""
     if form.filename is None:
         raise Refused.invalid("the form has no file", param="file")
@@ -53,42 +54,54 @@ def new_file(api: Api, form: Form, upload: Upload, key: str | None) -> NewFile:
         num_lines=upload.num_lines,
         digest=upload.digest,
         path=str(upload.path.relative_to(api.store.home)),
-        expires_at=time.time() + (life.seconds if life else LIFE_S),
+        expires_at=now + (life.seconds if life else LIFE_S),
         idempotency_key=key,
     )
 
 
-def store(api: Api, request: Request, file_id: str, upload: Upload, new: NewFile) -> File:
+def store(api: Api, request: Request, file_id: str, upload: Upload, new: NewFile, *, now: float) -> File:
     """Put the file and its record in place, in this order; the earlier file if the key is known."""
-    project, now = caller_of(request).project, time.time()
-    if (earlier := same_upload(api, project, new)) is not None:
+    project = caller_of(request).project
+    if (earlier := same_upload(api, project, new, now=now)) is not None:
         return earlier
     with home.explained(api.store.home):
         upload.keep()
     try:
         with api.store.write() as tx:
             key = new.idempotency_key
-            if key is not None and uploads.of_idempotency_key(tx, project, key) is not None:
+            if key is not None:
+                uploads.free_idempotency_key(tx, project, key, now=now)
+            if key is not None and uploads.of_idempotency_key(tx, project, key, now=now) is not None:
                 raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the same upload is under way; try again")
             uploads.add(tx, project, file_id, new, now=now)
             found = uploads.get(tx, project, file_id, now=now)
-    except BaseException:
+    except Refused:
         upload.path.unlink(missing_ok=True)
-        raise
+        raise  # after any other error the record may be there: `sweep_uploads` takes a file without one
     assert found is not None
     return found
 
 
-def same_upload(api: Api, project: str, new: NewFile) -> File | None:
+def same_upload(api: Api, project: str, new: NewFile, *, now: float) -> File | None:
     """The file that an earlier upload with this key made; raises `Refused` if it had other contents."""
     if new.idempotency_key is None:
         return None
     with api.store.read() as tx:
-        earlier = uploads.of_idempotency_key(tx, project, new.idempotency_key)
-    if earlier is not None and (earlier.digest, earlier.filename) != (new.digest, new.filename):
+        earlier = uploads.of_idempotency_key(tx, project, new.idempotency_key, now=now)
+    if earlier is not None and asked_of(earlier) != (new.digest, new.filename, life_s(new.expires_at, now)):
         said = "this Idempotency-Key was used for another file"
         raise Refused.invalid(said, param="Idempotency-Key", code="idempotency_key_reused")
     return earlier
+
+
+def asked_of(file: File) -> tuple[str, str, int | None]:
+    """What a client asked for with an upload: its contents, its name and its life."""
+    return file.digest, file.filename, life_s(file.expires_at, file.created_at)
+
+
+def life_s(expires_at: float | None, created_at: float) -> int | None:
+    """Life of a file in whole seconds, as clients ask for it."""
+    return None if expires_at is None else round(expires_at - created_at)
 
 
 async def index(request: Request) -> Response:

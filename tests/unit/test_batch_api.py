@@ -241,18 +241,47 @@ def test_a_repeated_request_with_its_key_makes_nothing_twice(api: openai.OpenAI)
     with pytest.raises(openai.BadRequestError, match="used for another file"):
         api.files.create(file=("a.jsonl", b"b"), purpose="batch", extra_headers=headers)
 
-    def ask(window: str) -> Batch:
+    def ask(window: str, **more: object) -> Batch:
         return api.batches.create(
             input_file_id=files[0].id,
             endpoint=CHAT,
             completion_window=window,  # type: ignore[arg-type]
             extra_headers=headers,
+            **more,  # type: ignore[arg-type]
         )
 
     assert ask("24h").id == ask("24h").id
     with pytest.raises(openai.BadRequestError, match="used for another batch"):
         ask("7d")
+    with pytest.raises(openai.BadRequestError, match="used for another batch"):
+        ask("24h", output_expires_after={"anchor": "created_at", "seconds": 3600})
     assert len(api.batches.list().data) == 1
+    life = {"anchor": "created_at", "seconds": 3600}
+    with pytest.raises(openai.BadRequestError, match="used for another file"):
+        api.files.create(file=content, purpose="batch", extra_headers=headers, expires_after=life)  # type: ignore[arg-type]
+
+
+def test_the_key_of_an_upload_that_has_expired_is_free_again(store: Store, api: openai.OpenAI) -> None:
+    asked = {"file": ("a.jsonl", b"a"), "purpose": "batch", "extra_headers": {"Idempotency-Key": "k"}}
+    first = api.files.create(**asked)  # type: ignore[arg-type]
+    with store.write() as tx:
+        tx.execute(text("update file set expires_at = 1.0"))
+    again = api.files.create(**asked)  # type: ignore[arg-type]
+    assert again.id != first.id
+    assert api.files.create(**asked) == again  # type: ignore[arg-type]
+
+
+def test_an_upload_whose_record_may_be_there_stays_for_the_sweep(
+    store: Store, api: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise StoreError("the connection broke, perhaps behind the commit")
+
+    monkeypatch.setattr(uploads, "add", lost)
+    with pytest.raises(openai.InternalServerError):
+        api.files.create(file=("a.jsonl", b"a"), purpose="batch")
+    (left,) = uploads.folder(store).iterdir()
+    assert left.read_bytes() == b"a"
 
 
 @pytest.mark.parametrize(

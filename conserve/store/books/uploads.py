@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, delete, insert, or_, select
+from sqlalchemy import Connection, delete, insert, not_, or_, select, update
 
 from conserve.store.database import schema
 from conserve.store.database.store import Store
@@ -87,11 +87,17 @@ def get(tx: Connection, project: str, file_id: str, *, now: float) -> File | Non
     return None if row is None else File(**row._mapping)
 
 
-def of_idempotency_key(tx: Connection, project: str, key: str) -> File | None:
-    """The file that an earlier request with this key uploaded; None if there was none."""
-    found = select(file).where(file.c.project == project, file.c.idempotency_key == key)
+def of_idempotency_key(tx: Connection, project: str, key: str, *, now: float) -> File | None:
+    """The file that an earlier request with this key uploaded; None if there was none, or it has expired."""
+    found = select(file).where(file.c.project == project, file.c.idempotency_key == key, is_current(now))
     row = tx.execute(found).one_or_none()
     return None if row is None else File(**row._mapping)
+
+
+def free_idempotency_key(tx: Connection, project: str, key: str, *, now: float) -> None:
+    """Take the key from a file that has expired and is still to be removed."""
+    mine = file.c.project == project, file.c.idempotency_key == key
+    tx.execute(update(file).where(*mine, not_(is_current(now))).values(idempotency_key=None))
 
 
 def page(
