@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from conserve.errors import ConserveError, StoreError, one_line
 from conserve.jobs.batches.admission import admit, refuse
@@ -52,8 +53,11 @@ class Worker:
             try:
                 self._step(time.time())
                 pause_s = LOOK_S
-            except ConserveError as error:
-                log.warning("%s", error)
+            except Exception as error:
+                if isinstance(error, ConserveError):
+                    log.warning("%s", error)
+                else:
+                    log.exception("a step of %s failed", self._thread.name)
                 pause_s = min(2 * pause_s, LONGEST_LOOK_S)
             self._woken.wait(pause_s)
 
@@ -93,14 +97,38 @@ def expire(store: Store, now: float) -> None:
             catalog.expire(tx, now=now)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Later:
+    """When a batch that was not delivered is tried again."""
+
+    at: float
+    pause_s: float
+
+
 class Deliveries:
     """Results become files, and files that have expired go."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._asked: dict[str, None] = {}
+        self._later: dict[str, Later] = {}
         self._cleaned_at = 0.0
         self.worker = Worker("deliveries", self.step)
+
+    def _deliver(self, batch_id: str, now: float) -> None:
+        """Deliver a batch; one that fails is tried again ever more rarely, and holds up no other."""
+        try:
+            deliver(self._store, batch_id, now=time.time())
+            self._asked.pop(batch_id, None)
+            self._later.pop(batch_id, None)
+            return
+        except StoreError as error:
+            log.warning("batch %s was not delivered: %s", batch_id, error)
+        except Exception:
+            log.exception("batch %s was not delivered", batch_id)
+        before = self._later.get(batch_id)
+        pause_s = min(2 * before.pause_s, LONGEST_LOOK_S) if before else 2 * LOOK_S
+        self._later[batch_id] = Later(at=now + pause_s, pause_s=pause_s)
 
     def ask(self, batch_id: str) -> None:
         """Have a batch's files written that no client has asked for before."""
@@ -113,18 +141,10 @@ class Deliveries:
         expire(self._store, now)
         with self._store.read() as tx:
             ready = batches.deliverable(tx, asked=asked, now=now)
-        trouble: StoreError | None = None
+        self._later = {batch_id: later for batch_id, later in self._later.items() if batch_id in ready}
         for batch_id in ready:
-            try:
-                deliver(self._store, batch_id, now=time.time())
-                self._asked.pop(batch_id, None)
-            except StoreError as error:
-                trouble = error
-            except Exception:
-                log.exception("batch %s was not delivered", batch_id)
-                trouble = StoreError(f"batch {batch_id} was not delivered")  # tried again, ever more rarely
-        if trouble is not None:
-            raise trouble
+            if batch_id not in self._later or self._later[batch_id].at <= now:
+                self._deliver(batch_id, now)
         if abs(now - self._cleaned_at) >= CLEAN_S:
             self._cleaned_at = now
             uploads.remove_expired(self._store, now=now)

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
+from conserve.batch_api.objects import batch_object
+from conserve.batch_api.workers import Deliveries, Worker
 from conserve.errors import StoreError
 from conserve.jobs.batches import delivery
 from conserve.jobs.batches.delivery import deliver
@@ -12,7 +15,8 @@ from conserve.store.books.batches import Batch, BatchState
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from tests.batch_rig import compute, lines
-from tests.commands import conserve
+from tests.commands import conserve, until
+from tests.store_rows import add_job
 
 
 @pytest.fixture
@@ -74,3 +78,52 @@ def test_answers_that_cannot_be_read_just_now_are_delivered_whole_later(store: S
     found = only_batch(store)
     assert found.state is BatchState.COMPLETED
     assert delivered(store, found) == [found.output_file_id]
+
+
+def test_a_batch_that_cannot_be_delivered_is_tried_ever_more_rarely_and_holds_up_no_other(
+    store: Store, ended: Batch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ended.job is not None
+    home.job_folder(store.home, ended.job.id).rename(tmp_path / "away")
+    assert conserve("submit", str(tmp_path / "rows.jsonl")).returncode == 0
+    compute(store)
+    with store.read() as tx:
+        other, _ = batches.page(tx, "default", before=None, limit=2)
+    deliveries = Deliveries(store)
+    for one in (ended, other):
+        deliveries.ask(one.id)
+    for now in (0.0, 1.0, 2.0, 3.0, 5.0, 6.0):
+        deliveries.step(now)
+    said = [record.message for record in caplog.records if "is gone; run: conserve check" in record.message]
+    assert len(said) == 3, "at 0, 2 and 6 s"
+    with store.read() as tx:
+        found = batches.anywhere(tx, other.id)
+    assert found is not None
+    assert found.state is BatchState.COMPLETED
+
+
+def test_a_damaged_record_of_a_job_hides_no_other_batch(store: Store, ended: Batch) -> None:
+    add_job(store)
+    with store.write() as tx:
+        batches.of_submitted(tx, "job-1", now=0.0)
+        tx.execute(text("update job set source = 'no JSON' where id = 'job-1'"))
+    with store.read() as tx:
+        found = batches.page(tx, "default", before=None, limit=9)
+    assert [batch.state for batch in found] == [BatchState.IN_PROGRESS, BatchState.FINALIZING]
+    assert all(map(batch_object, found))
+
+
+def test_a_worker_outlives_a_fault_of_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    steps: list[float] = []
+
+    def step(now: float) -> None:
+        steps.append(now)
+        if len(steps) == 1:
+            raise LookupError("a fault of the program")
+
+    worker = Worker("faulty", step)
+    worker.start()
+    until(lambda: "a step of faulty failed" in caplog.text)
+    worker.wake()
+    until(lambda: len(steps) > 1)
+    worker.stop(within_s=5.0)

@@ -5,7 +5,6 @@ whose failed rows are tried again is delivered again, under new names.
 """
 
 import hashlib
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
-from conserve.errors import StoreError
+from conserve.errors import StoreDamaged, StoreError
 from conserve.jobs.batches.admission import alone
 from conserve.jobs.task import Task
 from conserve.store.books import batches, uploads
@@ -29,8 +28,6 @@ from conserve.store.sql import export
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.openai_lines import expired_line, openai_line
 from conserve.store.sql.query import Views, views
-
-log = logging.getLogger(__name__)
 
 PURPOSE = "batch_output"
 
@@ -56,8 +53,9 @@ def deliver(store: Store, batch_id: str, *, now: float) -> None:
             batches.fence(tx, found.job.id)
     folder = home.job_folder(store.home, found.job.id)
     if not folder.is_dir():
-        log.warning("the folder of job %s is gone; run: conserve check", found.job.id)
-        return
+        raise StoreDamaged(
+            f"the folder of job {found.job.id} is gone; run: conserve check", job_id=found.job.id
+        )
     with (
         home.explained(store.home),
         marks.held(folder, Mark(store_id=store.id, registered=True), alone=False),

@@ -3,6 +3,7 @@
 A batch holds no row and no counter. Once its input has become a job, everything about it is read from that job.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,12 +12,14 @@ from typing import Any
 import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
 
-from conserve.errors import JobRefused
+from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import catalog, leases
 from conserve.store.books.catalog import Job
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.migrations import DEFAULT_PROJECT, new_batch_id
+
+log = logging.getLogger(__name__)
 
 batch, job, lease = schema.batch, schema.job, schema.lease
 
@@ -95,6 +98,8 @@ class Batch:
     @property
     def state(self) -> BatchState:
         """State, from the batch's own record before its job exists and from the job then."""
+        if self.job is None and self.job_id is not None:
+            return BatchState.IN_PROGRESS  # the job's record is damaged, until `conserve check` mends it
         if self.job is None:
             return self._state_without_job
         if self.job.state is JobState.COMPLETED:
@@ -196,11 +201,20 @@ def page(tx: Connection, project: str, *, before: int | None, limit: int) -> lis
 
 
 def with_jobs(tx: Connection, rows: Sequence[Any]) -> list[Batch]:
-    """Rows of the table with their jobs."""
+    """Rows of the table with their jobs; without it if its record is damaged."""
     wanted = [row.job_id for row in rows if row.job_id is not None]
     found = select(job).where(job.c.id.in_(wanted))
-    jobs = {row.id: catalog.to_job(row) for row in tx.execute(found)} if wanted else {}
+    jobs = {row.id: readable(row) for row in tx.execute(found)} if wanted else {}
     return [to_batch(row, jobs.get(row.job_id)) for row in rows]
+
+
+def readable(row: Any) -> Job | None:
+    """The job of a database row; None if its record is damaged, so that the others are still listed."""
+    try:
+        return catalog.to_job(row)
+    except StoreDamaged as error:
+        log.warning("%s", error)
+        return None
 
 
 def to_batch(row: Any, its_job: Job | None) -> Batch:
