@@ -1,20 +1,24 @@
-"""Deliveries: two processes at one store, and files that cannot be read at one moment."""
+"""Inputs and answers of batches: two processes at one store, and files that cannot be read at one moment."""
 
+import errno
 from pathlib import Path
 
+import duckdb
 import pytest
 from sqlalchemy import text
 
 from conserve.batch_api.objects import batch_object
 from conserve.batch_api.workers import Deliveries, Worker
 from conserve.errors import StoreError
-from conserve.jobs.batches import delivery
+from conserve.jobs.batches import admission, delivery
+from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.delivery import deliver
+from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, uploads
-from conserve.store.books.batches import Batch, BatchState
+from conserve.store.books.batches import Batch, BatchState, NewBatch
 from conserve.store.database.store import Store
 from conserve.store.files import home
-from tests.batch_rig import compute, lines
+from tests.batch_rig import CHAT, client, compute, create, lines, live, reaches
 from tests.commands import conserve, until
 from tests.store_rows import add_job
 
@@ -127,3 +131,39 @@ def test_a_worker_outlives_a_fault_of_its_step(caplog: pytest.LogCaptureFixture)
     worker.wake()
     until(lambda: len(steps) > 1)
     worker.stop(within_s=5.0)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "too many open files"), duckdb.OutOfMemoryException("")]
+)
+def test_an_input_that_cannot_be_read_just_now_is_no_bad_input(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    with live(store) as url:
+        with monkeypatch.context() as patch:
+            patch.setattr(admission, "submit", fails)
+            batch = create(client(url), ["one"])
+            with pytest.raises(StoreError):
+                admit(store, batch.id, Limits(), now=0.0)
+            assert client(url).batches.retrieve(batch.id).status == "validating"
+        assert reaches(client(url), batch.id, "in_progress")
+
+
+def test_an_input_on_a_disk_that_is_not_there_is_waited_for(store: Store, tmp_path: Path) -> None:
+    with live(store) as url:
+        file = client(url).files.create(file=("a.jsonl", lines(["one"])), purpose="batch")
+    away = uploads.folder(store).rename(tmp_path / "away")
+    with store.write() as tx:
+        new = NewBatch(file_id=file.id, endpoint=CHAT, completion_window="24h", window_s=1.0)
+        batch_id = batches.add(tx, "default", new, now=0.0)
+    with pytest.raises(StoreError, match="cannot be read now"):
+        admit(store, batch_id, Limits(), now=0.0)
+    away.rename(uploads.folder(store))
+    admit(store, batch_id, Limits(), now=0.0)
+    with store.read() as tx:
+        found = batches.anywhere(tx, batch_id)
+    assert found is not None
+    assert found.state is BatchState.IN_PROGRESS

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from conserve.endpoints.protocol import Url
-from conserve.errors import UsageError
+from conserve.errors import StoreError, UsageError, one_line
 from conserve.jobs.batches.lines import Limits, faults
 from conserve.jobs.inputs.files import Form
 from conserve.jobs.inputs.source import Input
@@ -24,6 +24,9 @@ from conserve.store.books.batches import Batch, BatchState, Fault, Overtaken
 from conserve.store.books.uploads import File
 from conserve.store.database.migrations import DEFAULT_PROJECT
 from conserve.store.database.store import Store
+from conserve.store.sql.query import TROUBLE
+
+PASSING = (OSError, *TROUBLE)
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,13 @@ def admit(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
         with alone(path):
             if (waiting := find(store, batch_id, now=now)) is not None:
                 queue(store, waiting[0], upload, limits, now=now)
-    except FileNotFoundError:
+    except PASSING as error:
+        if (
+            path.exists() or not path.parent.is_dir()
+        ):  # a disk that is not there just now has not lost the upload
+            raise StoreError(
+                f"the input of batch {batch_id} cannot be read now: {one_line(error)}"
+            ) from error
         refuse(store, batch_id, [gone()], now=now)
 
 

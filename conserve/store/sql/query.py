@@ -60,6 +60,10 @@ def first_duplicate(path: Path, column: str) -> Duplicate | None:
     return Duplicate(*row) if row else None
 
 
+TROUBLE = (duckdb.IOException, duckdb.OutOfMemoryException, duckdb.InterruptException)
+"""DuckDB's errors that say nothing about a file: the same question may be answered later."""
+
+
 @dataclass(frozen=True, slots=True)
 class Views:
     """An open DuckDB connection with the views, and the rows that they leave out."""
