@@ -13,7 +13,7 @@ from conserve.batch_api.api import Api, caller_of
 from conserve.batch_api.bodies import CreateBatch
 from conserve.batch_api.refusals import Refused
 from conserve.errors import JobRefused
-from conserve.store.books import batches, uploads
+from conserve.store.books import batches, keys, uploads
 from conserve.store.books.batches import Batch, NewBatch
 from conserve.store.books.keys import Key
 
@@ -57,7 +57,11 @@ def add(api: Api, request: Request, asked: CreateBatch, key: str | None) -> Batc
 
 
 def require_within(tx: Any, key: Key, num_lines: int, *, now: float) -> None:
-    """Raise `Refused` if so many more rows, or any, are beyond the limits of the key."""
+    """Raise `Refused` if so many more rows, or any, are beyond the limits of the key.
+
+    Of two batches of the key at once, the second waits and counts the first.
+    """
+    keys.lock(tx, key.name)
     if key.limit_rows is not None:
         waiting = batches.unfinished_rows(tx, key.name)
         if waiting + num_lines > key.limit_rows:

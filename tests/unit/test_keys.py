@@ -148,6 +148,22 @@ def test_unfinished_rows_are_limited(store: Store, url: str) -> None:
     assert create(api, ["three", "four"]).status == "validating"
 
 
+def test_batches_of_one_key_are_counted_one_after_the_other(
+    store: Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    for module, name in ((keys, "lock"), (batches, "unfinished_rows")):
+        real = getattr(module, name)
+
+        def noted(*given: object, name: str = name, real: Callable[..., object] = real) -> object:
+            steps.append(name)
+            return real(*given)
+
+        monkeypatch.setattr(module, name, noted)
+    create(client(url, make(store, "ann", limit_rows=3)), ["one"])
+    assert steps == ["lock", "unfinished_rows"]
+
+
 def test_tokens_of_a_day_are_limited(store: Store, url: str) -> None:
     api = client(url, make(store, "ann", limit_tokens=4))
     first = create(api, ["one"])

@@ -84,6 +84,11 @@ def revoke(tx: Connection, name: str, *, now: float) -> None:
     tx.execute(update(api_key).where(mine, api_key.c.revoked_at.is_(None)).values(revoked_at=now))
 
 
+def lock(tx: Connection, name: str) -> None:
+    """Wait until no other transaction counts what the key has used."""
+    tx.execute(select(api_key.c.seq).where(api_key.c.name == name).with_for_update())
+
+
 def everything(tx: Connection) -> list[Key]:
     """All keys, also those that were revoked, the oldest first."""
     return [Key(**row._mapping) for row in tx.execute(select(api_key).order_by(api_key.c.seq))]
