@@ -2,13 +2,15 @@
 
 import asyncio
 import signal
+import socket as net
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import uvicorn
 
 from conserve.batch_api.app import application
+from conserve.errors import SettingsError
 from conserve.jobs.batches.lines import Limits
 from conserve.store.database.store import Store
 
@@ -31,13 +33,28 @@ def serve(
         application(store, limits, beside=socket is not None),
         host=host,
         port=port,
-        uds=str(socket) if socket is not None else None,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=DRAIN_S,
         server_header=False,
     )
-    asyncio.run(until_signalled(Server(config), on_ready))
+    with ExitStack() as opened:
+        sockets = None if socket is None else [opened.enter_context(closing(at_path(socket)))]
+        asyncio.run(until_signalled(Server(config), on_ready, sockets))
+
+
+def at_path(path: Path) -> net.socket:
+    """A Unix socket that this user alone can open; nothing connects before it listens."""
+    bound = net.socket(net.AF_UNIX)
+    try:
+        if path.is_socket():
+            path.unlink()  # of an earlier process
+        bound.bind(str(path))
+        path.chmod(0o600)
+    except OSError as error:
+        bound.close()
+        raise SettingsError(f"--socket {path} cannot be made: {error}; name another path") from error
+    return bound
 
 
 class Server(uvicorn.Server):
@@ -48,7 +65,9 @@ class Server(uvicorn.Server):
         yield
 
 
-async def until_signalled(server: Server, on_ready: Callable[[], object]) -> None:
+async def until_signalled(
+    server: Server, on_ready: Callable[[], object], sockets: list[net.socket] | None = None
+) -> None:
     """Run the server; a signal ends it in order, a second one at once."""
 
     def stop() -> None:
@@ -58,7 +77,7 @@ async def until_signalled(server: Server, on_ready: Callable[[], object]) -> Non
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, stop)
-    serving = asyncio.create_task(server.serve())
+    serving = asyncio.create_task(server.serve(sockets))
     while not (server.started or serving.done()):
         await asyncio.sleep(READY_LOOK_S)
     if server.started:

@@ -1,10 +1,12 @@
 """What `conserve serve` starts for files and batches, and when it asks for a key."""
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from conserve.batch_api.serving import at_path
 from conserve.cli.serve import keyed
 from conserve.cli.serve_batches import SOCKET, batch_api, open_batches, told_of, with_store_keys
 from conserve.cli.serve_notices import batches_left_out
@@ -66,3 +68,13 @@ def test_a_store_out_of_reach_opens_no_server(tmp_path: Path) -> None:
     settings = load({"home": tmp_path / "home"})
     with pytest.raises(SettingsError, match="whether requests need a key cannot be read"):
         with_store_keys(settings)
+
+
+def test_no_other_user_opens_the_socket(tmp_path: Path) -> None:
+    for _ in range(2):
+        with closing(at_path(tmp_path / "s")):
+            assert (tmp_path / "s").stat().st_mode & 0o77 == 0
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(SettingsError, match="cannot be made"):
+        at_path(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
