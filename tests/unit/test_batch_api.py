@@ -20,6 +20,7 @@ from conserve.store.books.batches import BatchState, NewBatch
 from conserve.store.books.readings import read_jobs
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
+from conserve.store.files import trash
 from tests.batch_rig import CHAT, answered, client, compute, create, lines, live, reaches
 from tests.commands import conserve
 from tests.store_rows import add_job, finish, leased
@@ -400,3 +401,4 @@ def test_uploads_that_no_record_names_are_swept_after_a_day(store: Store) -> Non
     os.utime(folder / "file-old.jsonl", (0, 0))
     assert uploads.sweep_uploads(store, now=(folder / "file-new.tmp").stat().st_mtime + 10) == 1
     assert [path.name for path in folder.iterdir()] == ["file-new.tmp"]
+    assert [path.name for path in trash.folder(store.home).rglob("*.jsonl")] == ["file-old.jsonl"]

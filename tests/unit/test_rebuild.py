@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from conserve.config import Settings, load
+from conserve.store.books import batches, keys
 from conserve.store.books.readings import read_jobs
 from conserve.store.database import lineage
+from conserve.store.database.migrations import batch_of_tags
 from conserve.store.database.store import Store
 from conserve.store.upkeep import rebuild
+from tests.batch_rig import client, create, live, reaches
 from tests.commands import Done, conserve
 from tests.store_rows import claim, select
 
@@ -210,3 +213,36 @@ def test_two_processes_that_note_their_ids_at_once_lose_none(
     other.join()
     assert (lineage.ids(tmp_path, "one.db"), lineage.ids(tmp_path, "two.db")) == (["a"], ["b"])
     assert [path.name for path in tmp_path.iterdir()] == [lineage.FILE]
+
+
+def test_batches_keep_their_ids_and_projects(store: Store, settings: Settings) -> None:
+    with store.write() as tx:
+        key = keys.add(tx, "ann", project="search", now=0.0)
+    with live(store) as url:
+        made = [create(client(url, key), ["one"]).id for _ in range(2)]
+        for batch_id in made:
+            reaches(client(url, key), batch_id, "in_progress")
+    store.close()
+    salvaged = rebuild.salvage(database(settings))
+    salvaged["job"] = []
+    salvaged["batch"] = [row for row in salvaged["batch"] if row["id"] == made[0]]
+    database(settings).unlink()
+    again = Store.open(settings)
+    rebuild.refill(again, salvaged, now=1.0)
+    with again.read() as tx:
+        found = {batch.id: batch for batch in batches.page(tx, "search", before=None, limit=9)}
+        assert batches.page(tx, "default", before=None, limit=9) == []
+    assert found.keys() == set(made)
+    assert found[made[0]].file_id is not None, "its record was read"
+    again.close()
+
+
+def test_tags_of_a_user_make_no_batch_of_another_project() -> None:
+    for tags in (None, "", "no JSON", "[]", '{"batch":"mine","project":"search"}', '{"project":"search"}'):
+        assert batch_of_tags(tags)[1] == "default"
+
+
+def test_keys_that_could_not_be_read_are_told(jobs: Jobs, settings: Settings) -> None:
+    assert rebuild.is_whole_table(database(settings), "api_key")
+    database(settings).write_bytes(b"garbage" * 1000)
+    assert rebuild.KEYS_UNREAD in rebuild.rebuild(settings, now=1.0)

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, delete, insert, not_, or_, select, update
 
 from conserve.store.database import schema
 from conserve.store.database.store import Store
-from conserve.store.files import home
+from conserve.store.files import home, trash
 
 file, batch = schema.file, schema.batch
 
@@ -149,7 +149,10 @@ def remove_expired(store: Store, *, now: float) -> int:
 
 
 def sweep_uploads(store: Store, *, now: float) -> int:
-    """Delete uploads of a day ago and more that the database does not name; returns how many."""
+    """Throw away uploads of a day ago and more that the database does not name; returns how many.
+
+    A database that was rebuilt, or restored from a copy, may have forgotten them.
+    """
     with store.read() as tx:
         known = set(tx.scalars(select(file.c.path)))
     swept = 0
@@ -157,6 +160,6 @@ def sweep_uploads(store: Store, *, now: float) -> int:
         with suppress(OSError):
             stale = path.stat().st_mtime < now - STALE_AFTER_S
             if stale and str(path.relative_to(store.home)) not in known:
-                path.unlink()
+                trash.throw_away(store.home, path, now=now)
                 swept += 1
     return swept

@@ -5,9 +5,12 @@ from `schema`, freeze that table's old definition first, as `first_schema` does.
 of them make with `schema`.
 """
 
+import json
+import re
 import secrets
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import (
@@ -88,18 +91,34 @@ DEFAULT_PROJECT = "default"
 """Project of jobs that `conserve submit` queued, and of requests to an API without keys."""
 
 
+BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+
+
 def new_batch_id() -> str:
     """Id of a batch, which cannot be guessed: 128 random bits."""
     return f"batch_{secrets.token_hex(16)}"
 
 
 def add_missing_batches(tx: Connection) -> None:
-    """Give each job without a batch one, in the default project."""
+    """Give each job without a batch one: that of its tags, or another in the default project."""
     of_job = exists().where(schema.batch.c.job_id == schema.job.c.id)
-    found = select(schema.job.c.id, schema.job.c.submitted_at).where(~of_job).order_by(schema.job.c.seq)
-    for row in tx.execute(found).all():
-        values = {"job_id": row.id, "created_at": row.submitted_at, "project": DEFAULT_PROJECT}
-        tx.execute(insert(schema.batch).values(id=new_batch_id(), **values))
+    columns = schema.job.c.id, schema.job.c.submitted_at, schema.job.c.tags
+    for row in tx.execute(select(*columns).where(~of_job).order_by(schema.job.c.seq)).all():
+        batch_id, project = batch_of_tags(row.tags)
+        if tx.scalar(select(schema.batch.c.seq).where(schema.batch.c.id == batch_id)) is not None:
+            batch_id = new_batch_id()
+        values = {"job_id": row.id, "created_at": row.submitted_at, "project": project}
+        tx.execute(insert(schema.batch).values(id=batch_id, **values))
+
+
+def batch_of_tags(tags: str | None) -> tuple[str, str]:
+    """Id and project of the batch that a job was made of; a new id in the default project for another job."""
+    found: Any = None
+    with suppress(ValueError):
+        found = json.loads(tags or "{}")
+    if isinstance(found, dict) and BATCH_ID.fullmatch(str(found.get("batch"))):
+        return found["batch"], str(found.get("project", DEFAULT_PROJECT))
+    return new_batch_id(), DEFAULT_PROJECT
 
 
 def add_column(tx: Connection, table: str, column: "Column[Any]") -> None:

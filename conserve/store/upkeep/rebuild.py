@@ -6,7 +6,7 @@ it cannot be read: results that were in no shard yet, and that a job was paused 
 
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,12 +68,13 @@ def rebuild(settings: Settings, *, now: float) -> list[str]:
             with suppress(FileNotFoundError):
                 path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
     salvaged = salvage(aside)
+    unread = [] if is_whole_table(aside, schema.api_key.name) else [KEYS_UNREAD]
     store = Store.open(settings)
     try:
         said = refill(store, salvaged, now=now)
     finally:
         store.close()
-    return [f"the damaged database is kept as {aside.name}", *said]
+    return [f"the damaged database is kept as {aside.name}", *said, *unread]
 
 
 def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *, now: float) -> list[str]:
@@ -94,16 +95,23 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
         for row in salvaged["shard"]:
             if row.get("job_id") in known and isinstance(row.get("file"), str):
                 put(tx, shard, row)
-        for table in (schema.file, schema.batch, schema.api_key):
-            for row in salvaged[table.name]:
-                put(tx, table, row)
-        add_missing_batches(tx)
+        put_batches(tx, salvaged)
     said = [f"{len(known):,} jobs were read from it"]
     again = Store.over(store.home, store.engine)
-    said += adopt(again, strangers(again), now=now)
+    said += adopt(again, strangers(again), now=now, batches=False)
+    with again.write() as tx:
+        put_batches(tx, salvaged)  # those of the jobs that were taken in
+        add_missing_batches(tx)
     for job_id in known:
         said += mending.mend_rows(again, job_id, now=now)
     return said
+
+
+def put_batches(tx: Connection, salvaged: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Put the keys, and the files and batches whose jobs are there; those that are there already stay."""
+    for table in (schema.file, schema.batch, schema.api_key):
+        for row in salvaged[table.name]:
+            put(tx, table, row)
 
 
 class SalvagedRow:
@@ -136,8 +144,11 @@ def never_use_again(tx: Connection, now: float) -> None:
     tx.execute(text("insert into sqlite_sequence (name, seq) values ('lease', :seq)"), {"seq": int(now)})
 
 
-def adopt(store: Store, found: Sequence[Stranger], *, now: float) -> list[str]:
-    """Add jobs from their folders, with the results that lie there; returns the changes in words."""
+def adopt(store: Store, found: Sequence[Stranger], *, now: float, batches: bool = True) -> list[str]:
+    """Add jobs from their folders, with the results that lie there; returns the changes in words.
+
+    Each gets a batch, unless the caller looks after `batches`.
+    """
     said = []
     for stranger in found:
         with store.write() as tx:
@@ -146,7 +157,8 @@ def adopt(store: Store, found: Sequence[Stranger], *, now: float) -> list[str]:
                 continue
             for file in results_in(store.home, stranger.job_id):
                 tx.execute(insert(shard).values(**file, job_id=stranger.job_id, created_at=now))
-            add_missing_batches(tx)
+            if batches:
+                add_missing_batches(tx)
         folder = home.job_folder(store.home, stranger.job_id)
         marks.register(folder, store.id, stranger.mark.record or {})
         mending.mend_rows(store, stranger.job_id, now=now)
@@ -173,6 +185,9 @@ def results_in(where: Path, job_id: str) -> Iterator[dict[str, Any]]:
         }
 
 
+KEYS_UNREAD = (
+    "not all keys could be read; run: conserve keys list, and make those that lack: conserve keys add NAME"
+)
 TABLES = ("meta", "job", "journal", "request", "shard", "file", "batch", "api_key")
 
 
@@ -190,6 +205,21 @@ def salvage(path: Path) -> dict[str, list[dict[str, Any]]]:
         finally:
             connection.close()
     return found
+
+
+def is_whole_table(path: Path, table: str) -> bool:
+    """True if every row of a table can be read, or an older version's database never had the table."""
+    if not path.exists():
+        return False
+    with suppress(sqlite3.Error, OSError), closing(sqlite3.connect(path)) as connection:
+        names = {
+            name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")
+        }
+        if names and table not in names:
+            return True
+        connection.execute(f"select * from {table}").fetchall()
+        return True
+    return False
 
 
 def from_both_ends(
