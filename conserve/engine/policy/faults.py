@@ -16,10 +16,12 @@ def fault_of(plan: object, view: View) -> str | None:
 
 
 def _faults(plan: Plan, view: View) -> Iterator[str]:
-    if not all(isinstance(names, Sequence) for names in (plan.admitted, plan.restored, plan.evicted)):
+    lists: tuple[object, ...] = (plan.admitted, plan.restored, plan.evicted)
+    if not all(isinstance(names, Sequence) for names in lists):
         yield "its lists of requests can be read once only"
-    if plan.limit_ms is not None and not isinstance(plan.limit_ms, int | float):
-        yield f"its limit_ms is {plan.limit_ms!r}"
+    limit_ms: object = plan.limit_ms
+    if limit_ms is not None and not isinstance(limit_ms, int | float):
+        yield f"its limit_ms is {limit_ms!r}"
     running = {request.name: request for request in (*view.online, *view.offline)}
     waiting = _waiting(view, {*plan.admitted, *plan.restored})
     yield from _faulty_names(plan, view, running, waiting)

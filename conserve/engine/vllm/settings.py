@@ -57,7 +57,9 @@ class Pacing:
     command: str  # command that makes a missing profile
     policy: str = "paced"
     promises: Promises = field(default_factory=Promises)
-    by_default: bool = False  # the promises are not the user's: an engine without a latency model starts with them
+    by_default: bool = (
+        False  # the promises are not the user's: an engine without a latency model starts with them
+    )
     receipt: float = 0.0  # share of the time in which offline work pauses, to measure its harm
     profile: str | None = None
     keep_correction: bool = True  # start with the correction learned earlier
