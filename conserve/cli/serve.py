@@ -203,11 +203,9 @@ def serve(
     if print_flags:
         raise typer.Exit(print_command(settings, section, flags))
     require_free(host, port)
-    for notice in open_to_all(host, settings):
+    for notice in said_first(host, settings, batches=batches):
         output.say(notice)
-    if batches and open_batches(host, settings):
-        output.say(batches_left_out(host))
-        batches = False
+    batches = batches and not open_batches(host, settings)
     server, lock = server_command(settings, section, flags, port, front), None
     if kv_spill is not None:
         lock = claim(kv_spill)
@@ -225,6 +223,12 @@ def serve(
             batch_api=beside,
         )
         raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
+
+
+def said_first(host: str, settings: Settings, *, batches: bool) -> list[str]:
+    """Sentences on what other machines reach, and what they do not."""
+    left_out = [batches_left_out(host)] if batches and open_batches(host, settings) else []
+    return [*open_to_all(host, settings), *left_out]
 
 
 def print_command(settings: Settings, section: dict[str, Any], flags: list[str]) -> int:
