@@ -9,7 +9,7 @@ from sqlalchemy import text
 
 from conserve.batch_api.objects import batch_object
 from conserve.batch_api.workers import Deliveries, Worker
-from conserve.errors import StoreError
+from conserve.errors import InputError, StoreError
 from conserve.jobs.batches import admission, delivery
 from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.delivery import deliver
@@ -133,8 +133,15 @@ def test_a_worker_outlives_a_fault_of_its_step(caplog: pytest.LogCaptureFixture)
     worker.stop(within_s=5.0)
 
 
+def unreadable() -> Exception:
+    """The error of a submit that could not read its input."""
+    error = InputError("cannot read it")
+    error.__cause__ = OSError(errno.EIO, "input/output error")
+    return error
+
+
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EMFILE, "too many open files"), duckdb.OutOfMemoryException("")]
+    "error", [OSError(errno.EMFILE, "too many open files"), duckdb.OutOfMemoryException(""), unreadable()]
 )
 def test_an_input_that_cannot_be_read_just_now_is_no_bad_input(
     store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception

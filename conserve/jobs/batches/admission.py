@@ -97,6 +97,8 @@ def queue(store: Store, found: Batch, upload: File, limits: Limits, *, now: floa
     except Overtaken:
         log.info("batch %s was admitted by another process, or cancelled", found.id)
     except UsageError as error:
+        if isinstance(error.__cause__, PASSING):
+            raise error.__cause__ from error
         refuse(store, found.id, [Fault(code="invalid_input", message=str(error))], now=now)
 
 
