@@ -20,7 +20,7 @@ setup:  ## Make .venv with the locked CPU dependencies
 demo: setup  ## Run 200 GSM8K questions through the embedded engine and query the answers
 	@bash examples/demo.sh
 
-test: setup  ## Run the tests, the real engine included (about 20 minutes on two slow cores)
+test: setup  ## Run the tests, the real engine included (about 15 minutes on two slow cores)
 	$(BIN)/pytest -n $(WORKERS) -m "not soak and not full"
 
 test-full: setup  ## Also run what is statistical or exhaustive, before a release

@@ -248,7 +248,7 @@ def test_recorded_views_are_planned_the_same_by_their_policy_and_planned_by_ever
     engine.scheduler.checkpoints = None
     engine.scheduler.shutdown()
     lines = [*read(file)]
-    assert [one.plan for one in lines] == planned
+    assert [one.plan for one in lines] == [plan for plan in planned if plan.changes_something]
     assert len(lines) > 100
     restored = 0
     for one in lines:
