@@ -135,3 +135,28 @@ class TestStatus:
             server_status.kept(Promises(harm=0.1).document(), {"attainment": 1.0})
             == "iterations at most 10% longer"
         )
+
+
+def test_a_default_harm_is_no_promise_of_the_users() -> None:
+    """A server without a latency model refuses what a user asked for, and starts with what it would do anyway."""
+    from conserve.engine.vllm.settings import written
+
+    assert [
+        written(section).by_default for section in ({}, {"harm": 0.1}, {"harm": None}, {"tbt_slo_ms": 9})
+    ] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert written({}).promises.harm == written({"harm": 0.1}).promises.harm == 0.1
+
+
+def test_a_printed_command_names_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from conserve.engine.vllm.server import printed
+    from conserve.engine.vllm.settings import Pacing
+
+    monkeypatch.setattr(Pacing, "source", lambda self, config: {})
+    section = {"policy": "conserve", "harm": None, "receipt": 0.0, "control": False, "profile": None}
+    assert printed.portable(section, None) == {"harm": None, "receipt": 0.0}
+    assert printed.portable({"policy": "conserve"}, None) == {}
