@@ -184,7 +184,8 @@ class Job:
             ended = False
             while not ended:
                 watch.look()
-                ended = self.status.final
+                with store.read() as tx:
+                    ended = catalog.get(tx, self.id).state.final
                 yield new.look()
 
     def _move(self, verb: Verb) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint
     from conserve.engine.vllm.settings import Pacing
     from conserve.jobs.harvest.harvester import Harvester
+    from conserve.store.database.store import Store
 
 FAKE = "CONSERVE_FAKE"  # 1 where rows may be answered with made-up words: in tests
 
@@ -149,6 +150,23 @@ def make_endpoint(
 
     model = None if settings.model == DEMO_MODEL else settings.model
     return HttpEndpoint(address, api_key=settings.api_key, model=model, limits=AnswerLimits.of(settings))
+
+
+def harvester_of(
+    store: "Store", endpoint: "Endpoint", settings: Settings, only: Collection[str] | None, *, rebind: bool
+) -> "Harvester":
+    """Harvester that drains these jobs, or all, into an endpoint of its own."""
+    from conserve.jobs.harvest.harvester import Harvester
+
+    return Harvester(
+        store,
+        endpoint,
+        lease_s=settings.lease_s,
+        max_attempts=settings.max_attempts,
+        only=only,
+        utility=settings.utility,
+        rebind=rebind,
+    )
 
 
 async def stoppable(harvester: "Harvester", stop: asyncio.Event) -> None:

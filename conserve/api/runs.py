@@ -18,6 +18,7 @@ from conserve.api.running import (
     Outcome,
     Pace,
     check_endpoint,
+    harvester_of,
     make_endpoint,
     outcome,
     stoppable,
@@ -63,7 +64,7 @@ class RunArguments:
 
     @property
     def binding(self) -> Binding:
-        """What the arguments say about the model."""
+        """Binding to a model that the arguments ask for."""
         return Binding(named=self.model is not None or self.engine is not None, rebind=self.rebind)
 
 
@@ -136,7 +137,7 @@ async def drained(settings: Settings, job_id: str, arguments: RunArguments) -> O
     display = display_of(progress=arguments.progress)
     store = await asyncio.to_thread(opened, chosen)
     try:
-        harvester = harvester_of(store, endpoint, chosen, job_id, rebind=arguments.rebind)
+        harvester = harvester_of(store, endpoint, chosen, [job_id], rebind=arguments.rebind)
         done = await shown(harvester, chosen, job_id, display)
     finally:
         store.close()
@@ -157,23 +158,6 @@ def opened(settings: Settings) -> "Store":
     from conserve.store.database.store import Store
 
     return Store.open(settings)
-
-
-def harvester_of(
-    store: "Store", endpoint: "Endpoint", settings: Settings, job_id: str, *, rebind: bool
-) -> "Harvester":
-    """Harvester of one job."""
-    from conserve.jobs.harvest.harvester import Harvester
-
-    return Harvester(
-        store,
-        endpoint,
-        lease_s=settings.lease_s,
-        max_attempts=settings.max_attempts,
-        only=[job_id],
-        utility=settings.utility,
-        rebind=rebind,
-    )
 
 
 async def shown(harvester: "Harvester", settings: Settings, job_id: str, display: Silence) -> Outcome:

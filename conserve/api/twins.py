@@ -29,7 +29,7 @@ class Call(Generic[P, R]):
             return self._function(*args, **kwargs)
 
     async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The same without blocking the event loop; if cancelled, the function still runs to its end."""
+        """Call the function in a thread, off the event loop; if cancelled, it still runs to its end."""
         with spoken():
             return await asyncio.to_thread(self._function, *args, **kwargs)
 
@@ -46,7 +46,7 @@ class PortalCall(Call[P, R]):
             return portal.submit(self._work(*args, **kwargs)).result()
 
     async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The same without blocking the event loop."""
+        """Await the coroutine in the portal's loop, without blocking the caller's."""
         with spoken():
             return await portal.submit(self._work(*args, **kwargs)).awaited()
 

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from http import HTTPStatus
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from conserve.batch_api import refusals
 from conserve.batch_api.api import CALLER, Caller
 from conserve.errors import StoreError
+from conserve.hosts import is_loopback
 from conserve.store.books import keys
 from conserve.store.books.keys import Key
 from conserve.store.database.store import Store
@@ -127,18 +127,10 @@ def caller_of_this_machine(headers: Headers) -> Caller | Response:
     origin = headers.get("origin")
     named = [urlsplit(f"//{headers.get('host', '')}").hostname]
     named += [urlsplit(origin).hostname] if origin is not None else []
-    if all(map(is_here, named)):
+    if all(is_loopback(host or "") for host in named):
         return Caller()
     said = "without keys this API answers this machine alone; make one: conserve keys add NAME"
     return refusal(HTTPStatus.FORBIDDEN, said, "keys_required")
-
-
-def is_here(host: str | None) -> bool:
-    """True for names of this machine."""
-    try:
-        return host == "localhost" or ip_address(host or "").is_loopback
-    except ValueError:
-        return False
 
 
 def refusal(status: HTTPStatus, said: str, code: str) -> Response:

@@ -1,4 +1,4 @@
-"""What clients send beside files: JSON bodies, query parameters, headers; each mistake names its parameter."""
+"""JSON bodies, query parameters and headers of clients' requests; each mistake names its parameter."""
 
 import re
 from typing import Annotated, Any, Literal

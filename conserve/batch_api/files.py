@@ -95,7 +95,7 @@ def same_upload(api: Api, project: str, new: NewFile, *, now: float) -> File | N
 
 
 def asked_of(file: File) -> tuple[str, str, int | None]:
-    """What a client asked for with an upload: its contents, its name and its life."""
+    """Contents, name and life of an upload, by which a repeated one is known."""
     return file.digest, file.filename, life_s(file.expires_at, file.created_at)
 
 

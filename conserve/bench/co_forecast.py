@@ -20,7 +20,7 @@ LEAD_S = 8.0  # time that rows have run for when the first live request may arri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How live requests and rows share an engine.
+    """Scheduling of live requests beside rows.
 
     With `online_first` live requests are scheduled before rows, and take their places. Otherwise it is vLLM's
     priority scheduling: running requests keep their place in the iteration, and only the queue is ordered.
@@ -132,18 +132,18 @@ def _next_s(state: _State, due: deque[Request], now_s: float, lead_s: float, blo
 def _composed(state: _State) -> _Iteration:
     """The next iteration: running requests, then waiting ones, live before offline."""
     iteration = _Iteration(state)
-    running = [*state.online, *state.rows] if state.sharing.online_first else list(state.order)
     if state.sharing.online_first:
         _online_first(state, iteration)
-        live = {id(one) for one, _ in iteration.scheduled}
-        running = [one for one in (*_decodes_first(state.rows),) if id(one) not in live]
-    for one in running:
-        if not iteration.take(one) and state.sharing.online_first:
-            return iteration
-    if not state.sharing.online_first:
+        for row in _decodes_first(state.rows):
+            if not iteration.take(row):
+                return iteration
+    else:
+        for one in state.order:
+            iteration.take(one)
         _admit(state, iteration, state.waiting, state.online)
-    if not state.waiting or state.sharing.online_first:
-        _admit(state, iteration, state.waiting_rows, state.rows)
+        if state.waiting:
+            return iteration
+    _admit(state, iteration, state.waiting_rows, state.rows)
     return iteration
 
 

@@ -42,7 +42,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What the user allows and asks for."""
+    """Wishes of the user that the size of the comparison does not say."""
 
     overload: bool = False  # play also what online-only alone cannot keep up with
     promised: Sequence[Promise] = DEFAULT  # latencies that the tuned baselines keep

@@ -25,7 +25,7 @@ from conserve.bench.sizing import Sized
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.model import LinearModel
+from conserve.profiles.model import LinearModel, smallest_ms
 
 ROWS = 512  # different rows of a simulation, over and over
 LEAST_TOKENS = 128  # of an iteration
@@ -115,7 +115,7 @@ async def latency_budget(
 ) -> Found:
     """HyGen's latency budget, in ms: between the smallest iteration and a full one."""
     engine = workload.engine
-    low = max(predictor.predict(Batch.of([Slice(1, 0, decode)])) for decode in (True, False))
+    low = smallest_ms(predictor)
     high = max(2 * low, predictor.predict(Batch.of([Slice(engine.max_tokens, 0)])))
     return await search(low, high, run or _simulated(workload, predictor), alone, promised)
 

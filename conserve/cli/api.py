@@ -11,8 +11,8 @@ from conserve.api.sizes import size_bytes
 from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.listening import require_free, url_of
-from conserve.cli.serve_notices import is_loopback
 from conserve.errors import SettingsError
+from conserve.hosts import is_loopback
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store

@@ -52,7 +52,7 @@ def promised(tolerance: str | None, slo_scale: float) -> "Sequence[Promise]":
 
 
 def known_profiler(name: str) -> "Literal['forecast', 'engine']":
-    """Where test runs are; raises `SettingsError`."""
+    """Place of the test runs, by its name; raises `SettingsError`."""
     if name == "forecast":
         return "forecast"
     if name == "engine":

@@ -1,7 +1,6 @@
 """The servers that `conserve bench` starts, with rows to harvest and processes on separate cores."""
 
 import contextlib
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from conserve.cli import output
 from conserve.cli.bench_place import Place
+from conserve.cli.listening import HERE, free_port, url_of
 from conserve.cli.serve import harvester_command, keyed, server_command
 from conserve.config import Settings
 
@@ -64,7 +64,7 @@ class Servers:
         self._port = free_port()
         settings = plan.settings
         self.deployment: Deployment = Deployment(
-            url_of(self._port), api_key=settings.harvest_key or settings.api_key
+            url_of(HERE, self._port), api_key=settings.harvest_key or settings.api_key
         )
         self._ordered = True
         self._plugged = Place(
@@ -72,7 +72,7 @@ class Servers:
             self._command(),
             self._harvester(settings, self._port),
             self.deployment,
-            url=url_of(self._port),
+            url=url_of(HERE, self._port),
             preset=plan.preset,
         )
         self._stock: dict[str, Place] = {}
@@ -142,7 +142,7 @@ class Servers:
         window = self._plan.preset.offline_window
         limit = ("--window", str(window)) if window and "--window" not in more else ()
         words = (*limit, "--lease-s", str(LEASE_S), *more)
-        return harvester_command(settings, url_of(port), *words)
+        return harvester_command(settings, url_of(HERE, port), *words)
 
     def _stock_place(self, policy: str, engine: "Engine | None", tokens: int | None) -> Place:
         from conserve.bench.names import SARATHI_P, runs_offline
@@ -160,34 +160,23 @@ class Servers:
             window = plan.preset.offline_window or 2 * (engine.max_requests if engine else 128)
             harvester = self._harvester(settings, port, "--window", str(window), "--steady")
         server = StockServer(
-            url_of(port), rows=rows_of(plan.preset, engine) if harvester else None, api_key=settings.api_key
+            url_of(HERE, port),
+            rows=rows_of(plan.preset, engine) if harvester else None,
+            api_key=settings.api_key,
         )
         return Place(
             f"stock vLLM for {policy}",
             stock_command(settings, flags, plan.preset, port),
             harvester,
             server,
-            url=url_of(port),
+            url=url_of(HERE, port),
             preset=plan.preset,
         )
 
 
-def free_port() -> int:
-    """Unused port, so that two comparisons on one machine do not change each other's policy."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
-
-
-def url_of(port: int) -> str:
-    """Address of a server on this machine."""
-    return f"http://127.0.0.1:{port}"
-
-
 def address_of(port: int) -> list[str]:
-    """The same, as flags of vLLM."""
-    return ["--host", "127.0.0.1", "--port", str(port)]
+    """Address of a server on this machine, as flags of vLLM."""
+    return ["--host", HERE, "--port", str(port)]
 
 
 def stock_settings(settings: Settings, policy: str) -> Settings:

@@ -10,7 +10,7 @@ import typer
 from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.control import Jobs
-from conserve.cli.rm import SECONDS
+from conserve.cli.lengths import seconds_of
 from conserve.errors import UsageError, one_line
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ Within = Annotated[
     str | None, typer.Option("--within", metavar="AGE", help="Expire after so long: 90m, 8h, 2d.")
 ]
 LONGEST_S = 365 * 86_400.0  # as for a batch's completion window
-LENGTH = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 
 
 def deadline(
@@ -73,10 +72,9 @@ def moment_of(by: str | None, within: str | None, *, now: float) -> float | None
 
 def length_s(text: str) -> float:
     """Seconds of a length such as `8h`."""
-    found = LENGTH.fullmatch(text.strip())
-    if found is None or not float(found[1]):
+    length = seconds_of(text)
+    if not length:
         raise UsageError(f"--within {text!r} is no length; write a number with s, m, h, d or w, as 8h")
-    length = float(found[1]) * SECONDS[found[2]]
     if length > LONGEST_S:
         raise UsageError(f"--within {one_line(text, most=40)} is too long; a deadline is at most 365d away")
     return length

@@ -99,7 +99,7 @@ def show(
 
 
 def uses(key: Any) -> str:
-    """What a key is for."""
+    """Uses of a key in words."""
     return " ".join(name for name, may in (("live", key.live), ("batch", key.batch)) if may)
 
 

@@ -4,6 +4,8 @@ import socket
 
 from conserve.errors import SettingsError
 
+HERE = "127.0.0.1"
+
 
 def require_free(host: str, port: int) -> None:
     """Raise if another process listens there: its answers would pass for the server's."""
@@ -18,5 +20,13 @@ def require_free(host: str, port: int) -> None:
 
 def url_of(host: str, port: int) -> str:
     """Address at which this machine reaches a server that listens there."""
-    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    address = HERE if host in ("0.0.0.0", "::") else host
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def free_port() -> int:
+    """Unused port of this machine."""
+    with socket.socket() as probe:
+        probe.bind((HERE, 0))
+        number: int = probe.getsockname()[1]
+        return number

@@ -1,6 +1,5 @@
 """`conserve rm` and `conserve prune`: remove jobs that are not wanted any more."""
 
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ import typer
 
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
+from conserve.cli.lengths import seconds_of
 from conserve.cli.sizes import document, size, table
 from conserve.errors import JobRefused, UsageError
 
@@ -26,9 +26,6 @@ conserve prune --older-than 30d
 conserve prune --yes
 """,
 }
-
-SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
-
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Json = Annotated[bool, typer.Option("--json", help="Print what was removed as JSON.")]
 
@@ -140,7 +137,7 @@ def tell(chosen: "Sequence[DiskUsage]", trash_bytes: int, *, as_json: bool) -> N
 
 def seconds(age: str) -> float:
     """Seconds of an age such as `30d`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", age.strip())
+    found = seconds_of(age)
     if found is None:
         raise UsageError(f"--older-than {age!r} is no age; write a number with s, m, h, d or w, as 30d")
-    return float(found[1]) * SECONDS[found[2]]
+    return found

@@ -16,6 +16,7 @@ from conserve.api.running import (
     Outcome,
     Pace,
     check_endpoint,
+    harvester_of,
     make_endpoint,
     outcome,
     stoppable,
@@ -139,20 +140,12 @@ def drain(
 
         return rehearse_run(settings, waiting, flags, as_json=as_json)
     said = begin(settings)
-    from conserve.jobs.harvest.harvester import Harvester
     from conserve.store.database.store import Store
 
     store = Store.open(settings)
     try:
-        harvester = Harvester(
-            store,
-            make_endpoint(settings, flags, pace, say=output.say),
-            lease_s=settings.lease_s,
-            max_attempts=settings.max_attempts,
-            only=only,
-            utility=settings.utility,
-            rebind=binding.rebind,
-        )
+        endpoint = make_endpoint(settings, flags, pace, say=output.say)
+        harvester = harvester_of(store, endpoint, settings, only, rebind=binding.rebind)
         begun = time.monotonic()
         progress = RunProgress(harvester, lambda: unfinished_rows(settings, only), sys.stderr, said=said)
         interrupted = asyncio.run(supervise(harvester, progress.show))

@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conserve.cli.serve_notices import is_loopback
 from conserve.config import Settings
+from conserve.engine.runtime.front import BATCH_API as SOCKET
 from conserve.errors import SettingsError, StoreError
+from conserve.hosts import is_loopback
 
 if TYPE_CHECKING:
     from conserve.engine.service import ProcessCommand
 
 VLLMS_KEY = "VLLM_API_KEY"
-SOCKET = "CONSERVE_BATCH_API"  # as in the engine's plug-in, which is not imported here
 
 
 def with_store_keys(settings: Settings, *, batches: bool = True) -> Settings:

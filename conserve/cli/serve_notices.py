@@ -1,12 +1,12 @@
 """Sentences at the start of a service that cannot do all it was asked for, or that is open to all."""
 
-from ipaddress import ip_address
 from typing import Any
 
 from conserve.cli.context import bearer
 from conserve.config import Settings
 from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.preemption import OFF
+from conserve.hosts import is_loopback
 
 WITHOUT_SLO = ("non-preemptive", "priority")
 
@@ -24,14 +24,6 @@ def open_to_all(host: str, settings: Settings) -> list[str]:
 def batches_left_out(host: str) -> str:
     """Sentence of a server whose files and batches any machine would reach."""
     return f"no files and batches: {host} is for other machines, which need keys; run: conserve keys add NAME"
-
-
-def is_loopback(host: str) -> bool:
-    """True if only this machine reaches the address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def warnings(settings: Settings, section: dict[str, Any], url: str) -> list[str]:

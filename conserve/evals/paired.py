@@ -29,7 +29,7 @@ MOST_ITEMS = 10_000_000  # an answer beyond that is "no number of items"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standard:
-    """What counts as worse: a fall of the mean score by `effect`.
+    """Measure of worse: a fall of the mean score by `effect`.
 
     `confidence` bounds both errors: an alarm without a decline, and an all-clear in spite of such a fall. `power`
     is the chance that a number of items that is named as needed finds such a fall.

@@ -43,6 +43,14 @@ class Timeless:
 TIMELESS = Timeless()
 
 
+def smallest_ms(model: LatencyModel) -> float:
+    """Predicted time of the smallest iteration, which is mostly the constant part that every iteration has.
+
+    The larger of one prefill token and one decode step, since a fitted model may have no constant for one of them.
+    """
+    return max(model.predict(Batch.of([Slice(1, 0, decode)])) for decode in (True, False))
+
+
 class Parabola(NamedTuple):
     """``curve * p^2 + slope * p + offset`` milliseconds, where p is the number of one request's tokens."""
 

@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 
-from conserve.cli.bench_server import free_port
+from conserve.cli.listening import free_port
 
 pytestmark = [
     pytest.mark.engine,

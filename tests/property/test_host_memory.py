@@ -66,9 +66,11 @@ class Memory(RuleBasedStateMachine):
         self.forgotten.add(block)
         assert self.memory.find(self.content[block]) != block
 
+    @precondition(lambda self: self.content)
     @rule(key=keys, pick=st.randoms(use_true_random=False))
     def find(self, key: int, pick: Callable[..., int]) -> None:
-        key = pick.choice([*self.content.values(), key])  # type: ignore[attr-defined]  mostly one that was there
+        there = [self.content[block] for block in sorted({*self.holds, *self.written} - self.forgotten)]
+        key = pick.choice([key, *there, *there])  # type: ignore[attr-defined]  mostly one that should be there
         block = self.memory.find(key)
         if not reached("a block is found", block is not None):
             return
@@ -78,6 +80,7 @@ class Memory(RuleBasedStateMachine):
         self.memory.hold(block)
         self.holds.append(block)
 
+    @precondition(lambda self: len(self.written) >= CAPACITY // 2)
     @rule()
     def clear(self) -> None:
         self.memory.clear()

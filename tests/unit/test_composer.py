@@ -4,11 +4,12 @@ from math import inf
 
 import pytest
 
-from conserve.engine.policy.composer import Composer, smallest_ms
+from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.view import Candidate
 from conserve.profiles.conserve import ConServeModel
 from conserve.profiles.correction import CorrectedModel
 from conserve.profiles.hygen import HyGenModel
+from conserve.profiles.model import smallest_ms
 from tests.policy_views import FRESH, MS_PER_TOKEN, decodes, view_of
 
 ROWS = tuple(Candidate(f"row{n}", 1, 60, True, 4) for n in range(3))

@@ -15,7 +15,6 @@ from math import inf
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.view import Candidate, View
 from conserve.profiles.batch import Batch, Slice
-from conserve.profiles.model import LatencyModel
 
 
 class Composer:
@@ -238,14 +237,6 @@ def revocable_blocks(view: View) -> int:
     saved = sum(row.blocks for row in (*view.offline, *view.held) if row.saved)
     others = sum(row.blocks for row in (*view.online, *view.offline) if not row.saved)
     return saved if view.used_blocks is None else min(saved, max(0, view.used_blocks - others))
-
-
-def smallest_ms(model: LatencyModel) -> float:
-    """Predicted time of the smallest iteration, which is mostly the constant part that every iteration has.
-
-    The larger of one prefill token and one decode step, since a fitted model may have no constant for one of them.
-    """
-    return max(model.predict(Batch.of([Slice(1, 0, decode)])) for decode in (True, False))
 
 
 def _most(largest: int, exceeds: Callable[[int], bool]) -> int:

@@ -3,7 +3,7 @@
 from itertools import chain, islice
 from math import inf, sqrt
 
-from conserve.engine.policy.composer import Composer, smallest_ms
+from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.harm import harm_limit_ms
 from conserve.engine.policy.offline import serve_least, serve_offline
 from conserve.engine.policy.online import OnlineShare, serve_online
@@ -11,6 +11,7 @@ from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.turns import mixed_limit_ms, offline_turn_ms
 from conserve.engine.policy.view import View
 from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.model import smallest_ms
 
 LARGEST_LOSS = 0.1  # largest share of throughput given up for short iterations
 LEAST_LOSS = (

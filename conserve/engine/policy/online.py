@@ -5,9 +5,10 @@ from math import ceil, inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from conserve.engine.policy.composer import Composer, smallest_ms
+from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.profiles.model import smallest_ms
 
 
 class OnlineShare(NamedTuple):

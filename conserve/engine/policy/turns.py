@@ -7,10 +7,10 @@ left, so it may be long, but the online requests wait for it. The latency model 
 
 from math import inf
 
-from conserve.engine.policy.composer import smallest_ms
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import View
 from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.model import smallest_ms
 
 
 def offline_turn_ms(view: View, limit_ms: float) -> float:

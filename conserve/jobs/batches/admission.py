@@ -5,12 +5,7 @@ sweep and a batch that still waits, and the next one begins again. Of two proces
 late and leaves nothing.
 """
 
-import fcntl
 import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from conserve.endpoints.protocol import Url
 from conserve.errors import StoreError, UsageError, one_line
@@ -24,6 +19,7 @@ from conserve.store.books.batches import Batch, BatchState, Fault, Overtaken
 from conserve.store.books.uploads import File
 from conserve.store.database.migrations import DEFAULT_PROJECT
 from conserve.store.database.store import Store
+from conserve.store.files.locks import alone
 from conserve.store.sql.query import TROUBLE
 
 PASSING = (OSError, *TROUBLE)
@@ -41,7 +37,7 @@ def admit(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
         return
     path = store.home / upload.path
     try:
-        with alone(path):
+        with alone(path):  # a second process waits, and then finds nothing to do
             if (waiting := find(store, batch_id, now=now)) is not None:
                 queue(store, waiting[0], upload, limits, now=now)
     except PASSING as error:
@@ -61,18 +57,6 @@ def find(store: Store, batch_id: str, *, now: float) -> tuple[Batch, File | None
         if found is None or found.state is not BatchState.VALIDATING:
             return None
         return found, uploads.get(tx, found.project, found.file_id or "", now=now)
-
-
-@contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Hold an upload or a folder, so that two processes do not do the same work; the second waits."""
-    held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a file system without locks: then the transaction alone decides
-            fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(held)
 
 
 def queue(store: Store, found: Batch, upload: File, limits: Limits, *, now: float) -> None:

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, Self
 import msgspec
 
 from conserve.errors import StoreDamaged, StoreError
-from conserve.jobs.batches.admission import alone
 from conserve.jobs.task import Task
 from conserve.store.books import batches, uploads
 from conserve.store.books.batches import Batch
@@ -23,6 +22,7 @@ from conserve.store.books.states import JobState
 from conserve.store.books.uploads import NewFile
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
+from conserve.store.files.locks import alone
 from conserve.store.files.marks import Mark
 from conserve.store.sql import export
 from conserve.store.sql.batches import rows_of

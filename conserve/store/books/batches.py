@@ -124,7 +124,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewBatch:
-    """What a client asks for."""
+    """Batch as a client asks for it."""
 
     file_id: str
     endpoint: str

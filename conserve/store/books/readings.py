@@ -31,10 +31,10 @@ JOBS = """
 """Every job with its counters. `leased` counts rows in flight, of which there are never more than a window."""
 
 WITHOUT_DEADLINES = JOBS.replace(", deadline", ", null as deadline")
-"""The same query for a store of a version in which jobs had no deadline yet."""
+"""`JOBS` for a store of a version in which jobs had no deadline yet."""
 
 WITHOUT_MODELS = WITHOUT_DEADLINES.replace("model, tags", "null as model, null as tags")
-"""The same query for a store of a version in which jobs had no model and tags yet."""
+"""`JOBS` for a store of a version in which jobs had no model and tags yet."""
 
 UNTAKEN = """
     select next_position from job where id = :job_id

@@ -4,16 +4,15 @@ A database that was emptied, replaced or restored from an older copy does not na
 The ids at its place tell its jobs from the jobs of another database over the same home, at another place.
 """
 
-import fcntl
 import json
-import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import Engine
 
+from conserve.store.files.locks import alone
 from conserve.whole import write_whole
 
 FILE = "stores.json"
@@ -48,18 +47,6 @@ def note(home: Path, at: str, store_id: str) -> None:
         found = read(home)
         known = [one for one in listed(found, at) if one != store_id]
         write_whole(home / FILE, json.dumps({**found, at: [*known, store_id]}).encode())
-
-
-@contextmanager
-def alone(home: Path) -> Iterator[None]:
-    """Hold the home's folder against other processes that note an id; a file system without locks lets all in."""
-    folder = os.open(home, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
 
 
 def drop_scratch(home: Path, *, now: float) -> None:

@@ -20,13 +20,13 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from conserve.engine.runtime.front import BATCH_API as SOCKET
 from conserve.engine.vllm.server.privileges import BATCHES, CALLER, Caller
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
 
-SOCKET = "CONSERVE_BATCH_API"
 AUTHORIZATION = b"authorization"
 SAID_OF = b"x-conserve-caller"  # header: "keyed" if the caller sent this server's own key, else "open"
 TAKEN = frozenset(
