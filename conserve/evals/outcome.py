@@ -1,0 +1,33 @@
+"""Outcome of one suite of a night: items with scores, and the facts that two nights must share to compare."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One question of a suite, its answer, and its score by each metric (0 to 1 unless the metric says otherwise).
+
+    `id` names the same question every night. Items with one `source`, such as a passage that several questions are
+    about, are not independent: their errors are clustered. An item without an answer has its `error`.
+    """
+
+    id: str
+    prompt: str
+    answer: str | None
+    scores: Mapping[str, float]
+    source: str | None = None
+    epoch: int = 0
+    expected: str | None = None
+    error: str | None = None
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Items of a suite in its order, its facts (digests of data set and template, versions), its jobs."""
+
+    items: Sequence[Item]
+    facts: Mapping[str, str] = field(default_factory=dict)
+    job_ids: Sequence[str] = ()
