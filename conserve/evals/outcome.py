@@ -1,6 +1,6 @@
 """Outcome of one suite of a night: items with scores, and the facts that two nights must share to compare."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -26,8 +26,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Items of a suite in its order, its facts (digests of data set and template, versions), its jobs."""
+    """Items of a suite in its order, read once; its facts (digests of data and template, versions); its jobs."""
 
-    items: Sequence[Item]
+    items: Iterable[Item]
     facts: Mapping[str, str] = field(default_factory=dict)
     job_ids: Sequence[str] = ()
