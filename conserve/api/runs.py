@@ -125,24 +125,32 @@ async def run_now(settings: Settings, job_id: str, arguments: RunArguments) -> O
 
 async def drained(settings: Settings, job_id: str, arguments: RunArguments) -> Outcome:
     """Run the rows of one job; raises `JobRefused` if it may not run. Cancelled, it saves the rows in flight."""
+    return await drained_together(settings, [job_id], arguments)
+
+
+async def drained_together(settings: Settings, job_ids: Sequence[str], arguments: RunArguments) -> Outcome:
+    """Run the rows of these jobs together; raises `JobRefused` if one may not run, before the first is asked."""
     wanted = arguments.settings(settings)
-    job = await asyncio.to_thread(reading_of, settings, job_id)
-    if job.state is JobState.COMPLETED:
-        return nothing_left(job)
-    if job.state not in (JobState.QUEUED, JobState.RUNNING):
-        raise JobRefused(idle(job))
-    chosen = arguments.binding.settled(wanted, [job])
+    jobs = [await asyncio.to_thread(reading_of, settings, job_id) for job_id in job_ids]
+    left = [job for job in jobs if job.state is not JobState.COMPLETED]
+    if not left:
+        return nothing_left(jobs)
+    for job in left:
+        if job.state not in (JobState.QUEUED, JobState.RUNNING):
+            raise JobRefused(idle(job))
+    chosen = arguments.binding.settled(wanted, left)
     check_endpoint(chosen, arguments.engine_args, Pace())
     endpoint = await endpoint_of(chosen, arguments)
     display = display_of(progress=arguments.progress)
     store = await asyncio.to_thread(opened, chosen)
     try:
-        harvester = harvester_of(store, endpoint, chosen, [job_id], rebind=arguments.rebind)
-        done = await shown(harvester, chosen, job_id, display)
+        ids = [job.id for job in left]
+        harvester = harvester_of(store, endpoint, chosen, ids, rebind=arguments.rebind)
+        done = await shown(harvester, chosen, ids, display)
     finally:
         store.close()
-    if job_id in done.refused:
-        raise JobRefused(done.refused[job_id])
+    for reason in done.refused.values():
+        raise JobRefused(reason)
     return done
 
 
@@ -160,10 +168,12 @@ def opened(settings: Settings) -> "Store":
     return Store.open(settings)
 
 
-async def shown(harvester: "Harvester", settings: Settings, job_id: str, display: Silence) -> Outcome:
+async def shown(
+    harvester: "Harvester", settings: Settings, job_ids: Sequence[str], display: Silence
+) -> Outcome:
     """Run a harvester beside its display."""
     begun = time.monotonic()
-    progress = Progress(harvester, lambda: unfinished_rows(settings, [job_id]))
+    progress = Progress(harvester, lambda: unfinished_rows(settings, job_ids))
     showing = asyncio.create_task(show(display, progress))
     stop = asyncio.Event()
     working = asyncio.create_task(stoppable(harvester, stop))
@@ -177,7 +187,7 @@ async def shown(harvester: "Harvester", settings: Settings, job_id: str, display
         showing.cancel()
         await asyncio.gather(showing, return_exceptions=True)
     done = outcome(harvester, settings, begun=begun, interrupted=stop.is_set())
-    display.end(summary(done, reading_of(settings, job_id)))
+    display.end(summary(done, [reading_of(settings, job_id) for job_id in job_ids]))
     return done
 
 
@@ -214,24 +224,25 @@ async def show(display: Silence, progress: Progress) -> None:
         await asyncio.sleep(SHOW_S)
 
 
-def summary(done: Outcome, job: JobReading) -> str:
-    """Sentence on a run that has ended."""
-    failed = f", {job.failed:,} failed" if job.failed else ""
+def summary(done: Outcome, jobs: Sequence[JobReading]) -> str:
+    """Sentence on a run of these jobs that has ended."""
+    failures, rows = sum(job.failed for job in jobs), sum(job.rows for job in jobs)
+    failed = f", {failures:,} failed" if failures else ""
+    subject = f"{jobs[0].id}: {jobs[0].state}" if len(jobs) == 1 else count(len(jobs), "job")
     return (
-        f"{job.id}: {job.state}, {job.done:,} of {count(job.rows, 'row')} done{failed}; "
+        f"{subject}, {sum(job.done for job in jobs):,} of {count(rows, 'row')} done{failed}; "
         f"{done.done:,} in {duration(done.work_s)}, {done.tokens_per_s:,.0f} tokens/s "
         f"(ready after {duration(done.start_s)})"
     )
 
 
-def nothing_left(job: JobReading) -> Outcome:
-    """Outcome of a run that found its job completed."""
+def nothing_left(jobs: Sequence[JobReading]) -> Outcome:
+    """Outcome of a run that found its jobs completed."""
     counters = dict.fromkeys(
         ("succeeded", "failed", "retried", "prompt_tokens", "completion_tokens", "resumed_tokens"), 0
     )
-    return Outcome(
-        **counters, start_s=0.0, work_s=0.0, interrupted=False, jobs={job.id: job.state.value}, refused={}
-    )
+    states = {job.id: job.state.value for job in jobs}
+    return Outcome(**counters, start_s=0.0, work_s=0.0, interrupted=False, jobs=states, refused={})
 
 
 async def ended(

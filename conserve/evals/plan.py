@@ -7,24 +7,32 @@ from typing import Any, Literal
 from conserve.evals.paired import Standard
 
 Overlap = Literal["skip", "queue", "replace"]
+Answering = Literal["run", "serve"]
+
+RESUME_S = 20 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is asked: a model in an engine of the run's own, or an endpoint; with neither, the settings decide."""
+    """What is asked: a model in an engine of the run's own, or an endpoint; with neither, the settings decide.
+
+    With `answered_by` "serve" the run asks nothing itself: a `conserve serve` of the store answers its rows.
+    """
 
     name: str = ""
     model: str | None = None
     endpoint: str | None = None
     engine_args: tuple[str, ...] = ()
+    answered_by: Answering = "run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A metric of a suite: how much worse counts, and which direction is worse."""
+    """A metric of a suite: how much worse counts, and which direction is worse. Others are only reported."""
 
     standard: Standard
     lower_is_better: bool = False
+    judged: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,3 +51,35 @@ class SuitePlan:
     def metric(self, name: str) -> Metric:
         """Metric of this name; one without an entry of its own has the suite's standard, and higher is better."""
         return self.metrics.get(name, Metric(standard=self.standard))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reports:
+    """Where the reports of a run go, and in which forms."""
+
+    folder: str | None = None
+    forms: tuple[str, ...] = ("html",)
+    webhook: str | None = None
+    secret_variable: str | None = None  # environment variable of the key that signs the webhook's body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Plan of all runs of one nightly.toml."""
+
+    name: str
+    targets: tuple[Target, ...]
+    suites: tuple[SuitePlan, ...]
+    reports: Reports = Reports()
+    against: str = "previous"  # what a report and the webhook compare with
+    overlap: Overlap = "queue"
+    keep_s: float | None = None  # runs that are older are removed at the end of a run
+    resume_s: float = RESUME_S  # a killed run that began longer ago is given up
+
+    def label(self, suite: SuitePlan, target: Target) -> str:
+        """Name of a suite on a target: the suite's own where there is one target."""
+        return suite.name if len(self.targets) == 1 else f"{suite.name}@{target.name}"
+
+    def standards(self) -> dict[str, SuitePlan]:
+        """Suites by their names in records."""
+        return {self.label(suite, target): suite for target in self.targets for suite in self.suites}

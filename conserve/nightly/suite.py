@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from conserve.api.handing import Source
 from conserve.api.job import Job
 from conserve.api.store import Store
+from conserve.config import Settings
 from conserve.evals.outcome import Outcome
 from conserve.evals.plan import SuitePlan, Target
 
@@ -20,6 +21,10 @@ class Night(Protocol):
     @property
     def store(self) -> Store:
         """Store of the jobs."""
+
+    @property
+    def settings(self) -> Settings:
+        """Settings of the run."""
 
     @property
     def run_id(self) -> str:
@@ -37,11 +42,12 @@ class Night(Protocol):
     def folder(self) -> Path:
         """Folder of nightly.toml, which relative paths begin at."""
 
-    def submitted(self, key: str, source: Source, **task: Any) -> Job:
+    def submitted(self, key: str, source: Source, *, target: Target | None = None, **task: Any) -> Job:
         """Job of this run, suite and key: one that an earlier try has queued, else a new one of `Store.submit`.
 
-        `task` are further arguments of `Store.submit`. The key must change with whatever changes the requests, as
-        the digest of a data set does: an answer that is kept under the same key is never asked for again.
+        `target` is asked instead of the suite's; `task` are further arguments of `Store.submit`. The key
+        must change with whatever changes the requests, as the digest of a data set does: an answer that is kept
+        under the same key is never asked for again.
         """
 
     def answered(self, *jobs: Job) -> None:

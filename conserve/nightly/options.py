@@ -1,0 +1,105 @@
+"""Options of suites that ask the rows of a data set."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conserve.api.asking import in_order, make_task, request_params
+from conserve.errors import SettingsError, UsageError
+from conserve.evals.plan import SuitePlan
+from conserve.evals.plan_file import Table, unknown
+from conserve.jobs.task import Task
+from conserve.nightly.samples import check_data
+
+ASKING = ("prompt", "prompt_file", "messages", "system", "completions", "params")
+OPTIONS = ("data", "id", "group", "expected", *ASKING)
+
+
+class Options:
+    """Options of a suite by type; `own` are those that its kind alone has."""
+
+    def __init__(self, suite: SuitePlan, folder: Path, own: Collection[str] = ()) -> None:
+        self.suite, self.folder, self.where = suite, folder, f"suites.{suite.name}"
+        self.table = Table(suite.options, self.where)
+        known = (*OPTIONS, *own)
+        for name in suite.options:
+            if name not in known:
+                raise SettingsError(unknown(f"{self.where}.{name}", name, known))
+
+    @property
+    def data(self) -> Sequence[str]:
+        """Names of the data set's files."""
+        given = self.suite.options.get("data")
+        names = (given,) if isinstance(given, str) else self.table.texts("data")
+        if not names:
+            raise SettingsError(f'{self.where} has no data; name a file: data = "questions.jsonl"')
+        return names
+
+    def columns(self) -> list[str]:
+        """Columns that the options name."""
+        named = (self.table.text(name) for name in ("id", "group", "expected"))
+        return [name for name in named if name is not None]
+
+    def asking(self) -> dict[str, Any]:
+        """Arguments of `Store.submit`."""
+        return asking_of(self.table, self.suite, self.folder)
+
+    def required(self, name: str, example: str) -> str:
+        """Text that must be given."""
+        value = self.table.text(name)
+        if value is None:
+            raise SettingsError(f"{self.where} has no {name}; write one: {name} = {example}")
+        return value
+
+    def check(self) -> None:
+        """Raise for options with which no row could be asked."""
+        try:
+            check_data(self.suite, self.data, task_of(self.asking()), self.columns(), self.folder)
+        except UsageError as error:
+            where = "" if self.where in str(error) else f"{self.where}: "
+            raise SettingsError(f"{where}{error}") from error
+
+
+def asking_of(table: Table, suite: SuitePlan, folder: Path) -> dict[str, Any]:
+    """Arguments of `Store.submit` by a table: greedy unless its parameters say otherwise."""
+    params = {"temperature": 0, **(table.get("params", dict) or {})}
+    if params["temperature"]:
+        params.setdefault("seed", suite.seed)
+    given: dict[str, Any] = {
+        "prompt": prompt_of(table, folder),
+        "messages": table.text("messages"),
+        "system": table.text("system"),
+        "completions": bool(table.get("completions", bool)),
+        "params": params,
+    }
+    if given["prompt"] is None and given["messages"] is None:
+        raise SettingsError(
+            f'suites.{suite.name} asks nothing; write prompt = "{{{{ question }}}}" or messages = "messages"'
+        )
+    return given
+
+
+def prompt_of(table: Table, folder: Path) -> str | None:
+    """Template of the prompt, given or in a file."""
+    given, name = table.text("prompt"), table.text("prompt_file")
+    if name is None:
+        return given
+    try:
+        return (folder / name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the prompt file {folder / name} cannot be read; write it, as UTF-8") from error
+
+
+def task_of(asking: Mapping[str, Any], id_column: str | None = None) -> Task:
+    """Task of these arguments of `Store.submit`."""
+    params = request_params(
+        asking["params"],
+        completions=asking["completions"],
+        logprobs=None,
+        schema=asking.get("schema"),
+        unknown_params=True,
+    )
+    given = make_task(
+        asking["prompt"], asking["messages"], asking["system"], asking["completions"], id_column, params
+    )
+    return in_order(given, "prefix")

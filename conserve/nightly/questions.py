@@ -1,0 +1,123 @@
+"""Questions of a data set asked once an epoch, and their answers as items."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from conserve.api.job import Job
+from conserve.evals.outcome import Item
+from conserve.nightly.options import Options
+from conserve.nightly.samples import DataSet, data_set
+from conserve.nightly.suite import Night
+from conserve.store.sql.input_columns import RESULT_COLUMNS
+
+TAKEN = {name.lower() for name in (*RESULT_COLUMNS, "prompt")}
+
+Scores = Mapping[str, float]
+
+
+class Questions:
+    """The data set of a suite, asked: one job an epoch."""
+
+    def __init__(self, night: Night, options: Options, *, schema: Mapping[str, Any] | None = None) -> None:
+        self.night, self.options = night, options
+        self.data = data_set(night.suite, options.data, night.folder)
+        self.asking = options.asking() | {"schema": schema}
+        self.jobs = [self._submitted(epoch) for epoch in range(night.suite.epochs)]
+        night.answered(*self.jobs)
+
+    def _submitted(self, epoch: int) -> Job:
+        asking = dict(self.asking)
+        if epoch and "seed" in asking["params"]:
+            asking["params"] = {**asking["params"], "seed": asking["params"]["seed"] + epoch}
+        key = digest_of(self.data.digest, self.data.asked, self.night.suite.seed, asking, epoch)
+        with self.data.source() as source:
+            return self.night.submitted(key, source, id=self.options.table.text("id"), **asking)
+
+    def answers(self) -> Iterator["Answer"]:
+        """Yield the answers of all epochs, in the order of the data set."""
+        for epoch, job in enumerate(self.jobs):
+            for row in job.results(with_inputs=True, with_prompts=True):
+                yield Answer(row, epoch, self.data, self.options)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Facts that two nights must share to compare."""
+        return {
+            "data": self.data.digest,
+            "task": digest_of(self.asking),
+            "seed": str(self.night.suite.seed),
+            "limit": str(self.night.suite.limit or "none"),
+        }
+
+    @property
+    def job_ids(self) -> Sequence[str]:
+        """Ids of the jobs."""
+        return [job.id for job in self.jobs]
+
+
+class Answer:
+    """Answer to one question, beside the columns of its row."""
+
+    def __init__(self, row: Mapping[str, Any], epoch: int, data: DataSet, options: Options) -> None:
+        self.row, self.epoch = row, epoch
+        self._data, self._options = data, options
+
+    @property
+    def row_index(self) -> int:
+        """Row of the job."""
+        return int(self.row["row_index"])
+
+    @property
+    def text(self) -> str | None:
+        """Text of the answer; None if there is none."""
+        text = self.row["text"]
+        return None if text is None else str(text)
+
+    @property
+    def error(self) -> str | None:
+        """Why there is no answer."""
+        error = self.row["error"]
+        return error if error is None else str(error)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The data set's own columns, by their own names."""
+        found = {}
+        for name, value in self.row.items():
+            bare = name.removeprefix("input_")
+            if name.lower() not in TAKEN:
+                found[bare if bare.lower() in TAKEN else name] = value
+        return found
+
+    def item(self, scores: Scores, error: str | None = None) -> Item:
+        """Item with these scores. One without an answer scores 0 by each metric that it has."""
+        return Item(
+            id=self._id,
+            prompt=str(self.row.get("prompt") or ""),
+            answer=self.text,
+            scores=scores,
+            source=self._named("group"),
+            epoch=self.epoch,
+            expected=self._named("expected"),
+            error=error or self.error,
+            prompt_tokens=int(self.row["prompt_tokens"] or 0),
+            answer_tokens=int(self.row["completion_tokens"] or 0),
+        )
+
+    @property
+    def _id(self) -> str:
+        given = self.row["custom_id"] if self._options.table.text("id") else None
+        return str(self._data.row_number(self.row_index) if given is None else given)
+
+    def _named(self, option: str) -> str | None:
+        column = self._options.table.text(option)
+        value = None if column is None else self.columns.get(column)
+        return None if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def digest_of(*values: object) -> str:
+    """Digest of values that JSON holds."""
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -1,0 +1,227 @@
+"""A run: begun or gone on with, its suites asked in rounds, scored and kept one by one."""
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conserve.config import Settings
+from conserve.errors import ConserveError, SettingsError, UsageError, one_line
+from conserve.evals.level import interval
+from conserve.evals.outcome import Outcome
+from conserve.evals.plan import Plan, SuitePlan, Target
+from conserve.evals.plan_file import plan_of
+from conserve.evals.records import RunRecord, RunState, Score, SuiteRecord
+from conserve.nightly import keeping
+from conserve.nightly.asking import Answering, Asked, SuiteNight
+from conserve.nightly.facts import facts_of
+from conserve.nightly.items import Scored, scores_of
+from conserve.nightly.kinds import kind_of
+from conserve.nightly.rounds import Rounds
+from conserve.store.files import nights
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """What `conserve eval run` is asked for: a file, flags over it, and whether to begin anew."""
+
+    file: Path
+    overrides: Mapping[str, str | int]
+    anew: bool = False
+    progress: bool = True
+
+
+def plan_of_file(file: Path) -> tuple[Plan, str]:
+    """Plan of a nightly.toml and its text; raises `SettingsError`."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(
+            f"there is no readable file {str(file)!r}; write one with: conserve eval init"
+        ) from error
+    return plan_of(text, title=file.name), text
+
+
+def overridden(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
+    """Plan with the flags of the command line on top."""
+    suites, targets = plan.suites, plan.targets
+    if "limit" in overrides:
+        suites = tuple(replace(suite, limit=int(overrides["limit"])) for suite in suites)
+    if {"model", "endpoint"} & overrides.keys():
+        if len(targets) > 1:
+            raise UsageError("--model and --endpoint go with a file of one model; this one has several")
+        given = {name: str(overrides[name]) for name in ("model", "endpoint") if name in overrides}
+        cleared = replace(targets[0], model=None, endpoint=None)
+        targets = (replace(cleared, **given),)
+    return replace(plan, suites=suites, targets=targets)
+
+
+def check(plan: Plan, folder: Path) -> None:
+    """Raise for a suite that could not be asked, before the first one is."""
+    for suite in plan.suites:
+        kind_of(suite.kind).check(suite, folder)
+
+
+def begun(home: Path, asking: Asking, plan: Plan, text: str, *, now: float, say: Say) -> RunRecord:
+    """The run that was killed and is young enough, else a new one; an older one is given up."""
+    left = keeping.unfinished(home, plan.name)
+    if left is not None and not asking.anew and now - left.began_at <= plan.resume_s:
+        done = len(left.suites)
+        say(f"going on with {left.id}, which has {done} of {len(plan.standards())} suites")
+        if (left.plan, dict(left.overrides)) != (text, dict(asking.overrides)):
+            say("the file or the flags have changed since; that run keeps its own (--new begins another)")
+        return left
+    if left is not None:
+        keeping.write(home, replace(left, state=RunState.GIVEN_UP, ended_at=now))
+        say(f"{left.id} is given up")
+    run = RunRecord(
+        id=keeping.new_id(home, plan.name, now=now),
+        evaluation=plan.name,
+        state=RunState.RUNNING,
+        began_at=now,
+        plan=text,
+        folder=str(asking.file.parent.absolute()),
+        overrides=asking.overrides,
+    )
+    keeping.write(home, run)
+    return run
+
+
+def finished(settings: Settings, run: RunRecord, *, progress: bool, say: Say) -> RunRecord:
+    """Run all suites that have not ended; each is kept as it ends. Errors of a suite end that suite alone."""
+    plan = overridden(plan_of(run.plan), run.overrides)
+    answering = Answering(settings, progress=progress)
+    before_s = run.work_s
+    try:
+        for target in plan.targets:
+            open_suites = {plan.label(suite, target): suite for suite in plan.suites}
+            left = {label: suite for label, suite in open_suites.items() if not has_scores(run, label)}
+            run = of_target(settings, run, target, left, answering, before_s, say)
+    finally:
+        answering.close()
+    state = RunState.FAILED if any(suite.error for suite in run.suites) else RunState.FINISHED
+    run = replace(in_order(run, plan), state=state, ended_at=time.time(), work_s=before_s + answering.work_s)
+    keeping.write(settings.home, run)
+    return run
+
+
+def has_scores(run: RunRecord, label: str) -> bool:
+    """True if a suite has ended without an error."""
+    known = run.suite(label)
+    return known is not None and known.error is None
+
+
+def in_order(run: RunRecord, plan: Plan) -> RunRecord:
+    """Run with its suites in the order of the file."""
+    order = list(plan.standards())
+    return replace(run, suites=tuple(sorted(run.suites, key=lambda suite: order.index(suite.name))))
+
+
+def of_target(
+    settings: Settings,
+    run: RunRecord,
+    target: Target,
+    suites: Mapping[str, SuitePlan],
+    answering: Answering,
+    before_s: float,
+    say: Say,
+) -> RunRecord:
+    """Run suites on one target, in rounds."""
+    rounds: Rounds[Asked, SuiteRecord] = Rounds(answering.answer)
+    current = [run]
+
+    def ended(label: str, found: SuiteRecord | Exception) -> None:
+        record = found if isinstance(found, SuiteRecord) else failed(label, suites[label], target, found, say)
+        worked_s = before_s + answering.work_s
+        current[0] = replace(keeping.with_suite(current[0], record), work_s=worked_s)
+        keeping.write(settings.home, current[0])
+        say(sentence(record))
+
+    def work(label: str, suite: SuitePlan) -> Callable[[], SuiteRecord]:
+        night = SuiteNight(
+            settings,
+            rounds,
+            run_id=run.id,
+            label=label,
+            suite=suite,
+            target=target,
+            folder=Path(run.folder),
+        )
+        return lambda: recorded(settings, night, label)
+
+    rounds.run({label: work(label, suite) for label, suite in suites.items()}, ended)
+    return current[0]
+
+
+def recorded(settings: Settings, night: SuiteNight, label: str) -> SuiteRecord:
+    """Ask and score a suite, and keep its items."""
+    outcome = kind_of(night.suite.kind).run(night)
+    file = f"items-{label}.parquet"
+    keeping.write_items(settings.home, night.run_id, file, label, outcome.items)
+    known = scores_of(nights.folder_of(settings.home, night.run_id) / file)
+    return SuiteRecord(
+        name=label,
+        kind=night.suite.kind,
+        target=night.target.name,
+        facts=all_facts(settings, night, outcome),
+        scores=tuple(means(night.suite, known)),
+        items=known.items,
+        failed=known.failed,
+        prompt_tokens=known.prompt_tokens,
+        answer_tokens=known.answer_tokens,
+        jobs=tuple(outcome.job_ids),
+        file=file,
+    )
+
+
+def all_facts(settings: Settings, night: SuiteNight, outcome: Outcome) -> dict[str, str]:
+    """Facts of the target and of the suite."""
+    given = facts_of(settings, night.target, outcome.job_ids)
+    return {**given, "kind": night.suite.kind, "epochs": str(night.suite.epochs), **outcome.facts}
+
+
+def means(suite: SuitePlan, known: Scored) -> list[Score]:
+    """Mean of each metric with its interval; raises `UsageError` if no item has a score."""
+    if not known.by_metric:
+        raise UsageError(f"suite {suite.name} has no scores: none of its {known.items:,} items got one")
+    found = []
+    for metric, scores in known.by_metric.items():
+        values = np.array(list(scores.values()), float)
+        clusters = np.unique([known.sources[item] for item in scores], return_inverse=True)[1]
+        mean, low, high = interval(values, clusters, suite.metric(metric).standard.confidence)
+        found.append(
+            Score(
+                metric=metric,
+                mean=mean,
+                low=low,
+                high=high,
+                items=len(scores),
+                lower_is_better=suite.metric(metric).lower_is_better,
+            )
+        )
+    return found
+
+
+def failed(label: str, suite: SuitePlan, target: Target, error: Exception, say: Say) -> SuiteRecord:
+    """Record of a suite that ended in an error."""
+    if not isinstance(error, ConserveError):
+        say("".join(traceback.format_exception(error)).rstrip())
+    said = str(error) if isinstance(error, ConserveError) else f"{type(error).__name__}: {error}"
+    return SuiteRecord(name=label, kind=suite.kind, target=target.name, error=one_line(said))
+
+
+def sentence(suite: SuiteRecord) -> str:
+    """A suite that has ended, in words."""
+    if suite.error is not None:
+        return f"{suite.name}: {suite.error}"
+    scores = ", ".join(
+        f"{score.metric} {score.mean:.4g} ({score.low:.3g} to {score.high:.3g})" for score in suite.scores
+    )
+    lost = f", {suite.failed:,} without an answer" if suite.failed else ""
+    return f"{suite.name}: {scores}, {suite.items:,} items{lost}"

@@ -1,0 +1,130 @@
+"""Data sets of suites: local files, their digest, and the same sample of their rows every night."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+
+from conserve.api.handing import Source
+from conserve.errors import InputError
+from conserve.evals.plan import SuitePlan
+from conserve.jobs.inputs.files import spelled_out
+from conserve.jobs.inputs.fingerprint import fingerprint, together
+from conserve.jobs.inputs.keeping import Keep
+from conserve.jobs.inputs.parquet_rows import Columns
+from conserve.jobs.inputs.source import Input, InputRows, open_input
+from conserve.jobs.requests.admission import check_input, check_task
+from conserve.jobs.task import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSet:
+    """Files of a suite, their digest, and the rows that are asked; None for all of them."""
+
+    paths: Sequence[str]
+    digest: str
+    rows: int
+    chosen: Sequence[int] | None
+
+    @property
+    def asked(self) -> int:
+        """Number of rows that are asked."""
+        return self.rows if self.chosen is None else len(self.chosen)
+
+    def row_number(self, row_index: int) -> int:
+        """Row of the files that a job's row is."""
+        return row_index if self.chosen is None else self.chosen[row_index]
+
+    @contextmanager
+    def source(self) -> Iterator[Source]:
+        """Yield what `Store.submit` takes: the files, or their chosen rows one after the other."""
+        if self.chosen is None:
+            yield self.paths
+            return
+        with opened(self.paths) as rows:
+            yield picked_table(rows, self.chosen) if isinstance(rows, Columns) else picked(rows, self.chosen)
+
+
+def data_set(suite: SuitePlan, names: Sequence[str], folder: Path) -> DataSet:
+    """Data set of a suite, sampled by its seed; raises `InputError` for a file that is missing."""
+    paths = located(names, folder)
+    marks = [fingerprint(path) for path in spelled_out(paths).paths]
+    with opened(paths) as rows:
+        count = number_of(rows)
+    return DataSet(
+        paths=paths,
+        digest=together(marks)[2],
+        rows=count,
+        chosen=sample(count, suite.limit, suite.seed),
+    )
+
+
+def check_data(
+    suite: SuitePlan, names: Sequence[str], task: Task, columns: Sequence[str], folder: Path
+) -> None:
+    """Raise for a missing file, a missing column, or a task that no row could be asked with."""
+    check_task(task)
+    with opened(located(names, folder)) as rows:
+        check_input(rows, task, constant_prompt=False)
+        for column in columns:
+            if column not in rows.columns:
+                raise InputError(
+                    f"suites.{suite.name} names the column {column!r}, but the columns are: "
+                    + ", ".join(rows.columns)
+                )
+
+
+def located(names: Sequence[str], folder: Path) -> list[str]:
+    """Paths of files, which begin at the folder of nightly.toml."""
+    return [str(folder / Path(name).expanduser()) for name in names]
+
+
+def sample(count: int, limit: int | None, seed: int) -> list[int] | None:
+    """Rows of a sample in their order; None for all. A larger limit keeps the rows of a smaller one."""
+    if limit is None or limit >= count:
+        return None
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return sorted(order[:limit])
+
+
+@contextmanager
+def opened(paths: Sequence[str]) -> Iterator[InputRows]:
+    """Yield the rows of files where they lie."""
+    with TemporaryDirectory() as scratch:
+        yield open_input(Input(names=paths, keep=Keep.REFERENCE), Path(scratch), openai=False).rows
+
+
+def number_of(rows: InputRows) -> int:
+    """Number of rows; text has to be read for it."""
+    return sum(len(batch) for batch in rows.batches(list(rows.columns)[:1]))
+
+
+def picked(rows: InputRows, chosen: Sequence[int]) -> Iterator[Mapping[str, Any]]:
+    """Yield the chosen rows."""
+    wanted, number = set(chosen), 0
+    for batch in rows.batches(list(rows.columns)):
+        for row in batch:
+            if number in wanted:
+                yield row
+            number += 1
+
+
+def picked_table(rows: Columns, chosen: Sequence[int]) -> pa.RecordBatchReader:
+    """The chosen rows as a table that is read once."""
+    return pa.RecordBatchReader.from_batches(rows.schema, picked_batches(rows, chosen))
+
+
+def picked_batches(rows: Columns, chosen: Sequence[int]) -> Iterator[pa.RecordBatch]:
+    """Yield batches of the chosen rows."""
+    wanted, begin = set(chosen), 0
+    for batch in rows.arrow(list(rows.columns)):
+        here = [n for n in range(batch.num_rows) if begin + n in wanted]
+        begin += batch.num_rows
+        if here:
+            yield batch.take(pa.array(here))

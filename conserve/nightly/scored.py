@@ -1,0 +1,214 @@
+"""Suites that score each answer by itself: by SQL, by a Python function, or by a JSON schema."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from conserve.api.job import Job
+from conserve.errors import QueryError, SettingsError, UsageError, one_line
+from conserve.evals.outcome import Outcome
+from conserve.evals.plan import SuitePlan
+from conserve.nightly.options import Options
+from conserve.nightly.questions import Answer, Questions, Scores, digest_of
+from conserve.nightly.rows import rows_of
+from conserve.nightly.suite import Night
+
+METRIC = "score"
+ROW = "row_index"
+EXAMPLE = (
+    "\"select avg(r.text ilike '%' || i.answer || '%') from results r "
+    'join inputs i using (job_id, row_index)"'
+)
+
+
+class SqlScored:
+    """Scores by a SELECT over the job's answers and questions: one score a row, or a mean that is taken apart."""
+
+    def check(self, suite: SuitePlan, folder: Path) -> None:
+        options = Options(suite, folder, own=("score",))
+        options.check()
+        select_of(options)
+
+    def run(self, night: Night) -> Outcome:
+        options = Options(night.suite, night.folder, own=("score",))
+        select = select_of(options)
+        asked = Questions(night, options)
+        scores = [scores_by_row(night, job, select) for job in asked.jobs]
+        metrics = {metric for epoch in scores for found in epoch.values() for metric in found}
+        items = (
+            one.item(scored(one, scores[one.epoch].get(one.row_index, {}), metrics))
+            for one in asked.answers()
+        )
+        return Outcome(items=items, facts=asked.facts | {"scorer": digest_of(select)}, job_ids=asked.job_ids)
+
+
+class PythonScored:
+    """Scores by a function of the user's: `score(answer, row)` returns a number, a truth, or numbers by metric."""
+
+    def check(self, suite: SuitePlan, folder: Path) -> None:
+        options = Options(suite, folder, own=("score",))
+        options.check()
+        function_of(options)
+
+    def run(self, night: Night) -> Outcome:
+        options = Options(night.suite, night.folder, own=("score",))
+        function, source = function_of(options)
+        asked = Questions(night, options)
+
+        def score(one: Answer) -> Scores:
+            return {} if one.text is None else by_metric(function(one.text, one.columns))
+
+        metrics = next((found.keys() for one in asked.answers() if (found := score(one))), (METRIC,))
+        items = (one.item(scored(one, score(one), metrics)) for one in asked.answers())
+        return Outcome(items=items, facts=asked.facts | {"scorer": digest_of(source)}, job_ids=asked.job_ids)
+
+
+class SchemaScored:
+    """Scores 1 for an answer that is JSON of a schema, else 0. With `guided` the engine is held to the schema."""
+
+    def check(self, suite: SuitePlan, folder: Path) -> None:
+        options = Options(suite, folder, own=("schema", "guided"))
+        options.check()
+        schema_of(options)
+
+    def run(self, night: Night) -> Outcome:
+        from jsonschema.validators import validator_for
+
+        options = Options(night.suite, night.folder, own=("schema", "guided"))
+        schema = schema_of(options)
+        guided = bool(options.table.get("guided", bool))
+        asked = Questions(night, options, schema=schema if guided else None)
+        validator = validator_for(schema)(schema)
+        items = (
+            one.item({"valid": float(is_valid(one.text, validator)), "json": float(is_json(one.text))})
+            for one in asked.answers()
+        )
+        return Outcome(items=items, facts=asked.facts | {"scorer": digest_of(schema)}, job_ids=asked.job_ids)
+
+
+def scored(answer: Answer, scores: Scores, metrics: Iterable[str] = (METRIC,)) -> Scores:
+    """Scores of an answer; a question without an answer scores 0 by each metric."""
+    return scores if answer.error is None else dict.fromkeys(metrics, 0.0)
+
+
+def select_of(options: Options) -> str:
+    """SELECT of one score a row."""
+    from conserve.store.sql.per_row import by_row
+
+    given = options.required("score", EXAMPLE)
+    try:
+        return by_row(given)
+    except QueryError as error:
+        raise SettingsError(f"{options.where}.score: {error}") from error
+
+
+def scores_by_row(night: Night, job: Job, select: str) -> dict[int, Scores]:
+    """Scores of a job's rows by metric; a mean without a name is called "score". Null is no score."""
+    where = f"suites.{night.suite.name}.score"
+    found: dict[int, Scores] = {}
+    for row in rows_of(night.settings, select, [job.id]):
+        values = {name.lower(): value for name, value in row.items()}
+        number_of = values.pop(ROW, None)
+        if number_of is None:
+            raise UsageError(f"{where} selects no column row_index; add it")
+        values.pop("job_id", None)
+        scores = {metric_of(name): number(value, name) for name, value in values.items() if value is not None}
+        if found.setdefault(int(number_of), scores) is not scores:
+            raise UsageError(f"{where} selects row {number_of} twice; group it by row_index")
+    return found
+
+
+def metric_of(column: str) -> str:
+    """Metric of a column; DuckDB names one without a name by its expression."""
+    return column if column.isidentifier() else METRIC
+
+
+def number(value: object, metric: str) -> float:
+    """Score as a number; raises `UsageError` for anything else."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the score {metric!r} is no number but {one_line(value, most=60)}") from error
+
+
+def by_metric(value: object) -> Scores:
+    """Scores by metric, of what a function returned; None is no score."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return {str(metric): number(one, str(metric)) for metric, one in value.items() if one is not None}
+    return {METRIC: number(value, METRIC)}
+
+
+def function_of(options: Options) -> tuple[Callable[[str, dict[str, Any]], object], str]:
+    """The function of `score = "module:function"`, and its module's text; modules lie beside nightly.toml too."""
+    given = options.required("score", '"scorers:exact"')
+    module_name, colon, name = given.partition(":")
+    with importable(options.folder):
+        try:
+            module = importlib.import_module(module_name)
+            function = getattr(module, name) if colon else None
+        except Exception as error:  # a module of the user's may raise anything
+            raise SettingsError(
+                f"{options.where}.score: {given!r} cannot be imported: {one_line(error)}"
+            ) from error
+    if not callable(function):
+        raise SettingsError(f'{options.where}.score takes "module:function", not {given!r}')
+    file = getattr(module, "__file__", None)
+    return function, Path(file).read_text(encoding="utf-8", errors="replace") if file else given
+
+
+@contextmanager
+def importable(folder: Path) -> Iterator[None]:
+    """Let modules of a folder be imported."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def schema_of(options: Options) -> dict[str, Any]:
+    """JSON schema in the file that `schema` names; raises `SettingsError` if it is none."""
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+
+    path = options.folder / options.required("schema", '"answer.json"')
+    try:
+        schema = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(schema, dict):
+            raise ValueError("it is no JSON object")
+        validator_for(schema).check_schema(schema)
+    except OSError as error:
+        raise SettingsError(f"{options.where}.schema: there is no file {path}; write it") from error
+    except (ValueError, SchemaError) as error:
+        raise SettingsError(
+            f"{options.where}.schema: {path} is no JSON schema: {one_line(error, most=200)}"
+        ) from error
+    return schema
+
+
+def is_json(text: str | None) -> bool:
+    """True for text that is JSON as a whole."""
+    return parsed(text) is not NOTHING
+
+
+def is_valid(text: str | None, validator: Any) -> bool:
+    """True for JSON that obeys the schema."""
+    value = parsed(text)
+    return value is not NOTHING and bool(validator.is_valid(value))
+
+
+NOTHING = object()
+
+
+def parsed(text: str | None) -> object:
+    """Value of JSON; `NOTHING` for other text."""
+    try:
+        return json.loads(text or "")
+    except (ValueError, RecursionError):
+        return NOTHING

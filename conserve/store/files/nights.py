@@ -1,0 +1,57 @@
+"""Files of evaluations' runs.
+
+HOME/evals/runs/<run>/run.json            a run: its plan, its suites, their scores and facts
+HOME/evals/runs/<run>/items-00.parquet    items of its first suite, with their answers and scores
+HOME/evals/names.json                     names that users gave to runs
+HOME/evals/<evaluation>.lock              held by the process that works on a run of this evaluation
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+EVALS = "evals"
+RECORD = "run.json"
+ITEM_FILES = "items-*.parquet"
+
+
+def folder_of(home: Path, run_id: str) -> Path:
+    """Folder of one run."""
+    return runs_folder(home) / run_id
+
+
+def runs_folder(home: Path) -> Path:
+    """Folder of all runs."""
+    return home / EVALS / "runs"
+
+
+def names_file(home: Path) -> Path:
+    """File of the names that users gave to runs."""
+    return home / EVALS / "names.json"
+
+
+def lock_file(home: Path, evaluation: str) -> Path:
+    """File that one process at a time holds."""
+    return home / EVALS / f"{evaluation}.lock"
+
+
+def records(home: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of runs, the oldest first; one that cannot be read is left out."""
+    found = []
+    for path in runs_folder(home).glob(f"*/{RECORD}"):
+        try:
+            record = json.loads(path.read_bytes())
+            found.append((float(record["began_at"]), str(record["id"]), record))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    for _, _, record in sorted(found, key=lambda one: one[:2]):
+        yield record
+
+
+def names(home: Path) -> dict[str, str]:
+    """Runs by the names that users gave them."""
+    try:
+        return {str(name): str(run) for name, run in json.loads(names_file(home).read_bytes()).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
