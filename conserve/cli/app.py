@@ -75,6 +75,8 @@ class LazyCommands(Mapping[str, Any]):
             return grouped(
                 name, module, entry.summary, add=module.add, list=module.show, revoke=module.revoke
             )
+        if name == "eval":
+            return grouped(name, module, entry.summary, **module.COMMANDS)
         example = getattr(module, "EXAMPLES", {}).get(name) or module.EXAMPLE
         alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
         alone.command(
@@ -121,8 +123,8 @@ def measuring(module: Any, summary: str) -> Any:
     return typer.main.get_command(profiles)
 
 
-def grouped(name: str, module: Any, summary: str, **commands: Any) -> Any:
-    """`conserve store` or `conserve keys`, a group of its own."""
+def grouped(name: str, module: Any, summary: str, /, **commands: Any) -> Any:
+    """`conserve store`, `conserve keys` or `conserve eval`, a group of its own."""
     group = typer.Typer(
         name=name,
         cls=ExampleGroup,
@@ -134,8 +136,9 @@ def grouped(name: str, module: Any, summary: str, **commands: Any) -> Any:
         no_args_is_help=True,
     )
     group.callback()(lambda: None)  # makes typer keep a group also where it has one command
+    examples = getattr(module, "EXAMPLES", {})
     for verb, function in commands.items():
-        group.command(verb, cls=ExampleCommand, epilog=module.EXAMPLE)(function)
+        group.command(verb, cls=ExampleCommand, epilog=examples.get(verb, module.EXAMPLE))(function)
     return typer.main.get_command(group)
 
 

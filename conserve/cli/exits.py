@@ -6,6 +6,8 @@ USAGE = 2
 CANCELLED = 3
 PAUSED = 4
 FAILED_ROWS = 5
+WORSE = 6  # `eval gate`
+CANNOT_TELL = 7  # `eval gate`
 INTERRUPTED = 130
 CLOSED = 141  # 128 + SIGPIPE
 

@@ -4,9 +4,12 @@ import time
 
 from conserve.config import Settings
 from conserve.evals.plan import Plan
+from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
 from conserve.nightly.holding import held
+from conserve.nightly.publishing import key_of, published
+from conserve.nightly.report.document import Document
 from conserve.nightly.running import Asking, Say, begun, check, finished, overridden, plan_of_file
 
 
@@ -16,6 +19,7 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
     Raises the error of an engine that cannot answer; the run then waits for the next call.
     """
     plan, text = plan_of_file(asking.file)
+    key_of(plan.reports)
     check(overridden(plan, asking.overrides), asking.file.parent.absolute())
     with held(settings.home, plan.name, plan.overlap, say) as ours:
         if not ours:
@@ -24,6 +28,19 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
         run = finished(settings, run, progress=asking.progress, say=say)
         remove_outdated(settings, plan, now=time.time(), say=say)
     return run
+
+
+def checked(asking: Asking) -> Plan:
+    """Plan of a file whose suites could be asked; raises `UsageError` for the first fault."""
+    plan, _ = plan_of_file(asking.file)
+    plan = overridden(plan, asking.overrides)
+    check(plan, asking.file.parent.absolute())
+    return plan
+
+
+def reported(settings: Settings, run: RunRecord, say: Say) -> Document:
+    """Publish a run as its file says; returns its document."""
+    return published(settings, run, plan_of(run.plan), say)
 
 
 def remove_outdated(settings: Settings, plan: Plan, *, now: float, say: Say) -> None:

@@ -1,0 +1,142 @@
+"""Comparison of two runs: the facts in which they differ, then a verdict on each suite and metric. Pure."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from conserve.evals.history import ChangePoint
+from conserve.evals.paired import Pairs
+from conserve.evals.plan import Metric, SuitePlan
+from conserve.evals.records import RunRecord
+from conserve.evals.verdict import WORST_FIRST, Judged, Verdict, judge
+
+IGNORED = ("conserve",)  # its version changes no answer
+
+
+class Named(NamedTuple):
+    """A metric of a suite."""
+
+    suite: str
+    metric: str
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteScores:
+    """Scores of a suite by metric and item, and the source of each item."""
+
+    by_metric: Mapping[str, Mapping[Hashable, float]]
+    sources: Mapping[Hashable, str]
+
+
+class Difference(NamedTuple):
+    """A fact in which two runs differ; `suites` are those that it holds for. None: the run does not know."""
+
+    fact: str
+    before: str | None
+    after: str | None
+    suites: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        """Difference in words."""
+        suites = ", ".join(self.suites)
+        return f"{self.fact} differs ({suites}): {self.before or 'none'} before, {self.after or 'none'} now"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Verdict on a run against another, or against its history.
+
+    Scores of a metric of which less is better are negated in its evidence.
+    """
+
+    before: str
+    after: str
+    differences: Sequence[Difference]
+    judged: Mapping[Named, Judged]
+    metrics: Mapping[Named, Metric]
+    missing: Mapping[str, str] = field(default_factory=dict)  # suites that cannot be judged, and why
+    new: Sequence[str] = ()  # suites that only the later run has
+    changes: Mapping[Named, ChangePoint] = field(default_factory=dict)  # declines of level, against a history
+    nights: Sequence[str] = ()  # runs of the history
+
+    @property
+    def verdict(self) -> Verdict:
+        """Worst verdict of all suites. A lasting decline is worse; a suite that cannot be judged leaves a doubt."""
+        if self.before == self.after:
+            return Verdict.NO_WORSE
+        found = {one.verdict for one in self.judged.values()}
+        if self.changes:
+            found.add(Verdict.WORSE)
+        if self.missing or not self.judged:
+            found.add(Verdict.CANNOT_TELL)
+        return next(verdict for verdict in WORST_FIRST if verdict in found)
+
+
+def compared(
+    before: Mapping[str, SuiteScores],
+    after: Mapping[str, SuiteScores],
+    plans: Mapping[str, SuitePlan],
+    *,
+    seed: int = 0,
+) -> tuple[dict[Named, Judged], dict[Named, Metric]]:
+    """Judge all suites and metrics that both runs have, together."""
+    pairs: dict[Named, Pairs] = {}
+    metrics: dict[Named, Metric] = {}
+    for suite in (name for name in after if name in before):
+        for metric, scores in after[suite].by_metric.items():
+            known = metric_of(plans, suite, metric)
+            earlier = before[suite].by_metric.get(metric, {})
+            if known is None or not known.judged or not earlier.keys() & scores.keys():
+                continue
+            sign = -1.0 if known.lower_is_better else 1.0
+            pairs[Named(suite, metric)] = Pairs.of(
+                {item: sign * score for item, score in earlier.items()},
+                {item: sign * score for item, score in scores.items()},
+                after[suite].sources,
+            )
+            metrics[Named(suite, metric)] = known
+    standards = {key_of(name): metric.standard for name, metric in metrics.items()}
+    found = judge({key_of(name): one for name, one in pairs.items()}, standards, np.random.default_rng(seed))
+    return {name: found[key_of(name)] for name in pairs}, metrics
+
+
+def key_of(name: Named) -> str:
+    """Text that stands for a metric of a suite."""
+    return f"{name.suite} {name.metric}"
+
+
+def metric_of(plans: Mapping[str, SuitePlan], suite: str, metric: str) -> Metric | None:
+    """What counts as worse; None for a suite that is in the plan no more."""
+    plan = plans.get(suite)
+    return None if plan is None else plan.metric(metric)
+
+
+def differences(before: RunRecord, after: RunRecord) -> list[Difference]:
+    """Facts in which suites of two runs differ, one entry for all suites with the same difference."""
+    found: dict[tuple[str, str | None, str | None], list[str]] = {}
+    for suite in after.suites:
+        other = before.suite(suite.name)
+        if other is None or suite.error is not None or other.error is not None:
+            continue
+        for fact in sorted(suite.facts.keys() | other.facts.keys()):
+            values = other.facts.get(fact), suite.facts.get(fact)
+            if values[0] != values[1] and fact not in IGNORED:
+                found.setdefault((fact, *values), []).append(suite.name)
+    return [
+        Difference(fact, earlier, later, tuple(suites)) for (fact, earlier, later), suites in found.items()
+    ]
+
+
+def missing(before: RunRecord, after: RunRecord, plans: Mapping[str, SuitePlan]) -> dict[str, str]:
+    """Suites of the plan that cannot be judged, and why; a suite that is new is not missing."""
+    found = {}
+    for name in plans:
+        now, then = after.suite(name), before.suite(name)
+        if now is None or now.error is not None:
+            found[name] = f"has no scores in {after.id}: {now.error if now else 'it has not ended'}"
+        elif then is not None and then.error is not None:
+            found[name] = f"has no scores in {before.id}: {then.error}"
+    return found

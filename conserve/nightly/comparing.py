@@ -1,0 +1,231 @@
+"""Comparisons of kept runs: with another run, or with the history of their evaluation."""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conserve.errors import UsageError
+from conserve.evals.comparison import (
+    Comparison,
+    Named,
+    SuiteScores,
+    compared,
+    differences,
+    metric_of,
+    missing,
+)
+from conserve.evals.history import ChangePoint, change_point
+from conserve.evals.plan import SuitePlan
+from conserve.evals.plan_file import plan_of
+from conserve.evals.records import RunRecord, SuiteRecord
+from conserve.nightly import keeping
+from conserve.nightly.items import Key, scores_of, texts_of
+from conserve.nightly.running import overridden
+from conserve.store.files import nights
+
+HISTORY = "history"
+PREVIOUS = "previous"
+NIGHTS = 60  # that a history reaches back
+LEVEL_NIGHTS = 14  # that make the level which a run is compared with
+FLIPS = 200  # shown of a metric
+
+
+def comparison(home: Path, run: RunRecord, against: str) -> Comparison | None:
+    """Comparison of a run with "previous", "history", or any name of a run; None without an earlier run."""
+    if against == HISTORY:
+        return with_history(home, run)
+    if against == PREVIOUS:
+        before = keeping.previous(home, run)
+        return None if before is None else with_run(home, before, run)
+    return with_run(home, keeping.resolve(home, against), run)
+
+
+def with_run(home: Path, before: RunRecord, after: RunRecord) -> Comparison:
+    """Comparison of two runs, item by item; what counts as worse is as the later run's file says."""
+    plans = plans_of(after)
+    judged, metrics = compared(scores(home, before), scores(home, after), plans)
+    absent = missing(before, after, plans)
+    return Comparison(
+        before=before.id,
+        after=after.id,
+        differences=differences(before, after),
+        judged=judged,
+        metrics=metrics,
+        missing=absent | unpaired(after, judged, absent, before),
+        new=[suite.name for suite in after.suites if before.suite(suite.name) is None],
+    )
+
+
+def unpaired(
+    after: RunRecord, judged: Mapping[Named, Any], absent: Mapping[str, str], before: RunRecord
+) -> dict[str, str]:
+    """Suites of both runs that share no item and metric."""
+    seen = {name.suite for name in judged}
+    return {
+        suite.name: f"has no item in common with {before.id}"
+        for suite in after.suites
+        if suite.name not in seen and suite.name not in absent and before.suite(suite.name) is not None
+    }
+
+
+def with_history(home: Path, after: RunRecord) -> Comparison | None:
+    """Comparison with the level of earlier nights, item by item, and declines of level among the nights.
+
+    The level is each item's mean score over the nights since the last change, at most fourteen.
+    """
+    earlier = keeping.history(home, after)[-NIGHTS:]
+    if not earlier:
+        return None
+    plans = plans_of(after)
+    level = level_scores(home, earlier)
+    judged, metrics = compared(level, scores(home, after), plans)
+    absent = missing(earlier[-1], after, plans)
+    return Comparison(
+        before=HISTORY,
+        after=after.id,
+        differences=differences(earlier[-1], after),
+        judged=judged,
+        metrics=metrics,
+        missing=absent,
+        new=[suite.name for suite in after.suites if suite.name not in level],
+        changes=declines([*earlier, after], plans),
+        nights=[run.id for run in earlier],
+    )
+
+
+def declines(runs: Sequence[RunRecord], plans: Mapping[str, SuitePlan]) -> dict[Named, ChangePoint]:
+    """Lasting declines among the nights that are as large as what counts."""
+    found = {}
+    for name, series in series_of(runs).items():
+        metric = metric_of(plans, *name)
+        if metric is None or not metric.judged:
+            continue
+        change = change_point([score for _, score in series], alpha=metric.standard.alpha)
+        sign = -1 if metric.lower_is_better else 1
+        if change is not None and sign * (change.before - change.since) >= metric.standard.effect:
+            found[name] = change
+    return found
+
+
+def series_of(runs: Sequence[RunRecord]) -> dict[Named, list[tuple[RunRecord, float]]]:
+    """Mean scores of each metric, night by night."""
+    found: dict[Named, list[tuple[RunRecord, float]]] = {}
+    for run in runs:
+        for suite in run.suites:
+            for score in suite.scores:
+                found.setdefault(Named(suite.name, score.metric), []).append((run, score.mean))
+    return found
+
+
+def level_scores(home: Path, earlier: Sequence[RunRecord]) -> dict[str, SuiteScores]:
+    """Each item's mean score over the nights since the last change of level."""
+    begins: dict[str, int] = {}
+    for name, series in series_of(earlier).items():
+        change = change_point([score for _, score in series])
+        begins[name.suite] = max(begins.get(name.suite, 0), change.night if change else 0)
+    sums: dict[str, dict[str, dict[Hashable, list[float]]]] = {}
+    sources: dict[str, dict[Hashable, str]] = {}
+    for suite, begin in begins.items():
+        having = [run for run in earlier if (record := run.suite(suite)) is not None and record.file]
+        for run in having[begin:][-LEVEL_NIGHTS:]:
+            one = suite_scores(home, run, run.suite(suite))
+            sources.setdefault(suite, {}).update(one.sources)
+            for metric, items in one.by_metric.items():
+                collected = sums.setdefault(suite, {}).setdefault(metric, {})
+                for item, score in items.items():
+                    collected.setdefault(item, []).append(score)
+    return {
+        suite: SuiteScores(
+            {m: {item: sum(s) / len(s) for item, s in items.items()} for m, items in metrics.items()},
+            sources[suite],
+        )
+        for suite, metrics in sums.items()
+    }
+
+
+def scores(home: Path, run: RunRecord) -> dict[str, SuiteScores]:
+    """Scores of all suites of a run."""
+    return {suite.name: suite_scores(home, run, suite) for suite in run.suites if suite.file is not None}
+
+
+def suite_scores(home: Path, run: RunRecord, suite: SuiteRecord | None) -> SuiteScores:
+    """Scores of one suite."""
+    assert suite is not None
+    assert suite.file is not None
+    found = scores_of(nights.folder_of(home, run.id) / suite.file)
+    return SuiteScores(dict(found.by_metric), dict(found.sources))  # type: ignore[arg-type]
+
+
+def plans_of(run: RunRecord) -> dict[str, SuitePlan]:
+    """Suites of a run's own file, by their names in its record."""
+    return overridden(plan_of(run.plan), run.overrides).standards()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """An item whose score changed, with both answers."""
+
+    suite: str
+    metric: str
+    item: str
+    epoch: int
+    before: float
+    after: float
+    prompt: str
+    expected: str | None
+    before_answer: str | None
+    after_answer: str | None
+
+    @property
+    def rose(self) -> bool:
+        """True if the score rose."""
+        return self.after > self.before
+
+
+def flips(home: Path, before: RunRecord, after: RunRecord, *, most: int = FLIPS) -> Iterator[Flip]:
+    """Yield items whose scores changed, those that fell first; at most so many of each metric and direction."""
+    for suite in after.suites:
+        other = before.suite(suite.name)
+        if suite.file is None or other is None or other.file is None:
+            continue
+        paths = [nights.folder_of(home, run.id) / one.file for run, one in ((before, other), (after, suite))]  # type: ignore[operator]
+        then, now = (scores_of(path) for path in paths)
+        changed = {
+            metric: picked(then.by_metric.get(metric, {}), items, most)
+            for metric, items in now.by_metric.items()
+        }
+        wanted = {key for keys in changed.values() for key in keys}
+        texts = [texts_of(path, wanted) for path in paths]
+        for metric, keys in changed.items():
+            for key in keys:
+                yield Flip(
+                    suite=suite.name,
+                    metric=metric,
+                    item=key.item,
+                    epoch=key.epoch,
+                    before=then.by_metric[metric][key],
+                    after=now.by_metric[metric][key],
+                    prompt=texts[1][key]["prompt"],
+                    expected=texts[1][key]["expected"],
+                    before_answer=texts[0][key]["answer"],
+                    after_answer=texts[1][key]["answer"],
+                )
+
+
+def picked(before: Mapping[Key, float], after: Mapping[Key, float], most: int) -> list[Key]:
+    """Items whose score changed: those that fell, then those that rose."""
+    fell = [key for key, score in after.items() if key in before and score < before[key]]
+    rose = [key for key, score in after.items() if key in before and score > before[key]]
+    return [*fell[:most], *rose[:most]]
+
+
+def two_runs(home: Path, first: str, second: str) -> tuple[RunRecord, RunRecord]:
+    """Two runs by their names; raises `UsageError` if they are one."""
+    before, after = keeping.resolve(home, first), keeping.resolve(home, second)
+    if before.evaluation != after.evaluation:
+        raise UsageError(
+            f"{before.id} is of {before.evaluation!r} and {after.id} of {after.evaluation!r}; "
+            "compare runs of one evaluation"
+        )
+    return before, after

@@ -1,0 +1,84 @@
+"""Reports of a run written to files, and its verdict posted to a webhook."""
+
+import hashlib
+import hmac
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from conserve.config import Settings
+from conserve.errors import SettingsError, UsageError, one_line
+from conserve.evals.plan import Plan, Reports
+from conserve.evals.records import RunRecord
+from conserve.nightly.report.document import Document, against_of, document
+from conserve.nightly.report.forms import SUFFIXES, written
+from conserve.whole import write_whole
+
+POST_S = 20.0
+TRIES = 3
+WAIT_S = 2.0
+SIGNATURE = "X-Conserve-Signature"
+
+Say = Callable[[str], None]
+
+
+def published(settings: Settings, run: RunRecord, plan: Plan, say: Say) -> Document:
+    """Write the reports that the file asks for, and post the verdict; returns the document."""
+    found = document(settings.home, run, against_of(settings.home, run, None, plan.against))
+    if plan.reports.folder is not None:
+        folder = Path(run.folder) / Path(plan.reports.folder).expanduser()
+        for form in plan.reports.forms:
+            say(f"wrote {write(found, form, folder / f'{run.id}{SUFFIXES[form]}')}")
+    if plan.reports.webhook is not None:
+        say(post(found, plan.reports.webhook, plan.reports))
+    return found
+
+
+def write(found: Document, form: str, path: Path) -> Path:
+    """Write a report; raises `UsageError` where that is impossible."""
+    try:
+        write_whole(path, written(found, form).encode())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another folder") from error
+    return path
+
+
+def post(
+    found: Document, address: str, reports: Reports, *, sleep: Callable[[float], None] = time.sleep
+) -> str:
+    """Post the verdict, signed by HMAC-SHA-256 of the body; returns a sentence on how that went."""
+    import httpx
+
+    body = json.dumps({name: found[name] for name in ("headline", "run", "comparison")}).encode()
+    headers = {"Content-Type": "application/json"}
+    if (key := key_of(reports)) is not None:
+        headers[SIGNATURE] = f"sha256={hmac.new(key.encode(), body, hashlib.sha256).hexdigest()}"
+    said = ""
+    for attempt in range(TRIES):
+        if attempt:
+            sleep(WAIT_S * attempt)
+        try:
+            answer = httpx.post(address, content=body, headers=headers, timeout=POST_S)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            said = one_line(error) or type(error).__name__
+            continue
+        if answer.is_success:
+            return f"posted the verdict to {address}"
+        said = f"it answered {answer.status_code}"
+        if answer.status_code < 500:
+            break
+    return f"the verdict was not posted to {address}: {said}"
+
+
+def key_of(reports: Reports) -> str | None:
+    """Key of the signature; None without one. Raises `SettingsError` if its variable is empty."""
+    if reports.secret_variable is None:
+        return None
+    key = os.environ.get(reports.secret_variable)
+    if not key:
+        raise SettingsError(
+            f"reports.secret_variable names {reports.secret_variable}, which is not set; set it to the key"
+        )
+    return key

@@ -1,0 +1,1 @@
+"""Reports on a run: one document, and its forms."""

@@ -1,0 +1,121 @@
+"""Schedules: the crontab line, or the systemd timer and service, that run an evaluation every night."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from conserve.errors import ConserveError, one_line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """An evaluation, its file, its store, and the time of day at which it begins."""
+
+    name: str
+    file: Path
+    home: Path
+    hour: int
+    minute: int
+    command: tuple[str, ...]
+
+    @property
+    def unit(self) -> str:
+        """Name of the systemd units."""
+        return f"conserve-{self.name}"
+
+    @property
+    def words(self) -> list[str]:
+        """Command of a night."""
+        return [*self.command, "--home", str(self.home), "eval", "run", str(self.file)]
+
+
+def own_command() -> tuple[str, ...]:
+    """Command by which this program was called, with its path: cron has no PATH of the user's."""
+    beside = Path(sys.executable).parent / "conserve"
+    found = str(beside) if beside.exists() else shutil.which("conserve")
+    return (found,) if found else (sys.executable, "-m", "conserve")
+
+
+def crontab_line(schedule: Schedule) -> str:
+    """Line of a crontab, in which a percent sign would end the command."""
+    log = schedule.file.with_suffix(".log")
+    night = f"cd {shlex.quote(str(schedule.file.parent))} && {shlex.join(schedule.words)}"
+    command = f"{night} >> {shlex.quote(str(log))} 2>&1".replace("%", r"\%")
+    return f"{schedule.minute} {schedule.hour} * * * {command}"
+
+
+def service(schedule: Schedule) -> str:
+    """systemd service of one night."""
+    words = " ".join(quoted(word) for word in schedule.words)
+    return (
+        "[Unit]\n"
+        f"Description=Nightly evaluation {schedule.name}\n\n"
+        "[Service]\n"
+        "Type=oneshot\n"
+        f"WorkingDirectory={escaped(str(schedule.file.parent))}\n"
+        f"ExecStart={words}\n"
+        "TimeoutStopSec=120\n"  # rows in flight are saved
+    )
+
+
+def timer(schedule: Schedule) -> str:
+    """systemd timer; a night that the machine slept through is made up for."""
+    return (
+        "[Unit]\n"
+        f"Description=Nightly evaluation {schedule.name}\n\n"
+        "[Timer]\n"
+        f"OnCalendar=*-*-* {schedule.hour:02}:{schedule.minute:02}:00\n"
+        "Persistent=true\n\n"
+        "[Install]\n"
+        "WantedBy=timers.target\n"
+    )
+
+
+def escaped(text: str) -> str:
+    """Text in which systemd expands nothing."""
+    return text.replace("%", "%%").replace("$", "$$")
+
+
+def quoted(word: str) -> str:
+    """Word of a systemd command line."""
+    plain = escaped(word).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{plain}"' if not word or set(word) & set(" \t;'\"\\") else plain
+
+
+def install_crontab(schedule: Schedule) -> str:
+    """Add the line to the user's crontab, in place of an earlier one of this evaluation; returns a sentence."""
+    mark = f"# conserve eval {schedule.name}"
+    known = ran(["crontab", "-l"], may_fail=True)
+    kept = [line for line in known.splitlines() if not line.endswith(mark)]
+    lines = [*kept, f"{crontab_line(schedule)} {mark}"]
+    ran(["crontab", "-"], stdin="\n".join(lines) + "\n")
+    return "added to your crontab; look with: crontab -l"
+
+
+def install_units(schedule: Schedule, folder: Path | None = None) -> str:
+    """Write the user's units and start the timer; returns a sentence."""
+    folder = folder or Path.home() / ".config" / "systemd" / "user"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{schedule.unit}.service").write_text(service(schedule), encoding="utf-8")
+    (folder / f"{schedule.unit}.timer").write_text(timer(schedule), encoding="utf-8")
+    ran(["systemctl", "--user", "daemon-reload"])
+    ran(["systemctl", "--user", "enable", "--now", f"{schedule.unit}.timer"])
+    return f"the timer runs; look with: systemctl --user list-timers {schedule.unit}.timer"
+
+
+def ran(words: list[str], *, stdin: str = "", may_fail: bool = False) -> str:
+    """Output of a command; raises `ConserveError` if it fails."""
+    try:
+        done = subprocess.run(words, input=stdin, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConserveError(
+            f"{words[0]} cannot be called ({error}); copy the printed lines instead"
+        ) from error
+    if done.returncode and not may_fail:
+        raise ConserveError(
+            f"{shlex.join(words)} failed ({one_line(done.stderr)}); copy the printed lines instead"
+        )
+    return done.stdout if not done.returncode else ""
