@@ -9,7 +9,7 @@ PATHS ?=
 SINCE ?=
 BREAK ?=
 
-.PHONY: help setup demo test test-full test-notebook test-vllm soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
+.PHONY: help setup demo demo-eval test test-full test-notebook test-vllm soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,6 +19,9 @@ setup:  ## Make .venv with the locked CPU dependencies
 
 demo: setup  ## Run 200 GSM8K questions through the embedded engine and query the answers
 	@bash examples/demo.sh
+
+demo-eval: setup  ## Run three nights of an evaluation, one with worse weights, which the gate finds
+	@bash examples/demo-eval.sh
 
 test: setup  ## Run the tests, the real engine included (about 15 minutes on two slow cores)
 	$(BIN)/pytest -n $(WORKERS) -m "not soak and not full"

@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 WIDTH, HEIGHT = 900.0, 190.0
-LEFT, RIGHT, TOP, BOTTOM = 52.0, 12.0, 12.0, 26.0
+LEFT, RIGHT, TOP, BOTTOM = 68.0, 12.0, 12.0, 26.0
 
 
 def chart(scores: Sequence[Mapping[str, Any]], *, title: str) -> str:

@@ -1,0 +1,58 @@
+"""A small evaluation for tests: questions, a nightly.toml of suites without a harness, and the fake's answers."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from conserve.endpoints.fake import WORDS
+
+SUITES = {
+    "sql": """
+kind = "sql"
+data = "questions.jsonl"
+prompt = "{{ question }}"
+expected = "answer"
+score = "select avg(r.text ilike '%' || i.answer || '%') from results r join inputs i using (job_id, row_index)"
+""",
+    "python": """
+kind = "python"
+data = "questions.jsonl"
+prompt = "{{ question }} again"
+score = "scorers:words"
+epochs = 2
+""",
+    "schema": """
+kind = "schema"
+data = "questions.jsonl"
+prompt = "{{ question }} as JSON"
+schema = "answer.json"
+limit = 5
+""",
+    "judge": """
+kind = "judge"
+data = "questions.jsonl"
+prompt = "{{ question }} judged"
+group = "topic"
+[suites.judge.judge]
+prompt = "Right? {{ question }}: {{ answer_of_model }}"
+grades = { GRADES }
+""".replace("GRADES", ", ".join(f"{word} = {n % 2}" for n, word in enumerate(WORDS))),
+}
+SCORER = """
+def words(answer, row):
+    return {"hit": row["answer"] in answer, "length": len(answer.split()) / 10}
+"""
+
+
+def written(folder: Path, *, suites: Sequence[str] = ("sql",), rows: int = 40, top: str = "") -> Path:
+    """Write an evaluation of these suites; returns its nightly.toml."""
+    questions = [
+        {"question": f"question {n}", "answer": WORDS[n % len(WORDS)], "topic": n // 4} for n in range(rows)
+    ]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
+    (folder / "scorers.py").write_text(SCORER)
+    (folder / "answer.json").write_text('{"type": "object"}')
+    file = folder / "nightly.toml"
+    tables = "".join(f"[suites.{name}]{SUITES[name]}" for name in suites)
+    file.write_text(f'name = "small"\n{top}\n{tables}')
+    return file

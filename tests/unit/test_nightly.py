@@ -1,0 +1,263 @@
+"""`conserve eval` on the fake endpoint: scores, verdicts, views, reports and names of whole runs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+import conserve
+from conserve.errors import StoreDamaged, UsageError
+from conserve.evals.records import RunState
+from conserve.nightly import keeping
+from conserve.nightly.holding import held
+from conserve.nightly.report.forms import rendered
+from tests import commands, nightly_files
+from tests.commands import Done
+
+GOOD, BAD = "fake:?tokens=8", "fake:?tokens=1"
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CONSERVE_FAKE", "1")
+    monkeypatch.setenv("CONSERVE_ENDPOINT", GOOD)
+    return nightly_files.written(tmp_path, rows=120, top="worse.effect = 0.1")
+
+
+def night(file: Path, *more: str, endpoint: str = GOOD) -> Done:
+    return commands.conserve("eval", "run", str(file), *more, CONSERVE_ENDPOINT=endpoint)
+
+
+def home() -> Path:
+    return conserve.open().path
+
+
+def test_all_kinds_of_suites_have_scores(tmp_path: Path, file: Path) -> None:
+    file = nightly_files.written(tmp_path, suites=list(nightly_files.SUITES), rows=12)
+    done = night(file)
+    assert done.returncode == 0, done.stderr
+    assert "60 of 60" not in done.stderr
+    assert "12 of 12" in done.stderr, "the judge asks after the others"
+    (run,) = keeping.runs(home())
+    assert run.state is RunState.FINISHED
+    assert [suite.name for suite in run.suites] == list(nightly_files.SUITES)
+    by_suite = {suite.name: {score.metric: score for score in suite.scores} for suite in run.suites}
+    assert by_suite["sql"]["score"].items == 12
+    assert by_suite["python"]["length"].mean == 0.8
+    assert by_suite["python"]["hit"].items == 24
+    assert by_suite["schema"]["valid"].mean == 0.0
+    assert by_suite["schema"]["valid"].items == 5
+    assert 0 < by_suite["judge"]["score"].mean < 1
+    store = conserve.open()
+    texts = {row["custom_id"]: row for row in store.job("sql").results()}
+    asked = store.sql("select * from eval_items where suite = 'sql' order by item::int").fetchall()
+    assert len(asked) == 12
+    hits = store.sql(
+        "select avg((contains(answer, expected))::int) from eval_items where suite = 'sql'"
+    ).fetchall()
+    assert hits[0][0] == by_suite["sql"]["score"].mean
+    assert texts
+
+
+def test_a_worse_night_is_found_and_an_equal_one_passes(tmp_path: Path, file: Path) -> None:
+    assert night(file).returncode == 0
+    assert commands.conserve("eval", "name", "last", "baseline").returncode == 0
+    assert night(file).returncode == 0
+    equal = commands.conserve("eval", "gate", "last", "--against", "baseline")
+    assert equal.returncode == 0, equal.stdout
+    assert "No worse than" in equal.stdout
+    assert night(file, endpoint=BAD).returncode == 0
+    worse = commands.conserve("eval", "gate", "last", "--against", "baseline", "--fail-on", "regression")
+    assert worse.returncode == 6
+    assert "endpoint differs (sql)" in worse.stderr
+    assert commands.conserve("eval", "gate", "--fail-on", "never").returncode == 0
+    compared = json.loads(commands.conserve("eval", "compare", "baseline", "last", "--json").stdout)
+    (suite,) = compared["comparison"]["suites"]
+    assert suite["verdict"] == "worse"
+    assert suite["fell"] > 0
+    assert suite["rose"] == 0
+    fell = [flip for flip in compared["flips"] if flip["after"] < flip["before"]]
+    assert len(fell) == min(100, suite["fell"])
+    assert all(len(flip["after_answer"].split()) == 1 for flip in fell)
+    flips = conserve.open().sql("select * from eval_items where flip is not null and before_run is not null")
+    last = keeping.resolve(home(), "last")
+    assert {(row[0], row[-1]) for row in flips.fetchall()} == {(last.id, "fell")}
+    reports_agree(tmp_path)
+
+
+def reports_agree(folder: Path) -> None:
+    names = {form: folder / f"out.{form}" for form in ("html", "markdown", "junit")}
+    flags = [word for form, path in names.items() for word in (f"--{form}", str(path))]
+    done = commands.conserve("eval", "report", "last", "--against", "baseline", *flags, "--json")
+    found = json.loads(done.stdout)
+    page = names["html"].read_text()
+    assert found["headline"].startswith("Worse than")
+    assert found["headline"] in page
+    assert page.count("<details>") == len(found["flips"])
+    assert "<svg" in page
+    assert "http" not in page.split("<style>")[1].split("</style>")[0], "self-contained"
+    assert found["headline"] in names["markdown"].read_text()
+    tree = ElementTree.fromstring(names["junit"].read_text())
+    assert tree.attrib["failures"] == "1"
+
+
+def test_too_few_items_cannot_tell(file: Path) -> None:
+    assert night(file, "--limit", "5").returncode == 0
+    first = commands.conserve("eval", "gate", "last")
+    assert first.returncode == 7
+    assert "nothing to compare with" in first.stdout
+    assert night(file, "--limit", "5").returncode == 0
+    done = commands.conserve("eval", "gate", "last", "--against", "previous")
+    assert done.returncode == 7
+    assert "needed for this effect" in done.stdout
+
+
+def test_a_sample_is_the_same_every_night(file: Path) -> None:
+    assert night(file, "--limit", "30").returncode == 0
+    assert night(file, "--limit", "40").returncode == 0
+    rows = conserve.open().sql("select run_id, list(item) from eval_items group by all order by 1").fetchall()
+    (_, small), (_, large) = rows
+    assert len(small) == 30
+    assert set(small) < set(large)
+
+
+def test_a_lasting_decline_is_found_in_the_history(file: Path) -> None:
+    for endpoint in [GOOD] * 6 + [BAD] * 4:
+        assert night(file, "--limit", "60", endpoint=endpoint).returncode == 0
+    yesterday = commands.conserve("eval", "gate", "last", "--against", "previous")
+    assert yesterday.returncode == 0, "yesterday was as bad"
+    history = commands.conserve("eval", "gate", "last", "--against", "history")
+    assert history.returncode == 6
+    assert f"since {keeping.runs(home())[6].id}" in history.stderr
+
+
+def test_a_suite_that_fails_leaves_the_others_and_is_asked_no_more(tmp_path: Path, file: Path) -> None:
+    file = nightly_files.written(tmp_path, suites=["sql", "python"], rows=6)
+    (tmp_path / "scorers.py").write_text("def words(answer, row):\n    raise KeyError('no')\n")
+    done = night(file)
+    assert done.returncode == 1
+    run = keeping.resolve(home(), "last")
+    assert run.state is RunState.FAILED
+    assert {suite.name: suite.error for suite in run.suites} == {"sql": None, "python": "KeyError: 'no'"}
+
+
+def test_rows_that_cannot_be_asked_score_nothing(tmp_path: Path, file: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(questions.read_text().replace("question 1", "REJECT 1", 1))
+    done = night(file, "--limit", "120")
+    assert done.returncode == 5
+    (suite,) = keeping.resolve(home(), "last").suites
+    assert suite.failed == 1
+    assert suite.scores[0].items == 120
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fault"),
+    [
+        ('data = "questions.jsonl"', 'data = "gone.jsonl"', "gone.jsonl"),
+        ("{{ question }}", "{{ qestion }}", "qestion"),
+        ('expected = "answer"', 'expected = "anser"', "'anser'"),
+        ('expected = "answer"', 'expcted = "answer"', "did you mean expected?"),
+        ("select avg(", "select max(", "a score is either one of each row"),
+        ('kind = "sql"', 'kind = "sqll"', "no kind of suite 'sqll'"),
+        ('prompt = "{{ question }}"', "", "asks nothing"),
+    ],
+)
+def test_a_fault_of_a_suite_is_found_before_the_first_row(
+    file: Path, before: str, after: str, fault: str
+) -> None:
+    file.write_text(file.read_text().replace(before, after))
+    done = night(file)
+    assert done.returncode == 2
+    assert fault in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not keeping.runs(home())
+
+
+def test_runs_have_names(file: Path) -> None:
+    for _ in range(2):
+        night(file, "--limit", "3")
+    first, last = keeping.runs(home())
+    assert keeping.resolve(home(), "last~1") == first
+    assert keeping.resolve(home(), first.id) == first
+    commands.conserve("eval", "name", "last~1", "baseline")
+    assert keeping.resolve(home(), "baseline") == first
+    listed = json.loads(commands.conserve("eval", "list", "--json").stdout)
+    assert [(run["id"], run["names"]) for run in listed] == [(last.id, []), (first.id, ["baseline"])]
+    for wrong in ("last~2", "nothing", ""):
+        with pytest.raises(UsageError):
+            keeping.resolve(home(), wrong)
+    for wrong in ("last", "history", first.id, " "):
+        with pytest.raises(UsageError):
+            keeping.name(home(), last, wrong)
+
+
+def test_retention_spares_runs_with_a_name(file: Path) -> None:
+    night(file, "--limit", "3")
+    commands.conserve("eval", "name", "last", "baseline")
+    night(file, "--limit", "3")
+    file.write_text(f'keep = "1s"\n{file.read_text()}')
+    first, second = keeping.runs(home())
+    keeping.write(home(), conserve_older(first))
+    keeping.write(home(), conserve_older(second))
+    done = night(file, "--limit", "3")
+    assert "is removed" in done.stderr
+    left = keeping.runs(home())
+    assert (left[0].id, len(left)) == (first.id, 2)
+
+
+def conserve_older(run: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(run, began_at=run.began_at - 3600.0)
+
+
+@pytest.fixture
+def going(file: Path) -> Iterator[None]:
+    with held(home(), "small", "queue", print):
+        yield
+
+
+def test_a_run_that_meets_another_is_skipped_if_the_file_says_so(file: Path) -> None:
+    file.write_text(f'overlap = "skip"\n{file.read_text()}')
+    with held(home(), "small", "queue", print) as ours:
+        assert ours
+        done = night(file)
+    assert done.returncode == 0
+    assert "this one is skipped" in done.stderr
+    assert not keeping.runs(home())
+
+
+def test_a_damaged_record_or_file_hides_no_other(file: Path) -> None:
+    night(file, "--limit", "3")
+    night(file, "--limit", "3")
+    first, last = keeping.runs(home())
+    folder = home() / "evals" / "runs"
+    (folder / first.id / "items-sql.parquet").write_bytes(b"PAR1 no")
+    assert len(conserve.open().sql("select * from eval_items").fetchall()) == 3
+    with pytest.raises(StoreDamaged):
+        list(keeping_scores(first))
+    (folder / last.id / "run.json").write_text("{")
+    assert [run.id for run in keeping.runs(home())] == [first.id]
+
+
+def keeping_scores(run: Any) -> Any:
+    from conserve.nightly.items import rows_of
+
+    return rows_of(home() / "evals" / "runs" / run.id / run.suites[0].file, ("item",))
+
+
+def test_text_of_answers_is_no_markup(file: Path) -> None:
+    document = {
+        "run": {
+            "id": "x", "evaluation": "<script>", "names": [], "began_at": "2026-11-23", "state": "finished",
+            "work_s": 1.0, "prompt_tokens": 1, "answer_tokens": 1, "harm": None, "suites": [],
+        },
+        "comparison": None, "headline": "<b>", "flips": [], "flips_against": None, "nights": [],
+    }  # fmt: skip
+    page = rendered(document, "page.html")
+    assert "<script>" not in page
+    assert "&lt;b&gt;" in page

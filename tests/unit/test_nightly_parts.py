@@ -1,0 +1,186 @@
+"""Parts of a night: means taken apart, schedules, the signed webhook."""
+
+import hashlib
+import hmac
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from conserve.errors import QueryError
+from conserve.evals.plan import Reports
+from conserve.nightly.publishing import SIGNATURE, post
+from conserve.nightly.schedule import Schedule, crontab_line, install_crontab, install_units, service, timer
+from conserve.store.sql.per_row import by_row
+from tests import commands, nightly_files
+
+RESULTS = (
+    "(values (0, 'yes it is', 'yes'), (1, 'no', 'yes'), (2, null, 'no')) results(row_index, text, answer)"
+)
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [
+        f"select avg(text ilike '%' || answer || '%') from {RESULTS}",
+        f"with r as (from {RESULTS}) select avg(case when text = answer then 1 else 0 end) as exact from r;",
+        f"select mean(length(text)) as longer, avg(1) as one from {RESULTS} where row_index < 2",
+    ],
+)
+def test_a_mean_taken_apart_has_the_same_mean(mean: str) -> None:
+    whole = duckdb.sql(mean.rstrip(";")).fetchone()
+    rows = duckdb.sql(by_row(mean))
+    assert rows.columns[0] == "row_index"
+    columns = list(zip(*rows.fetchall(), strict=True))[1:]
+    found = [[value for value in column if value is not None] for column in columns]
+    assert tuple(sum(values) / len(values) for values in found) == whole
+
+
+def test_scores_by_row_stay_as_they_are() -> None:
+    select = f"select row_index, text = answer as exact from {RESULTS}"
+    assert by_row(select) == select
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["select 1", "select sum(1) from x", "select avg(a) from x group by b", "drop table x", "selec", ""],
+)
+def test_any_other_select_is_refused(wrong: str) -> None:
+    with pytest.raises(QueryError):
+        by_row(wrong)
+
+
+NIGHT = Schedule(
+    name="small",
+    file=Path("/srv/my eval/100%.toml"),
+    home=Path("/srv/store"),
+    hour=1,
+    minute=5,
+    command=("/opt/bin/conserve",),
+)
+
+
+def test_a_crontab_line_survives_blanks_and_percent_signs() -> None:
+    line = crontab_line(NIGHT)
+    assert line.startswith("5 1 * * * cd '/srv/my eval' && /opt/bin/conserve --home /srv/store eval run ")
+    assert "100%" not in line.replace(r"\%", "")
+    assert line.endswith("2>&1")
+
+
+def test_units_survive_blanks_and_percent_signs() -> None:
+    assert 'eval run "/srv/my eval/100%%.toml"' in service(NIGHT)
+    assert "OnCalendar=*-*-* 01:05:00" in timer(NIGHT)
+
+
+def test_installing_twice_leaves_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "table"
+    table.write_text("1 2 3 4 5 other\n")
+    script = tmp_path / "crontab"
+    script.write_text(f'#!/bin/sh\nif [ "$1" = -l ]; then cat {table}; else cat > {table}; fi\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    install_crontab(NIGHT)
+    install_crontab(NIGHT)
+    assert table.read_text().splitlines() == [
+        "1 2 3 4 5 other",
+        f"{crontab_line(NIGHT)} # conserve eval small",
+    ]
+
+
+def test_units_are_written_and_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = tmp_path / "calls"
+    script = tmp_path / "systemctl"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    install_units(NIGHT, tmp_path / "units")
+    assert (tmp_path / "units" / "conserve-small.service").read_text() == service(NIGHT)
+    assert "enable --now conserve-small.timer" in calls.read_text()
+
+
+def test_schedule_prints_both_ways(tmp_path: Path) -> None:
+    file = nightly_files.written(tmp_path)
+    done = commands.conserve("eval", "schedule", str(file), "--at", "23:59")
+    assert done.returncode == 0, done.stderr
+    assert "59 23 * * *" in done.stdout
+    assert "OnCalendar=*-*-* 23:59:00" in done.stdout
+    assert commands.conserve("eval", "schedule", str(file), "--at", "24:00").returncode == 2
+
+
+def test_init_writes_a_file_once(tmp_path: Path) -> None:
+    nightly_files.written(tmp_path)
+    file = tmp_path / "first.toml"
+    words = ("eval", "init", str(file), "--data", "questions.jsonl", "--limit", "3")
+    assert commands.conserve(*words).returncode == 0
+    again = commands.conserve(*words)
+    assert again.returncode == 2
+    assert "is there already" in again.stderr
+    assert commands.conserve("eval", "run", str(file), "--check").returncode == 0
+    assert commands.conserve("eval", "init", str(tmp_path / "x.toml")).returncode == 2
+
+
+class Hook(HTTPServer):
+    """A webhook that answers with these codes in turn."""
+
+    def __init__(self, *codes: int) -> None:
+        super().__init__(("127.0.0.1", 0), Posted)
+        self.codes = list(codes)
+        self.posted: list[tuple[bytes, dict[str, str]]] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/hook"
+
+
+class Posted(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        server: Any = self.server
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        server.posted.append((body, dict(self.headers)))
+        self.send_response(server.codes.pop(0))
+        self.end_headers()
+
+    def log_message(self, format: str, *values: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hook() -> Iterator[Any]:
+    made: list[Hook] = []
+
+    def make(*codes: int) -> Hook:
+        made.append(Hook(*codes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.shutdown()
+        one.server_close()
+
+
+DOCUMENT = {"headline": "No worse.", "run": {"id": "x"}, "comparison": None, "flips": [{"prompt": "secret"}]}
+
+
+def test_the_verdict_is_posted_with_its_signature(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOK_KEY", "key")
+    server = hook(503, 204)
+    said = post(DOCUMENT, server.address, Reports(secret_variable="HOOK_KEY"), sleep=lambda s: None)
+    assert said.startswith("posted")
+    body, headers = server.posted[-1]
+    assert json.loads(body) == {"headline": "No worse.", "run": {"id": "x"}, "comparison": None}
+    assert headers[SIGNATURE] == f"sha256={hmac.new(b'key', body, hashlib.sha256).hexdigest()}"
+    assert len(server.posted) == 2
+
+
+def test_a_webhook_that_refuses_is_asked_once(hook: Any) -> None:
+    server = hook(403)
+    said = post(DOCUMENT, server.address, Reports(), sleep=lambda s: None)
+    assert "was not posted" in said
+    assert "403" in said
+    assert SIGNATURE not in server.posted[0][1]
