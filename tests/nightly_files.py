@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conserve.endpoints.fake import WORDS
+from conserve.evals.outcome import Item
+from conserve.evals.records import RunRecord, RunState, Score, SuiteRecord
+from conserve.nightly import keeping
 
 SUITES = {
     "sql": """
@@ -43,6 +46,8 @@ def words(answer, row):
     return {"hit": row["answer"] in answer, "length": len(answer.split()) / 10}
 """
 
+PLAN = 'name = "small"\nworse.effect = 0.1\n[suites.sql]\nkind = "sql"\n'
+
 
 def written(folder: Path, *, suites: Sequence[str] = ("sql",), rows: int = 40, top: str = "") -> Path:
     """Write an evaluation of these suites; returns its nightly.toml."""
@@ -56,3 +61,34 @@ def written(folder: Path, *, suites: Sequence[str] = ("sql",), rows: int = 40, t
     tables = "".join(f"[suites.{name}]{SUITES[name]}" for name in suites)
     file.write_text(f'name = "small"\n{top}\n{tables}')
     return file
+
+
+def kept(home: Path, scores: Sequence[float], *, began_at: float, plan: str = PLAN) -> RunRecord:
+    """Keep a finished run of one suite whose items have these scores."""
+    run = RunRecord(
+        id=keeping.new_id(home, "small", now=began_at),
+        evaluation="small",
+        state=RunState.FINISHED,
+        began_at=began_at,
+        ended_at=began_at + 60.0,
+        plan=plan,
+        folder=str(home),
+    )
+    items = [
+        Item(id=str(n), prompt=f"question {n}", answer=f"answer {score:g}", scores={"score": score})
+        for n, score in enumerate(scores)
+    ]
+    keeping.write_items(home, run.id, "items-sql.parquet", "sql", items)
+    mean = sum(scores) / len(scores)
+    score = Score(metric="score", mean=mean, low=mean - 0.05, high=mean + 0.05, items=len(scores))
+    suite = SuiteRecord(
+        name="sql",
+        kind="sql",
+        scores=(score,),
+        items=len(scores),
+        file="items-sql.parquet",
+        facts={"seed": "0"},
+    )
+    run = keeping.with_suite(run, suite)
+    keeping.write(home, run)
+    return run

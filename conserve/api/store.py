@@ -118,7 +118,7 @@ class Store:
         jobs: Sequence[str] | None = None,
         files: Mapping[str, str | Path] | None = None,
     ) -> "Relation":
-        """Answer of one SELECT over the views jobs, results, inputs and requests, as a DuckDB relation.
+        """Answer of one SELECT over the views of jobs and of evaluations, as a DuckDB relation.
 
         A child process computes it, sealed off from all but the store and `files`, which are tables by name. The
         relation holds the answer, on DuckDB's default connection, so that it joins tables and frames of yours.

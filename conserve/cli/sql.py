@@ -61,7 +61,7 @@ def sql(
         ),
     ] = None,
 ) -> None:
-    """Query the views jobs, results, inputs and requests with DuckDB; nothing else can be read or written."""
+    """Query jobs, results, inputs, requests and evaluations with DuckDB; nothing else can be read or written."""
     from conserve.cli.queries import answer, say_left_out
     from conserve.cli.signals import ended_in_order
     from conserve.cli.sink import sink

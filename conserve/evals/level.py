@@ -1,6 +1,6 @@
 """Mean score of a suite with its interval. Pure."""
 
-from math import sqrt
+from math import fsum, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ def interval(
 
     Errors are clustered: items of one source count together. One cluster alone has no interval but the mean.
     """
-    mean, n = float(scores.mean()), len(scores)
+    mean, n = fsum(scores) / len(scores), len(scores)  # the same digits in any order
     sums, sizes = np.bincount(clusters, scores).astype(float), np.bincount(clusters).astype(float)
     if len(sums) == n and bool(np.isin(scores, (0.0, 1.0)).all()):
         return mean, *wilson(mean, n, confidence)

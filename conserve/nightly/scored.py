@@ -1,11 +1,11 @@
 """Suites that score each answer by itself: by SQL, by a Python function, or by a JSON schema."""
 
 import importlib
+import importlib.util
 import json
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from conserve.api.job import Job
@@ -148,28 +148,28 @@ def function_of(options: Options) -> tuple[Callable[[str, dict[str, Any]], objec
     """The function of `score = "module:function"`, and its module's text; modules lie beside nightly.toml too."""
     given = options.required("score", '"scorers:exact"')
     module_name, colon, name = given.partition(":")
-    with importable(options.folder):
-        try:
-            module = importlib.import_module(module_name)
-            function = getattr(module, name) if colon else None
-        except Exception as error:  # a module of the user's may raise anything
-            raise SettingsError(
-                f"{options.where}.score: {given!r} cannot be imported: {one_line(error)}"
-            ) from error
+    try:
+        module = module_of(options.folder, module_name)
+        function = getattr(module, name) if colon else None
+    except Exception as error:  # a module of the user's may raise anything
+        raise SettingsError(
+            f"{options.where}.score: {given!r} cannot be imported: {one_line(error)}"
+        ) from error
     if not callable(function):
         raise SettingsError(f'{options.where}.score takes "module:function", not {given!r}')
     file = getattr(module, "__file__", None)
     return function, Path(file).read_text(encoding="utf-8", errors="replace") if file else given
 
 
-@contextmanager
-def importable(folder: Path) -> Iterator[None]:
-    """Let modules of a folder be imported."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
+def module_of(folder: Path, name: str) -> ModuleType:
+    """Module in a folder, which is read anew, or any that is installed."""
+    path = folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        return importlib.import_module(name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def schema_of(options: Options) -> dict[str, Any]:

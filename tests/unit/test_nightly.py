@@ -1,19 +1,22 @@
 """`conserve eval` on the fake endpoint: scores, verdicts, views, reports and names of whole runs."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 import conserve
 from conserve.errors import StoreDamaged, UsageError
+from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunState
 from conserve.nightly import keeping
+from conserve.nightly.evaluating import remove_outdated
 from conserve.nightly.holding import held
+from conserve.nightly.items import rows_of
 from conserve.nightly.report.forms import rendered
+from conserve.nightly.running import Asking, begun, plan_of_file
+from conserve.nightly.samples import sample
 from tests import commands, nightly_files
 from tests.commands import Done
 
@@ -46,20 +49,18 @@ def test_all_kinds_of_suites_have_scores(tmp_path: Path, file: Path) -> None:
     assert [suite.name for suite in run.suites] == list(nightly_files.SUITES)
     by_suite = {suite.name: {score.metric: score for score in suite.scores} for suite in run.suites}
     assert by_suite["sql"]["score"].items == 12
-    assert by_suite["python"]["length"].mean == 0.8
+    assert by_suite["python"]["length"].mean == pytest.approx(0.8)
     assert by_suite["python"]["hit"].items == 24
     assert by_suite["schema"]["valid"].mean == 0.0
     assert by_suite["schema"]["valid"].items == 5
     assert 0 < by_suite["judge"]["score"].mean < 1
     store = conserve.open()
-    texts = {row["custom_id"]: row for row in store.job("sql").results()}
     asked = store.sql("select * from eval_items where suite = 'sql' order by item::int").fetchall()
     assert len(asked) == 12
     hits = store.sql(
         "select avg((contains(answer, expected))::int) from eval_items where suite = 'sql'"
     ).fetchall()
     assert hits[0][0] == by_suite["sql"]["score"].mean
-    assert texts
 
 
 def test_a_worse_night_is_found_and_an_equal_one_passes(tmp_path: Path, file: Path) -> None:
@@ -104,34 +105,64 @@ def reports_agree(folder: Path) -> None:
     assert tree.attrib["failures"] == "1"
 
 
-def test_too_few_items_cannot_tell(file: Path) -> None:
-    assert night(file, "--limit", "5").returncode == 0
-    first = commands.conserve("eval", "gate", "last")
+RIGHT, WRONG = [1.0] * 45 + [0.0] * 15, [1.0] * 25 + [0.0] * 35
+
+
+def gate(*words: str) -> Done:
+    return commands.conserve("eval", "gate", "last", *words)
+
+
+def test_too_few_items_cannot_tell() -> None:
+    nightly_files.kept(home(), [1.0] * 4, began_at=1e9)
+    first = gate()
     assert first.returncode == 7
     assert "nothing to compare with" in first.stdout
-    assert night(file, "--limit", "5").returncode == 0
-    done = commands.conserve("eval", "gate", "last", "--against", "previous")
-    assert done.returncode == 7
-    assert "needed for this effect" in done.stdout
+    nightly_files.kept(home(), [1.0] * 4, began_at=1e9 + 86_400)
+    second = gate("--against", "previous")
+    assert second.returncode == 7
+    assert "needed for this effect" in second.stdout
 
 
-def test_a_sample_is_the_same_every_night(file: Path) -> None:
-    assert night(file, "--limit", "30").returncode == 0
-    assert night(file, "--limit", "40").returncode == 0
-    rows = conserve.open().sql("select run_id, list(item) from eval_items group by all order by 1").fetchall()
-    (_, small), (_, large) = rows
-    assert len(small) == 30
-    assert set(small) < set(large)
-
-
-def test_a_lasting_decline_is_found_in_the_history(file: Path) -> None:
-    for endpoint in [GOOD] * 6 + [BAD] * 4:
-        assert night(file, "--limit", "60", endpoint=endpoint).returncode == 0
-    yesterday = commands.conserve("eval", "gate", "last", "--against", "previous")
-    assert yesterday.returncode == 0, "yesterday was as bad"
-    history = commands.conserve("eval", "gate", "last", "--against", "history")
+def test_a_lasting_decline_is_found_in_the_history() -> None:
+    runs = [
+        nightly_files.kept(home(), scores, began_at=1e9 + 86_400 * night)
+        for night, scores in enumerate([RIGHT] * 6 + [WRONG] * 4)
+    ]
+    assert gate("--against", "previous").returncode == 0, "yesterday was as bad"
+    history = gate("--against", "history")
     assert history.returncode == 6
-    assert f"since {keeping.runs(home())[6].id}" in history.stderr
+    assert f"since {runs[6].id}" in history.stderr
+
+
+def test_against_its_history_an_equal_night_passes_and_a_worse_one_does_not() -> None:
+    for night in range(9):
+        nightly_files.kept(home(), RIGHT, began_at=1e9 + 86_400 * night)
+    assert gate("--against", "history").returncode == 0
+    nightly_files.kept(home(), WRONG, began_at=1e9 + 86_400 * 9)
+    worse = gate("--against", "history")
+    assert worse.returncode == 6
+    assert "since" not in worse.stderr, "one night is no level"
+
+
+def test_a_metric_of_which_less_is_better_is_worse_if_it_rises() -> None:
+    plan = nightly_files.PLAN + "[suites.sql.metrics.score]\nlower_is_better = true\n"
+    for night, scores in enumerate((WRONG, RIGHT)):
+        nightly_files.kept(home(), scores, began_at=1e9 + night, plan=plan)
+    found = json.loads(gate("--against", "previous", "--json").stdout)
+    (suite,) = found["comparison"]["suites"]
+    assert (suite["verdict"], suite["rose"], suite["fell"]) == ("worse", 20, 0)
+    assert suite["after"] - suite["before"] == pytest.approx(suite["difference"]) == pytest.approx(1 / 3)
+    assert suite["low"] <= suite["difference"] <= suite["high"]
+
+
+def test_a_sample_is_the_same_every_night_and_a_larger_one_contains_it() -> None:
+    small, large = sample(1000, 30, 7), sample(1000, 40, 7)
+    assert small is not None
+    assert large is not None
+    assert sample(1000, 30, 7) == small
+    assert set(small) < set(large)
+    assert small != sample(1000, 30, 8)
+    assert sample(30, 30, 7) is None
 
 
 def test_a_suite_that_fails_leaves_the_others_and_is_asked_no_more(tmp_path: Path, file: Path) -> None:
@@ -177,10 +208,9 @@ def test_a_fault_of_a_suite_is_found_before_the_first_row(
     assert not keeping.runs(home())
 
 
-def test_runs_have_names(file: Path) -> None:
-    for _ in range(2):
-        night(file, "--limit", "3")
-    first, last = keeping.runs(home())
+def test_runs_have_names() -> None:
+    first = nightly_files.kept(home(), RIGHT, began_at=1e9)
+    last = nightly_files.kept(home(), RIGHT, began_at=1e9 + 1)
     assert keeping.resolve(home(), "last~1") == first
     assert keeping.resolve(home(), first.id) == first
     commands.conserve("eval", "name", "last~1", "baseline")
@@ -195,30 +225,26 @@ def test_runs_have_names(file: Path) -> None:
             keeping.name(home(), last, wrong)
 
 
-def test_retention_spares_runs_with_a_name(file: Path) -> None:
-    night(file, "--limit", "3")
-    commands.conserve("eval", "name", "last", "baseline")
-    night(file, "--limit", "3")
-    file.write_text(f'keep = "1s"\n{file.read_text()}')
-    first, second = keeping.runs(home())
-    keeping.write(home(), conserve_older(first))
-    keeping.write(home(), conserve_older(second))
-    done = night(file, "--limit", "3")
-    assert "is removed" in done.stderr
-    left = keeping.runs(home())
-    assert (left[0].id, len(left)) == (first.id, 2)
+def test_retention_spares_runs_with_a_name() -> None:
+    first, second, third = (
+        nightly_files.kept(home(), RIGHT, began_at=1e9 + 86_400 * day) for day in range(3)
+    )
+    keeping.name(home(), first, "baseline")
+    plan = plan_of(f'keep = "36h"\n{nightly_files.PLAN}')
+    remove_outdated(conserve.open()._settings, plan, now=1e9 + 3 * 86_400, say=print)
+    assert [run.id for run in keeping.runs(home())] == [first.id, third.id]
+    assert not (home() / "evals" / "runs" / second.id).exists()
 
 
-def conserve_older(run: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(run, began_at=run.began_at - 3600.0)
-
-
-@pytest.fixture
-def going(file: Path) -> Iterator[None]:
-    with held(home(), "small", "queue", print):
-        yield
+def test_an_unfinished_run_that_is_too_old_is_given_up(file: Path) -> None:
+    asking = Asking(file=file, overrides={})
+    plan, text = plan_of_file(file)
+    old = begun(home(), asking, plan, text, now=1e9, say=print)
+    assert begun(home(), asking, plan, text, now=1e9 + plan.resume_s, say=print) == old
+    new = begun(home(), asking, plan, text, now=1e9 + plan.resume_s + 1, say=print)
+    assert new.id != old.id
+    assert keeping.read(home(), old.id).state is RunState.GIVEN_UP
+    assert begun(home(), Asking(file=file, overrides={}, anew=True), plan, text, now=2e9, say=print) != new
 
 
 def test_a_run_that_meets_another_is_skipped_if_the_file_says_so(file: Path) -> None:
@@ -231,26 +257,19 @@ def test_a_run_that_meets_another_is_skipped_if_the_file_says_so(file: Path) -> 
     assert not keeping.runs(home())
 
 
-def test_a_damaged_record_or_file_hides_no_other(file: Path) -> None:
-    night(file, "--limit", "3")
-    night(file, "--limit", "3")
-    first, last = keeping.runs(home())
+def test_a_damaged_record_or_file_hides_no_other() -> None:
+    first, second, last = (nightly_files.kept(home(), RIGHT, began_at=1e9 + day) for day in range(3))
     folder = home() / "evals" / "runs"
     (folder / first.id / "items-sql.parquet").write_bytes(b"PAR1 no")
-    assert len(conserve.open().sql("select * from eval_items").fetchall()) == 3
-    with pytest.raises(StoreDamaged):
-        list(keeping_scores(first))
     (folder / last.id / "run.json").write_text("{")
-    assert [run.id for run in keeping.runs(home())] == [first.id]
+    assert [run.id for run in keeping.runs(home())] == [first.id, second.id]
+    seen = conserve.open().sql("select run_id, count(*) from eval_items group by 1").fetchall()
+    assert seen == [(second.id, len(RIGHT))]
+    with pytest.raises(StoreDamaged):
+        list(rows_of(folder / first.id / "items-sql.parquet", ("item",)))
 
 
-def keeping_scores(run: Any) -> Any:
-    from conserve.nightly.items import rows_of
-
-    return rows_of(home() / "evals" / "runs" / run.id / run.suites[0].file, ("item",))
-
-
-def test_text_of_answers_is_no_markup(file: Path) -> None:
+def test_text_of_answers_is_no_markup() -> None:
     document = {
         "run": {
             "id": "x", "evaluation": "<script>", "names": [], "began_at": "2026-11-23", "state": "finished",

@@ -33,12 +33,18 @@ RESULTS = (
     ],
 )
 def test_a_mean_taken_apart_has_the_same_mean(mean: str) -> None:
-    whole = duckdb.sql(mean.rstrip(";")).fetchone()
-    rows = duckdb.sql(by_row(mean))
-    assert rows.columns[0] == "row_index"
+    whole = duckdb.execute(numbers(mean)).fetchone()
+    rows = duckdb.execute(by_row(mean))
+    assert rows.description is not None
+    assert rows.description[0][0] == "row_index"
     columns = list(zip(*rows.fetchall(), strict=True))[1:]
     found = [[value for value in column if value is not None] for column in columns]
     assert tuple(sum(values) / len(values) for values in found) == whole
+
+
+def numbers(mean: str) -> str:
+    """The mean as DuckDB takes it, which has none of truths."""
+    return mean.replace("text ilike '%' || answer || '%'", "(text ilike '%' || answer || '%')::int")
 
 
 def test_scores_by_row_stay_as_they_are() -> None:

@@ -32,7 +32,11 @@ MORE = {
     "bench": ("Measure the harm on your traffic", "compare-policies"),
     "doctor": ("Diagnose a machine", "diagnose"),
 }
-PARTS = {"profile": ("measure", "show"), "store": ("size",)}  # commands of a group
+PARTS = {
+    "profile": ("measure", "show"),
+    "store": ("size",),
+    "eval": ("run", "report", "compare", "gate", "list", "name", "init", "schedule"),
+}  # commands of a group
 HEAD = """# Commands
 
 This page is the program's own help, written by `make reference`. A job is named by its id, by the beginning of
