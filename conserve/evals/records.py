@@ -50,10 +50,12 @@ class SuiteRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Harm:
-    """Latencies of live requests while the run's rows ran beside them, in ms; None where nothing was measured."""
+    """Latencies of live requests while a server answered the run's rows; None where nothing was measured."""
 
-    ttft_p99_ms: float | None = None
+    ttft_p99_ms: float | None = None  # of the worst minute that was looked at
     tbt_p99_ms: float | None = None
+    ttft_p99_ratio: float | None = None  # with rows over without, as the server measures it in pauses
+    tbt_p99_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

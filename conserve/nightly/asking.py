@@ -13,8 +13,9 @@ from conserve.api.portal import portal
 from conserve.api.runs import RunArguments, drained_together
 from conserve.api.store import Store
 from conserve.config import Settings
-from conserve.errors import JobRefused
 from conserve.evals.plan import SuitePlan, Target
+from conserve.evals.records import Harm
+from conserve.nightly.beside import await_served
 from conserve.nightly.rounds import Rounds
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
@@ -78,13 +79,17 @@ def found(settings: Settings, tags: Mapping[str, str]) -> JobReading | None:
 
 
 class Answering:
-    """Answers jobs, target by target. One engine is up at a time; `work_s` counts the time in which it answered."""
+    """Answers jobs, target by target. One engine is up at a time.
+
+    `work_s` counts the time in which it answered, `harm` is that of live requests beside a server's rows.
+    """
 
     def __init__(self, settings: Settings, *, progress: bool) -> None:
         self._settings, self._progress = settings, progress
         self._engine: Engine | None = None
         self._target: Target | None = None
         self.work_s = 0.0
+        self.harm: Harm | None = None
 
     def answer(self, wanted: Sequence[Asked]) -> None:
         """Answer jobs, those of the engine that is up first."""
@@ -96,7 +101,7 @@ class Answering:
         if target.answered_by == "serve":
             begun = time.monotonic()
             for job_id in job_ids:
-                await_served(Job(self._settings, job_id))
+                self.harm = await_served(Job(self._settings, job_id), self._settings, self.harm)
             self.work_s += time.monotonic() - begun
             return
         arguments = RunArguments(engine=self._ready(target), progress=self._progress)
@@ -123,10 +128,3 @@ class Answering:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-
-
-def await_served(job: Job) -> None:
-    """Wait until a server has answered a job; raises `JobRefused` if it ends otherwise."""
-    state = job.wait()
-    if state is not JobState.COMPLETED:
-        raise JobRefused(f"job {job.id} is {state}; put its rows back with: conserve retry {job.id}")

@@ -107,6 +107,7 @@ def finished(settings: Settings, run: RunRecord, *, progress: bool, say: Say) ->
         answering.close()
     state = RunState.FAILED if any(suite.error for suite in run.suites) else RunState.FINISHED
     run = replace(in_order(run, plan), state=state, ended_at=time.time(), work_s=before_s + answering.work_s)
+    run = replace(run, harm=answering.harm or run.harm)
     keeping.write(settings.home, run)
     return run
 

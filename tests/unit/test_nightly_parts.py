@@ -14,6 +14,8 @@ import pytest
 
 from conserve.errors import QueryError
 from conserve.evals.plan import Reports
+from conserve.evals.records import Harm
+from conserve.nightly.beside import worst
 from conserve.nightly.publishing import SIGNATURE, post
 from conserve.nightly.schedule import Schedule, crontab_line, install_crontab, install_units, service, timer
 from conserve.store.sql.per_row import by_row
@@ -190,3 +192,12 @@ def test_a_webhook_that_refuses_is_asked_once(hook: Any) -> None:
     assert "was not posted" in said
     assert "403" in said
     assert SIGNATURE not in server.posted[0][1]
+
+
+def test_of_what_servers_say_the_worst_minute_is_kept() -> None:
+    said = {"online": {"ttft_ms": {"p99": 80.0}, "tbt_ms": {"p99": None}}, "harm": None}
+    later = {
+        "online": {"ttft_ms": {"p99": 50.0}, "tbt_ms": {"p99": 9.0}},
+        "harm": {"ttft_ms": {"p99": {"ratio": 1.1}}, "tbt_ms": {"p99": None}},
+    }
+    assert worst(worst(None, said), later) == Harm(ttft_p99_ms=80.0, tbt_p99_ms=9.0, ttft_p99_ratio=1.1)

@@ -1,0 +1,79 @@
+"""Waiting for jobs that a server answers beside its live requests, and what these notice of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from conserve.api.job import Job
+from conserve.config import Settings
+from conserve.errors import JobRefused
+from conserve.evals.records import Harm
+from conserve.jobs.harvest.services import running
+from conserve.store.books.states import JobState
+
+LOOK_S = 30.0
+ANSWER_S = 5.0
+
+
+def await_served(job: Job, settings: Settings, harm: Harm | None) -> Harm | None:
+    """Wait until a server has answered a job; returns the harm that was seen meanwhile, with the harm before.
+
+    Raises `JobRefused` if the job ends otherwise.
+    """
+    while True:
+        try:
+            state = job.wait(timeout_s=LOOK_S)
+        except TimeoutError:
+            state = None
+        for said in answers(settings):
+            harm = worst(harm, said)
+        if state is JobState.COMPLETED:
+            return harm
+        if state is not None:
+            raise JobRefused(f"job {job.id} is {state}; put its rows back with: conserve retry {job.id}")
+
+
+def answers(settings: Settings) -> list[Mapping[str, Any]]:
+    """Answers of the store's servers to `GET /v1/conserve`; of those that answer."""
+    import httpx
+
+    key = settings.api_key or settings.harvest_key
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    found = []
+    for server in running(settings):
+        try:
+            answer = httpx.get(
+                f"{server.url}/v1/conserve", headers=headers, timeout=ANSWER_S, trust_env=False
+            )
+            found.append(answer.raise_for_status().json())
+        except (httpx.HTTPError, ValueError):
+            continue
+    return found
+
+
+def worst(known: Harm | None, said: Mapping[str, Any]) -> Harm:
+    """The larger of the latencies known and those of a server's last minute, and the server's latest ratios."""
+    online, receipt = said.get("online") or {}, said.get("harm") or {}
+    return Harm(
+        ttft_p99_ms=larger(known and known.ttft_p99_ms, p99(online, "ttft_ms")),
+        tbt_p99_ms=larger(known and known.tbt_p99_ms, p99(online, "tbt_ms")),
+        ttft_p99_ratio=ratio(receipt, "ttft_ms"),
+        tbt_p99_ratio=ratio(receipt, "tbt_ms"),
+    )
+
+
+def p99(online: Mapping[str, Any], latency: str) -> float | None:
+    """P99 of live requests in the last minute; None without any."""
+    value = (online.get(latency) or {}).get("p99")
+    return None if value is None else float(value)
+
+
+def ratio(receipt: Mapping[str, Any], latency: str) -> float | None:
+    """P99 with rows over P99 in their pauses; None where it was not measured yet."""
+    found = (receipt.get(latency) or {}).get("p99") or {}
+    return None if found.get("ratio") is None else float(found["ratio"])
+
+
+def larger(one: float | None, other: float | None) -> float | None:
+    """The larger of two latencies."""
+    known = [value for value in (one, other) if value is not None]
+    return max(known, default=None)
