@@ -115,7 +115,7 @@ class Answering:
             self._target = target
             self._engine = Engine(
                 target.model or self._settings.model,
-                endpoint=target.endpoint or (None if target.model else self._settings.endpoint),
+                endpoint=target.endpoint or self._settings.endpoint,
                 api_key=self._settings.api_key,
                 engine_args=target.engine_args,
                 path=self._settings.home,

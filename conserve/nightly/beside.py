@@ -52,10 +52,11 @@ def answers(settings: Settings) -> list[Mapping[str, Any]]:
 
 def worst(known: Harm | None, said: Mapping[str, Any]) -> Harm:
     """The larger of the latencies known and those of a server's last minute, and the server's latest ratios."""
+    before = known or Harm()
     online, receipt = said.get("online") or {}, said.get("harm") or {}
     return Harm(
-        ttft_p99_ms=larger(known and known.ttft_p99_ms, p99(online, "ttft_ms")),
-        tbt_p99_ms=larger(known and known.tbt_p99_ms, p99(online, "tbt_ms")),
+        ttft_p99_ms=larger(before.ttft_p99_ms, p99(online, "ttft_ms")),
+        tbt_p99_ms=larger(before.tbt_p99_ms, p99(online, "tbt_ms")),
         ttft_p99_ratio=ratio(receipt, "ttft_ms"),
         tbt_p99_ratio=ratio(receipt, "tbt_ms"),
     )

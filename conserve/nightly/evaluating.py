@@ -1,6 +1,7 @@
 """`conserve eval run`: one process at a time works on an evaluation, to the end of its run."""
 
 import time
+from dataclasses import replace
 
 from conserve.config import Settings
 from conserve.evals.plan import Plan
@@ -21,9 +22,11 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
     plan, text = plan_of_file(asking.file)
     key_of(plan.reports)
     check(overridden(plan, asking.overrides), asking.file.parent.absolute())
-    with held(settings.home, plan.name, plan.overlap, say) as ours:
-        if not ours:
+    with held(settings.home, plan.name, plan.overlap, say) as hold:
+        if hold == "theirs":
             return None
+        if hold == "ended the other":
+            asking = replace(asking, anew=True)
         run = begun(settings.home, asking, plan, text, now=time.time(), say=say)
         run = finished(settings, run, progress=asking.progress, say=say)
         remove_outdated(settings, plan, now=time.time(), say=say)

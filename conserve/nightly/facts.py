@@ -18,7 +18,7 @@ def facts_of(settings: Settings, target: Target, job_ids: Sequence[str]) -> dict
     """Facts about a target and the answers that it gave."""
     given = {
         "model": target.model or settings.model,
-        "endpoint": target.endpoint or (None if target.model else settings.endpoint),
+        "endpoint": target.endpoint or settings.endpoint,
         "flags": " ".join((settings.engine_args, *target.engine_args)).strip(),
         "conserve": __version__,
         **answered_with(settings, job_ids),

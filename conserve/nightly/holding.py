@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from conserve.errors import JobRefused
 from conserve.evals.plan import Overlap
@@ -16,14 +16,16 @@ from conserve.store.files import home as store_home
 from conserve.store.files import nights
 
 Say = Callable[[str], None]
+Hold = Literal["ours", "ended the other", "theirs"]
 
 
 @contextmanager
-def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[bool]:
-    """Hold an evaluation; yields False if another process does and the plan says to skip.
+def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[Hold]:
+    """Hold an evaluation; yields "theirs" if another process does and the plan says to skip.
 
     With "queue" this process waits for the other, with "replace" it ends the other first.
     """
+    hold: Hold = "ours"
     path = nights.lock_file(home, evaluation)
     with store_home.explained(home):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,10 +35,11 @@ def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[bo
             holder = holder_of(file)
             if overlap == "skip":
                 say(f"a run of {evaluation} is still going ({holder}); this one is skipped, as the file says")
-                yield False
+                yield "theirs"
                 return
             if overlap == "replace":
                 end(file, evaluation)
+                hold = "ended the other"
                 say(f"the run of {evaluation} that was still going is ended, as the file says")
             else:
                 say(
@@ -44,7 +47,7 @@ def held(home: Path, evaluation: str, overlap: Overlap, say: Say) -> Iterator[bo
                 )
             fcntl.flock(file, fcntl.LOCK_EX)
         sign(file)
-        yield True
+        yield hold
 
 
 def taken(file: IO[str]) -> bool:

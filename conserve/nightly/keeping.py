@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -50,8 +51,16 @@ def read(home: Path, run_id: str) -> RunRecord:
 
 def runs(home: Path, evaluation: str | None = None) -> list[RunRecord]:
     """All runs, or those of one evaluation, the oldest first; records that cannot be read are left out."""
-    found = [msgspec.convert(record, RunRecord) for record in nights.records(home)]
-    return [run for run in found if evaluation in (None, run.evaluation)]
+    found = (readable(record) for record in nights.records(home))
+    return [run for run in found if run is not None and evaluation in (None, run.evaluation)]
+
+
+def readable(record: dict[str, Any]) -> RunRecord | None:
+    """Record of a run; None for one that this version cannot read."""
+    try:
+        return msgspec.convert(record, RunRecord)
+    except msgspec.ValidationError:
+        return None
 
 
 def unfinished(home: Path, evaluation: str) -> RunRecord | None:

@@ -56,9 +56,8 @@ def overridden(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
     if {"model", "endpoint"} & overrides.keys():
         if len(targets) > 1:
             raise UsageError("--model and --endpoint go with a file of one model; this one has several")
-        given = {name: str(overrides[name]) for name in ("model", "endpoint") if name in overrides}
-        cleared = replace(targets[0], model=None, endpoint=None)
-        targets = (replace(cleared, **given),)
+        model, endpoint = (overrides.get(name) for name in ("model", "endpoint"))
+        targets = (replace(targets[0], model=model, endpoint=endpoint),)
     return replace(plan, suites=suites, targets=targets)
 
 

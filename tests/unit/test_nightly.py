@@ -1,12 +1,14 @@
 """`conserve eval` on the fake endpoint: scores, verdicts, views, reports and names of whole runs."""
 
 import json
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 import conserve
+from conserve.config import load
 from conserve.errors import StoreDamaged, UsageError
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunState
@@ -17,6 +19,7 @@ from conserve.nightly.items import rows_of
 from conserve.nightly.report.forms import rendered
 from conserve.nightly.running import Asking, begun, plan_of_file
 from conserve.nightly.samples import sample
+from conserve.store.books.readings import JobReading, read_jobs
 from tests import commands, nightly_files
 from tests.commands import Done
 
@@ -249,8 +252,8 @@ def test_an_unfinished_run_that_is_too_old_is_given_up(file: Path) -> None:
 
 def test_a_run_that_meets_another_is_skipped_if_the_file_says_so(file: Path) -> None:
     file.write_text(f'overlap = "skip"\n{file.read_text()}')
-    with held(home(), "small", "queue", print) as ours:
-        assert ours
+    with held(home(), "small", "queue", print) as hold:
+        assert hold == "ours"
         done = night(file)
     assert done.returncode == 0
     assert "this one is skipped" in done.stderr
@@ -280,3 +283,22 @@ def test_text_of_answers_is_no_markup() -> None:
     page = rendered(document, "page.html")
     assert "<script>" not in page
     assert "&lt;b&gt;" in page
+
+
+def test_a_run_that_replaces_another_ends_it_and_begins_anew(file: Path, tmp_path: Path) -> None:
+    file.write_text(f'overlap = "replace"\n{file.read_text()}')
+    first = commands.start(
+        ["-m", "conserve", "eval", "run", str(file), "--limit", "100"],
+        env={"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=200&capacity=1"},
+    )
+    commands.until(lambda: any(job.running for job in readings()), first)
+    second = night(file, "--limit", "3")
+    assert second.returncode == 0, second.stderr
+    assert commands.ended(first).returncode == 130
+    old, new = keeping.runs(home())
+    assert (old.state, new.state) == (RunState.GIVEN_UP, RunState.FINISHED)
+    assert new.overrides == {"limit": 3}
+
+
+def readings() -> list[JobReading]:
+    return read_jobs(load(), now=time.time())
