@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.view import Slo
-from conserve.engine.runtime.traffic import RECENT_PROMPTS, WINDOW_S, Traffic, at_rank, quantiles, share
+from conserve.engine.runtime.class_traffic import WINDOW_S, at_rank, quantiles, share
+from conserve.engine.runtime.traffic import RECENT_PROMPTS, Traffic
 
 PROMISES = Promises.of({"ttft_ms": 1000.0, "tbt_ms": 100.0})
 NO_PROMISES: dict[str, Any] = {"ttft_ms": {}, "tbt_ms": {}}
@@ -89,11 +90,11 @@ def test_each_promise_is_reported_beside_what_was_seen() -> None:
 def test_the_bound_on_the_next_iteration_follows_from_the_latencies_so_far() -> None:
     traffic = Traffic(Promises.of({"tbt_ms": {"p50": 40, "p99": 150}, "harm": 0.5}))
     short = Slo(tbt_ms=40.0, harm=0.5, largest_ttft_ms=inf, largest_tbt_ms=150.0)
-    assert traffic.bounds() == short
+    assert traffic.bounds(now=0.0) == short
     answer(traffic, "a", at=0.0, gaps_s=(0.02,) * 10)
-    assert traffic.bounds() == replace(short, tbt_ms=150.0)
+    assert traffic.bounds(now=0.0) == replace(short, tbt_ms=150.0)
     answer(traffic, "b", at=5.0, gaps_s=(0.1, 0.1))
-    assert traffic.bounds() == short
+    assert traffic.bounds(now=0.0) == short
 
 
 def test_a_report_covers_the_last_minute() -> None:
@@ -177,7 +178,7 @@ def test_a_week_without_a_report_does_not_fill_the_memory() -> None:
     for n in range(5000):
         answer(traffic, str(n), at=float(n), gaps_s=(0.05,))
         traffic.offline(10, at=float(n))
-    for window in (traffic._ttft_ms, traffic._tbt_ms, traffic._offline_tokens):
+    for window in (traffic._default.ttft_ms, traffic._default.tbt_ms, traffic._offline_tokens):
         assert len(window) <= WINDOW_S + 1
 
 

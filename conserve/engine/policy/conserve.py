@@ -39,7 +39,7 @@ class Conserve:
             if composer.tokens:
                 return composer.plan()
             composer = Composer(view)
-        share = serve_online(composer, view, tbt_ms=view.slo.online_tbt_ms - view.online_waited_ms)
+        share = serve_online(composer, view)
         if share.complete:
             mixed = bool(composer.tokens)
             budget_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)

@@ -8,7 +8,7 @@ from math import inf
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.preemption import PATIENCE
-from conserve.engine.policy.view import View
+from conserve.engine.policy.view import DEFAULT_CLASS, View, tightest
 from conserve.profiles.model import LatencyModel
 
 ROUNDS = 2  # margins of neighbouring lengths differ little
@@ -20,7 +20,7 @@ def harm_limit_ms(composer: Composer, view: View) -> float:
     The offline tokens add at most a share `harm` of the predicted time of the online requests alone. Where a prompt
     is among them they add `PATIENCE` at most: requests queue for prompts, so time added there adds up.
     """
-    harm = view.slo.harm
+    harm = harm_promised(composer, view)
     if harm is None:
         return inf
     share = min(harm, PATIENCE) if composer.batch.prefills else harm
@@ -28,6 +28,13 @@ def harm_limit_ms(composer: Composer, view: View) -> float:
     # The margin is on what is added alone: noise makes the iteration longer with offline tokens and without.
     longest_ms = alone_ms + share * alone_ms / view.model.margin((1 + share) * alone_ms)
     return limit_of(view.model, longest_ms) + composer.surcharge_ms
+
+
+def harm_promised(composer: Composer, view: View) -> float | None:
+    """Smallest harm that is promised to a request in the batch; None without one."""
+    if not view.slos:
+        return view.slo.harm
+    return tightest(view.slos[view.classes.get(name, DEFAULT_CLASS)] for name in composer.tokens).harm
 
 
 def limit_of(model: LatencyModel, predicted_ms: float) -> float:

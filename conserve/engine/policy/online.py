@@ -1,11 +1,11 @@
 """Phase 1: all online requests, before any offline one (conserve-2026 Algorithm 1)."""
 
-from itertools import chain
 from math import ceil, inf
 from operator import attrgetter
 from typing import NamedTuple
 
 from conserve.engine.policy.composer import Composer
+from conserve.engine.policy.fairness import others_limit_ms, prompts_in_turn
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.view import Candidate, Slo, View
 from conserve.profiles.model import smallest_ms
@@ -19,40 +19,46 @@ class OnlineShare(NamedTuple):
     running_offline: list[Candidate]  # running offline requests that were not evicted
 
 
-def serve_online(composer: Composer, view: View, *, tbt_ms: float) -> OnlineShare:
+def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None) -> OnlineShare:
     """Add decode steps, then running prompts, then waiting requests, evicting offline requests for them.
 
     All decode steps run. Beside them a chunk of a prompt stays within `tbt_ms`, unless the prompt would miss its
-    TTFT for it: then the chunk is as large as vLLM would have made it (docs/adr/0006).
+    TTFT for it: then the chunk is as large as vLLM would have made it (docs/adr/0006). None stands for the TBT that
+    is promised to these requests, and a late prompt then keeps to what other classes bear (docs/adr/0023).
     """
     victims = sorted(view.offline, key=attrgetter("saved"))  # the last one is evicted first
-    limit_ms, first_tokens_ms, gap_ms = inf, inf, inf
+    limit_ms, first_tokens_ms, gap_ms, patience_ms = inf, inf, inf, inf
     decodes = [request for request in view.online if request.decode]
     if decodes:
-        limit_ms, gap_ms = tbt_ms, view.slo.tbt_ms - view.online_waited_ms
+        slo = view.slo_among(decodes)
+        limit_ms = slo.online_tbt_ms - view.online_waited_ms if tbt_ms is None else tbt_ms
+        gap_ms = slo.tbt_ms - view.online_waited_ms
         add_steps(composer, victims, decodes)
     first_tokens = 0  # of requests whose prompt ends in this iteration
-    prompts = ((request, False) for request in view.online if not request.decode)
-    for request, waiting in chain(prompts, ((request, True) for request in view.waiting_online)):
+    for request, waiting in prompts_in_turn(view):
+        slo = view.slo_of(request)
         if request.restorable:
             if composer.tokens_left < 1 or not make_place(composer, victims, request):
                 return OnlineShare(False, limit_ms, rows_left(view, composer))
             composer.restore(request)
             if not request.answered:
-                first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
+                first_tokens_ms = min(first_tokens_ms, slo.ttft_ms - request.age_ms)
+                patience_ms = min(patience_ms, PATIENCE * slo.ttft_ms)
             continue
         if _holds_up(composer, request, first_tokens, view):
             return OnlineShare(False, limit_ms, rows_left(view, composer))
-        tokens = chunk(composer, request, limit_ms, view.slo)
+        late_ms = others_limit_ms(view, request, decodes) if tbt_ms is None else inf
+        tokens = chunk(composer, request, limit_ms, slo, late_ms)
         if not tokens or not place(composer, victims, request, tokens, waiting=waiting):
             return OnlineShare(False, limit_ms, rows_left(view, composer))
         if tokens < request.tokens:
             return OnlineShare(False, limit_ms, rows_left(view, composer))
         if not request.answered:
             first_tokens += 1
-            first_tokens_ms = min(first_tokens_ms, view.slo.ttft_ms - request.age_ms)
+            first_tokens_ms = min(first_tokens_ms, slo.ttft_ms - request.age_ms)
+            patience_ms = min(patience_ms, PATIENCE * slo.ttft_ms)
     if view.rows_leave and first_tokens_ms < inf:  # offline tokens delay it by `PATIENCE` at most
-        first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + PATIENCE * view.slo.ttft_ms)
+        first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + patience_ms)
     return OnlineShare(
         composer.free_blocks >= 0, min(limit_ms, first_tokens_ms, gap_ms), rows_left(view, composer)
     )
@@ -87,10 +93,11 @@ def _holds_up(composer: Composer, request: Candidate, first_tokens: int, view: V
     return waits_ms > max(1, view.queued_online) * smallest_ms(view.model)
 
 
-def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo) -> int:
+def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo, late_ms: float = inf) -> int:
     """Number of tokens of an online prompt to compute.
 
-    As many as fit into `limit_ms` if the prompt still keeps its TTFT that way, else as many as the iteration takes.
+    As many as fit into `limit_ms` if the prompt still keeps its TTFT that way, else as many as the iteration takes
+    within `late_ms`.
     """
     tokens = composer.token_budget(request, limit_ms)
     left_ms = slo.online_ttft_ms - request.age_ms
@@ -99,7 +106,7 @@ def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo) -> 
     else:
         # It can wait for one more iteration. Without a TTFT promise it would wait for all decoding requests.
         in_time = limit_ms + composer.alone_ms(request) <= left_ms < inf
-    return tokens if in_time else composer.token_budget(request, inf)
+    return tokens if in_time else composer.token_budget(request, late_ms)
 
 
 def place(

@@ -22,13 +22,17 @@ from conserve.profiles.model import TIMELESS, LatencyModel, LinearModel
 from conserve.profiles.profile import MODELS
 
 VERSION = 1
+VERSION_OF_CLASSES = (
+    2  # of views with classes of live traffic, which an earlier ConServe would plan otherwise
+)
 READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
 )
 QUEUES = ("online", "offline", "waiting_online", "waiting_offline", "held")
 BLOCKS = ("coming", "computing")
+BY_CLASS = ("slos", "classes", "served")
 NUMBERS = [
-    field.name for field in fields(View) if field.name not in (*QUEUES, *BLOCKS, "model", "slo")
+    field.name for field in fields(View) if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, "model", "slo")
 ]  # and truth values
 
 
@@ -71,7 +75,13 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
     Waiting requests are read further than the policy may have read them: as many as another policy could admit.
     """
     return msgspec.json.encode(
-        {"version": VERSION, "at": at, "policy": policy, "view": _view(view), "plan": _plan(plan)}
+        {
+            "version": VERSION_OF_CLASSES if view.slos else VERSION,
+            "at": at,
+            "policy": policy,
+            "view": _view(view),
+            "plan": _plan(plan),
+        }
     )
 
 
@@ -79,9 +89,10 @@ def recorded(line: bytes) -> Recorded:
     """Read a line that `line_of` has written; raises ValueError for anything else."""
     try:
         said = msgspec.json.decode(line)
-        if said["version"] != VERSION:
+        if said["version"] not in (VERSION, VERSION_OF_CLASSES):
             raise ValueError(
-                f"this ConServe reads recorded views of version {VERSION}, not {said['version']}"
+                f"this ConServe reads recorded views of versions {VERSION} and {VERSION_OF_CLASSES}, "
+                f"not {said['version']}"
             )
         view, plan = _view_of(said["view"]), _plan_of(said["plan"])
         return Recorded(at=said["at"], policy=said["policy"], view=view, plan=plan)
@@ -103,7 +114,8 @@ def _view(view: View) -> dict[str, Any]:
     queues = (view.online, view.offline, _read(view.waiting_online, most), _read(view.waiting_offline, most))
     return {
         "model": _model(view.model),
-        "slo": {field.name: _ms(getattr(view.slo, field.name)) for field in fields(Slo)},
+        "slo": _slo(view.slo),
+        **(_by_class(view, queues) if view.slos else {}),
         **{name: getattr(view, name) for name in NUMBERS},
         **{
             name: [(*one[:-1], blocks.runs(one.prefix)) for one in queue]
@@ -121,9 +133,27 @@ def _view_of(said: Mapping[str, Any]) -> View:
     return View(
         model=_model_of(said["model"]),
         slo=_slo_of(said["slo"]),
+        slos={name: _slo_of(one) for name, one in said.get("slos", {}).items()},
+        classes=said.get("classes", {}),
+        served=said.get("served", {}),
         **{name: said[name] for name in NUMBERS if name in said},
         **queues,
     )
+
+
+def _by_class(view: View, queues: Iterable[Iterable[Candidate]]) -> dict[str, Any]:
+    """Bounds and costs by class, and the classes of the requests that are recorded."""
+    return {
+        "slos": {name: _slo(one) for name, one in view.slos.items()},
+        "classes": {
+            one.name: view.classes[one.name] for queue in queues for one in queue if one.name in view.classes
+        },
+        "served": dict(view.served),
+    }
+
+
+def _slo(slo: Slo) -> dict[str, Any]:
+    return {field.name: _ms(getattr(slo, field.name)) for field in fields(Slo)}
 
 
 def _slo_of(said: Mapping[str, Any]) -> Slo:

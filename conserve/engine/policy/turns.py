@@ -29,7 +29,7 @@ def offline_turn_ms(view: View, limit_ms: float) -> float:
     online_ms = view.model.predict(
         Batch.of(Slice(request.tokens, request.context, True) for request in view.online)
     )
-    turn_ms = min(limit_ms, view.slo.tbt_ms - online_ms)
+    turn_ms = min(limit_ms, view.slo_among(view.online).tbt_ms - online_ms)
     return turn_ms if gained(view, turn_ms, online_ms) > mixed_gain(view, limit_ms, online_ms) else 0.0
 
 
@@ -42,7 +42,7 @@ def gained(view: View, turn_ms: float, online_ms: float) -> float:
 
 def mixed_gain(view: View, limit_ms: float, online_ms: float) -> float:
     """Share of the time that computes offline tokens if they go beside the online requests."""
-    mixed_ms = min(mixed_limit_ms(view, limit_ms), view.slo.tbt_ms)
+    mixed_ms = min(mixed_limit_ms(view, limit_ms), view.slo_among(view.online).tbt_ms)
     if mixed_ms == inf:
         return 1.0
     return max(0.0, mixed_ms - online_ms) / mixed_ms if mixed_ms > 0 else 0.0

@@ -1,7 +1,7 @@
 """Views of an engine for policies: its requests, its free room, its latency model and the promises to keep."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
@@ -11,6 +11,8 @@ T = TypeVar("T")
 
 OFFLINE_PRIORITY = 1000  # vLLM's `priority` from which on a request is offline
 TTFT_ARGUMENT = "conserve_ttft_ms"  # in a request\'s `vllm_xargs`: a TTFT promise of its own
+CLASS_ARGUMENT = "conserve_class"  # in the same: the class of live traffic that the request belongs to
+DEFAULT_CLASS = "default"  # of requests that no class claims
 
 
 class Candidate(NamedTuple):
@@ -54,6 +56,18 @@ class Slo:
         return self.tbt_ms if self.largest_tbt_ms is None else self.largest_tbt_ms
 
 
+def tightest(slos: Iterable[Slo]) -> Slo:
+    """Smallest bound of each kind among several promises; no promise without any."""
+    several = list(slos)
+    return Slo(
+        ttft_ms=min((slo.ttft_ms for slo in several), default=inf),
+        tbt_ms=min((slo.tbt_ms for slo in several), default=inf),
+        harm=min((slo.harm for slo in several if slo.harm is not None), default=None),
+        largest_ttft_ms=min((slo.online_ttft_ms for slo in several), default=inf),
+        largest_tbt_ms=min((slo.online_tbt_ms for slo in several), default=inf),
+    )
+
+
 class Lazy(Generic[T]):
     """A sequence that is made as far as it is read, and only once: every reading gives the same values."""
 
@@ -93,7 +107,10 @@ class View:
     waiting_offline: Iterable[Candidate] = ()
     queued_online: int = 0  # waiting online requests, with the ones that cannot start yet
     model: LatencyModel
-    slo: Slo
+    slo: Slo  # with classes of live traffic: the tightest bounds that an arrival may bring
+    slos: Mapping[str, Slo] = field(default_factory=dict)  # bounds by class; empty without classes
+    classes: Mapping[str, str] = field(default_factory=dict)  # online request -> class, unless the default
+    served: Mapping[str, float] = field(default_factory=dict)  # class -> cost of its tokens (policy/fairness)
     prompt_tokens: int = 0  # median prompt of recent online requests
     arrivals_per_s: float = 0.0  # online requests, mean of the last 60 s
     rows_leave: bool = False  # offline rows can leave the iteration when an online request arrives
@@ -124,6 +141,20 @@ class View:
             return False
         seen = self.online or self.queued_online or self.prompt_tokens or self.arrivals_per_s
         return not seen and not any(True for _ in self.waiting_online)
+
+    def class_of(self, request: Candidate) -> str:
+        """Class of an online request."""
+        return self.classes.get(request.name, DEFAULT_CLASS)
+
+    def slo_of(self, request: Candidate) -> Slo:
+        """Bounds of an online request's class."""
+        return self.slos[self.class_of(request)] if self.slos else self.slo
+
+    def slo_among(self, requests: Iterable[Candidate]) -> Slo:
+        """Tightest bounds of these online requests' classes; without classes, the bounds of all."""
+        if not self.slos:
+            return self.slo
+        return tightest(self.slos[name] for name in {self.class_of(request) for request in requests})
 
     @property
     def apart(self) -> bool:

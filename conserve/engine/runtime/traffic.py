@@ -1,36 +1,44 @@
 """Latencies of live requests over the last 60 s as the engine core sees them, and offline tokens beside them."""
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import chain
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
-from conserve.engine.policy.view import Slo
-from conserve.engine.runtime.accountant import Accountant
+from conserve.engine.policy.promises import Promises
+from conserve.engine.policy.view import DEFAULT_CLASS, Slo, tightest
+from conserve.engine.runtime.class_traffic import (
+    WINDOW_S,
+    ClassTraffic,
+    Moment,
+    forget,
+    quantiles,
+    remember,
+)
 from conserve.engine.runtime.receipt import Receipt
 
-WINDOW_S = 60.0  # seconds that a report covers
 RECENT_PROMPTS = 64  # prompts whose median is the typical prompt
-
-
-class Moment(NamedTuple):
-    """A value measured at a time."""
-
-    at: float  # monotonic seconds
-    value: float
-    times: int = 1  # number of equal measurements
 
 
 class Traffic:
     """Rolling windows over the last 60 s. Times are monotonic seconds, given by the caller."""
 
-    def __init__(self, promises: Promises | None = None, receipt: Receipt | None = None) -> None:
+    def __init__(
+        self,
+        promises: Promises | None = None,
+        receipt: Receipt | None = None,
+        classes: Mapping[str, Promises] | None = None,
+    ) -> None:
+        """`promises` are those of the default class, `classes` those of the others by name."""
         self.receipt = receipt or Receipt(share=0.0)
-        self._accountant = Accountant(promises or Promises())
-        self._ttft_ms: deque[Moment] = deque()
-        self._tbt_ms: deque[Moment] = deque()
+        self._classes = {
+            name: ClassTraffic(its)
+            for name, its in {**(classes or {}), DEFAULT_CLASS: promises or Promises()}.items()
+        }
+        self._default = self._classes[DEFAULT_CLASS]
+        self.class_of: dict[str, str] = {}  # online request -> class, unless the default
         self._offline_tokens: deque[Moment] = deque()
         self._offline_since: float | None = None
         self._arrived_at: dict[str, float] = {}  # online requests without a token yet
@@ -40,21 +48,47 @@ class Traffic:
         self._prompts: deque[int] = deque(maxlen=RECENT_PROMPTS)
         self._typical_prompt = 0
         self._prompt_at = 0.0
-        self.online_requests = 0
         self.offline_tokens = 0
 
     @property
     def promises(self) -> Promises:
-        """The promises that the latencies are held against."""
-        return self._accountant.promises
+        """The promises of the default class."""
+        return self._default.promises
+
+    @property
+    def classified(self) -> bool:
+        """True if there are classes beside the default one."""
+        return len(self._classes) > 1
+
+    @property
+    def served(self) -> dict[str, float]:
+        """Cost of the tokens computed for each class, by which the next prompt is chosen."""
+        return {name: one.served for name, one in self._classes.items()}
 
     def promise(self, promises: Promises) -> None:
-        """Hold latencies against these promises from now on."""
-        self._accountant = Accountant(promises)
+        """Hold latencies of the default class against these promises from now on."""
+        self._default.promise(promises)
 
-    def bounds(self) -> Slo:
-        """Bounds on the next iteration under which every promise can be kept."""
-        return self._accountant.slo(waiting=len(self._arrived_at), decoding=len(self._last_token_at))
+    def bounds_by_class(self) -> dict[str, Slo]:
+        """Bounds on an iteration that requests of each class take part in; empty without classes."""
+        return {name: one.bounds() for name, one in self._classes.items()} if self.classified else {}
+
+    def bounds(self, *, now: float) -> Slo:
+        """Bounds on the next iteration under which every promise can be kept, whichever class arrives.
+
+        The harm is that of the classes which had an arrival in the last 60 s: a class that none uses, such as the
+        default one where all requests have another, holds nothing up.
+        """
+        if not self.classified:
+            return self._default.bounds()
+        seen = [one for one in self._classes.values() if one.expected(now=now)]
+        harm = tightest(one.bounds() for one in seen or self._classes.values()).harm
+        return replace(tightest(self.bounds_by_class().values()), harm=harm)
+
+    def ttft_ms(self, live_class: str | None) -> float | None:
+        """Largest TTFT that is promised to a class; None for the default one."""
+        one = self._classes.get(live_class or DEFAULT_CLASS, self._default)
+        return None if one is self._default else one.promises.slo.ttft_ms
 
     def typical_prompt(self, *, now: float) -> int:
         """Median number of tokens in recent online prompts; 0 after 60 s without one."""
@@ -76,8 +110,9 @@ class Traffic:
             self._peaks.popleft()
         return max(0, int(self._peaks[0].value) - self.online_now) if self._peaks else 0
 
-    def arrived(self, request: str, prompt_tokens: int, *, at: float) -> None:
-        """Note an online request that has arrived."""
+    def arrived(self, request: str, prompt_tokens: int, *, at: float, live_class: str | None = None) -> None:
+        """Note an online request that has arrived; one of an unknown class is of the default one."""
+        self._enter(request, live_class, at)
         self._arrived_at[request] = at
         self.receipt.arrived(at=at)
         while self._peaks and self._peaks[-1].value <= self.online_now:
@@ -91,22 +126,20 @@ class Traffic:
     def tokens(self, requests: Iterable[str], *, at: float) -> None:
         """Note requests that got one or more tokens; only online ones are counted."""
         followed = self._last_token_at
-        gaps: dict[float, int] = {}  # time of the last token -> number of requests
+        gaps: dict[tuple[float, str], int] = {}  # time of the last token, class -> number of requests
         for request in requests:
             last = followed.get(request)
             if last is not None:
-                gaps[last] = gaps.get(last, 0) + 1
+                alike = last, self.class_of.get(request, DEFAULT_CLASS)
+                gaps[alike] = gaps.get(alike, 0) + 1
             elif (arrived := self._arrived_at.pop(request, None)) is not None:
-                self.online_requests += 1
-                remember(self._ttft_ms, Moment(at, (at - arrived) * 1e3))
-                self._accountant.ttft.note((at - arrived) * 1e3)
+                self._class(request).answered((at - arrived) * 1e3, at=at)
                 self.receipt.answered(arrived=arrived, at=at)
             else:
                 continue
             followed[request] = at
-        for last, count in gaps.items():
-            remember(self._tbt_ms, Moment(at, (at - last) * 1e3, count))
-            self._accountant.tbt.note((at - last) * 1e3, count)
+        for (last, name), count in gaps.items():
+            self._classes[name].gap((at - last) * 1e3, count, at=at)
             self.receipt.gap(count, last=last, at=at)
 
     def answered(self, request: str) -> bool:
@@ -115,9 +148,18 @@ class Traffic:
 
     def finished(self, request: str) -> None:
         """Forget a finished request."""
+        one = self._class(request)
         if (arrived := self._arrived_at.pop(request, None)) is not None:
+            one.waiting -= 1
             self.receipt.gone(arrived=arrived)
-        self._last_token_at.pop(request, None)
+        if self._last_token_at.pop(request, None) is not None:
+            one.decoding -= 1
+        self.class_of.pop(request, None)
+
+    def computed(self, cost: Mapping[str, float]) -> None:
+        """Note the cost of the tokens that an iteration computes for each class."""
+        for name, one in cost.items():
+            self._classes[name].served += one
 
     def offline(self, tokens: int, *, at: float) -> None:
         """Note computed tokens of offline requests."""
@@ -128,69 +170,54 @@ class Traffic:
 
     def report(self, *, now: float) -> dict[str, Any]:
         """Report on the last 60 s, for JSON."""
-        for window in (self._ttft_ms, self._tbt_ms, self._offline_tokens):
-            forget(window, now=now)
-        ttft_ms, tbt_ms = values(self._ttft_ms), values(self._tbt_ms)
-        promises, slo = self.promises, self.promises.slo
+        forget(self._offline_tokens, now=now)
+        by_class = {name: one.report(now=now) for name, one in self._classes.items()}
         span_s = WINDOW_S if self._offline_since is None else min(WINDOW_S, now - self._offline_since)
         return {
             "online": {
-                "requests": self.online_requests,
-                "ttft_ms": quantiles(ttft_ms),
-                "tbt_ms": quantiles(tbt_ms),
-                "attainment": min(share(ttft_ms, slo.ttft_ms), share(tbt_ms, slo.tbt_ms)),
-                "promises": {
-                    name: kept(getattr(promises, name), ordered)
-                    for name, ordered in zip(LATENCIES, (ttft_ms, tbt_ms), strict=True)
-                },
+                **by_class[DEFAULT_CLASS],
+                **(self._together(by_class, now) if self.classified else {}),
             },
+            **({"classes": self._told(by_class)} if self.classified else {}),
             "offline": {
                 "tokens": self.offline_tokens,
                 "tokens_per_s": sum(moment.value for moment in self._offline_tokens) / max(span_s, 1.0),
             },
         }
 
+    def _together(self, by_class: Mapping[str, Mapping[str, Any]], now: float) -> dict[str, Any]:
+        """Figures of all classes: their latencies together, and the attainment of the worst."""
+        ttft_ms, tbt_ms = (
+            sorted(chain.from_iterable(several))
+            for several in zip(*(one.latencies(now=now) for one in self._classes.values()), strict=True)
+        )
+        return {
+            "requests": sum(one["requests"] for one in by_class.values()),
+            "ttft_ms": quantiles(ttft_ms),
+            "tbt_ms": quantiles(tbt_ms),
+            "attainment": min(one["attainment"] for one in by_class.values()),
+        }
 
-def remember(window: deque[Moment], moment: Moment) -> None:
-    """Add a moment, and drop old ones: the next report may be far away."""
-    window.append(moment)
-    forget(window, now=moment.at)
+    def _told(self, by_class: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Figures of each class with all that is promised to it."""
+        return {
+            name: {"slo": one.promises.document(), **by_class[name]} for name, one in self._classes.items()
+        }
 
+    def _class(self, request: str) -> ClassTraffic:
+        return self._classes[self.class_of.get(request, DEFAULT_CLASS)]
 
-def forget(window: deque[Moment], *, now: float) -> None:
-    """Drop moments older than the window."""
-    while window and window[0].at < now - WINDOW_S:
-        window.popleft()
-
-
-def values(moments: deque[Moment]) -> list[float]:
-    """Sorted values, each as often as it was measured; fast, since it runs between two iterations."""
-    ordered: list[float] = []
-    for moment in sorted(moments, key=lambda moment: moment.value):
-        ordered += [moment.value] * moment.times
-    return ordered
-
-
-def quantiles(ordered: list[float]) -> dict[str, float | None]:
-    """P50 and P99 of sorted values."""
-    return {name: at_rank(ordered, q) for name, q in (("p50", 0.5), ("p99", 0.99))}
-
-
-def at_rank(ordered: list[float], q: float) -> float | None:
-    """Smallest value that at least a share `q` of the values does not exceed."""
-    return ordered[max(0, min(len(ordered) - 1, -int(-q * len(ordered) // 1) - 1))] if ordered else None
-
-
-def kept(promised: Mapping[str, float], ordered: list[float]) -> dict[str, Any]:
-    """Each promise beside these sorted latencies, for JSON; `seen_ms` is None without latencies."""
-    mean_ms = sum(ordered) / len(ordered) if ordered else None
-    seen = {name: mean_ms if name == MEAN else at_rank(ordered, rank(name)) for name in promised}
-    return {
-        name: {"promised_ms": ms, "seen_ms": seen[name], "kept": (seen[name] or 0.0) <= ms}
-        for name, ms in promised.items()
-    }
-
-
-def share(ordered: list[float], limit: float) -> float:
-    """Share of values within the limit; 1 without values."""
-    return bisect_right(ordered, limit) / len(ordered) if ordered else 1.0
+    def _enter(self, request: str, live_class: str | None, at: float) -> None:
+        """Note the request's class. One that was idle starts level with the least served: it saves nothing up."""
+        if request in self._arrived_at:
+            return
+        if live_class is not None and live_class != DEFAULT_CLASS and live_class in self._classes:
+            self.class_of[request] = live_class
+        one = self._class(request)
+        busy = [other for other in self._classes.values() if other.busy]
+        if not one.busy:
+            for idle in self._classes.values() if not busy else ():
+                idle.served = 0.0
+            one.served = max(one.served, min((other.served for other in busy), default=0.0))
+        one.waiting += 1
+        one.arrived_at = at

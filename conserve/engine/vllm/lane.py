@@ -1,10 +1,10 @@
-"""Lane of one of vLLM's requests, online or offline, and the TTFT promise that it may bring."""
+"""Lane of one of vLLM's requests, online or offline, its class, and the TTFT promise that it may bring."""
 
 from __future__ import annotations
 
 from vllm.v1.request import Request, RequestStatus
 
-from conserve.engine.policy.view import OFFLINE_PRIORITY, TTFT_ARGUMENT
+from conserve.engine.policy.view import CLASS_ARGUMENT, OFFLINE_PRIORITY, TTFT_ARGUMENT
 
 
 def is_online(request: Request) -> bool:
@@ -19,6 +19,16 @@ def is_running(request: Request) -> bool:
 
 def ttft_promise(request: Request) -> float | None:
     """The request's own TTFT promise in ms (`vllm_xargs: {"conserve_ttft_ms": ...}`); None without one."""
-    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
-    promise = (extra or {}).get(TTFT_ARGUMENT)
+    promise = _argument(request, TTFT_ARGUMENT)
     return float(promise) if isinstance(promise, int | float) and promise > 0 else None
+
+
+def class_named(request: Request) -> str | None:
+    """Class of live traffic that the API server has found for the request; None for the default one."""
+    name = _argument(request, CLASS_ARGUMENT)
+    return name if isinstance(name, str) else None
+
+
+def _argument(request: Request, name: str) -> object:
+    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+    return (extra or {}).get(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from conserve.config import default_home
+from conserve.engine.policy.classes import LiveClasses
 from conserve.engine.policy.policies import named
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.policy.promises import HARM, Promises
@@ -46,6 +47,7 @@ WRITTEN = (
     "preemption",
     "safepoint_every",
     "record_views",
+    "classes",
 )  # keys that a user may write into the section
 
 
@@ -67,6 +69,9 @@ class Pacing:
     preemption: str = OFF
     safepoint_every: int | None = None  # layers; None for as many as the reaction time allows
     record_views: str | None = None  # file that views and plans are written to
+    classes: LiveClasses = field(
+        default_factory=LiveClasses
+    )  # of live traffic, without the default one's promises
 
     def install(self, config: VllmConfig) -> None:
         """Write them into the configuration of an engine that starts; raises `ProfileError` and `SettingsError`."""
@@ -87,6 +92,7 @@ class Pacing:
             "preemption": self.preemption,
             "safepoint_every": self.safepoint_every,
             "record_views": self.record_views,
+            "classes": {name: one.document() for name, one in self.classes.named.items()},
             "command": self.command,
             **self.source(config),
         }
@@ -128,6 +134,7 @@ class EngineSettings:
     preemption: str = OFF
     safepoint_every: int | None = None
     record_views: Path | None = None  # file that views and plans are written to
+    classes: Mapping[str, Promises] = field(default_factory=dict)  # beside the default one
     hygen: HyGenModel | None = None  # HyGen's predictor, of the same profile
 
     @classmethod
@@ -143,6 +150,7 @@ class EngineSettings:
         preemption = section.get("preemption", OFF if policy == "paced" else PREEMPTION)
         every = section.get("safepoint_every")
         views = Path(section["record_views"]) if section.get("record_views") else None
+        classes = {name: one.promises for name, one in classes_of(section).named.items()}
         if section["model"] is None:
             return cls(
                 policy=policy,
@@ -152,6 +160,7 @@ class EngineSettings:
                 preemption=preemption,
                 safepoint_every=every,
                 record_views=views,
+                classes=classes,
             )
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
@@ -169,6 +178,7 @@ class EngineSettings:
             preemption=preemption,
             safepoint_every=every,
             record_views=views,
+            classes=classes,
             hygen=HyGenModel(section["hygen"]) if section.get("hygen") else None,
         )
 
@@ -186,6 +196,17 @@ def promises_of(section: Mapping[str, Any]) -> Promises:
         return Promises.of({**said, "harm": section.get("harm")})
     except ValueError as error:
         raise SettingsError(f"additional_config.conserve: {error}") from error
+
+
+def classes_of(section: Mapping[str, Any]) -> LiveClasses:
+    """The classes of live traffic in the section; raises `SettingsError`."""
+    said = section.get("classes") or {}
+    try:
+        if not isinstance(said, Mapping):
+            raise ValueError(f"classes are an object by name, not {said!r}")
+        return LiveClasses.of(said, promises_of(section))
+    except ValueError as error:
+        raise SettingsError(f"additional_config.conserve.classes: {error}") from error
 
 
 def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacing:
@@ -232,4 +253,5 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         preemption=preemption,
         safepoint_every=every,
         record_views=views,
+        classes=classes_of(section),
     )

@@ -9,7 +9,8 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from conserve.engine.policy.view import OFFLINE_PRIORITY, Candidate, Lazy, Slo, View
+from conserve.engine.policy.fairness import fair_order
+from conserve.engine.policy.view import DEFAULT_CLASS, OFFLINE_PRIORITY, Candidate, Lazy, Slo, View
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.lane import is_online
@@ -42,17 +43,20 @@ class Picture:
         scheduler = self._scheduler
         online, offline = self._running()
         holding = list(scheduler.kv_holding_waiting)  # they have KV blocks, or are getting them
-        lanes = scheduler.waiting
+        lanes, online_waits = scheduler.waiting, [*filter(is_online, holding)]
         rows_leave = scheduler.arrival_monitor.acts and not scheduler.online_grammars_compile
         rows_join = rows_leave and scheduler.arrival_monitor.separable
         return View(
             online=online,
             offline=offline,
-            waiting_online=Lazy(self._waiting(chain(filter(is_online, holding), lanes.online))),
+            waiting_online=Lazy(self._waiting(chain(online_waits, self._in_turn(lanes.online)))),
             waiting_offline=Lazy(self._waiting(chain(filterfalse(is_online, holding), lanes.offline))),
             queued_online=len(lanes.online),
             model=model,
             slo=slo,
+            slos=self._traffic.bounds_by_class(),
+            classes=self._traffic.class_of,
+            served=self._traffic.served if self._traffic.classified else {},
             rows_leave=rows_leave,
             rows_join=rows_join,
             layers=scheduler.arrival_monitor.layers,
@@ -119,6 +123,18 @@ class Picture:
             if tokens == 1:
                 tokens += scheduler.num_spec_tokens  # vLLM may make it as long as a decode step
             yield self._prompt(request, tokens, context, blocks, restorable=restorable)
+
+    def _in_turn(self, requests: Sequence[Request]) -> Iterable[Request]:
+        """Waiting online requests in the order in which their classes are served."""
+        if not self._traffic.classified:
+            return requests
+        return fair_order(
+            requests,
+            class_of=lambda request: self._traffic.class_of.get(request.request_id, DEFAULT_CLASS),
+            cost_of=lambda request: request.num_prompt_tokens,
+            level_of=lambda request: request.priority,
+            served=self._traffic.served,
+        )
 
     def _held(self, holding: Sequence[Request]) -> list[Candidate]:
         """Waiting offline requests whose KV has come back."""

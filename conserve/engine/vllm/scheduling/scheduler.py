@@ -23,13 +23,13 @@ from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.plan import Plan, Policy
 from conserve.engine.policy.policies import ONLINE_ONLY, named
 from conserve.engine.policy.recorded import line_of
-from conserve.engine.policy.view import Slo
+from conserve.engine.policy.view import DEFAULT_CLASS, Slo
 from conserve.engine.runtime.receipt import Receipt
 from conserve.engine.runtime.recording import recording_at
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.counts import checkpoints_of
 from conserve.engine.vllm.iteration import Iteration, iteration_of, outcome_of, put
-from conserve.engine.vllm.lane import is_online, ttft_promise
+from conserve.engine.vllm.lane import class_named, is_online, ttft_promise
 from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.ahead import Ahead
@@ -73,7 +73,7 @@ class CoServing:
         installed = EngineSettings.read(vllm_config)
         self.waiting = Lanes()
         self._iterations = Iterations(installed)
-        self._traffic = Traffic(installed.promises, Receipt(share=installed.receipt))
+        self._traffic = Traffic(installed.promises, Receipt(share=installed.receipt), installed.classes)
         self._offline: set[str] = set()  # offline requests in the engine
         self._with_logprobs: set[str] = set()  # requests that want logprobs of their prompts
         self._grammars: dict[str, Request] = {}  # requests whose grammar is being compiled
@@ -121,7 +121,8 @@ class CoServing:
             return
         if is_online(request):
             at = time.monotonic() - (time.time() - request.arrival_time)
-            self._traffic.arrived(request.request_id, request.num_prompt_tokens, at=at)
+            name, tokens = request.request_id, request.num_prompt_tokens
+            self._traffic.arrived(name, tokens, at=at, live_class=class_named(request))
         else:
             self._offline.add(request.request_id)
 
@@ -129,7 +130,8 @@ class CoServing:
         """Note in vLLM's I/O thread, while the model runs, a request that `add_request` will bring."""
         if is_online(request) and not self._warms_up(request):
             arrived = time.monotonic() - (time.time() - request.arrival_time)
-            self.arrival_monitor.arriving(request, ttft_promise(request), arrived=arrived)
+            promise = ttft_promise(request) or self._traffic.ttft_ms(class_named(request))
+            self.arrival_monitor.arriving(request, promise, arrived=arrived)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.arrival_monitor.forget(request.request_id)
@@ -207,7 +209,10 @@ class CoServing:
             self._iterations.end_warm_up()
         policy = self._choose_planner()
         model: LatencyModel | None = self._iterations.model
-        decides = policy.decides and (self._offline or self._policy_name == "paced")
+        alone = (
+            self._policy_name == "paced" or self._traffic.classified
+        )  # planned without offline requests, too
+        decides = policy.decides and (self._offline or alone)
         self._reserve(0)
         if not decides or (model is None and not policy.holds_offline):
             return None
@@ -263,7 +268,7 @@ class CoServing:
     @property
     def _slo(self) -> Slo:
         """Bounds on the next iteration under which every promise can be kept."""
-        return self._traffic.bounds()
+        return self._traffic.bounds(now=time.monotonic())
 
     @property
     def last_iteration(self) -> Iteration:
@@ -301,6 +306,8 @@ class CoServing:
         iteration.batch = plan.batch if plan is not None and tokens == plan.tokens else self._batch(tokens)
         iteration.surcharged = sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
         self._count_offline(iteration, iteration.batch)
+        if self._traffic.classified:
+            self._count_online(tokens)
         if iteration.registers_late and tokens:
             self._stamp(iteration)
 
@@ -344,6 +351,16 @@ class CoServing:
             counted = self._offline_tokens.count(iteration.tokens, self.requests, self._offline, batch, worth)
             if counted:
                 self._traffic.offline(counted, at=iteration.started)
+
+    def _count_online(self, tokens: Mapping[str, int]) -> None:
+        """Count the cost of the iteration's tokens for the class of each online request."""
+        cost: dict[str, float] = {}
+        for name in tokens.keys() - self._offline:
+            part, worth = self._slice(name, tokens[name]), self._iterations.worth
+            live_class = self._traffic.class_of.get(name, DEFAULT_CLASS)
+            one = worth.of(1, part.context) if part.decode else part.tokens
+            cost[live_class] = cost.get(live_class, 0.0) + one
+        self._traffic.computed(cost)
 
     def _warms_up(self, request: Request) -> bool:
         """True for a request of the warm-up. Afterwards a client's request may have such a name."""

@@ -1,0 +1,138 @@
+"""Live requests of one class over the last 60 s: their latencies, their accounts, and the cost of their tokens."""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
+from conserve.engine.policy.view import Slo
+from conserve.engine.runtime.accountant import Accountant
+
+WINDOW_S = 60.0  # seconds that a report covers
+
+
+class Moment(NamedTuple):
+    """A value measured at a time."""
+
+    at: float  # monotonic seconds
+    value: float
+    times: int = 1  # number of equal measurements
+
+
+class ClassTraffic:
+    """One class. Times are monotonic seconds, given by the caller."""
+
+    def __init__(self, promises: Promises) -> None:
+        self.accountant = Accountant(promises)
+        self.ttft_ms: deque[Moment] = deque()
+        self.tbt_ms: deque[Moment] = deque()
+        self.requests = 0  # that got a token
+        self.waiting = self.decoding = 0  # in the engine, before and after their first token
+        self.served = 0.0  # cost of the tokens computed for it, in prompt tokens
+        self.arrived_at: float | None = None  # last arrival
+
+    @property
+    def promises(self) -> Promises:
+        """The promises that the latencies are held against."""
+        return self.accountant.promises
+
+    @property
+    def busy(self) -> bool:
+        """True if requests of the class are in the engine."""
+        return bool(self.waiting or self.decoding)
+
+    def promise(self, promises: Promises) -> None:
+        """Hold latencies against these promises from now on."""
+        self.accountant = Accountant(promises)
+
+    def bounds(self) -> Slo:
+        """Bounds on the next iteration under which every promise can be kept."""
+        return self.accountant.slo(waiting=self.waiting, decoding=self.decoding)
+
+    def expected(self, *, now: float) -> bool:
+        """True if a request of the class has arrived in the last 60 s."""
+        return self.arrived_at is not None and self.arrived_at >= now - WINDOW_S
+
+    def answered(self, ms: float, *, at: float) -> None:
+        """Note a first token."""
+        self.requests += 1
+        self.waiting -= 1
+        self.decoding += 1
+        remember(self.ttft_ms, Moment(at, ms))
+        self.accountant.ttft.note(ms)
+
+    def gap(self, ms: float, count: int, *, at: float) -> None:
+        """Note `count` gaps of this length."""
+        remember(self.tbt_ms, Moment(at, ms, count))
+        self.accountant.tbt.note(ms, count)
+
+    def latencies(self, *, now: float) -> tuple[list[float], list[float]]:
+        """Sorted TTFTs and TBTs of the last 60 s, in ms."""
+        for window in (self.ttft_ms, self.tbt_ms):
+            forget(window, now=now)
+        return values(self.ttft_ms), values(self.tbt_ms)
+
+    def report(self, *, now: float) -> dict[str, Any]:
+        """Latencies of the last 60 s beside the promises, for JSON."""
+        ttft_ms, tbt_ms = self.latencies(now=now)
+        return {
+            "requests": self.requests,
+            "ttft_ms": quantiles(ttft_ms),
+            "tbt_ms": quantiles(tbt_ms),
+            "attainment": attained(self.promises.slo, ttft_ms, tbt_ms),
+            "promises": {
+                name: kept(getattr(self.promises, name), ordered)
+                for name, ordered in zip(LATENCIES, (ttft_ms, tbt_ms), strict=True)
+            },
+        }
+
+
+def remember(window: deque[Moment], moment: Moment) -> None:
+    """Add a moment, and drop old ones: the next report may be far away."""
+    window.append(moment)
+    forget(window, now=moment.at)
+
+
+def forget(window: deque[Moment], *, now: float) -> None:
+    """Drop moments older than the window."""
+    while window and window[0].at < now - WINDOW_S:
+        window.popleft()
+
+
+def values(moments: deque[Moment]) -> list[float]:
+    """Sorted values, each as often as it was measured; fast, since it runs between two iterations."""
+    ordered: list[float] = []
+    for moment in sorted(moments, key=lambda moment: moment.value):
+        ordered += [moment.value] * moment.times
+    return ordered
+
+
+def quantiles(ordered: list[float]) -> dict[str, float | None]:
+    """P50 and P99 of sorted values."""
+    return {name: at_rank(ordered, q) for name, q in (("p50", 0.5), ("p99", 0.99))}
+
+
+def at_rank(ordered: list[float], q: float) -> float | None:
+    """Smallest value that at least a share `q` of the values does not exceed."""
+    return ordered[max(0, min(len(ordered) - 1, -int(-q * len(ordered) // 1) - 1))] if ordered else None
+
+
+def kept(promised: Mapping[str, float], ordered: list[float]) -> dict[str, Any]:
+    """Each promise beside these sorted latencies, for JSON; `seen_ms` is None without latencies."""
+    mean_ms = sum(ordered) / len(ordered) if ordered else None
+    seen = {name: mean_ms if name == MEAN else at_rank(ordered, rank(name)) for name in promised}
+    return {
+        name: {"promised_ms": ms, "seen_ms": seen[name], "kept": (seen[name] or 0.0) <= ms}
+        for name, ms in promised.items()
+    }
+
+
+def attained(slo: Slo, ttft_ms: list[float], tbt_ms: list[float]) -> float:
+    """Share of the TTFTs, or of the TBTs if it is smaller, within the largest bound promised."""
+    return min(share(ttft_ms, slo.ttft_ms), share(tbt_ms, slo.tbt_ms))
+
+
+def share(ordered: list[float], limit: float) -> float:
+    """Share of values within the limit; 1 without values."""
+    return bisect_right(ordered, limit) / len(ordered) if ordered else 1.0
