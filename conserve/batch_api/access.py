@@ -99,7 +99,7 @@ def uses(headers: Headers, known: Sequence[Key]) -> Response:
     key = keys.of_text(known, bearer(headers))
     if key is None:
         return refusal(HTTPStatus.UNAUTHORIZED, "Incorrect API key provided", "invalid_api_key")
-    return JSONResponse({"live": key.live, "batch": key.batch})
+    return JSONResponse({"live": key.live, "batch": key.batch, "name": key.name, "project": key.project})
 
 
 def bearer(headers: Headers) -> str:

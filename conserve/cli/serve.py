@@ -19,6 +19,7 @@ from conserve.cli.context import Context, bearer
 from conserve.cli.listening import require_free, url_of
 from conserve.cli.options import Utility
 from conserve.cli.serve_batches import VLLMS_KEY, batch_api, open_batches, told_of, with_store_keys
+from conserve.cli.serve_classes import live_classes, require_keys
 from conserve.cli.serve_flags import (
     checkpointing,
     drain_s,
@@ -80,6 +81,25 @@ def serve(
             metavar="SHARE",
             help=f"Rows lengthen no iteration of live requests by more, e.g. 5%; {HARM:.0%} where no SLO is given, "
             "or off.",
+        ),
+    ] = None,
+    classes: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Classes of live traffic with promises of their own, as TOML."),
+    ] = None,
+    live_class: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--class",
+            metavar="NAME=PROMISES",
+            help="Such a class, e.g. chat=ttft:p99=300ms,tbt:p99=50ms; for each one.",
+        ),
+    ] = None,
+    class_for: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=USE",
+            help="Its requests: key:KEYNAME, project:P, model:NAME, or anyone for all that ask for it.",
         ),
     ] = None,
     receipt: Annotated[
@@ -194,6 +214,9 @@ def serve(
         section["record_views"] = str(recording_at(record_views))
     if not preemption or not (preempts(policy) or allow_control):  # others never preempt
         section["preemption"] = OFF
+    if named := live_classes(classes, live_class or [], class_for or []):
+        require_keys(named, settings, batches=batches, own_server=print_flags)
+        section["classes"] = named
     url = url_of(host, port)
     flags = engine_flags(settings, words[1:])
     refuse_ours(flags)

@@ -42,6 +42,7 @@ async def warnings(settings: Settings, section: dict[str, Any], url: str) -> lis
 def only_counted(section: dict[str, Any]) -> list[str]:
     """Warn if the policy ignores the SLO that was given."""
     flags = [f"--{name}-slo" for name in ("ttft", "tbt") if section[f"{name}_slo_ms"] is not None]
+    flags += ["--class"] if section.get("classes") else []
     if not flags or section["policy"] not in WITHOUT_SLO:
         return []
     return [f"--policy {section['policy']} knows no SLO: {' and '.join(flags)} is counted, and not kept"]

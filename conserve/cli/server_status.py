@@ -48,8 +48,8 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
         online, offline, slo = server["online"], server["offline"], server["slo"]
         shown += [
             f"{server['url']}  policy {server['policy']}, last minute:",
-            f"  online   TTFT {pair(online['ttft_ms'], promised(slo, 'ttft_ms'))}, "
-            f"TBT {pair(online['tbt_ms'], promised(slo, 'tbt_ms'))}, {kept(slo, online)}",
+            online_line(online, slo, classified="classes" in server),
+            *classes(server.get("classes", {})),
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
             *harmed(server.get("harm")),
             *predicted(server),
@@ -57,6 +57,27 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             *checkpointed(server.get("checkpoint")),
         ]
     return [*shown, ""] if shown else []
+
+
+def online_line(online: dict[str, Any], slo: dict[str, Any], *, classified: bool) -> str:
+    """Line on all live requests; where they have classes, the promises stand beside each class."""
+    if classified:
+        return f"  online   TTFT {pair(online['ttft_ms'], '')}, TBT {pair(online['tbt_ms'], '')}"
+    return (
+        f"  online   TTFT {pair(online['ttft_ms'], promised(slo, 'ttft_ms'))}, "
+        f"TBT {pair(online['tbt_ms'], promised(slo, 'tbt_ms'))}, {kept(slo, online)}"
+    )
+
+
+def classes(by_class: dict[str, Any]) -> list[str]:
+    """A line on each class of live traffic, indented below the line on all of them."""
+    width = max(map(len, by_class), default=0)
+    return [
+        f"    {name:<{width}}  TTFT {pair(one['ttft_ms'], promised(one['slo'], 'ttft_ms'))}, "
+        f"TBT {pair(one['tbt_ms'], promised(one['slo'], 'tbt_ms'))}, {kept(one['slo'], one)}, "
+        f"{output.count(one['requests'], 'request')} since the start"
+        for name, one in by_class.items()
+    ]
 
 
 def harmed(said: dict[str, Any] | None) -> list[str]:

@@ -31,7 +31,7 @@ class LiveClass:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
-        """Read a class as `document` writes it; raises ValueError. Without a promise, the harm is the default's."""
+        """Read a class as `document` writes it; raises ValueError. A class without a promise has the usual harm."""
         if unknown := sorted(said.keys() - set(FIELDS)):
             raise ValueError(f"a class has no {', '.join(unknown)}; it takes {', '.join(FIELDS)}")
         times = {"ttft_ms": said.get("ttft_slo_ms"), "tbt_ms": said.get("tbt_slo_ms")}
@@ -41,7 +41,7 @@ class LiveClass:
             if isinstance(named, str) or not all(isinstance(one, str) and one for one in named):
                 raise ValueError(f"{name} takes a list of names, not {named!r}")
         return cls(
-            promises=promises if promises.any else Promises(harm=HARM),
+            promises=promises if promises.any or "harm" in said else Promises(harm=HARM),
             **{name: tuple(said.get(name, ())) for name in SELECTORS},
             anyone=bool(said.get("anyone")),
         )
@@ -55,7 +55,8 @@ class LiveClass:
             **{name: list(getattr(self, name)) for name in SELECTORS},
             "anyone": self.anyone,
         }
-        return {name: value for name, value in said.items() if value}
+        off = {} if self.promises.any else {"harm": None}
+        return {**off, **{name: value for name, value in said.items() if value}}
 
 
 class ClassRefused(ValueError):

@@ -54,6 +54,8 @@ class StoreKey:
 
     live: bool
     batch: bool
+    name: str = ""
+    project: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,8 @@ def uses(answer: httpx.Response) -> StoreKey | None:
     if answer.status_code != HTTPStatus.OK:
         raise ValueError(f"status {answer.status_code}")
     document = answer.json()
-    return StoreKey(live=document["live"], batch=document["batch"])
+    name, project = document.get("name", ""), document.get("project", "")
+    return StoreKey(live=document["live"], batch=document["batch"], name=name, project=project)
 
 
 def unavailable() -> Response:

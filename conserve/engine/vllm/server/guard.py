@@ -12,8 +12,18 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match
 
 from conserve.engine.runtime.front import Front
-from conserve.engine.vllm.server.beside import BESIDE, Beside, Unanswered
-from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Need, Role, is_batch, need
+from conserve.engine.vllm.server.beside import BESIDE, Beside, StoreKey, Unanswered
+from conserve.engine.vllm.server.privileges import (
+    CALLER,
+    CLASS_HEADER,
+    SLO,
+    Caller,
+    Keys,
+    Need,
+    Role,
+    is_batch,
+    need,
+)
 
 GUARD = "conserve.engine.vllm.server.guard.Guard"  # for vLLM's --middleware
 FRONT, KEYS = (
@@ -52,7 +62,8 @@ class Guard:
         sent = headers.get(b"authorization", b"")
         own = keys.role(sent)
         ask = own is None and sent and wanted_by(scope, front) is not Need.NOTHING
-        role, refused = await role_of_store(scope, sent) if ask else (own, None)
+        found, refused = await key_of_store(scope, sent) if ask else (None, None)
+        role = Role.CLIENT if found is not None else own
         if (refused := refused or refuse(scope, role, front)) is not None:
             await refused(scope, receive, send)
             return
@@ -60,7 +71,10 @@ class Guard:
             role=role or Role.CLIENT,
             ttft_slo_ms=getattr(scope["app"].state, SLO, None) or inf,
             keyed=own is not None and keys.asked,
-            store_key=sent if own is None and role is not None else None,
+            store_key=sent if found is not None else None,
+            key=found.name if found is not None else None,
+            project=found.project if found is not None else None,
+            asked_class=headers.get(CLASS_HEADER, b"").decode("latin-1").strip() or None,
         )
         if caller.store_key is not None:
             scope = with_own_key(scope, keys)
@@ -83,8 +97,8 @@ class Guard:
             await self._app(scope, receive, send)
 
 
-async def role_of_store(scope: Scope, sent: bytes) -> tuple[Role | None, JSONResponse | None]:
-    """Role of a caller with a key that the store has, or why the key does not suffice; two Nones for other keys."""
+async def key_of_store(scope: Scope, sent: bytes) -> tuple[StoreKey | None, JSONResponse | None]:
+    """Key of a caller that the store has, or why the key does not suffice; two Nones for other keys."""
     beside: Beside | None = getattr(scope["app"].state, BESIDE, None)
     try:
         found = await beside.key(sent) if beside is not None else None
@@ -95,7 +109,7 @@ async def role_of_store(scope: Scope, sent: bytes) -> tuple[Role | None, JSONRes
         return None, None
     batch = is_batch(path_of(scope))
     if found.batch if batch else found.live:
-        return Role.CLIENT, None
+        return found, None
     said = "files and batches" if batch else "live requests"
     return None, error(HTTPStatus.FORBIDDEN, f"this key is not for {said}")
 

@@ -9,6 +9,8 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from conserve.engine.vllm.server.live_metrics import live_metrics
+
 log = logging.getLogger("vllm.conserve")
 PATH = "/metrics"
 WAIT_S = 2.0  # the scheduler answers between two iterations; after this time its last answer is shown
@@ -28,8 +30,9 @@ class Count(NamedTuple):
     was: str | None = None
 
 
+ONLINE_REQUESTS = ("online", "requests")
 COUNTS = (
-    Count("conserve_online_requests", "Live requests that got a token.", ("online", "requests")),
+    Count("conserve_online_requests", "Live requests that got a token.", ONLINE_REQUESTS),
     Count("conserve_offline_tokens", "Tokens computed for offline requests.", ("offline", "tokens")),
     Count(
         "conserve_receipt_pauses",
@@ -132,18 +135,16 @@ class Report(NamedTuple):
         """Yield the metrics whose figures the report has."""
         for count in COUNTS:
             value = at(self.said, count.place)
-            if value is not None:
+            if value is not None and not (count.place == ONLINE_REQUESTS and self._classes):
                 yield CounterMetricFamily(count.name, count.says, value)
                 if count.was is not None:
                     yield CounterMetricFamily(count.was, f"Deprecated: {count.name}_total.", value)
-        attainment = at(self.said, ("online", "attainment"))
-        if attainment is not None:
+        yield from live_metrics(self._classes or {None: self.said.get("online", {})})
+        harm = at(self.said, ("slo", "harm"))
+        if harm is not None:
             yield GaugeMetricFamily(
-                "conserve_slo_attainment",
-                "Share of the last minute's TTFTs, or TBTs if it is smaller, within the SLO.",
-                attainment,
+                "conserve_harm_limit", "Share of its own time that an iteration may be lengthened by.", harm
             )
-        yield from self._promises()
         yield from self._harm()
         yield from self._reactions("conserve_leave_reaction_seconds", REACTION)
         yield from self._reactions(
@@ -165,26 +166,11 @@ class Report(NamedTuple):
         if harm.samples:
             yield harm
 
-    def _promises(self) -> Iterator[Metric]:
-        """Each promise of a quantile or a mean, and its value over the last minute."""
-        labels = ["latency", "promise"]
-        bound = GaugeMetricFamily("conserve_promised_seconds", "Largest latency promised.", labels=labels)
-        seen = GaugeMetricFamily(
-            "conserve_promise_seen_seconds", "The same of the last minute's latencies.", labels=labels
-        )
-        online = self.said.get("online", {})
-        for latency, promises in online.get("promises", {}).items():
-            for name, one in promises.items():
-                where = [latency.removesuffix("_ms"), name]
-                bound.add_metric(where, one["promised_ms"] / 1e3)
-                if one["seen_ms"] is not None:
-                    seen.add_metric(where, one["seen_ms"] / 1e3)
-        harm = at(self.said, ("slo", "harm"))
-        if harm is not None:
-            yield GaugeMetricFamily(
-                "conserve_harm_limit", "Share of its own time that an iteration may be lengthened by.", harm
-            )
-        yield from (family for family in (bound, seen) if family.samples)
+    @property
+    def _classes(self) -> Mapping[str | None, Any]:
+        """Classes of live traffic; empty on a server without any."""
+        classes: Mapping[str | None, Any] = self.said.get("classes") or {}
+        return classes
 
     def _reactions(self, name: str, says: str) -> Iterator[Metric]:
         reaction = GaugeMetricFamily(name, says, labels=["quantile"])

@@ -20,6 +20,7 @@ from conserve.engine.vllm.compat.installed import too_old, untried
 from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts, said_of
 from conserve.engine.vllm.compat.versions import SUPPORTED
+from conserve.engine.vllm.server.live_classes import classing, noting_model
 from conserve.engine.vllm.server.priorities import flex_is_offline, keeping_priority, noting_priority
 from conserve.engine.vllm.server.privileges import RESUME, permitting
 from conserve.engine.vllm.settings import AUTO, SECTION
@@ -74,16 +75,16 @@ def hook_engine_core() -> None:
 
 
 def hook_server() -> None:
-    """Make flex requests offline, continue rows from saved tokens, and refuse what a caller may not ask for."""
+    """Make flex requests offline, find the class of live ones, continue rows, and refuse what a caller may not."""
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if not hasattr(AsyncLLM.generate, "__wrapped__"):
         priority_of = flex_is_offline(GenerateBaseServing._get_priority)
-        session_of = noting_priority(GenerateBaseServing._get_session_id, priority_of)
+        session_of = noting_model(noting_priority(GenerateBaseServing._get_session_id, priority_of))
         GenerateBaseServing._get_priority = staticmethod(priority_of)
         GenerateBaseServing._get_session_id = staticmethod(session_of)
-        AsyncLLM.generate = keeping_priority(permitting(resuming(AsyncLLM.generate)))
+        AsyncLLM.generate = keeping_priority(classing(permitting(resuming(AsyncLLM.generate))))
         AsyncLLM.encode = permitting(AsyncLLM.encode)
 
 
@@ -214,6 +215,8 @@ class Surface:
         assert said is not None
         harm = None if section.get("by_default") else section.get("harm")  # no promise that the user made
         require_model(said, {**said["slo"], "harm": harm}, section.get("command"))
+        if section.get("classes"):
+            require_model(said, {"classes": True}, section.get("command"), flags={"classes": "--class"})
         remember(state, said)
         if config.kv_transfer_config is not None:
             await engine_client.engine_core.call_utility_async("conserve_spill", "take_in")

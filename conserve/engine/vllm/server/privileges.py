@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
 from math import inf
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from conserve.engine.policy.view import OFFLINE_PRIORITY, TTFT_ARGUMENT
 from conserve.engine.runtime.front import HARVEST_KEY
 
 RESUME = "conserve_resume"  # in a request's vllm_xargs: token ids that an earlier attempt generated
 SLO = "conserve_ttft_slo_ms"  # in the app's state: the server's current TTFT promise, None without one
+CLASS_HEADER = b"x-conserve-class"  # names the class of a live request
 API_KEY = "VLLM_API_KEY"  # vLLM's variable
 BEARER = b"bearer"
 
@@ -126,6 +127,10 @@ class Caller:
     ttft_slo_ms: float = inf
     keyed: bool = False  # True: a key of the server's own was sent
     store_key: bytes | None = field(default=None, repr=False)  # header of a caller with a key of the store
+    key: str | None = None  # that key's name
+    project: str | None = None  # and its project
+    asked_class: str | None = None  # class of live traffic in the request's header
+    live_class: str | None = None  # class that the request is of, once it is known; None for the default one
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("conserve_caller", default=None)
@@ -145,9 +150,22 @@ def refusal(caller: Caller | None, priority: int, extra: Mapping[str, Any]) -> s
         return None
     if priority >= OFFLINE_PRIORITY:
         return None  # no row leaves an iteration for an offline request, whatever TTFT it asks for
+    whose, without = "the server's --ttft-slo", "this server was started without --ttft-slo"
+    if caller.live_class is not None:
+        whose, without = (
+            f"the TTFT of the class {caller.live_class}",
+            f"the class {caller.live_class} has no TTFT",
+        )
     if least_ms == inf:
-        return f"vllm_xargs.{TTFT_ARGUMENT} wants the harvester's key: this server was started without --ttft-slo"
-    return f"vllm_xargs.{TTFT_ARGUMENT} below the server's --ttft-slo, {least_ms:g} ms, wants the harvester's key"
+        return f"vllm_xargs.{TTFT_ARGUMENT} wants the harvester's key: {without}"
+    return f"vllm_xargs.{TTFT_ARGUMENT} below {whose}, {least_ms:g} ms, wants the harvester's key"
+
+
+def refuse(why: str, status: HTTPStatus) -> NoReturn:
+    """Raise the error that vLLM's routes answer with."""
+    from vllm.exceptions import GracefulHTTPError
+
+    raise GracefulHTTPError(why, status)
 
 
 def permitting(serve: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,9 +179,7 @@ def permitting(serve: Callable[..., Any]) -> Callable[..., Any]:
         extra = getattr(params, "extra_args", None) or {}
         why = refusal(CALLER.get(), rest.get("priority", 0), extra)
         if why is not None:
-            from vllm.exceptions import GracefulHTTPError
-
-            raise GracefulHTTPError(why, HTTPStatus.FORBIDDEN)
+            refuse(why, HTTPStatus.FORBIDDEN)
         return serve(llm, prompt, params, request_id, *args, **rest)
 
     return wrapped
