@@ -22,6 +22,7 @@ from conserve.batch_api.app import application
 from conserve.engine.runtime.front import HARVEST_KEY, Front
 from conserve.engine.vllm.server import beside
 from conserve.engine.vllm.server.guard import FORM_BYTES, FRONT, Guard
+from conserve.engine.vllm.server.privileges import CALLER
 from conserve.store.books import uploads
 from conserve.store.database.store import Store
 from tests.batch_rig import CHAT, answered, client, compute, create, reaches
@@ -32,8 +33,12 @@ OWN, HARVESTER = "sesame", "open"
 
 
 async def chat(request: Request) -> JSONResponse:
-    """The key that vLLM's own middleware would see."""
-    return JSONResponse({"key": request.headers.get("authorization")})
+    """The key that vLLM's own middleware would see; the caller as the choice of its class sees it, if asked."""
+    caller = CALLER.get()
+    assert caller is not None
+    named = [caller.key, caller.project, caller.asked_class]
+    known = {"caller": named} if caller.asked_class else {}
+    return JSONResponse({"key": request.headers.get("authorization"), **known})
 
 
 @contextmanager
@@ -125,6 +130,12 @@ def test_a_key_of_the_store_is_good_for_what_it_was_made_for(store: Store, url: 
     create(client(url, keys["both"]), ["one"])
     assert client(url, keys["batch"]).batches.list().data == [], "another project's"
     assert client(url, OWN).batches.list().data == [], "the server's own key is the default project's"
+
+
+def test_a_callers_class_is_chosen_by_its_keys_name_and_project(store: Store, url: str) -> None:
+    for key, named in ((make(store, "web", project="pages"), ["web", "pages"]), (OWN, [None, None])):
+        headers = {"Authorization": f"Bearer {key}", "X-Conserve-Class": "chat"}
+        assert httpx.post(url + CHAT[3:], headers=headers).json()["caller"] == [*named, "chat"]
 
 
 def test_a_server_without_a_key_of_its_own_asks_for_the_stores(store: Store, path: Path) -> None:

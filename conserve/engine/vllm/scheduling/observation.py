@@ -133,8 +133,16 @@ class Picture:
             class_of=lambda request: self._traffic.class_of.get(request.request_id, DEFAULT_CLASS),
             cost_of=lambda request: request.num_prompt_tokens,
             level_of=lambda request: request.priority,
-            served=self._traffic.served,
+            served=self._served_with_prompts(),
         )
+
+    def _served_with_prompts(self) -> dict[str, float]:
+        """Cost of the tokens of each class, with those that its running prompts have still to compute."""
+        served = self._traffic.served
+        for request in filter(is_online, self._scheduler.running):
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            served[self._traffic.class_of.get(request.request_id, DEFAULT_CLASS)] += max(0, left)
+        return served
 
     def _held(self, holding: Sequence[Request]) -> list[Candidate]:
         """Waiting offline requests whose KV has come back."""
