@@ -50,6 +50,8 @@ class Settings:
     """Size up to which `submit` copies Parquet files into the store unless told otherwise, in GiB."""
     utility: float = UTILITY
     """Share of several jobs' rows that are chosen for their prefix, 0 to 1; the others are the stalest."""
+    share: str | None = None
+    """Weights by which priorities share the tokens, as 10=3,0=1, or `jobs`; strictly by priority unless set."""
     sql_memory: str | None = None
     """Most memory a query of `conserve sql` may take, as 2GiB; by the machine unless set."""
     sql_disk: str | None = None

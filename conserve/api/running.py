@@ -165,6 +165,7 @@ def harvester_of(
         max_attempts=settings.max_attempts,
         only=only,
         utility=settings.utility,
+        share=settings.share,
         rebind=rebind,
     )
 

@@ -14,7 +14,7 @@ from conserve.api.running import Pace, make_endpoint, outcome, unfinished, unfin
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.cli.idle_jobs import nothing_to_run
-from conserve.cli.options import Rebind, Utility
+from conserve.cli.options import Rebind, Share, Utility
 from conserve.cli.progress import RunProgress
 from conserve.cli.run import report, supervise
 from conserve.config import DEMO_MODEL, Settings
@@ -59,6 +59,7 @@ def harvest(
     ] = None,
     max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
     utility: Utility = None,
+    share: Share = None,
     rebind: Rebind = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON at the end.")] = False,
 ) -> None:
@@ -72,6 +73,7 @@ def harvest(
         lease_s=lease_s,
         max_attempts=max_attempts,
         utility=utility,
+        share=share,
     )
     if settings.endpoint is None:
         raise SettingsError(
@@ -137,6 +139,7 @@ def work(
         max_deaths=settings.max_attempts,  # live requests are in the engine too: no row is ever alone
         only=only,
         utility=settings.utility,
+        share=settings.share,
         rebind=binding.rebind,
         follow=not until_empty,
         say=output.say,

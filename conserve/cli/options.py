@@ -7,6 +7,13 @@ import typer
 Rebind = Annotated[
     bool, typer.Option("--rebind", help="Answer jobs with this model that another one has begun.")
 ]
+Share = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WEIGHTS",
+        help="Share tokens by weights of priorities, e.g. 10=3,0=1, or jobs for all jobs alike.",
+    ),
+]
 Utility = Annotated[
     float | None,
     typer.Option(

@@ -26,7 +26,7 @@ from conserve.api.running import (
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids, split_flags
 from conserve.cli.idle_jobs import left_paused, nothing_to_run
-from conserve.cli.options import Rebind, Utility
+from conserve.cli.options import Rebind, Share, Utility
 from conserve.cli.progress import RunProgress
 from conserve.config import Settings
 from conserve.store.books.readings import JobReading, read_jobs, resolve
@@ -65,6 +65,7 @@ def run(
     ] = None,
     max_attempts: Annotated[int | None, typer.Option(help="Faulty answers that fail a row.")] = None,
     utility: Utility = None,
+    share: Share = None,
     rebind: Rebind = False,
     dry_run: Annotated[
         bool,
@@ -99,6 +100,7 @@ def run(
         lease_s=lease_s,
         max_attempts=max_attempts,
         utility=utility,
+        share=share,
     )
     pace = Pace(tbt_ms, profile, forget_correction)
     binding = Binding(named=model is not None, rebind=rebind)

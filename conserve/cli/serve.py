@@ -17,7 +17,7 @@ from conserve.api.running import engine_flags
 from conserve.cli import exits, output
 from conserve.cli.context import Context, bearer
 from conserve.cli.listening import require_free, url_of
-from conserve.cli.options import Utility
+from conserve.cli.options import Share, Utility
 from conserve.cli.serve_batches import VLLMS_KEY, batch_api, open_batches, told_of, with_store_keys
 from conserve.cli.serve_classes import live_classes, require_keys
 from conserve.cli.serve_flags import (
@@ -28,8 +28,9 @@ from conserve.cli.serve_flags import (
     recording_at,
     refuse_ours,
     require_policy,
-    share,
+    require_weights,
 )
+from conserve.cli.serve_flags import share as share_of
 from conserve.cli.serve_notices import batches_left_out, open_to_all, warnings
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
@@ -169,6 +170,7 @@ def serve(
     max_file: Annotated[str, typer.Option(metavar="SIZE", help="Largest file of an upload.")] = "200MB",
     max_requests: Annotated[int, typer.Option(metavar="N", min=1, help="Most requests of a batch.")] = 50_000,
     utility: Utility = None,
+    share: Share = None,
     allow_control: Annotated[
         bool,
         typer.Option(
@@ -195,7 +197,8 @@ def serve(
     from conserve.engine.service import Service
 
     context: Context = ctx.obj
-    settings = context.settings(model=words[0], api_key=api_key, utility=utility)
+    settings = context.settings(model=words[0], api_key=api_key, utility=utility, share=share)
+    require_weights(settings)
     settings = keyed(settings if print_flags else with_store_keys(settings, batches=batches))
     front = front_of(max_body, max_file, max_connections, open_metrics=open_metrics)
     section = {
@@ -207,9 +210,9 @@ def serve(
         "control": allow_control,
     }
     if harm is not None:
-        section["harm"] = share("--harm", harm)
+        section["harm"] = share_of("--harm", harm)
     if receipt is not None:
-        section["receipt"] = share("--receipt", receipt) or 0.0
+        section["receipt"] = share_of("--receipt", receipt) or 0.0
     if record_views is not None:
         section["record_views"] = str(recording_at(record_views))
     if not preemption or not (preempts(policy) or allow_control):  # others never preempt
@@ -307,6 +310,7 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessComma
         HARVEST_KEY: settings.harvest_key or "",
     }
     what = ("harvest", "--endpoint", url, "--utility", str(settings.utility))
+    what += ("--share", settings.share) if settings.share is not None else ()
     words = ("--home", str(settings.home), *what, *more)
     return ProcessCommand(name="harvester", words=python("conserve", *words), environment=environment)
 

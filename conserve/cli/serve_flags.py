@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from conserve.api.sizes import size_bytes
+from conserve.config import Settings
 from conserve.engine.policy.checkpointing import HOST_BYTES, policy_named
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
 from conserve.engine.policy.policies import COMPARED, POLICIES, SERVING, named
@@ -45,6 +46,14 @@ def recording_at(file: Path) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise SettingsError(f"--record-views {file} is no file in a folder that exists; name one")
     return path
+
+
+def require_weights(settings: Settings) -> None:
+    """Raise before anything starts if the harvester could not read its weights (`--share`)."""
+    from conserve.jobs.window.shares import Weights
+
+    if settings.share is not None:
+        Weights.of(settings.share)
 
 
 def refuse_ours(flags: list[str]) -> None:

@@ -43,7 +43,7 @@ class Clock:
 class Party:
     """A harvester's half that deals with the store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, share: str | None = None) -> None:
         self.clock, self.tally = Clock(), Tally()
         self.ledger = Ledger(
             store,
@@ -51,6 +51,7 @@ class Party:
             lease_s=LEASE_S,
             only=None,
             utility=0.9,
+            share=share,
             clock=self.clock,
             monotonic=self.clock,
         )
@@ -58,8 +59,8 @@ class Party:
     def claim(self, limit: int = 8, *, suspect: bool = False) -> list[Work]:
         return self.ledger.claim(limit, suspect, "model")
 
-    def finish(self, *works: Work, failed: bool = False) -> None:
-        finished = [Finished(w.epoch, *w.key, result(w.row.position, failed=failed)) for w in works]
+    def finish(self, *works: Work, failed: bool = False, **values: int) -> None:
+        finished = [Finished(w.epoch, *w.key, result(w.row.position, failed=failed, **values)) for w in works]
         self.ledger.write(Outbox(finished=finished))
 
     def put_back(self, *works: Work, **decision: object) -> None:
@@ -342,3 +343,36 @@ def test_returned_rows_are_those_of_this_lease_only(store: Store, job_id: str) -
     put_back(store, second, 0)
     assert select(store, "select count(*) from request where epoch is null") == [(0,)]
     assert positions(first) == [0, 1]
+
+
+def test_shares_are_claimed_across_priorities(store: Store, write_input: WriteInput) -> None:
+    given = Input(names=[str(write_input(q=[f"row {n}" for n in range(40)]))], keep=Keep.REFERENCE)
+    high, low = (submit(store, given, TASK, priority=priority).job_id for priority in (10, 0))
+    party = Party(store, share="10=3,0=1")
+    works = party.claim(8)
+    assert [work.job_id for work in works] == [high] * 6 + [low] * 2, "rows of a job stay together"
+    assert row_numbers(works) == [0, 1, 2, 3, 4, 5, 0, 1]
+    party.put_back(*works[:6])
+    again = party.claim(6)
+    assert {work.job_id for work in again} == {high}, "rows that go back are charged to no group"
+    party.finish(*works[6:], prompt_tokens=80, completion_tokens=20)
+    party.finish(*again, prompt_tokens=40, completion_tokens=10)
+    jobs = [work.job_id for work in party.claim(14)]
+    assert jobs.count(high) == 13, "it is behind, and its rows are half as long"
+    assert len(party.claim(100)) == 80 - 8 - 14, "all that is left"
+    assert party.claim(8) == []
+    party.ledger.close()
+
+
+def test_a_share_that_a_group_does_not_use_is_the_others(store: Store, write_input: WriteInput) -> None:
+    given = Input(names=[str(write_input(q=["a", "b", "c", "d"]))], keep=Keep.REFERENCE)
+    jobs = [submit(store, given, TASK, priority=priority).job_id for priority in (10, 10, 0)]
+    party = Party(store, share="10=1,0=1")
+    works = party.claim(100)
+    assert sorted(work.key for work in works) == sorted((job, row) for job in jobs for row in range(4))
+    assert party.claim(100) == []
+    alike = Party(store, share="jobs")
+    party.put_back(*works)
+    assert len({work.job_id for work in alike.claim(3)}) == 3
+    party.ledger.close()
+    alike.ledger.close()

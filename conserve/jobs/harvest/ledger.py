@@ -10,9 +10,11 @@ from conserve.jobs.harvest.expiry import Expiry
 from conserve.jobs.harvest.outage import StoreFile
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
+from conserve.jobs.harvest.sharing import claim_by_shares, settle
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import Work, Workload
 from conserve.jobs.window.lookahead import Lookahead
+from conserve.jobs.window.shares import Group, Shares, Weights
 from conserve.store.books import catalog, choice, leases, queue, shards
 from conserve.store.books.choice import Terms
 from conserve.store.books.leases import Lease
@@ -44,6 +46,7 @@ class Ledger:
         lease_s: float,
         only: Collection[str] | None,
         utility: float,
+        share: str | None = None,
         rebind: bool = False,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
@@ -57,6 +60,8 @@ class Ledger:
         self._utility = utility
         self._lookahead: Lookahead | None = None  # once several jobs had rows to choose from
         self._alone: str | None = None  # the one job with rows, if none of them was passed over
+        self._shares = Shares(Weights.of(share)) if share is not None else None
+        self._windows: dict[Group, tuple[Lookahead | None, str | None]] = {}  # these two of each group
         self._workload = Workload(store)
         self._recorder = Recorder(store, clock)
         self._file: StoreFile | None = None
@@ -95,9 +100,31 @@ class Ledger:
             self._bind_all()
         if self._fruitless and not self.claimable():
             return []
+        if self._shares is None or suspect:
+            return self._claim_whole(limit, suspect, identity)
+        with self._store.read() as tx:
+            groups = self._shares.groups(queue.runnable_jobs(tx, self._only, self.model, locked=False))
+        works = claim_by_shares(
+            self._shares, groups, limit, lambda group, rows: self._claim_of(group, rows, identity)
+        )
+        self._fruitless = not works
+        return works
+
+    def _claim_of(self, group: Group, limit: int, identity: str) -> list[Work]:
+        """Lease rows of one group, which has a window of its own."""
+        self._lookahead, self._alone = self._windows.pop(group, (None, None))
+        try:
+            return self._claim_whole(limit, suspect=False, identity=identity, group=group)
+        finally:
+            self._windows[group] = self._lookahead, self._alone
+            self._lookahead, self._alone = None, None
+
+    def _claim_whole(
+        self, limit: int, suspect: bool, identity: str, group: Group | None = None
+    ) -> list[Work]:
         while True:
             try:
-                return self._claim(limit, suspect, identity)
+                return self._claim(limit, suspect, identity, group)
             except JobNotFound:  # removed since its rows were leased
                 continue
             except StoreDamaged as error:
@@ -105,13 +132,13 @@ class Ledger:
                     raise
                 self._refuse(error.job_id, str(error))
 
-    def _claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
+    def _claim(self, limit: int, suspect: bool, identity: str, group: Group | None) -> list[Work]:
         while True:
             now = self._clock()
             terms = Terms(self.owner, now, self._lease_s, self.model)
             with self._store.write() as tx:
                 self._note_expired(catalog.expire(tx, now=now))
-                runnable = queue.runnable_jobs(tx, self._only, self.model)
+                runnable = self._of_group(queue.runnable_jobs(tx, self._only, self.model), group)
                 jobs = [] if suspect else choice.contenders(tx, runnable)
                 if windowed := self._is_to_choose(tx, jobs):
                     lease = choice.reclaim(tx, runnable, jobs[0].priority, terms, limit=limit)
@@ -140,6 +167,12 @@ class Ledger:
                 self._lookahead.forget(lease.job_id)
             if works := self._load(lease, identity):
                 return works
+
+    def _of_group(self, runnable: Sequence[Any], group: Group | None) -> Sequence[Any]:
+        """The runnable jobs of a group, or all."""
+        if self._shares is None or group is None:
+            return runnable
+        return [job for job in runnable if self._shares.weights.group_of(job) == group]
 
     def _is_to_choose(self, tx: Any, jobs: Sequence[Any]) -> bool:
         """True if the window chooses: several jobs have rows, or the only one has rows that were passed over."""
@@ -252,6 +285,8 @@ class Ledger:
     def write(self, outbox: Outbox) -> None:
         """Make the outbox durable and count it, even if the flush that asked for it was cancelled."""
         self._tally.count(self._recorder.write(outbox))
+        if self._shares is not None:
+            settle(self._shares, outbox)
 
     def renew(self, epochs: set[int]) -> set[int]:
         """Renew these leases, then end other owners' leases that are over; returns the epochs that still exist."""
@@ -305,3 +340,7 @@ class Ledger:
         if self._lookahead is not None:
             self._lookahead.close()
             self._lookahead = None
+        for lookahead, _ in self._windows.values():
+            if lookahead is not None:
+                lookahead.close()
+        self._windows.clear()

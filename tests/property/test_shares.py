@@ -1,0 +1,101 @@
+"""Groups that always have rows get tokens by their weights, within a bound that no number of rows moves."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conserve.errors import SettingsError
+from conserve.jobs.window.shares import USUAL_TOKENS, Group, Shares, Weights
+from tests.reach import reached
+
+MOST_TOKENS = 2000  # of a row
+IN_FLIGHT = 16
+
+
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0, 10.0]), min_size=2, max_size=4),
+    st.lists(st.tuples(st.integers(1, MOST_TOKENS), st.integers(0, IN_FLIGHT), st.booleans()), min_size=60),
+)
+def test_tokens_follow_the_weights_within_the_rows_in_flight(
+    weights: Sequence[float], rows: Sequence[tuple[int, int, bool]]
+) -> None:
+    """`rows`: tokens of the row that ends next, which of those in flight it is, and if it goes back instead."""
+    shares = Shares(Weights(dict(enumerate(weights))))
+    groups = [Group(priority) for priority in range(len(weights))]
+    served = dict.fromkeys(groups, 0.0)
+    flying: list[tuple[Group, tuple[str, int]]] = []
+    number = 0
+    for tokens, place, goes_back in rows:
+        for group, count in shares.allot(groups, IN_FLIGHT - len(flying)).items():
+            claimed = [("job", number + one) for one in range(count)]
+            number += count
+            shares.claimed(group, claimed)
+            flying += [(group, row) for row in claimed]
+        group, row = flying.pop(place % len(flying))
+        shares.settled(row, 0 if goes_back else tokens)
+        served[group] += 0 if goes_back else tokens
+    bound = 2 * IN_FLIGHT * max(MOST_TOKENS, USUAL_TOKENS)
+    for one, its in zip(groups, weights, strict=True):
+        for other, others in zip(groups, weights, strict=True):
+            apart = abs(served[one] / its - served[other] / others)
+            assert apart <= bound * (1 / its + 1 / others)
+    if reached("the bound is less than what was served", sum(served.values()) > 50_000):
+        assert all(shares.allot(groups, 1000)[group] for group in groups), "none is starved"
+
+
+def test_the_first_rows_follow_the_weights_exactly() -> None:
+    shares = Shares(Weights.of("10=3,0=1"))
+    assert shares.allot([Group(10), Group(0)], 8) == {Group(10): 6, Group(0): 2}
+    assert shares.allot([Group(0)], 8) == {Group(0): 8}
+    assert shares.allot([], 8) == {}
+
+
+def test_short_rows_make_up_for_long_ones() -> None:
+    """Tokens are shared, not rows: rows of a tenth of the length are ten times as many."""
+    shares, long, short = Shares(Weights.of("10=1,0=1")), Group(10), Group(0)
+    for group, tokens in ((long, 1000), (short, 100)):
+        shares.claimed(group, [("job", group.priority)])
+        shares.settled(("job", group.priority), tokens)
+    rows = shares.allot([long, short], 110)
+    assert rows[short] == pytest.approx(10 * rows[long], abs=12)
+
+
+def test_a_group_that_had_no_rows_saves_nothing_up() -> None:
+    shares, busy, idle = Shares(Weights.of("10=1,0=1")), Group(10), Group(0)
+    for row in range(100):
+        shares.claimed(busy, [("job", row)])
+        shares.settled(("job", row), 1000)
+        shares.claimed(idle, [])
+    assert shares.allot([busy, idle], 10) == {busy: 5, idle: 5}
+
+
+def test_rows_that_are_claimed_again_are_charged_once() -> None:
+    shares, one, other = Shares(Weights.of("jobs")), Group(0, 1), Group(0, 2)
+    shares.claimed(other, [("b", 0)])
+    for _ in range(5):  # its leases were lost
+        shares.claimed(one, [("a", 0)])
+    assert shares.allot([one, other], 2) == {one: 1, other: 1}
+
+
+@pytest.mark.parametrize("text", ["", "x", "10", "10=", "10=0", "10=-1", "10=inf", "10=nan", "a=1", "10=1,"])
+def test_weights_that_cannot_be_read_are_a_sentence(text: str) -> None:
+    with pytest.raises(
+        SettingsError, match="--share takes weights above 0 of priorities, like 10=3,0=1, or jobs"
+    ):
+        Weights.of(text)
+
+
+def test_groups_are_priorities_or_jobs() -> None:
+    jobs = [
+        SimpleNamespace(seq=1, priority=10),
+        SimpleNamespace(seq=2, priority=0),
+        SimpleNamespace(seq=3, priority=0),
+    ]
+    assert Shares(Weights.of("10=3, 0=1")).groups(jobs) == [Group(10), Group(0)]
+    assert Shares(Weights.of("jobs")).groups(jobs) == [Group(0, 1), Group(0, 2), Group(0, 3)]
+    assert Weights.of("10=3").of_group(Group(5)) == 1
+    with pytest.raises(SettingsError, match="names the priority 10 twice"):
+        Weights.of("10=3,10=1")
