@@ -89,6 +89,7 @@ class Shares:
     def allot(self, groups: Sequence[Group], rows: int) -> dict[Group, int]:
         """Number of the next `rows` rows that each group gets, the one whose turn it is first."""
         counts = {group: self._count(group) for group in groups}
+        self._counts |= counts
         allotted: dict[Group, int] = {}
         for _ in range(rows if counts else 0):
             group = min(counts, key=lambda one: counts[one])
@@ -101,7 +102,6 @@ class Shares:
         if not rows:
             self._busy.discard(group)
             return
-        self._counts[group] = self._count(group)
         self._busy.add(group)
         tokens = self._usual(group)
         for row in rows:
