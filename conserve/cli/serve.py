@@ -201,20 +201,15 @@ def serve(
     require_weights(settings)
     settings = keyed(settings if print_flags else with_store_keys(settings, batches=batches))
     front = front_of(max_body, max_file, max_connections, open_metrics=open_metrics)
-    section = {
+    section: dict[str, Any] = {
         "policy": policy,
         "ttft_slo_ms": promise("--ttft-slo", ttft_slo),
         "tbt_slo_ms": promise("--tbt-slo", tbt_slo),
         "profile": profile,
         "profiles": str(settings.profiles_folder),
         "control": allow_control,
+        **given(harm, receipt, record_views),
     }
-    if harm is not None:
-        section["harm"] = share_of("--harm", harm)
-    if receipt is not None:
-        section["receipt"] = share_of("--receipt", receipt) or 0.0
-    if record_views is not None:
-        section["record_views"] = str(recording_at(record_views))
     if not preemption or not (preempts(policy) or allow_control):  # others never preempt
         section["preemption"] = OFF
     if named := live_classes(classes, live_class or [], class_for or []):
@@ -249,6 +244,18 @@ def serve(
             batch_api=beside,
         )
         raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
+
+
+def given(harm: str | None, receipt: str | None, record_views: Path | None) -> dict[str, Any]:
+    """Entries of the engine's section whose absence means something else than any value."""
+    section: dict[str, Any] = {}
+    if harm is not None:
+        section["harm"] = share_of("--harm", harm)
+    if receipt is not None:
+        section["receipt"] = share_of("--receipt", receipt) or 0.0
+    if record_views is not None:
+        section["record_views"] = str(recording_at(record_views))
+    return section
 
 
 def said_first(host: str, settings: Settings, *, batches: bool) -> list[str]:
@@ -310,8 +317,8 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessComma
         HARVEST_KEY: settings.harvest_key or "",
     }
     what = ("harvest", "--endpoint", url, "--utility", str(settings.utility))
-    what += ("--share", settings.share) if settings.share is not None else ()
-    words = ("--home", str(settings.home), *what, *more)
+    shared = ("--share", settings.share) if settings.share is not None else ()
+    words = ("--home", str(settings.home), *what, *shared, *more)
     return ProcessCommand(name="harvester", words=python("conserve", *words), environment=environment)
 
 

@@ -23,7 +23,7 @@ from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.plan import Plan, Policy
 from conserve.engine.policy.policies import ONLINE_ONLY, named
 from conserve.engine.policy.recorded import line_of
-from conserve.engine.policy.view import DEFAULT_CLASS, Slo
+from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.receipt import Receipt
 from conserve.engine.runtime.recording import recording_at
 from conserve.engine.runtime.traffic import Traffic
@@ -39,6 +39,7 @@ from conserve.engine.vllm.scheduling.iterations import Iterations
 from conserve.engine.vllm.scheduling.lanes import Lanes
 from conserve.engine.vllm.scheduling.observation import Picture, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
+from conserve.engine.vllm.scheduling.online_cost import cost_by_class
 from conserve.engine.vllm.scheduling.report import report
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.scheduling.settlement import settle
@@ -307,7 +308,7 @@ class CoServing:
         iteration.surcharged = sum(tokens[name] for name in self._with_logprobs if tokens.get(name, 0) > 1)
         self._count_offline(iteration, iteration.batch)
         if self._traffic.classified:
-            self._count_online(tokens)
+            self._traffic.computed(cost_by_class(self, tokens))
         if iteration.registers_late and tokens:
             self._stamp(iteration)
 
@@ -351,16 +352,6 @@ class CoServing:
             counted = self._offline_tokens.count(iteration.tokens, self.requests, self._offline, batch, worth)
             if counted:
                 self._traffic.offline(counted, at=iteration.started)
-
-    def _count_online(self, tokens: Mapping[str, int]) -> None:
-        """Count the cost of the iteration's tokens for the class of each online request."""
-        cost: dict[str, float] = {}
-        for name in tokens.keys() - self._offline:
-            part, worth = self._slice(name, tokens[name]), self._iterations.worth
-            live_class = self._traffic.class_of.get(name, DEFAULT_CLASS)
-            one = worth.of(1, part.context) if part.decode else part.tokens
-            cost[live_class] = cost.get(live_class, 0.0) + one
-        self._traffic.computed(cost)
 
     def _warms_up(self, request: Request) -> bool:
         """True for a request of the warm-up. Afterwards a client's request may have such a name."""
