@@ -143,11 +143,14 @@ async def drained_together(settings: Settings, job_ids: Sequence[str], arguments
     endpoint = await endpoint_of(chosen, arguments)
     display = display_of(progress=arguments.progress)
     store = await asyncio.to_thread(opened, chosen)
+    messages = contextlib.ExitStack()
     try:
+        messages.enter_context(sending_of(store))
         ids = [job.id for job in left]
         harvester = harvester_of(store, endpoint, chosen, ids, rebind=arguments.rebind)
         done = await shown(harvester, chosen, ids, display)
     finally:
+        await outlast(asyncio.create_task(asyncio.to_thread(messages.close)))
         store.close()
     for reason in done.refused.values():
         raise JobRefused(reason)
@@ -166,6 +169,13 @@ def opened(settings: Settings) -> "Store":
     from conserve.store.database.store import Store
 
     return Store.open(settings)
+
+
+def sending_of(store: "Store") -> contextlib.AbstractContextManager[None]:
+    """Messages to hooks, sent beside a run."""
+    from conserve.jobs.hooks.courier import sending
+
+    return sending(store)
 
 
 async def shown(

@@ -14,9 +14,10 @@ from conserve.batch_api import batches, files, openapi, refusals
 from conserve.batch_api.access import Access, KeyRing
 from conserve.batch_api.api import Api
 from conserve.batch_api.refusals import Refused
-from conserve.batch_api.workers import Admissions, Deliveries
+from conserve.batch_api.workers import Admissions, Deliveries, Worker
 from conserve.errors import ConserveError
 from conserve.jobs.batches.lines import Limits
+from conserve.jobs.hooks.courier import Courier
 from conserve.store.database.store import Store
 
 STOP_S = 5.0  # for a step of a worker under way
@@ -50,6 +51,7 @@ def application(store: Store, limits: Limits | None = None, *, beside: bool = Fa
     With `beside`, only a live server can reach it, and passes requests on.
     """
     limits = limits or Limits()
+    courier = Courier(store)
     api = Api(
         store=store,
         limits=limits,
@@ -59,12 +61,14 @@ def application(store: Store, limits: Limits | None = None, *, beside: bool = Fa
 
     @asynccontextmanager
     async def working(app: Starlette) -> AsyncIterator[None]:
-        workers = api.admissions.worker, api.deliveries.worker
+        sender = Worker("hooks", lambda now: courier.step())
+        workers = api.admissions.worker, api.deliveries.worker, sender
         for worker in workers:
             worker.start()
         try:
             yield
         finally:
+            courier.stop()
             for worker in workers:
                 worker.stop(STOP_S)
 

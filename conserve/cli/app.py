@@ -77,6 +77,11 @@ class LazyCommands(Mapping[str, Any]):
             )
         if name == "eval":
             return grouped(name, module, entry.summary, **module.COMMANDS)
+        if name == "hooks":
+            verbs = {"add": "add", "list": "show"}
+            verbs |= {verb: verb for verb in ("remove", "log", "test", "resend", "deliver")}
+            named = {verb: getattr(module, function) for verb, function in verbs.items()}
+            return grouped(name, module, entry.summary, **named)
         example = getattr(module, "EXAMPLES", {}).get(name) or module.EXAMPLE
         alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
         alone.command(
@@ -124,7 +129,7 @@ def measuring(module: Any, summary: str) -> Any:
 
 
 def grouped(name: str, module: Any, summary: str, /, **commands: Any) -> Any:
-    """`conserve store`, `conserve keys` or `conserve eval`, a group of its own."""
+    """`conserve store`, `keys`, `hooks` or `eval`, a group of its own."""
     group = typer.Typer(
         name=name,
         cls=ExampleGroup,

@@ -36,6 +36,7 @@ COMMANDS = {
     "serve": Entry("serve", "Serve a model like vllm serve, and run queued rows beside."),
     "api": Entry("api", "Serve OpenAI's files and batches over the store."),
     "keys": Entry("keys", "Make, list and revoke keys of the Batch API and of live requests."),
+    "hooks": Entry("hooks", "Tell other programs of batches that end, by signed webhooks."),
     "harvest": Entry("harvest", "Send queued rows to a server that serves live requests too."),
     "status": Entry("status", "Show how far the jobs are, and how live requests fare."),
     "jobs": Entry("jobs", "List all jobs, the newest first."),

@@ -122,6 +122,7 @@ def work(
 ) -> int:
     """Harvest until the queue is empty or a signal comes, and report; returns the exit code."""
     from conserve.jobs.harvest.harvester import Harvester
+    from conserve.jobs.hooks.courier import sending
     from conserve.store.books import catalog
 
     with store.read() as tx:
@@ -146,7 +147,8 @@ def work(
     )
     begun = time.monotonic()
     lines = until_empty or output.colourful(sys.stderr)
-    interrupted = asyncio.run(supervise(harvester, lambda: show(harvester, settings, only, lines=lines)))
+    with sending(store):
+        interrupted = asyncio.run(supervise(harvester, lambda: show(harvester, settings, only, lines=lines)))
     done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
     code = report(done, settings, only=only, as_json=as_json)
     return code if until_empty else exits.DONE  # a harvester that follows the queue ends by a signal only

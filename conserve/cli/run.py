@@ -142,6 +142,7 @@ def drain(
 
         return rehearse_run(settings, waiting, flags, as_json=as_json)
     said = begin(settings)
+    from conserve.jobs.hooks.courier import sending
     from conserve.store.database.store import Store
 
     store = Store.open(settings)
@@ -150,7 +151,8 @@ def drain(
         harvester = harvester_of(store, endpoint, settings, only, rebind=binding.rebind)
         begun = time.monotonic()
         progress = RunProgress(harvester, lambda: unfinished_rows(settings, only), sys.stderr, said=said)
-        interrupted = asyncio.run(supervise(harvester, progress.show))
+        with sending(store):
+            interrupted = asyncio.run(supervise(harvester, progress.show))
         done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
         return report(done, settings, only=only, as_json=as_json)
     finally:

@@ -46,7 +46,7 @@ def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float
         said += mend_requests(store, job, now)
     with store.write() as tx:
         whole = is_whole(home.requests_file(store.home, job.id), catalog.get(tx, job.id))
-        queued = whole and catalog.forgive(tx, job.id)
+        queued = whole and catalog.forgive(tx, job.id, now=now)
     return said + [f"job {job.id} is queued again"] * queued
 
 

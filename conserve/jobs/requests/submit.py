@@ -219,7 +219,7 @@ def enqueue(
             if batch_id is None:
                 batches.of_submitted(tx, job_id, now=now)
             else:
-                batches.bind(tx, batch_id, job_id)
+                batches.bind(tx, batch_id, job_id, now=now)
             record = catalog.record(tx, job_id)
     except BaseException:
         discard_unregistered(store, job_id)

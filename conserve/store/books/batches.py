@@ -13,7 +13,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
 
 from conserve.errors import JobRefused, StoreDamaged
-from conserve.store.books import catalog, leases
+from conserve.store.books import catalog, events, leases
 from conserve.store.books.catalog import Job
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
@@ -142,6 +142,7 @@ def add(tx: Connection, project: str, new: NewBatch, *, now: float) -> str:
     values = {name: getattr(new, name) for name in NewBatch.__slots__ if name != "metadata"}
     noted = None if new.metadata is None else msgspec.json.encode(new.metadata).decode()
     tx.execute(insert(batch).values(id=batch_id, project=project, created_at=now, metadata=noted, **values))
+    events.of_batches(tx, [batch_id], now=now)
     return batch_id
 
 
@@ -150,6 +151,7 @@ def of_submitted(tx: Connection, job_id: str, *, now: float) -> None:
     tx.execute(
         insert(batch).values(id=new_batch_id(), project=DEFAULT_PROJECT, created_at=now, job_id=job_id)
     )
+    events.of_jobs(tx, [job_id], now=now)
 
 
 DELIVERED = (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED)
@@ -160,19 +162,20 @@ class Overtaken(JobRefused):
     """The batch has become a job, was cancelled or was refused meanwhile."""
 
 
-def bind(tx: Connection, batch_id: str, job_id: str) -> None:
+def bind(tx: Connection, batch_id: str, job_id: str, *, now: float) -> None:
     """Make a job the batch's, in the transaction that adds the job; raises `Overtaken`, so that one job remains."""
     bound = tx.execute(update(batch).where(batch.c.id == batch_id, is_validating()).values(job_id=job_id))
     if bound.rowcount != 1:
         raise Overtaken(f"the batch {batch_id} needs no job any more")
+    events.of_jobs(tx, [job_id], now=now)
 
 
 def refuse(tx: Connection, batch_id: str, faults: Sequence[Fault], *, now: float) -> None:
     """Record why a batch's input cannot become a job, unless the batch was cancelled meanwhile."""
     errors = msgspec.json.encode(faults).decode()
-    tx.execute(
-        update(batch).where(batch.c.id == batch_id, is_validating()).values(refused_at=now, errors=errors)
-    )
+    mine = batch.c.id == batch_id, is_validating()
+    if tx.execute(update(batch).where(*mine).values(refused_at=now, errors=errors)).rowcount:
+        events.of_batches(tx, [batch_id], now=now)
 
 
 def is_validating() -> ColumnElement[bool]:
@@ -236,7 +239,9 @@ def cancel(tx: Connection, found: Batch, *, now: float) -> None:
     elif found.refused_at is not None:
         raise JobRefused(f"the batch {found.id} has failed, so there is nothing to cancel")
     waits = batch.c.id == found.id, batch.c.cancelling_at.is_(None)
-    tx.execute(update(batch).where(*waits).values(cancelling_at=now))
+    changed = tx.execute(update(batch).where(*waits).values(cancelling_at=now)).rowcount
+    if changed and job_id is None:
+        events.of_batches(tx, [found.id], now=now)
 
 
 def cancel_job(tx: Connection, batch_id: str, job_id: str, *, now: float) -> None:
@@ -286,6 +291,8 @@ def deliver(tx: Connection, found: Batch, *, output: str | None, errors: str | N
     if same:
         of_now = update(batch).where(batch.c.id == found.id)
         tx.execute(of_now.values(delivered_of=found.job.finished_at, **values))
+        if found.file_id is not None:  # a job of `conserve submit` ended without files
+            events.of_batches(tx, [found.id], now=now)
     return same
 
 

@@ -9,6 +9,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
 
 from conserve.errors import JobRefused, StoreDamaged
+from conserve.store.books import events
 from conserve.store.books.readings import resolve
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
@@ -236,6 +237,7 @@ def move(tx: Connection, job_id: str, verb: str, *, now: float) -> Job:
             deadline=None if current.state is JobState.EXPIRED else current.deadline,
         )
     )
+    events.of_jobs(tx, [current.id], now=now)
     return get(tx, current.id)
 
 
@@ -244,6 +246,7 @@ def expire(tx: Connection, *, now: float) -> list[str]:
     if ended := late(tx, now=now):
         expired = {"state": JobState.EXPIRED.value, "finished_at": now, "error": None}
         tx.execute(update(job).where(job.c.id.in_(ended), is_late(now)).values(expired))
+        events.of_jobs(tx, ended, now=now)
     return ended
 
 
@@ -269,11 +272,13 @@ def set_deadline(tx: Connection, job_id: str, deadline: float | None) -> Job:
 
 def refuse(tx: Connection, job_id: str, reason: str, *, now: float) -> None:
     """Let a queued job fail because it cannot run as things stand; `conserve resume` tries again."""
-    tx.execute(
+    refused = tx.execute(
         update(job)
         .where(job.c.id == job_id, job.c.state == JobState.QUEUED.value)
         .values(state=JobState.FAILED.value, error=reason, finished_at=now)
     )
+    if refused.rowcount:
+        events.of_jobs(tx, [job_id], now=now)
 
 
 def of_other_models(tx: Connection, model: str, only: Collection[str] | None) -> dict[str, str]:
@@ -302,6 +307,7 @@ DAMAGED = ("the requests ", "the record ")
 
 def fail(tx: Connection, job_id: str, reason: str, *, now: float) -> bool:
     """Let a job fail that cannot run any more; returns True if it had unfinished rows and was not cancelled."""
+    before = tx.scalar(select(job.c.state).where(job.c.id == job_id))
     left = job.c.succeeded + job.c.failed < job.c.num_rows
     open_states = [JobState.QUEUED.value, JobState.PAUSED.value, JobState.FAILED.value]
     failed = tx.execute(
@@ -309,10 +315,12 @@ def fail(tx: Connection, job_id: str, reason: str, *, now: float) -> bool:
         .where(job.c.id == job_id, left, job.c.state.in_(open_states))
         .values(state=JobState.FAILED.value, error=reason, finished_at=now)
     )
+    if failed.rowcount and before != JobState.FAILED.value:
+        events.of_jobs(tx, [job_id], now=now)
     return failed.rowcount == 1
 
 
-def forgive(tx: Connection, job_id: str) -> bool:
+def forgive(tx: Connection, job_id: str, *, now: float) -> bool:
     """Queue a job again that was refused for damage; returns True if it was."""
     queued = tx.execute(
         update(job)
@@ -323,6 +331,8 @@ def forgive(tx: Connection, job_id: str) -> bool:
         )
         .values(state=JobState.QUEUED.value, error=None, finished_at=None)
     )
+    if queued.rowcount:
+        events.of_jobs(tx, [job_id], now=now)
     return queued.rowcount == 1
 
 

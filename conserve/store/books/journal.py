@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from conserve.store.books import leases
+from conserve.store.books import events, leases
 from conserve.store.books.results import COUNTERS, Result, checked, counts, decode, encode, is_object
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
@@ -135,6 +135,8 @@ def complete(tx: Connection, job_id: str, now: float) -> bool:
         )
         .values(state=JobState.COMPLETED.value, finished_at=now, error=None)
     )
+    if done.rowcount:
+        events.of_jobs(tx, [job_id], now=now)
     return done.rowcount == 1
 
 

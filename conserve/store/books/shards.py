@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
 from conserve.errors import JobRefused, one_line
-from conserve.store.books import catalog, places
+from conserve.store.books import catalog, events, places
 from conserve.store.books import journal as journalled
 from conserve.store.books.journal import Finished, is_whole
 from conserve.store.books.results import decode, encode, from_arrow, to_arrow
@@ -269,6 +269,8 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
                 state=JobState.PAUSED.value if current.state is JobState.PAUSED else JobState.QUEUED.value,
             )
         )
+        if current.state not in (JobState.PAUSED, JobState.QUEUED):
+            events.of_jobs(tx, [current.id], now=now)
     for file in gone:
         (store.home / file.file).unlink(missing_ok=True)
     return len(positions)

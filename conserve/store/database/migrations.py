@@ -76,6 +76,12 @@ def m006_deadlines(tx: Connection) -> None:
     add_column(tx, "job", Column("deadline", Float))
 
 
+def m009_hooks(tx: Connection) -> None:
+    """Hooks, and the messages to them."""
+    for table in (schema.hook, schema.message):
+        table.create(tx, checkfirst=True)
+
+
 MIGRATIONS: list[Callable[[Connection], None]] = [
     m001_first_tables,
     m002_damage_is_noticed,
@@ -83,6 +89,7 @@ MIGRATIONS: list[Callable[[Connection], None]] = [
     m004_deaths,
     m005_batches,
     m006_deadlines,
+    m009_hooks,
 ]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
 

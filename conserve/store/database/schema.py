@@ -8,6 +8,8 @@
     file     files that clients of the Batch API uploaded, and files of answers made for them
     batch    one row a job: its name and its state in OpenAI's Batch API; before its job exists, what was asked for
     api_key  keys of the Batch API, as hashes
+    hook     addresses that are told of changes of batches
+    message  the outbox: what is to be sent to a hook, and what was
 
 A position is a request's place in its job's execution order. At every instant each position of a job is in
 exactly one place: not yet leased (>= next_position), in `request`, in `journal`, or in a shard.
@@ -183,4 +185,42 @@ api_key = Table(
     Column("limit_tokens", BigInteger),  # of its batches of the last 24 hours
     Column("created_at", Float, nullable=False),
     Column("revoked_at", Float),
+)
+
+hook = Table(
+    "hook",
+    metadata,
+    Column("seq", Serial, primary_key=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("project", Text),  # whose batches it is told of; null: every project's
+    Column("url", Text, nullable=False),
+    Column("events", Text, nullable=False),  # JSON array of store.books.events.Event's
+    Column("secret", Text, nullable=False),  # signs the messages, so that it is kept as it is
+    Column("allow_private", Boolean, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("ended_at", Float),  # removed, or refused by its receiver for good
+    Column("ended", Text),  # why
+)
+
+message = Table(
+    "message",
+    metadata,
+    Column("seq", Serial, primary_key=True),
+    Column("id", Text, nullable=False, unique=True),  # the header webhook-id
+    Column("hook_id", Text, nullable=False),
+    Column("event", Text, nullable=False),
+    Column("batch_id", Text),  # no foreign keys: a message outlives its job
+    Column("job_id", Text),
+    Column("body", Text, nullable=False),  # the JSON that is sent, the same at every attempt
+    Column("created_at", Float, nullable=False),
+    Column("state", Text, nullable=False),  # store.books.outbox.MessageState
+    Column("attempts", Integer, nullable=False, default=0),
+    Column("next_at", Float, nullable=False),  # not sent before
+    Column("owner", Text),  # the process that sends it
+    Column("held_until", Float),  # others leave it alone until then
+    Column("tried_at", Float),  # last attempt
+    Column("status", Integer),  # HTTP status of its answer
+    Column("error", Text),  # why it failed
+    Index("message_by_turn", "state", "next_at"),
+    Index("message_by_hook", "hook_id", "seq"),
 )

@@ -2,7 +2,7 @@
 
 from conserve.errors import StoreDamaged
 
-LATEST = 6
+LATEST = 7
 WITH_DEADLINES = 6  # first version in which a job has a deadline
 WITH_MODELS = 3  # first version in which a job has a model and tags
 

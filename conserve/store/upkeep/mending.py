@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, Table, delete, insert, select, text, update
 
-from conserve.store.books import catalog, places, shards
+from conserve.store.books import catalog, events, places, shards
 from conserve.store.books.journal import is_whole
 from conserve.store.books.places import Positions
 from conserve.store.books.results import decode
@@ -174,6 +174,8 @@ def recount(tx: Connection, current: catalog.Job, counts: JobCounters, cursor: i
     ended = {JobState.COMPLETED: current.finished_at or now, JobState.QUEUED: None}
     right["finished_at"] = ended.get(right["state"], current.finished_at)
     tx.execute(update(job).where(job.c.id == current.id).values({**right, "state": right["state"].value}))
+    if right["state"] is not current.state:
+        events.of_jobs(tx, [current.id], now=now)
     return True
 
 

@@ -68,7 +68,7 @@ def rebuild(settings: Settings, *, now: float) -> list[str]:
             with suppress(FileNotFoundError):
                 path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
     salvaged = salvage(aside)
-    unread = [] if is_whole_table(aside, schema.api_key.name) else [KEYS_UNREAD]
+    unread = [said for name, said in UNREAD.items() if not is_whole_table(aside, name)]
     store = Store.open(settings)
     try:
         said = refill(store, salvaged, now=now)
@@ -108,8 +108,8 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
 
 
 def put_batches(tx: Connection, salvaged: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Put the keys, and the files and batches whose jobs are there; those that are there already stay."""
-    for table in (schema.file, schema.batch, schema.api_key):
+    """Put keys, hooks and messages, and the files and batches whose jobs are there; those that are there stay."""
+    for table in (schema.file, schema.batch, schema.api_key, schema.hook, schema.message):
         for row in salvaged[table.name]:
             put(tx, table, row)
 
@@ -188,7 +188,11 @@ def results_in(where: Path, job_id: str) -> Iterator[dict[str, Any]]:
 KEYS_UNREAD = (
     "not all keys could be read; run: conserve keys list, and make those that lack: conserve keys add NAME"
 )
-TABLES = ("meta", "job", "journal", "request", "shard", "file", "batch", "api_key")
+HOOKS_UNREAD = (
+    "not all hooks could be read; run: conserve hooks list, and make those that lack: conserve hooks add URL"
+)
+UNREAD = {"api_key": KEYS_UNREAD, "hook": HOOKS_UNREAD}
+TABLES = ("meta", "job", "journal", "request", "shard", "file", "batch", "api_key", "hook", "message")
 
 
 def salvage(path: Path) -> dict[str, list[dict[str, Any]]]:

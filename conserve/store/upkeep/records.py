@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, update
 
-from conserve.store.books import catalog, places, shards
+from conserve.store.books import catalog, events, places, shards
 from conserve.store.books.catalog import Source
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
@@ -61,6 +61,8 @@ def mend(store: Store, job_id: str, *, now: float) -> str:
             right |= {"task": '{"kind":"prompt"}', "source": to_json(Source(path=None, format="unknown"))}
         if right:
             tx.execute(update(job).where(job.c.id == job_id).values(right))
+        if "state" in right:
+            events.of_jobs(tx, [job_id], now=now)
     return said
 
 

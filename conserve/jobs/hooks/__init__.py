@@ -1,0 +1,1 @@
+"""Hooks: messages of the outbox, signed and sent to their receivers."""

@@ -1,0 +1,224 @@
+"""The courier: sends the messages that are due, until each receiver has its own or every attempt has failed."""
+
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpcore
+
+import conserve
+from conserve.errors import StoreError, one_line
+from conserve.jobs.harvest import owner as owners
+from conserve.jobs.hooks import signature
+from conserve.jobs.hooks.addresses import NotPublic, Resolve, resolved
+from conserve.jobs.hooks.wire import Answer, post
+from conserve.store.books import hooks, outbox
+from conserve.store.books.hooks import Hook
+from conserve.store.books.outbox import Attempt, Message, MessageState
+from conserve.store.database.store import Store
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 8
+LOOK_S = 2.0
+LAST_S = 30.0  # at the end of a process
+KEPT_S = 30 * 86_400.0  # messages that are over, for `conserve hooks log`
+FORGET_S = 3600.0  # between two looks for messages that are older
+GONE = 410  # the receiver wants no more messages
+
+MINUTE_S, HOUR_S = 60.0, 3600.0
+FIRST_PAUSES_S = (5.0, 5 * MINUTE_S, 30 * MINUTE_S, 2 * HOUR_S, 5 * HOUR_S, 10 * HOUR_S, 14 * HOUR_S, 20 * HOUR_S)
+PAUSES_S = (*FIRST_PAUSES_S, 72 * HOUR_S - sum(FIRST_PAUSES_S))
+"""Pauses between attempts; the tenth and last comes three days after the first."""
+
+
+class Courier:
+    """Sends messages of a store; any number of couriers in any processes may do so."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        resolve: Resolve = resolved,
+        clock: Callable[[], float] = time.time,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._store, self._resolve, self._clock = store, resolve, clock
+        self._owner = owners.this_process()
+        self._context = context
+        self._forgotten_at = 0.0
+        self.delivered = self.failed = 0  # attempts of this courier
+        self._counting = threading.Lock()
+        self._busy: list[threading.Thread] = []
+        self._over = threading.Event()
+
+    @property
+    def owner(self) -> str:
+        """This process, as the holder of messages."""
+        return self._owner
+
+    def step(self) -> None:
+        """Begin to send what is due, in threads that go on until nothing is; waits for no receiver."""
+        self._busy = [thread for thread in self._busy if thread.is_alive()]
+        if len(self._busy) < AT_ONCE:
+            for mine in self._claim(AT_ONCE - len(self._busy)):
+                self._busy.append(threading.Thread(target=self._work, args=[mine], name="hook", daemon=True))
+                self._busy[-1].start()
+        self._forget()
+
+    def finish(self, within_s: float) -> None:
+        """Send what is due, and wait for its receivers for so long."""
+        until = time.monotonic() + within_s
+        while True:
+            self.step()
+            if not self._busy or time.monotonic() >= until:
+                return
+            self._busy[0].join(max(0.0, until - time.monotonic()))
+
+    def stop(self) -> None:
+        """Claim nothing more."""
+        self._over.set()
+
+    def _work(self, mine: Message | None) -> None:
+        """Send a message, and then others that are due."""
+        try:
+            while mine is not None:
+                self.send(mine)
+                mine = next(iter(self._claim(1)), None)
+        except StoreError as error:
+            log.warning("%s", error)
+        except Exception:
+            log.exception("a message to a hook was not sent")
+
+    def _claim(self, limit: int) -> list[Message]:
+        if self._over.is_set():
+            return []
+        now = self._clock()
+        with self._store.read() as tx:
+            dead = owners.dead(outbox.holders(tx))
+            due = outbox.any_due(tx, now=now)
+        if not (due or dead):
+            return []
+        with self._store.write() as tx:
+            outbox.release(tx, dead)
+            return outbox.claim(tx, owner=self._owner, now=now, limit=limit)
+
+    def send(self, mine: Message) -> None:
+        """Try to send a message that this process holds, and write down what came of it."""
+        with self._store.read() as tx:
+            hook = hooks.get(tx, mine.hook_id)
+        answer, error = self._tried(hook, mine)
+        attempt = Attempt(at=self._clock(), status=answer.status if answer else None, error=error)
+        state, next_at = verdict(mine, attempt, answer.retry_after_s if answer else None)
+        with self._store.write() as tx:
+            outbox.record(tx, mine, attempt, state=state, next_at=next_at)
+            if attempt.status == GONE:
+                hooks.end(tx, hook.id, "its receiver answered 410 Gone", now=attempt.at)
+        with self._counting:
+            self.delivered += error is None
+            self.failed += error is not None
+        if state is MessageState.GIVEN_UP:
+            log.warning("the message %s to %s is given up: %s", mine.id, hook.id, error)
+
+    def _tried(self, hook: Hook, mine: Message) -> tuple[Answer | None, str | None]:
+        """Answer of the receiver, and why the attempt failed; None if it did not."""
+        if hook.ended_at is not None:
+            return None, "the hook has ended"
+        headers = {
+            "content-type": "application/json",
+            "user-agent": f"ConServe/{conserve.__version__} webhooks",
+            **signature.headers(hook.secret, mine.id, mine.body, now=self._clock()),
+        }
+        self._context = self._context or trusted()
+        try:
+            answer = post(
+                hook.url,
+                mine.body,
+                headers,
+                private=hook.allow_private,
+                context=self._context,
+                resolve=self._resolve,
+            )
+        except (NotPublic, OSError, UnicodeError, ValueError, *BROKEN) as error:
+            return None, f"{type(error).__name__}: {one_line(error, most=200)}".removesuffix(": ")
+        return answer, None if 200 <= answer.status < 300 else refused(answer.status)
+
+    def _forget(self) -> None:
+        now = self._clock()
+        if abs(now - self._forgotten_at) < FORGET_S:
+            return
+        self._forgotten_at = now
+        with self._store.write() as tx:
+            outbox.forget(tx, before=now - KEPT_S)
+
+
+BROKEN = (
+    httpcore.TimeoutException,
+    httpcore.NetworkError,
+    httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol,
+    httpcore.ConnectionNotAvailable,
+)
+
+
+def trusted() -> ssl.SSLContext:
+    """Certificates that receivers are known by: those of `SSL_CERT_FILE`, or those that come with httpx."""
+    import httpx
+
+    return httpx.create_ssl_context()
+
+
+def refused(status: int) -> str:
+    """Sentence on an answer that is no receipt."""
+    redirect = "; redirects are not followed" if 300 <= status < 400 else ""
+    return f"the receiver answered {status}{redirect}"
+
+
+def verdict(
+    mine: Message, attempt: Attempt, retry_after_s: float | None = None
+) -> tuple[MessageState, float | None]:
+    """State of a message behind an attempt, and when it is tried again."""
+    if attempt.error is None:
+        return MessageState.DELIVERED, None
+    if attempt.status == GONE:
+        return MessageState.DROPPED, None
+    if mine.event == outbox.TEST or mine.attempts >= len(PAUSES_S):
+        return MessageState.GIVEN_UP, None
+    pause_s = max(PAUSES_S[mine.attempts], min(retry_after_s or 0.0, 24 * HOUR_S))
+    return MessageState.WAITING, attempt.at + pause_s
+
+
+@contextmanager
+def sending(store: Store, *, look_s: float = LOOK_S, last_s: float = LAST_S) -> Iterator[None]:
+    """Send messages beside the work of this process, and those of its end before it goes.
+
+    A store that cannot be reached now is asked again at the next look.
+    """
+    courier, over = Courier(store), threading.Event()
+
+    def look() -> None:
+        while not over.wait(look_s):
+            guarded(courier.step)
+
+    thread = threading.Thread(target=look, name="hooks", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(last_s)
+        guarded(lambda: courier.finish(last_s))
+        courier.stop()
+
+
+def guarded(step: Callable[[], None]) -> None:
+    """Do a step of a courier; a fault is logged, since the work beside goes on."""
+    try:
+        step()
+    except StoreError as error:
+        log.warning("%s", error)
+    except Exception:
+        log.exception("messages to hooks were not sent")

@@ -1,0 +1,532 @@
+"""Hooks: every change of a job is in the outbox, and its message reaches the receiver, signed, at least once."""
+
+import ast
+import json
+import threading
+from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import httpcore
+import openai
+import pytest
+
+import conserve as package
+from conserve.errors import UsageError
+from conserve.jobs.harvest import owner as owners
+from conserve.jobs.hooks import signature
+from conserve.jobs.hooks.addresses import NotPublic, allowed, checked_url, is_public
+from conserve.jobs.hooks.courier import PAUSES_S, Courier, trusted, verdict
+from conserve.jobs.hooks.wire import post, seconds
+from conserve.store.books import batches, catalog, events, hooks, outbox, shards
+from conserve.store.books.batches import Fault, NewBatch
+from conserve.store.books.events import Event
+from conserve.store.books.hooks import Hook
+from conserve.store.books.outbox import Attempt, Message, MessageState
+from conserve.store.database import schema
+from conserve.store.database.store import Store
+from conserve.store.upkeep import rebuild
+from tests.commands import conserve
+from tests.receiver import Receiver, receiving
+from tests.store_rows import add_job, finish, leased, select
+
+HOUR_S = 3600.0
+EXAMPLE = "https://example.com/hook"
+
+
+def hook(store: Store, url: str = EXAMPLE, events: tuple[Event, ...] = tuple(Event), **named: Any) -> Hook:
+    with store.write() as tx:
+        return hooks.add(tx, url, events=events, **{"now": 0.0, **named})
+
+
+def submitted(store: Store, job_id: str = "job-1", **named: Any) -> str:
+    """A job as `conserve submit` queues it."""
+    add_job(store, job_id, **named)
+    with store.write() as tx:
+        batches.of_submitted(tx, job_id, now=0.0)
+    return job_id
+
+
+def asked(store: Store, project: str = "default", job_id: str | None = None) -> str:
+    """A batch as a client asks for it, with its job if it is to have one."""
+    with store.write() as tx:
+        new = NewBatch(file_id="file-1", endpoint="/v1/completions", completion_window="24h", window_s=60.0)
+        batch_id = batches.add(tx, project, new, now=0.0)
+    if job_id is not None:
+        add_job(store, job_id)
+        with store.write() as tx:
+            batches.bind(tx, batch_id, job_id, now=0.0)
+    return batch_id
+
+
+def batch(store: Store, batch_id: str) -> batches.Batch:
+    with store.read() as tx:
+        found = batches.anywhere(tx, batch_id)
+    assert found is not None
+    return found
+
+
+def told(store: Store, **named: Any) -> list[str]:
+    """Events in the outbox, the oldest first."""
+    with store.read() as tx:
+        return [message.event for message in reversed(outbox.page(tx, limit=100, **named))]
+
+
+def messages(store: Store) -> list[Message]:
+    with store.read() as tx:
+        return outbox.page(tx, limit=100)
+
+
+def move(store: Store, verb: str, job_id: str = "job-1") -> None:
+    with store.write() as tx:
+        catalog.move(tx, job_id, verb, now=1.0)
+
+
+class TestOutbox:
+    def test_a_submitted_job_tells_of_each_change(self, store: Store) -> None:
+        hook(store)
+        submitted(store)
+        move(store, "pause")
+        move(store, "pause")  # which changes nothing
+        move(store, "resume")
+        finish(store, leased(store), failed=[0])
+        shards.compact(store, "job-1", now=1.0)
+        shards.retry_failed(store, "job-1", now=2.0)
+        with store.write() as tx:
+            catalog.refuse(tx, "job-1", "its input changed", now=3.0)
+            assert catalog.fail(tx, "job-1", "its input is lost", now=3.0), "it had failed before"
+        move(store, "cancel")
+        assert told(store) == [
+            *("in_progress", "paused", "in_progress", "completed", "in_progress", "failed", "cancelled"),
+        ]
+
+    def test_a_batch_ends_once_its_files_are_there(self, store: Store) -> None:
+        hook(store)
+        batch_id = asked(store, job_id="job-1")
+        finish(store, leased(store))
+        with store.write() as tx:
+            batches.deliver(tx, batch(store, batch_id), output="file-2", errors=None, now=5.0)
+        assert told(store) == ["validating", "in_progress", "finalizing", "completed"]
+        data = json.loads(messages(store)[0].body)["data"]
+        assert data == {
+            "id": batch_id,
+            "job": "job-1",
+            "project": "default",
+            "status": "completed",
+            "request_counts": {"total": 4, "completed": 4, "failed": 0},
+            "output_file_id": "file-2",
+            "error_file_id": None,
+        }
+
+    def test_a_batch_without_a_job_fails_or_is_cancelled(self, store: Store) -> None:
+        hook(store)
+        refused, cancelled = asked(store), asked(store)
+        for _ in range(2):  # the second time changes nothing
+            with store.write() as tx:
+                batches.refuse(tx, refused, [Fault(code="empty_file", message="no rows")], now=1.0)
+                batches.cancel(tx, batch(store, cancelled), now=1.0)
+        assert told(store) == ["validating", "validating", "failed", "cancelled"]
+
+    def test_a_batch_that_is_cancelled_or_late_is_told_twice(self, store: Store) -> None:
+        hook(store)
+        for job_id in ("job-1", "job-2"):
+            batch_id = asked(store, job_id=job_id)
+            with store.write() as tx:
+                if job_id == "job-1":
+                    batches.cancel(tx, batch(store, batch_id), now=1.0)
+                else:
+                    catalog.set_deadline(tx, job_id, 2.0)
+                    assert catalog.expire(tx, now=3.0) == ["job-2"]
+            with store.write() as tx:
+                batches.deliver(tx, batch(store, batch_id), output=None, errors=None, now=5.0)
+        begun = ["validating", "in_progress"]
+        assert told(store) == [*begun, "cancelling", "cancelled", *begun, "finalizing", "expired"]
+
+    def test_files_that_are_asked_for_later_end_no_job_twice(self, store: Store) -> None:
+        hook(store)
+        submitted(store)
+        finish(store, leased(store))
+        with store.read() as tx:
+            (found,) = batches.page(tx, "default", before=None, limit=9)
+        with store.write() as tx:
+            assert batches.deliver(tx, found, output="file-2", errors=None, now=5.0)
+        assert told(store) == ["in_progress", "completed"]
+
+    def test_what_is_rolled_back_is_not_told(self, store: Store) -> None:
+        hook(store)
+        submitted(store)
+        with pytest.raises(ZeroDivisionError), store.write() as tx:
+            catalog.move(tx, "job-1", "cancel", now=1.0)
+            1 / 0  # noqa: B018
+        assert told(store) == ["in_progress"]
+
+    def test_a_hook_hears_what_it_asked_for(self, store: Store) -> None:
+        theirs = hook(store, project="ann")
+        ends = hook(store, events=events.ENDS)
+        over = hook(store)
+        with store.write() as tx:
+            hooks.end(tx, over.id, hooks.REMOVED, now=0.0)
+        asked(store, "ann", "job-1")
+        asked(store, "ben", "job-2")
+        move(store, "cancel", "job-2")
+        assert told(store, hook_id=theirs.id) == ["validating", "in_progress"]
+        assert told(store, hook_id=ends.id) == []
+        assert told(store, hook_id=over.id) == []
+
+    def test_without_a_hook_nothing_is_written(self, store: Store) -> None:
+        submitted(store)
+        assert told(store) == []
+
+    def test_a_damaged_record_is_told_as_far_as_it_can_be_read(self, store: Store) -> None:
+        hook(store)
+        submitted(store)
+        with store.write() as tx:
+            tx.execute(schema.job.update().values(source="{", num_rows="many"))
+            assert catalog.fail(tx, "job-1", "the record is lost", now=1.0)
+        assert told(store) == ["in_progress", "failed"]
+
+    def test_every_function_that_changes_a_state_tells_of_it(self) -> None:
+        """A new function that changes jobs or batches is found here; if it changes no state, add it."""
+        silent = {
+            *("catalog.rebind", "catalog.set_deadline", "catalog.keep_seal", "journal.count", "journal.fail_misfits"),
+            *("leases.open_lease", "queue.fresh", "queue.put_back", "choice.pass_over"),
+        }
+        found, tells = set(), set()
+        for path in (Path(package.__file__).parent / "store").rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    words = ast.unparse(node)
+                    name = f"{path.stem}.{node.name}"
+                    found |= {name} if "update(job)" in words or "update(batch)" in words else set()
+                    tells |= {name} if "events.of_" in words else set()
+        assert found - tells == silent
+
+
+class TestSignature:
+    def test_it_is_that_of_the_specification(self) -> None:
+        made = signature.headers(
+            "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",
+            "msg_p5jXN8AQM9LWM0D4loKWxJek",
+            '{"test": 2432232314}',
+            now=1614265330.7,
+        )
+        assert made["webhook-timestamp"] == "1614265330"
+        assert made["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+    def test_the_clients_of_openai_and_of_standard_webhooks_accept_it(self, store: Store) -> None:
+        with receiving() as receiver:
+            to = hook(store, receiver.url, allow_private=True)
+            submitted(store)
+            Courier(store).finish(60.0)
+        (got,) = receiver.got
+        event = openai.OpenAI(api_key="none").webhooks.unwrap(got.body, got.headers, secret=to.secret)
+        assert event.type == "batch.in_progress"  # type: ignore[comparison-overlap]
+        with pytest.raises(openai.InvalidWebhookSignatureError):
+            openai.OpenAI(api_key="none").webhooks.unwrap(got.body + " ", got.headers, secret=to.secret)
+        library = pytest.importorskip("standardwebhooks")
+        assert library.Webhook(to.secret).verify(got.body, got.headers)["type"] == "batch.in_progress"
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as found:
+        yield found
+
+
+@pytest.fixture
+def to(store: Store, receiver: Receiver) -> Hook:
+    return hook(store, receiver.url, allow_private=True)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TestDelivery:
+    def test_a_message_is_sent_once(self, store: Store, receiver: Receiver, to: Hook) -> None:
+        submitted(store)
+        for _ in range(2):
+            Courier(store).finish(60.0)
+        (got,) = receiver.got
+        (sent,) = messages(store)
+        assert (got.id, got.body) == (sent.id, sent.body)
+        assert (sent.state, sent.attempts, sent.status, sent.error) == (MessageState.DELIVERED, 1, 204, None)
+
+    def test_it_is_tried_for_three_days_and_then_given_up(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        receiver.answer = lambda received: (500, {})
+        clock = Clock()
+        courier = Courier(store, clock=clock)
+        submitted(store)
+        moments = []
+        while messages(store)[0].state is MessageState.WAITING:
+            courier.finish(60.0)
+            moments.append(clock.now)
+            clock.now = messages(store)[0].next_at - 0.001
+            courier.finish(60.0)
+            assert len(receiver.got) == len(moments), "sent before its time"
+            clock.now += 0.001
+        assert moments[:4] == [0.0, 5.0, 305.0, 2105.0]
+        assert moments[-1] == pytest.approx(72 * HOUR_S)
+        assert {got.id for got in receiver.got} == {messages(store)[0].id}
+        given_up = messages(store)[0]
+        assert (given_up.state, given_up.attempts) == (MessageState.GIVEN_UP, 10)
+        assert given_up.error == "the receiver answered 500"
+
+    def test_a_given_up_message_is_sent_again_under_its_id(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        submitted(store)
+        (message,) = messages(store)
+        with store.write() as tx:
+            tx.execute(schema.message.update().values(state="given_up", attempts=10))
+        done = conserve("hooks", "resend", message.id)
+        assert (done.returncode, "delivered; the receiver answered 204" in done.stderr) == (0, True)
+        assert receiver.got[0].id == message.id
+
+    def test_a_receiver_may_ask_for_a_longer_pause(self) -> None:
+        assert verdict(waiting(0), Attempt(at=10.0, status=429, error="no"), 60.0)[1] == 70.0
+        assert verdict(waiting(2), Attempt(at=10.0, status=429, error="no"), 60.0)[1] == 10.0 + PAUSES_S[2]
+        assert verdict(waiting(0), Attempt(at=0.0, status=503, error="no"), 1e7)[1] == 24 * HOUR_S
+        assert (seconds(b"120"), seconds(b"Wed, 21 Oct"), seconds(b"-1"), seconds(b"")) == (120.0, None, None, None)
+
+    def test_a_receiver_that_is_gone_ends_its_hook(self, store: Store, receiver: Receiver, to: Hook) -> None:
+        receiver.answer = lambda received: (410, {})
+        submitted(store)
+        Courier(store).finish(60.0)
+        move(store, "cancel")
+        assert [message.state for message in messages(store)] == [MessageState.DROPPED]
+        assert "its receiver answered 410 Gone" in conserve("hooks", "list").stdout
+
+    def test_redirects_are_not_followed(self, store: Store, receiver: Receiver, to: Hook) -> None:
+        receiver.answer = lambda received: (307, {"location": receiver.url})
+        submitted(store)
+        Courier(store).finish(60.0)
+        assert len(receiver.got) == 1
+        assert messages(store)[0].error == "the receiver answered 307; redirects are not followed"
+
+    def test_what_a_killed_process_held_is_sent_under_its_id(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        submitted(store)
+        dead = owners.this_process().replace(":", ":9", 1)
+        with store.write() as tx:
+            (held,) = outbox.claim(tx, owner=dead, now=1e9, limit=8)
+        Courier(store, clock=lambda: 1e9).finish(60.0)
+        assert [got.id for got in receiver.got] == [held.id]
+
+    def test_what_a_silent_machine_holds_is_sent_after_a_while(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
+        submitted(store)
+        with store.write() as tx:
+            outbox.claim(tx, owner="elsewhere:1:2:3.4", now=0.0, limit=8)
+        clock = Clock()
+        courier = Courier(store, clock=clock)
+        clock.now = outbox.HOLD_S - 1
+        courier.finish(60.0)
+        assert not receiver.got
+        clock.now = outbox.HOLD_S
+        courier.finish(60.0)
+        assert len(receiver.got) == 1
+
+    def test_of_two_couriers_one_sends(self, store: Store, receiver: Receiver, to: Hook) -> None:
+        for number in range(20):
+            submitted(store, f"job-{number}")
+        threads = [threading.Thread(target=Courier(store).finish, args=[60.0]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        Courier(store).finish(60.0)
+        assert len({got.id for got in receiver.got}) == len(receiver.got) == 20
+
+    def test_a_late_failure_does_not_undo_a_delivery(self, store: Store, to: Hook) -> None:
+        submitted(store)
+        with store.write() as tx:
+            (slow,) = outbox.claim(tx, owner="slow", now=0.0, limit=8)
+            (fast,) = outbox.claim(tx, owner="fast", now=outbox.HOLD_S, limit=8)
+            outbox.record(tx, slow, Attempt(at=1.0, error="no"), state=MessageState.WAITING, next_at=9.0)
+            assert outbox.get(tx, fast.id).owner == "fast"
+            outbox.record(tx, fast, Attempt(at=1.0, status=200), state=MessageState.DELIVERED)
+            outbox.record(tx, slow, Attempt(at=2.0, error="no"), state=MessageState.GIVEN_UP)
+            assert outbox.get(tx, fast.id).state is MessageState.DELIVERED
+
+    def test_a_slow_receiver_does_not_hold_up_others(self, store: Store) -> None:
+        slow, quick = hook(store), hook(store)
+        for number in range(9):
+            submitted(store, f"job-{number}")
+        with store.write() as tx:
+            first = outbox.claim(tx, owner="ann", now=0.0, limit=8)
+            assert [m.hook_id for m in first].count(slow.id) == 2
+            for message in first:
+                if message.hook_id == quick.id:
+                    outbox.record(tx, message, Attempt(at=0.0, status=200), state=MessageState.DELIVERED)
+            assert {m.hook_id for m in outbox.claim(tx, owner="ann", now=0.0, limit=8)} == {quick.id}
+
+    def test_messages_that_are_over_are_kept_for_a_month(self, store: Store, receiver: Receiver, to: Hook) -> None:
+        submitted(store)
+        Courier(store, clock=Clock()).finish(60.0)
+        Courier(store, clock=lambda: 29 * 24 * HOUR_S).finish(60.0)
+        assert len(messages(store)) == 1
+        Courier(store, clock=lambda: 31 * 24 * HOUR_S).finish(60.0)
+        assert messages(store) == []
+
+    def test_a_run_sends_what_its_end_made(self, store: Store, receiver: Receiver, to: Hook, tmp_path: Path) -> None:
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text('{"q": "one"}\n{"q": "two"}\n')
+        assert conserve("submit", str(rows), "--prompt", "{{ q }}").returncode == 0
+        assert conserve("run", "--endpoint", "fake:").returncode == 0
+        kinds = [json.loads(got.body)["type"] for got in receiver.got]
+        assert sorted(kinds) == ["batch.completed", "batch.in_progress"]
+
+
+def waiting(attempts: int, event: str = "completed") -> Message:
+    return Message(
+        seq=1, id="msg_1", hook_id="hook_1", event=event, batch_id=None, job_id=None, body="{}", created_at=0.0,
+        state=MessageState.WAITING, attempts=attempts, next_at=0.0, owner="ann", held_until=9.0, tried_at=None,
+        status=None, error=None,
+    )  # fmt: skip
+
+
+class TestAddresses:
+    @pytest.mark.parametrize(
+        "address",
+        [
+            *("127.0.0.1", "127.8.8.8", "0.0.0.0", "10.1.2.3", "172.16.0.1", "172.31.255.255", "192.168.1.1"),
+            *("169.254.169.254", "100.64.0.1", "192.0.0.8", "198.18.0.1", "224.0.0.1", "240.0.0.1"),
+            *("255.255.255.255", "::", "::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::7f00:1", "fe80::1"),
+            *("fe80::1%eth0", "fec0::1", "fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1"),
+            *("2002:7f00:1::", "2002:a00:1::", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::1", "100::1"),
+        ],
+    )  # fmt: skip
+    def test_a_private_address_is_never_sent_to(self, address: str) -> None:
+        assert not is_public(ip_address(address))
+        with pytest.raises(NotPublic):
+            allowed([ip_address(address)], private=False)
+        assert allowed([ip_address(address)], private=True)
+
+    @pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "64:ff9b::808:808"])
+    def test_a_public_one_is(self, address: str) -> None:
+        assert is_public(ip_address(address))
+
+    def test_the_connection_goes_to_the_address_that_was_checked(self) -> None:
+        with receiving() as receiver:
+            port = receiver.url.split(":")[2].split("/")[0]
+            url = f"http://receiver.invalid:{port}/hook"
+            looked_up = []
+
+            def resolve(host: str, port: int) -> list[Any]:
+                looked_up.append(host)
+                return [ip_address("127.0.0.1")]
+
+            answer = post(url, "{}", {}, private=True, context=trusted(), resolve=resolve)
+            assert (answer.status, looked_up) == (204, ["receiver.invalid"])
+            assert receiver.got[0].headers["host"] == f"receiver.invalid:{port}"
+            with pytest.raises(NotPublic):
+                post(url, "{}", {}, private=False, context=trusted(), resolve=resolve)
+            assert len(receiver.got) == 1
+
+    def test_a_name_that_turns_private_is_tried_again_and_not_reached(self, store: Store) -> None:
+        hook(store, "https://rebound.example/hook")
+        submitted(store)
+        Courier(store, resolve=lambda host, port: [ip_address("169.254.169.254")], clock=Clock()).finish(60.0)
+        (message,) = messages(store)
+        assert (message.state, message.attempts, message.status) == (MessageState.WAITING, 1, None)
+        assert "NotPublic" in str(message.error)
+
+    def test_of_several_addresses_the_first_that_answers_is_used(self) -> None:
+        with receiving() as receiver:
+            places = [ip_address("127.0.0.2"), ip_address("127.0.0.1")]
+            answer = post(receiver.url, "{}", {}, private=True, context=trusted(), resolve=lambda h, p: places)
+            assert answer.status == 204
+        with pytest.raises(httpcore.ConnectError):
+            post(receiver.url, "{}", {}, private=True, context=trusted(), resolve=lambda h, p: places)
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            *("", "example.com", "ftp://example.com", "https://", "https://a b", "https://example.com:x/"),
+            *("http://example.com/", "https://localhost/", "https://127.0.0.1/", "https://[fe80::1]/"),
+            *("https://me:secret@example.com/", "https://exämple.com/", "https://[::1/", "https://a/\x07"),
+            "https://example.com/" + "a" * 2000,
+        ],
+    )
+    def test_a_url_to_which_nothing_would_be_sent_is_refused(self, url: str) -> None:
+        with pytest.raises(UsageError):
+            checked_url(url, private=False)
+
+    def test_private_receivers_may_speak_http(self) -> None:
+        for url in ("http://127.0.0.1:8080/", "https://10.0.0.1/x", "http://receiver.internal/"):
+            assert checked_url(url, private=True) == url
+        assert checked_url(EXAMPLE, private=False) == EXAMPLE
+
+
+class TestCommands:
+    def test_a_hook_from_its_making_to_its_end(self, store: Store, receiver: Receiver) -> None:
+        made = conserve("hooks", "add", receiver.url, "--events", "expired,completed", "--allow-private")
+        assert made.stdout.startswith("whsec_"), made.stderr
+        (listed,) = json.loads(conserve("hooks", "list", "--json").stdout)
+        assert listed["events"] == ["completed", "expired"]
+        assert "secret" not in listed
+        assert made.stdout.strip() not in conserve("hooks", "list").stdout
+        done = conserve("hooks", "test", listed["id"])
+        assert (done.returncode, receiver.got[0].id in done.stderr) == (0, True)
+        assert json.loads(receiver.got[0].body)["type"] == "conserve.test"
+        submitted(store)
+        finish(store, leased(store))
+        assert "1 message delivered, 0 not" in conserve("hooks", "deliver").stderr
+        logged = json.loads(conserve("hooks", "log", "--json").stdout)
+        assert [(entry["event"], entry["state"]) for entry in logged] == [
+            ("completed", "delivered"),
+            ("test", "delivered"),
+        ]
+        assert "body" not in logged[0]
+        assert conserve("hooks", "remove", listed["id"]).returncode == 0
+        for verb in (("test", listed["id"]), ("resend", logged[0]["id"])):
+            refused = conserve("hooks", *verb)
+            assert (refused.returncode, "has ended" in refused.stderr) == (2, True)
+
+    def test_a_test_that_fails_says_why_and_is_not_tried_again(self, store: Store) -> None:
+        to = hook(store, "http://127.0.0.1:9/", allow_private=True)
+        done = conserve("hooks", "test", to.id)
+        assert (done.returncode, "not delivered: ConnectError" in done.stderr) == (1, True)
+        assert messages(store)[0].state is MessageState.GIVEN_UP
+        assert "given_up" in conserve("hooks", "log", to.id, "--state", "given_up").stdout
+
+    def test_messages_that_wait_are_dropped_with_their_hook(self, store: Store) -> None:
+        to = hook(store)
+        submitted(store)
+        done = conserve("hooks", "remove", to.id)
+        assert "1 message that waited dropped" in done.stderr
+        assert messages(store)[0].state is MessageState.DROPPED
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (("add", EXAMPLE, "--events", "ended"), "there is no event 'ended'"),
+            (("add", "http://10.0.0.1/"), "add --allow-private"),
+            (("add", EXAMPLE, "--project", "a b"), "a project is letters"),
+            (("remove", "hook_1"), "there is no hook 'hook_1'"),
+            (("log", "hook_1"), "there is no hook 'hook_1'"),
+            (("log", "--state", "lost"), "--state is one of waiting"),
+            (("resend", "msg_1"), "there is no message 'msg_1'"),
+        ],
+    )
+    def test_a_mistake_is_one_sentence(self, words: tuple[str, ...], said: str) -> None:
+        done = conserve("hooks", *words)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+    def test_the_secret_outlives_a_rebuilt_database(self, store: Store) -> None:
+        to = hook(store)
+        submitted(store)
+        path = store.home / "store.db"
+        salvaged = rebuild.salvage(path if path.exists() else next(store.home.glob("*.db")))
+        assert salvaged["hook"][0]["secret"] == to.secret
+        assert len(salvaged["message"]) == len(select(store, "select id from message")) == 1
