@@ -46,8 +46,6 @@ def receiving() -> Iterator[Receiver]:
             self.send_header("content-length", "0")
             self.end_headers()
 
-        do_GET = do_POST
-
         def log_message(self, *said: Any) -> None:
             """Say nothing."""
 

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from starlette.requests import Request
 
+from conserve.batch_api.streams import Streams
 from conserve.batch_api.workers import Admissions, Deliveries
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books.keys import Key
@@ -28,6 +29,7 @@ class Api:
     limits: Limits
     admissions: Admissions
     deliveries: Deliveries
+    streams: Streams
 
     @classmethod
     def of(cls, request: Request) -> Self:

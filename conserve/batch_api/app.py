@@ -14,6 +14,7 @@ from conserve.batch_api import batches, files, openapi, refusals
 from conserve.batch_api.access import Access, KeyRing
 from conserve.batch_api.api import Api
 from conserve.batch_api.refusals import Refused
+from conserve.batch_api.streams import Streams
 from conserve.batch_api.workers import Admissions, Deliveries, Worker
 from conserve.errors import ConserveError
 from conserve.jobs.batches.lines import Limits
@@ -32,6 +33,7 @@ ROUTES = [
     Route("/v1/batches", batches.index, methods=["GET"]),
     Route("/v1/batches/{id}", batches.show, methods=["GET"]),
     Route("/v1/batches/{id}/cancel", batches.cancel, methods=["POST"]),
+    Route("/v1/batches/{id}/events", batches.stream, methods=["GET"]),
 ]
 
 
@@ -51,12 +53,13 @@ def application(store: Store, limits: Limits | None = None, *, beside: bool = Fa
     With `beside`, only a live server can reach it, and passes requests on.
     """
     limits = limits or Limits()
-    courier = Courier(store)
+    courier, deliveries = Courier(store), Deliveries(store)
     api = Api(
         store=store,
         limits=limits,
         admissions=Admissions(store, limits),
-        deliveries=Deliveries(store),
+        deliveries=deliveries,
+        streams=Streams(store, deliveries.ask),
     )
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Routes of batches: create, list, show, cancel."""
+"""Routes of batches: create, list, show, cancel, and a stream of changes."""
 
 import time
 from http import HTTPStatus
@@ -12,6 +12,7 @@ from conserve.batch_api import bodies, objects
 from conserve.batch_api.api import Api, caller_of
 from conserve.batch_api.bodies import CreateBatch
 from conserve.batch_api.refusals import Refused
+from conserve.batch_api.streams import HEADERS, MEDIA, EventStream, Snapshot
 from conserve.errors import JobRefused
 from conserve.store.books import batches, keys, uploads
 from conserve.store.books.batches import Batch, NewBatch
@@ -156,3 +157,25 @@ async def cancel(request: Request) -> Response:
     if found.unfinished:
         api.deliveries.ask(found.id)
     return JSONResponse(objects.batch_object(found))
+
+
+async def stream(request: Request) -> Response:
+    """Send a batch whenever it has changed, as server-sent events, until it has ended."""
+    api, name = Api.of(request), bodies.named(request, "batch")
+    caller = caller_of(request)
+
+    def read() -> Batch:
+        with api.store.read() as tx:
+            return required(batches.get(tx, caller.project, name), name)
+
+    found = await run_in_threadpool(read)
+    if found.unfinished:
+        api.deliveries.ask(found.id)
+    now, last = Snapshot.of(found), request.headers.get("last-event-id")
+    if now.final and last == now.id:
+        return Response(status_code=HTTPStatus.NO_CONTENT)
+    if request.method == "HEAD":
+        return Response(media_type=MEDIA, headers=HEADERS)
+    key = caller.key.name if caller.key is not None else None
+    api.streams.enter(key, found.id, now)
+    return EventStream(api.streams, key, found.id, last)

@@ -58,6 +58,7 @@ SCHEMAS: dict[str, Any] = {
     "Batches": list_of("Batch"),
     "Error": object_of(error=object_of(message=TEXT, type=TEXT, param=MAYBE_TEXT, code=MAYBE_TEXT)),
 }
+EVENTS = "Events"
 ANSWERS = {
     ("POST", "/v1/files"): "File",
     ("GET", "/v1/files"): "Files",
@@ -67,6 +68,7 @@ ANSWERS = {
     ("GET", "/v1/batches"): "Batches",
     ("GET", "/v1/batches/{id}"): "Batch",
     ("POST", "/v1/batches/{id}/cancel"): "Batch",
+    ("GET", "/v1/batches/{id}/events"): EVENTS,
 }
 FORM = {
     "type": "object",
@@ -107,6 +109,8 @@ def operation(route: Route, method: str) -> dict[str, Any]:
         "parameters": parameters(route, method),
         "responses": {"200": answered(answer), "4XX": answered("Error"), "503": answered("Error")},
     }
+    if answer == EVENTS:
+        found["responses"]["204"] = {"description": "The batch has ended, and the client has its last event"}
     if method == "POST" and not route.param_convertors:
         kind, schema = ("multipart/form-data", FORM)
         if route.path == "/v1/batches":
@@ -119,11 +123,25 @@ def parameters(route: Route, method: str) -> list[dict[str, Any]]:
     """Parameters of a path and of a query."""
     path = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in route.param_convertors]
     query = PAGES.get(route.path, {}) if method == "GET" else {}
-    return [*path, *({"name": name, "in": "query", "schema": schema} for name, schema in query.items())]
+    last = (
+        [{"name": "Last-Event-ID", "in": "header", "schema": TEXT}]
+        if ANSWERS.get((method, route.path)) == EVENTS
+        else []
+    )
+    return [
+        *path,
+        *last,
+        *({"name": name, "in": "query", "schema": schema} for name, schema in query.items()),
+    ]
 
 
 def answered(name: str | None) -> dict[str, Any]:
     """An answer of this schema; bytes without one."""
+    if name == EVENTS:
+        return {
+            "description": "Events, each with a Batch",
+            "content": {"text/event-stream": {"schema": TEXT}},
+        }
     if name is None:
         return {"description": "The contents of the file", "content": {"application/octet-stream": {}}}
     schema = {"$ref": f"#/components/schemas/{name}"}

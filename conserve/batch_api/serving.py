@@ -29,8 +29,9 @@ def serve(
     on_ready: Callable[[], object] = lambda: None,
 ) -> None:
     """Serve at an address, or at a Unix socket, until SIGINT or SIGTERM; uploads under way are finished first."""
+    app = application(store, limits, beside=socket is not None)
     config = uvicorn.Config(
-        application(store, limits, beside=socket is not None),
+        app,
         host=host,
         port=port,
         log_config=None,
@@ -40,7 +41,8 @@ def serve(
     )
     with ExitStack() as opened:
         sockets = None if socket is None else [opened.enter_context(closing(at_path(socket)))]
-        asyncio.run(until_signalled(Server(config), on_ready, sockets))
+        streams = app.state.conserve_api.streams
+        asyncio.run(until_signalled(Server(config), on_ready, sockets, on_stop=streams.close))
 
 
 def at_path(path: Path) -> net.socket:
@@ -66,13 +68,18 @@ class Server(uvicorn.Server):
 
 
 async def until_signalled(
-    server: Server, on_ready: Callable[[], object], sockets: list[net.socket] | None = None
+    server: Server,
+    on_ready: Callable[[], object],
+    sockets: list[net.socket] | None = None,
+    *,
+    on_stop: Callable[[], object] = lambda: None,
 ) -> None:
     """Run the server; a signal ends it in order, a second one at once."""
 
     def stop() -> None:
         server.force_exit = server.should_exit
         server.should_exit = True
+        on_stop()
 
     loop = asyncio.get_running_loop()
     for number in SIGNALS:

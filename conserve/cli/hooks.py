@@ -56,7 +56,9 @@ def add(
             tx, checked, events=wanted, project=project, allow_private=allow_private, now=time.time()
         )
     output.data(made.secret)
-    output.say(f"this is the secret of {made.id}; it is not shown again. Try it: conserve hooks test {made.id}")
+    output.say(
+        f"this is the secret of {made.id}; it is not shown again. Try it: conserve hooks test {made.id}"
+    )
 
 
 def events_of(text: str | None) -> "tuple[Event, ...]":
@@ -175,9 +177,7 @@ def test(ctx: typer.Context, hook: HookId) -> None:
     """Send a hook a message of the type conserve.test now; exit code 1 unless its receiver takes it."""
     from conserve.store.books import hooks, outbox
 
-    send_now(
-        ctx, lambda tx, owner, now: outbox.add_test(tx, hooks.active(tx, hook), owner=owner, now=now)
-    )
+    send_now(ctx, lambda tx, owner, now: outbox.add_test(tx, hooks.active(tx, hook), owner=owner, now=now))
 
 
 def resend(
@@ -220,4 +220,6 @@ def deliver(ctx: typer.Context) -> None:
         courier = Courier(store)
         courier.finish(DELIVER_S)
         courier.stop()
-    output.say(f"{output.count(courier.delivered, 'message')} delivered, {courier.failed:,} not; run: conserve hooks log")
+    output.say(
+        f"{output.count(courier.delivered, 'message')} delivered, {courier.failed:,} not; run: conserve hooks log"
+    )

@@ -1,6 +1,7 @@
 """Hooks: every change of a job is in the outbox, and its message reaches the receiver, signed, at least once."""
 
 import ast
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -156,9 +157,9 @@ class TestOutbox:
     def test_what_is_rolled_back_is_not_told(self, store: Store) -> None:
         hook(store)
         submitted(store)
-        with pytest.raises(ZeroDivisionError), store.write() as tx:
+        with contextlib.suppress(ZeroDivisionError), store.write() as tx:
             catalog.move(tx, "job-1", "cancel", now=1.0)
-            1 / 0  # noqa: B018
+            raise ZeroDivisionError
         assert told(store) == ["in_progress"]
 
     def test_a_hook_hears_what_it_asked_for(self, store: Store) -> None:
@@ -189,7 +190,13 @@ class TestOutbox:
     def test_every_function_that_changes_a_state_tells_of_it(self) -> None:
         """A new function that changes jobs or batches is found here; if it changes no state, add it."""
         silent = {
-            *("catalog.rebind", "catalog.set_deadline", "catalog.keep_seal", "journal.count", "journal.fail_misfits"),
+            *(
+                "catalog.rebind",
+                "catalog.set_deadline",
+                "catalog.keep_seal",
+                "journal.count",
+                "journal.fail_misfits",
+            ),
             *("leases.open_lease", "queue.fresh", "queue.put_back", "choice.pass_over"),
         }
         found, tells = set(), set()
@@ -294,7 +301,12 @@ class TestDelivery:
         assert verdict(waiting(0), Attempt(at=10.0, status=429, error="no"), 60.0)[1] == 70.0
         assert verdict(waiting(2), Attempt(at=10.0, status=429, error="no"), 60.0)[1] == 10.0 + PAUSES_S[2]
         assert verdict(waiting(0), Attempt(at=0.0, status=503, error="no"), 1e7)[1] == 24 * HOUR_S
-        assert (seconds(b"120"), seconds(b"Wed, 21 Oct"), seconds(b"-1"), seconds(b"")) == (120.0, None, None, None)
+        assert (seconds(b"120"), seconds(b"Wed, 21 Oct"), seconds(b"-1"), seconds(b"")) == (
+            120.0,
+            None,
+            None,
+            None,
+        )
 
     def test_a_receiver_that_is_gone_ends_its_hook(self, store: Store, receiver: Receiver, to: Hook) -> None:
         receiver.answer = lambda received: (410, {})
@@ -370,7 +382,9 @@ class TestDelivery:
                     outbox.record(tx, message, Attempt(at=0.0, status=200), state=MessageState.DELIVERED)
             assert {m.hook_id for m in outbox.claim(tx, owner="ann", now=0.0, limit=8)} == {quick.id}
 
-    def test_messages_that_are_over_are_kept_for_a_month(self, store: Store, receiver: Receiver, to: Hook) -> None:
+    def test_messages_that_are_over_are_kept_for_a_month(
+        self, store: Store, receiver: Receiver, to: Hook
+    ) -> None:
         submitted(store)
         Courier(store, clock=Clock()).finish(60.0)
         Courier(store, clock=lambda: 29 * 24 * HOUR_S).finish(60.0)
@@ -378,7 +392,9 @@ class TestDelivery:
         Courier(store, clock=lambda: 31 * 24 * HOUR_S).finish(60.0)
         assert messages(store) == []
 
-    def test_a_run_sends_what_its_end_made(self, store: Store, receiver: Receiver, to: Hook, tmp_path: Path) -> None:
+    def test_a_run_sends_what_its_end_made(
+        self, store: Store, receiver: Receiver, to: Hook, tmp_path: Path
+    ) -> None:
         rows = tmp_path / "rows.jsonl"
         rows.write_text('{"q": "one"}\n{"q": "two"}\n')
         assert conserve("submit", str(rows), "--prompt", "{{ q }}").returncode == 0
@@ -444,7 +460,9 @@ class TestAddresses:
     def test_of_several_addresses_the_first_that_answers_is_used(self) -> None:
         with receiving() as receiver:
             places = [ip_address("127.0.0.2"), ip_address("127.0.0.1")]
-            answer = post(receiver.url, "{}", {}, private=True, context=trusted(), resolve=lambda h, p: places)
+            answer = post(
+                receiver.url, "{}", {}, private=True, context=trusted(), resolve=lambda h, p: places
+            )
             assert answer.status == 204
         with pytest.raises(httpcore.ConnectError):
             post(receiver.url, "{}", {}, private=True, context=trusted(), resolve=lambda h, p: places)

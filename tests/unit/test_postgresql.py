@@ -14,7 +14,9 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from conserve.config import Settings, load
-from conserve.store.books import catalog, queue, shards
+from conserve.jobs.hooks.courier import Courier
+from conserve.store.books import batches, catalog, hooks, outbox, queue, shards
+from conserve.store.books.events import Event
 from conserve.store.books.readings import read_jobs
 from conserve.store.database import schema
 from conserve.store.database.store import Store
@@ -22,6 +24,7 @@ from conserve.store.files import home
 from conserve.store.sql.query import views
 from conserve.store.upkeep.sweep import sweep
 from tests.commands import until
+from tests.receiver import receiving
 from tests.store_rows import add_job, finish, job, leased, select
 
 URL = os.environ.get("POSTGRES_URL", "")
@@ -151,3 +154,22 @@ def test_two_stores_in_one_home_have_ids_of_their_own(store: Store, postgres: Se
     assert store.id != other.id
     assert store.place != other.place
     other.close()
+
+
+def test_two_couriers_send_each_message_once(store: Store) -> None:
+    with receiving() as receiver:
+        with store.write() as tx:
+            hooks.add(tx, receiver.url, events=tuple(Event), allow_private=True, now=0.0)
+        for number in range(20):
+            add_job(store, f"job-{number}")
+            with store.write() as tx:
+                batches.of_submitted(tx, f"job-{number}", now=0.0)
+        threads = [threading.Thread(target=Courier(store).finish, args=[60.0]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with store.read() as tx:
+            sent = outbox.page(tx, limit=100)
+    assert {message.state for message in sent} == {"delivered"}
+    assert sorted(got.id for got in receiver.got) == sorted(message.id for message in sent)

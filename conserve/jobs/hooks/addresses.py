@@ -16,7 +16,9 @@ Resolve = Callable[[str, int], list[Address]]
 
 UNICAST = IPv6Network("2000::/3")  # the only public IPv6 addresses there are
 SPECIAL_V4 = (IPv4Network("192.0.0.0/24"), IPv4Network("192.88.99.0/24"))  # global to some versions of Python
-SPECIAL_V6 = tuple(map(IPv6Network, ("2001::/23", "2002::/16", "3fff::/20")))  # tunnels to IPv4, documentation
+SPECIAL_V6 = tuple(
+    map(IPv6Network, ("2001::/23", "2002::/16", "3fff::/20"))
+)  # tunnels to IPv4, documentation
 NAT64 = IPv6Network("64:ff9b::/96")  # IPv4 addresses as an IPv6-only network reaches them
 MOST_URL = 2000
 
@@ -45,7 +47,7 @@ def allowed(found: Iterable[Address], *, private: bool) -> list[Address]:
     """Addresses to connect to; raises `NotPublic` if there is none."""
     kept = [address for address in found if private or is_public(address)]
     if not kept:
-        raise NotPublic("its address is private; for receivers in your own network: conserve hooks add --allow-private")
+        raise NotPublic("its address is private; if it is yours: conserve hooks add --allow-private")
     return kept
 
 
@@ -61,7 +63,9 @@ def checked_url(url: str, *, private: bool) -> str:
     if not url.isprintable() or " " in url:
         raise UsageError(f"{one_line(url, most=80)!r} has a space or a control character; write it as %20")
     if parts.username is not None:
-        raise UsageError("a hook's URL has no user and no password; the receiver checks the signature instead")
+        raise UsageError(
+            "a hook's URL has no user and no password; the receiver checks the signature instead"
+        )
     if private:
         return url
     if parts.scheme != "https":
@@ -71,7 +75,7 @@ def checked_url(url: str, *, private: bool) -> str:
 
 
 def refuse_private(host: str) -> None:
-    """Raise `UsageError` for a host that names a private address itself; a DNS name is looked up at each attempt."""
+    """Raise `UsageError` for a private address; a name is looked up at each attempt."""
     try:
         private = host == "localhost" or not is_public(ip_address(host))
     except ValueError:

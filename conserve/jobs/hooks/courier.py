@@ -30,7 +30,16 @@ FORGET_S = 3600.0  # between two looks for messages that are older
 GONE = 410  # the receiver wants no more messages
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
-FIRST_PAUSES_S = (5.0, 5 * MINUTE_S, 30 * MINUTE_S, 2 * HOUR_S, 5 * HOUR_S, 10 * HOUR_S, 14 * HOUR_S, 20 * HOUR_S)
+FIRST_PAUSES_S = (
+    5.0,
+    5 * MINUTE_S,
+    30 * MINUTE_S,
+    2 * HOUR_S,
+    5 * HOUR_S,
+    10 * HOUR_S,
+    14 * HOUR_S,
+    20 * HOUR_S,
+)
 PAUSES_S = (*FIRST_PAUSES_S, 72 * HOUR_S - sum(FIRST_PAUSES_S))
 """Pauses between attempts; the tenth and last comes three days after the first."""
 

@@ -4,7 +4,7 @@ A batch holds no row and no counter. Once its input has become a job, everything
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -187,6 +187,11 @@ def get(tx: Connection, project: str, batch_id: str) -> Batch | None:
     """The batch of this project with this id; None if the project has none."""
     row = tx.execute(select(batch).where(batch.c.id == batch_id, batch.c.project == project)).one_or_none()
     return None if row is None else with_jobs(tx, [row])[0]
+
+
+def several(tx: Connection, batch_ids: Collection[str]) -> list[Batch]:
+    """The batches with these ids, whatever their projects; those that are gone are left out."""
+    return with_jobs(tx, tx.execute(select(batch).where(batch.c.id.in_(batch_ids))).all())
 
 
 def of_idempotency_key(tx: Connection, project: str, key: str) -> Batch | None:

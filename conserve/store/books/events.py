@@ -110,7 +110,9 @@ def _write(tx: Connection, hooks: Sequence[Any], rows: Iterable[Any], now: float
     values = []
     for row, event in found:
         body = body_of(row, event, now=now)
-        values += [new_message(each.id, event, body, row=row, now=now) for each in hooks if wants(each, row, event)]
+        values += [
+            new_message(each.id, event, body, row=row, now=now) for each in hooks if wants(each, row, event)
+        ]
     if values:
         tx.execute(insert(message), values)
 

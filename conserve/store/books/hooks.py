@@ -79,7 +79,9 @@ def active(tx: Connection, hook_id: str) -> Hook:
     """The hook with this id; raises `UsageError` if it has ended."""
     found = get(tx, hook_id)
     if found.ended_at is not None:
-        raise UsageError(f"the hook {hook_id} has ended ({found.ended}); make another: conserve hooks add URL")
+        raise UsageError(
+            f"the hook {hook_id} has ended ({found.ended}); make another: conserve hooks add URL"
+        )
     return found
 
 

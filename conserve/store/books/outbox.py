@@ -1,7 +1,7 @@
 """The outbox: messages to hooks, from the change that made them until the receiver has them.
 
-A message is held by one process while it is sent. A process that is killed leaves it held, and another process takes
-it up with the same id: a receiver gets each message at least once.
+A message is held by one process while it is sent. A process that is killed leaves it held, and another one sends it
+under the same id: a receiver gets each message at least once.
 """
 
 from collections.abc import Collection
@@ -92,14 +92,20 @@ def release(tx: Connection, dead: Collection[str]) -> None:
 
 def claim(tx: Connection, *, owner: str, now: float, limit: int) -> list[Message]:
     """Hold up to `limit` messages that are due, the oldest first, and few of each hook."""
-    place = func.row_number().over(partition_by=message.c.hook_id, order_by=(message.c.next_at, message.c.seq))
+    place = func.row_number().over(
+        partition_by=message.c.hook_id, order_by=(message.c.next_at, message.c.seq)
+    )
     busy = (
         select(message.c.hook_id, func.count().label("held"))
         .where(message.c.state == MessageState.WAITING.value, message.c.held_until > now)
         .group_by(message.c.hook_id)
         .subquery()
     )
-    due = select(message.c.id, message.c.hook_id, message.c.seq, place.label("place")).where(is_due(now)).subquery()
+    due = (
+        select(message.c.id, message.c.hook_id, message.c.seq, place.label("place"))
+        .where(is_due(now))
+        .subquery()
+    )
     held = func.coalesce(busy.c.held, 0)
     turn = (
         select(due.c.id)

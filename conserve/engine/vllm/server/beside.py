@@ -27,18 +27,19 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
 
+EVENTS = "/events"  # end of a stream's path
 AUTHORIZATION = b"authorization"
 SAID_OF = b"x-conserve-caller"  # header: "keyed" if the caller sent this server's own key, else "open"
 TAKEN = frozenset(
     {
         b"accept", AUTHORIZATION, b"content-length", b"content-type", b"host", b"idempotency-key", b"if-range",
-        b"origin", b"range",
+        b"last-event-id", b"origin", b"range",
     }
 )  # fmt: skip
 GIVEN = frozenset(
     {
-        "accept-ranges", "content-disposition", "content-length", "content-range", "content-type", "etag",
-        "last-modified", "www-authenticate", "x-should-retry",
+        "accept-ranges", "cache-control", "content-disposition", "content-length", "content-range", "content-type",
+        "etag", "last-modified", "retry-after", "www-authenticate", "x-accel-buffering", "x-should-retry",
     }
 )  # fmt: skip
 KEPT_S = 0.5  # for which the answer on a key holds
@@ -85,6 +86,11 @@ class Beside:
         return self._client_for("batches", TIMEOUT)
 
     @property
+    def streaming(self) -> httpx.AsyncClient:
+        """Client for streams of events, which would otherwise keep connections from files and batches."""
+        return self._client_for("events", TIMEOUT)
+
+    @property
     def asking(self) -> httpx.AsyncClient:
         """Client for questions about keys, which do not wait behind uploads."""
         return self._client_for("keys", httpx.Timeout(ASKING_S))
@@ -127,9 +133,10 @@ class Beside:
         """Pass a request on, its body and its answer as they come."""
         content = request.stream() if request.method in ("POST", "PUT") else None
         headers = passed_on(request.headers.raw, CALLER.get(), body=content is not None)
-        asked = self.client.build_request(request.method, url(request), headers=headers, content=content)
+        client = self.streaming if request.url.path.endswith(EVENTS) else self.client
+        asked = client.build_request(request.method, url(request), headers=headers, content=content)
         try:
-            answer = await self.client.send(asked, stream=True)
+            answer = await client.send(asked, stream=True)
         except httpx.HTTPError:
             return unavailable()
         except ClientDisconnect:
