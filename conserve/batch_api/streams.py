@@ -90,10 +90,8 @@ class Streams:
 
     def leave(self, key: str | None, batch_id: str) -> None:
         """Give a stream's place back."""
-        for counter, name in ((self._open, key), (self._watched, batch_id)):
-            counter[name] -= 1
-            if not counter[name]:
-                del counter[name]
+        self._open = self._open - Counter([key])
+        self._watched = self._watched - Counter([batch_id])
 
     def close(self) -> None:
         """End all streams, so that a stop need not wait for their batches."""
@@ -155,13 +153,13 @@ class EventStream(StreamingResponse):
 
     def __init__(self, streams: Streams, key: str | None, batch_id: str, last: str | None) -> None:
         super().__init__(streams.events(key, batch_id, last), media_type=MEDIA, headers=HEADERS)
-        self._leave = lambda: streams.leave(key, batch_id)
+        self._streams, self._key, self._batch_id = streams, key, batch_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._leave()
+            self._streams.leave(self._key, self._batch_id)
 
 
 def too_many() -> Refused:
