@@ -12,10 +12,11 @@ from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.sharing import claim_by_shares, settle
 from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.harvest.turns import Turns
 from conserve.jobs.harvest.workload import Work, Workload
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
-from conserve.store.books import catalog, choice, leases, queue, shards
+from conserve.store.books import catalog, choice, harvested, leases, queue, shards
 from conserve.store.books.choice import Terms
 from conserve.store.books.leases import Lease
 from conserve.store.books.states import JobState
@@ -62,6 +63,7 @@ class Ledger:
         self._alone: str | None = None  # the one job with rows, if none of them was passed over
         self._shares = Shares(Weights.of(share)) if share is not None else None
         self._windows: dict[Group, tuple[Lookahead | None, str | None]] = {}  # these two of each group
+        self._turns = Turns(store, clock)
         self._workload = Workload(store)
         self._recorder = Recorder(store, clock)
         self._file: StoreFile | None = None
@@ -85,6 +87,7 @@ class Ledger:
         with self._store.write() as tx:
             leases.abandon(tx, owners.dead(leases.owners(tx)) | {self.owner})
             self._end_silent(tx)
+            harvested.forget_old(tx, now=now)
         shards.compact_finished(self._store, now=now)
         sweep(self._store, now=now)
 
@@ -101,11 +104,25 @@ class Ledger:
         if self._fruitless and not self.claimable():
             return []
         if self._shares is None or suspect:
-            return self._claim_whole(limit, suspect, identity)
+            works = self._claim_whole(limit, suspect, identity)
+        else:
+            works = self._claim_shared(self._shares, limit, identity)
+        self._note_busy(bool(works))
+        return works
+
+    def _note_busy(self, claimed: bool) -> None:
+        """Note for the rate of harvested tokens whether rows run."""
+        if claimed:
+            self._recorder.begin()
+        elif not self._tally.in_flight:
+            self._recorder.pause()
+
+    def _claim_shared(self, shares: Shares, limit: int, identity: str) -> list[Work]:
+        """Lease rows of several groups by their weights."""
         with self._store.read() as tx:
-            groups = self._shares.groups(queue.runnable_jobs(tx, self._only, self.model, locked=False))
+            groups = shares.groups(queue.runnable_jobs(tx, self._only, self.model, locked=False))
         works = claim_by_shares(
-            self._shares, groups, limit, lambda group, rows: self._claim_of(group, rows, identity)
+            shares, groups, limit, lambda group, rows: self._claim_of(group, rows, identity)
         )
         self._fruitless = not works
         return works
@@ -139,9 +156,11 @@ class Ledger:
             with self._store.write() as tx:
                 self._note_expired(catalog.expire(tx, now=now))
                 runnable = self._of_group(queue.runnable_jobs(tx, self._only, self.model), group)
+                runnable = self._turns.ordered(runnable, now=now)
                 jobs = [] if suspect else choice.contenders(tx, runnable)
                 if windowed := self._is_to_choose(tx, jobs):
-                    lease = choice.reclaim(tx, runnable, jobs[0].priority, terms, limit=limit)
+                    back = self._turns.of_this_claim(runnable)
+                    lease = choice.reclaim(tx, back, jobs[0].priority, terms, limit=limit)
                 else:
                     lease = queue.claim(
                         tx,
@@ -190,7 +209,7 @@ class Ledger:
         self._lookahead = None
         leases: list[Lease] = []
         try:
-            lookahead.follow(jobs, self._refused)
+            lookahead.follow(jobs, self._refused, self._turns.order(jobs))
             while not leases and (chosen := lookahead.take(limit)):
                 terms = Terms(self.owner, self._clock(), self._lease_s, self.model)
                 with self._store.write() as tx:

@@ -3,11 +3,15 @@
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
+from conserve.jobs.deadlines.work import computed_tokens
 from conserve.jobs.harvest.outbox import Outbox
-from conserve.store.books import journal, leases, queue, saved_tokens, shards
+from conserve.store.books import harvested, journal, leases, queue, saved_tokens, shards
 from conserve.store.books.journal import Committed
 from conserve.store.database.store import Store
+
+NOTE_S = 1.0  # between two notes of harvested tokens, which then cost a row nothing
 
 
 class Recorder:
@@ -16,6 +20,17 @@ class Recorder:
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = store, clock
         self._uncompacted: Counter[str] = Counter()
+        self._busy_since: float | None = None  # rows run since, or since the last note; None: none run
+        self._tokens = 0  # computed since
+
+    def begin(self) -> None:
+        """Note that rows are in flight from now on."""
+        if self._busy_since is None:
+            self._busy_since, self._tokens = self._clock(), 0
+
+    def pause(self) -> None:
+        """Note that no row is in flight."""
+        self._busy_since = None
 
     def write(self, outbox: Outbox) -> Committed:
         """Write the outbox in one transaction, then shards where enough results have gathered."""
@@ -35,9 +50,22 @@ class Recorder:
                 )
             leases.end_if_empty(tx, {work.epoch for work, _ in outbox.returned})
             committed = journal.commit(tx, outbox.finished, now=now)
+            tokens = self._tokens + computed(committed)
+            noted = self._note(tx, tokens, now)
+        self._tokens = 0 if noted else tokens
+        self._busy_since = now if noted else self._busy_since
         self._uncompacted.update(f.job_id for f in committed.written)
         self._compact(committed.completed)
         return committed
+
+    def _note(self, tx: Any, tokens: int, now: float) -> bool:
+        """Write down the tokens since the last note if it is time; returns True if they count anew from now on."""
+        since = self._busy_since
+        if since is None or since <= now < since + NOTE_S:
+            return False
+        if since < now:  # else the clock was set back
+            harvested.note(tx, tokens, since=since, now=now)
+        return True
 
     def _compact(self, completed: list[str]) -> None:
         """Move the journal of completed jobs to shards, and that of jobs that can fill one."""
@@ -48,3 +76,9 @@ class Recorder:
             elif rows >= shards.SHARD_ROWS:
                 moved = shards.compact(self._store, job_id, now=self._clock(), at_least=shards.SHARD_ROWS)
                 self._uncompacted[job_id] -= moved
+
+
+def computed(committed: Committed) -> int:
+    """Tokens that the answers of a transaction took."""
+    results = (finished.result for finished in committed.written)
+    return sum(computed_tokens(result) for result in results if not result.failed)

@@ -28,6 +28,7 @@ from conserve.jobs.requests.order import SortKey, sort_key
 from conserve.jobs.requests.rendering import renderer
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import batches, catalog
+from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
 from conserve.store.sql.query import first_duplicate
@@ -62,6 +63,7 @@ def submit(
     before_queueing: Callable[[], object] = lambda: None,
     batch_id: str | None = None,
     deadline: float | None = None,
+    on_late: OnLate | None = None,
 ) -> Submitted:
     """Render every row of the input and queue the job; on any error nothing is left behind.
 
@@ -93,6 +95,7 @@ def submit(
             tags=tags or {},
             batch_id=batch_id,
             deadline=deadline,
+            on_late=on_late,
         )
 
 
@@ -187,6 +190,7 @@ def enqueue(
     tags: Mapping[str, str],
     batch_id: str | None,
     deadline: float | None,
+    on_late: OnLate | None,
 ) -> Submitted:
     """Give the job its id and put folder and database row in place, in this order.
 
@@ -215,6 +219,7 @@ def enqueue(
                 model=model,
                 tags=tags,
                 deadline=deadline,
+                on_late=on_late,
             )
             if batch_id is None:
                 batches.of_submitted(tx, job_id, now=now)

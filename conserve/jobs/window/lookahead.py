@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from conserve.endpoints.protocol import KvCache, Url
 from conserve.errors import JobNotFound, StoreError
+from conserve.jobs.deadlines.slack import SlackOrder
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.task import Task
 from conserve.jobs.window.prefix_tree import Key
@@ -18,7 +19,8 @@ from conserve.store.files import home
 
 ROWS = 8192  # that a window holds of all jobs together
 BLOCKS = 1 << 20  # of their prompts, whichever comes first: long prompts must not hold up the store's thread
-MOST_JOBS = 32  # the oldest ones; each has a part of its request file in memory
+MOST_JOBS = 32  # by deadline, then the oldest ones; each has a part of its request file in memory
+MOST_DATED = 28  # of them with a deadline, while there are jobs without one
 READ_ROWS = 256  # of one job at a time
 
 
@@ -74,6 +76,15 @@ class Feed:
         self._requests.close()
 
 
+def held(jobs: Sequence[Any], order: SlackOrder) -> list[Any]:
+    """Jobs that the window holds rows of: by deadline, with places for jobs without one."""
+    by_seq = {job.seq: job for job in jobs}
+    dated = [by_seq[seq] for seq in order.urgent if seq in by_seq]
+    undated = [job for job in jobs if job.seq not in order.urgent]
+    dated = dated[: max(MOST_DATED, MOST_JOBS - len(undated))]
+    return [*dated, *undated[: MOST_JOBS - len(dated)]]
+
+
 def key_of(request: StoredRequest, task: Task, cache: KvCache) -> Key:
     """Key of a row's prompt; empty for a row without a prompt, which shares nothing."""
     if request.payload is None:
@@ -101,18 +112,22 @@ class Lookahead:
         """Place of the window, encoded for the store."""
         return self._cursor._replace(turn=self._window.turn).to_text()
 
-    def follow(self, jobs: Sequence[Any], refused: Callable[[str], bool]) -> None:
+    def follow(
+        self, jobs: Sequence[Any], refused: Callable[[str], bool], order: SlackOrder | None = None
+    ) -> None:
         """Choose among these jobs from now on; `refused` returns True for a new job that must not run.
 
         Of a job that is left alone only the rows passed over are chosen; after them it goes on in its own order.
         """
-        jobs = jobs[:MOST_JOBS]
+        order = order or SlackOrder()
+        jobs = held(jobs, order)
         wanted, whole = {job.seq for job in jobs}, len(jobs) > 1
         for seq in [seq for seq, feed in self._feeds.items() if seq not in wanted or feed.whole != whole]:
             self._drop(seq)
         for job in jobs:
             if job.seq not in self._feeds and not refused(job.id):
                 self._open(job.id, whole=whole)
+        self._window.arrange(order)
         self._share = max(1, self._rows // max(1, len(self._feeds)))
         with home.explained(self._store.home):
             for seq in self._feeds:

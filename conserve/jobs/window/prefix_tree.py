@@ -190,6 +190,10 @@ class PrefixTree:
         assert isinstance(found, Leaf)
         return found
 
+    def continues(self, cursor: Key) -> bool:
+        """True if a request shares a block with the one with the key `cursor`."""
+        return bool(cursor) and cursor[0] in self._root.children
+
     def stalest(self) -> Leaf:
         """The request that has waited longest."""
         found: Node = self._root

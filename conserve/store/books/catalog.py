@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, selec
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import events
 from conserve.store.books.readings import resolve
-from conserve.store.books.states import JobState
+from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
 from conserve.store.database.migrations import STORE_ID
 from conserve.store.files.digests import Seal
@@ -90,7 +90,8 @@ class Job:
     files: Mapping[str, Seal] = field(default_factory=dict)
     model: str | None = None  # that answers its rows; None until a run has leased the first of them
     tags: Mapping[str, str] = field(default_factory=dict)
-    deadline: float | None = None  # when it expires with the rows that are left
+    deadline: float | None = None  # when it is to be done
+    on_late: OnLate | None = None  # then, with rows left; None: it expires
 
     @property
     def unanswered(self) -> int:
@@ -111,6 +112,7 @@ def add(
     model: str | None = None,
     tags: Mapping[str, str] | None = None,
     deadline: float | None = None,
+    on_late: OnLate | None = None,
 ) -> None:
     """Queue a job whose folder is in place; `files` are the seals of the files in it, by name."""
     tx.execute(
@@ -126,6 +128,7 @@ def add(
             model=model,
             tags=msgspec.json.encode(tags).decode() if tags else None,
             deadline=deadline,
+            on_late=on_late.value if on_late else None,
         )
     )
 
@@ -256,17 +259,23 @@ def late(tx: Connection, *, now: float) -> list[str]:
 
 
 def is_late(now: float) -> ColumnElement[bool]:
-    """Condition that a job has rows to run and that its deadline has passed."""
-    return and_(job.c.state.in_([JobState.QUEUED.value, JobState.PAUSED.value]), job.c.deadline <= now)
+    """Condition that a job has rows to run, that its deadline has passed, and that it expires then."""
+    expires = or_(job.c.on_late.is_(None), job.c.on_late != OnLate.BEST_EFFORT.value)
+    waits = job.c.state.in_([JobState.QUEUED.value, JobState.PAUSED.value])
+    return and_(waits, job.c.deadline <= now, expires)
 
 
-def set_deadline(tx: Connection, job_id: str, deadline: float | None) -> Job:
-    """Give a job that has not ended another deadline, or none; raises `JobRefused` for one that has."""
+def set_deadline(tx: Connection, job_id: str, deadline: float | None, on_late: OnLate | None = None) -> Job:
+    """Give a job that has not ended another deadline, or none; raises `JobRefused` for one that has.
+
+    Without `on_late` what becomes of it then stays as it was.
+    """
     current = get(tx, job_id)
     if current.state.final and current.state is not JobState.FAILED:
         hint = f"; run: conserve retry {current.id}" if current.state is JobState.EXPIRED else ""
         raise JobRefused(f"job {current.id} is {current.state}, so it has no deadline any more{hint}")
-    tx.execute(update(job).where(job.c.id == current.id).values(deadline=deadline))
+    values = {"deadline": deadline} | ({"on_late": on_late.value} if on_late else {})
+    tx.execute(update(job).where(job.c.id == current.id).values(**values))
     return get(tx, current.id)
 
 

@@ -23,6 +23,12 @@ LONGEST_WAIT_S = 300.0  # upper bound of any row's backoff
 # was never leased either, but has `available_at` set.)
 PASSED_OVER = and_(request.c.epoch.is_(None), request.c.attempts == 0, request.c.available_at == 0)
 
+RUNNABLE = (
+    *(job.c.id, job.c.seq, job.c.priority, job.c.next_position, job.c.num_rows, job.c.deadline),
+    *(job.c.succeeded, job.c.failed, job.c.prompt_tokens, job.c.completion_tokens, job.c.cached_tokens),
+)
+"""Columns of a job that its turn follows from."""
+
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
@@ -71,7 +77,7 @@ def runnable_jobs(
     `locked` is for a transaction that leases rows of these jobs.
     """
     jobs = (
-        select(job.c.id, job.c.seq, job.c.priority, job.c.next_position, job.c.num_rows)
+        select(*RUNNABLE)
         .where(job.c.state == JobState.QUEUED.value)
         .order_by(job.c.priority.desc(), job.c.seq)
     )

@@ -3,6 +3,15 @@
 from enum import StrEnum
 
 
+class OnLate(StrEnum):
+    """What becomes of a job at its deadline with rows left."""
+
+    EXPIRE = "expire"
+    """It ends; `conserve retry` takes up the rows that are left."""
+    BEST_EFFORT = "best-effort"
+    """It goes on, in the order of jobs without a deadline."""
+
+
 class JobState(StrEnum):
     """State of a job, as `conserve status` shows it."""
 

@@ -76,10 +76,16 @@ def m006_deadlines(tx: Connection) -> None:
     add_column(tx, "job", Column("deadline", Float))
 
 
-def m009_hooks(tx: Connection) -> None:
+def m007_hooks(tx: Connection) -> None:
     """Hooks, and the messages to them."""
     for table in (schema.hook, schema.message):
         table.create(tx, checkfirst=True)
+
+
+def m008_forecasts(tx: Connection) -> None:
+    """Harvested tokens by quarter of an hour, and what becomes of a job at its deadline."""
+    schema.harvested.create(tx, checkfirst=True)
+    add_column(tx, "job", Column("on_late", Text))
 
 
 MIGRATIONS: list[Callable[[Connection], None]] = [
@@ -89,7 +95,8 @@ MIGRATIONS: list[Callable[[Connection], None]] = [
     m004_deaths,
     m005_batches,
     m006_deadlines,
-    m009_hooks,
+    m007_hooks,
+    m008_forecasts,
 ]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
 

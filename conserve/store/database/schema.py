@@ -5,6 +5,7 @@
     request  one row per *live* request: leased, or returned and waiting for its next attempt
     journal  finished rows that are not in a shard yet
     shard    the Parquet files that hold the rest
+    harvested  tokens by quarter of an hour, for forecasts
     file     files that clients of the Batch API uploaded, and files of answers made for them
     batch    one row a job: its name and its state in OpenAI's Batch API; before its job exists, what was asked for
     api_key  keys of the Batch API, as hashes
@@ -63,7 +64,8 @@ job = Table(
     Column("files", Text),
     Column("model", Text),  # that answers its rows; null until a run has leased the first of them
     Column("tags", Text),  # JSON object of texts
-    Column("deadline", Float),  # when the job expires with the rows that are left
+    Column("deadline", Float),  # when the job is to be done
+    Column("on_late", Text),  # store.books.states.OnLate at its deadline; null: it expires
 )
 
 lease = Table(
@@ -123,6 +125,15 @@ shard = Table(
     Column("digest", Text),  # of the file (store.files.digests); null for one of an earlier version
     Column("bytes", BigInteger),  # its length
     Index("shard_by_job", "job_id"),
+)
+
+harvested = Table(
+    "harvested",
+    metadata,
+    Column("slot", BigInteger, primary_key=True, autoincrement=False),  # quarters of an hour since 1970
+    Column("tokens", Float, nullable=False),  # computed in it: prompts without cached ones, and answers
+    Column("busy_s", Float, nullable=False),  # of it, in which any harvester had rows to run
+    Column("busy_until", Float, nullable=False),  # end of the last interval in `busy_s`
 )
 
 file = Table(

@@ -1,0 +1,88 @@
+"""Slack order: whose rows go next so that jobs end by their deadlines. Pure.
+
+Jobs with a deadline go earliest deadline first, and a share of the rows is kept for jobs without one. A row of a
+later job may go ahead if it shares the prefix in progress and no job before it is tight. A job is tight once the
+time to its deadline is shorter than twice the predicted time of all rows that are due by then.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+SHARE = 0.2  # of the rows, for jobs without a deadline while others have one
+CAUTION = 2.0  # times the predicted time of the rows due by a deadline, below which a job is tight
+MARGIN_S = 60.0  # before the deadline: rows in flight end, and results are written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """One job with rows to run."""
+
+    seq: int  # in order of submission
+    tokens_left: float  # predicted
+    deadline: float | None  # s since 1970
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlackOrder:
+    """Jobs with a deadline in order, and those whose rows may go ahead for a shared prefix."""
+
+    urgent: tuple[int, ...] = ()
+    riders: frozenset[int] = frozenset()  # of `urgent`
+    others_ride: bool = False  # jobs without a deadline too
+    share: float = SHARE
+
+
+def slack_order(
+    demands: Iterable[Demand], *, now: float, tokens_per_s: float | None, share: float = SHARE
+) -> SlackOrder:
+    """Order of the jobs; without a known rate every job counts as tight, so that no row goes ahead."""
+    demands = list(demands)
+    dated = sorted(
+        (demand.deadline, demand.seq, demand.tokens_left) for demand in demands if demand.deadline is not None
+    )
+    urgent = tuple(seq for _, seq, _ in dated)
+    if not dated or not tokens_per_s:
+        return SlackOrder(urgent=urgent, riders=frozenset(urgent[:1]), share=share)
+    usable = tokens_per_s * (1 - share if len(dated) < len(demands) else 1)
+    due = 0.0
+    for place, (deadline, _, tokens_left) in enumerate(dated):
+        due += tokens_left
+        if deadline - now < CAUTION * due / usable + MARGIN_S:
+            return SlackOrder(urgent=urgent, riders=frozenset(urgent[: place + 1]), share=share)
+    return SlackOrder(urgent=urgent, riders=frozenset(urgent), others_ride=True, share=share)
+
+
+def is_others_turn(turn: int, share: float) -> bool:
+    """True on the turns of jobs without a deadline: evenly spread, `share` of all."""
+    return int((turn + 1) * share) > int(turn * share)
+
+
+class Claimable(Protocol):
+    """A runnable job, as the queue lists it."""
+
+    @property
+    def priority(self) -> int: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def deadline(self) -> float | None: ...
+
+
+J = TypeVar("J", bound=Claimable)
+
+
+def claim_order(jobs: Sequence[J], turn: int, share: float = SHARE) -> list[J]:
+    """Runnable jobs by priority, then by deadline; on the others' turns those without a deadline go first.
+
+    Priority stands above deadlines: a job of a lower priority waits, whatever its deadline.
+    """
+    if all(job.deadline is None for job in jobs):
+        return list(jobs)
+    undated_first = is_others_turn(turn, share)
+
+    def place(job: J) -> tuple[float, ...]:
+        undated = job.deadline is None
+        return -job.priority, undated != undated_first, job.deadline or 0.0, job.seq
+
+    return sorted(jobs, key=place)

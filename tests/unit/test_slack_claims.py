@@ -1,0 +1,133 @@
+"""Deadlines in the harvester's claims, and the rate of harvested tokens that the store keeps."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conserve.endpoints.fake import FakeEndpoint, Script
+from conserve.jobs.deadlines.rate import Rates
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.turns import candidate
+from conserve.jobs.requests.submit import submit
+from conserve.jobs.task import Kind, Task
+from conserve.store.books import harvested, queue
+from conserve.store.books.harvested import KEPT_S, SLOT_S, Slot
+from conserve.store.books.states import JobState, OnLate
+from conserve.store.database.store import Store
+from tests import virtual_time
+from tests.conftest import WriteInput
+from tests.store_rows import job
+from tests.virtual_time import BEGIN_S
+
+TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
+QueueUp = Callable[..., str]
+
+
+class Asked(FakeEndpoint):
+    """Keeps the first letters of the prompts, in the order in which they came."""
+
+    def __init__(self, **script: Any) -> None:
+        super().__init__(Script(**{"capacity": 1, "request_ms": 1000.0, **script}))
+        self.letters = ""
+
+    async def complete(self, call: Any, on_tokens: Any = None) -> Any:
+        self.letters += call.body["messages"][-1]["content"][0]
+        return await super().complete(call, on_tokens)
+
+
+@pytest.fixture
+def queue_up(store: Store, write_input: WriteInput) -> QueueUp:
+    """Submits a job of so many prompts that begin with a letter."""
+
+    def queue_up(letter: str, rows: int, **named: Any) -> str:
+        path = write_input(f"{letter}.parquet", q=[f"{letter}{n} " * 40 for n in range(rows)])
+        return submit(store, str(path), TASK, **named).job_id
+
+    return queue_up
+
+
+def harvest(store: Store, endpoint: FakeEndpoint) -> None:
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+        await Harvester(store, endpoint, clock=clock).run(asyncio.Event())
+
+    virtual_time.run(run())
+
+
+def slots(store: Store) -> list[Slot]:
+    with store.read() as tx:
+        return harvested.slots(tx)
+
+
+def test_the_earliest_deadline_goes_first_and_jobs_without_one_keep_their_share(
+    store: Store, queue_up: QueueUp
+) -> None:
+    queue_up("n", 40)
+    queue_up("l", 16, deadline=BEGIN_S + 9000.0)
+    queue_up("e", 16, deadline=BEGIN_S + 8000.0)
+    endpoint = Asked()
+    harvest(store, endpoint)
+    dated = endpoint.letters.replace("n", "")
+    assert dated == "e" * 16 + "l" * 16
+    until_done = endpoint.letters[: endpoint.letters.rindex("l") + 1]
+    assert until_done.count("n") in (7, 8, 9), "a fifth"
+
+
+def test_a_higher_priority_goes_before_any_deadline(store: Store, queue_up: QueueUp) -> None:
+    queue_up("d", 4, deadline=BEGIN_S + 8000.0)
+    queue_up("p", 4, priority=1)
+    endpoint = Asked()
+    harvest(store, endpoint)
+    assert endpoint.letters == "ppppdddd"
+
+
+def test_a_job_that_missed_its_deadline_and_goes_on_is_not_ahead_any_more(
+    store: Store, queue_up: QueueUp
+) -> None:
+    late = queue_up("b", 30, deadline=BEGIN_S + 10.0, on_late=OnLate.BEST_EFFORT)
+    with store.read() as tx:
+        (found,) = queue.runnable_jobs(tx, None)
+    assert candidate(found, 1.0, BEGIN_S + 9.0).deadline == BEGIN_S + 10.0
+    assert candidate(found, 1.0, BEGIN_S + 10.0).deadline is None
+    harvest(store, Asked())
+    assert job(store, late).state is JobState.COMPLETED
+
+
+def test_the_store_keeps_how_many_tokens_were_harvested(store: Store, queue_up: QueueUp) -> None:
+    job_id = queue_up("a", 240)
+    harvest(store, Asked(capacity=2))
+    done = job(store, job_id)
+    (found,) = slots(store)
+    assert found.slot == int(BEGIN_S // SLOT_S)
+    assert 118.0 <= found.busy_s <= 123.0, "two rows a second, of 240"
+    assert found.tokens == pytest.approx(done.prompt_tokens + done.completion_tokens, rel=0.05)
+    (rate,) = Rates.of([found]).by_slot.values()
+    assert rate == pytest.approx(found.tokens / found.busy_s)
+
+
+def note(store: Store, tokens: int, since: float, now: float) -> None:
+    with store.write() as tx:
+        harvested.note(tx, tokens, since=since, now=now)
+
+
+def test_tokens_are_spread_over_the_slots_that_they_took(store: Store) -> None:
+    note(store, 300, SLOT_S - 100.0, SLOT_S + 200.0)
+    assert slots(store) == [Slot(0, pytest.approx(100.0), 100.0), Slot(1, pytest.approx(200.0), 200.0)]
+
+
+def test_time_of_two_harvesters_counts_once(store: Store) -> None:
+    note(store, 100, 0.0, 10.0)
+    note(store, 50, 5.0, 12.0)
+    note(store, 50, 6.0, 8.0)
+    note(store, 10, 20.0, 21.0)
+    assert slots(store) == [Slot(0, 210.0, 13.0)]
+
+
+def test_old_slots_are_forgotten(store: Store) -> None:
+    note(store, 1, 0.0, 10.0)
+    note(store, 1, 2.0 * SLOT_S, 2.0 * SLOT_S + 10.0)
+    with store.write() as tx:
+        harvested.forget_old(tx, now=KEPT_S + 1.5 * SLOT_S)
+    assert [slot.slot for slot in slots(store)] == [2]
