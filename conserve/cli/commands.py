@@ -46,6 +46,7 @@ COMMANDS = {
     "pause": Entry("control", "Stop taking rows of a job."),
     "resume": Entry("control", "Let a paused job go on, or a refused one try again."),
     "deadline": Entry("deadline", "Let a job expire at a moment, with the rows that are left."),
+    "forecast": Entry("forecast", "Forecast when jobs are done, with 50 and 90 % probability."),
     "cancel": Entry("control", "Stop a job for good; the results it has are kept."),
     "retry": Entry("control", "Put the failed rows of a job back into the queue."),
     "check": Entry("check", "Find what is damaged in the store, and mend it."),

@@ -15,10 +15,11 @@ from conserve.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from conserve.store.books.catalog import Job
+    from conserve.store.books.states import OnLate
 
 EXAMPLE = """
 conserve deadline gsm8k-k3f9 --by 06:00
-conserve deadline gsm8k-k3f9 --within 8h
+conserve deadline gsm8k-k3f9 --within 8h --on-late best-effort
 conserve deadline gsm8k-k3f9 --none
 """
 
@@ -28,6 +29,14 @@ By = Annotated[
 Within = Annotated[
     str | None, typer.Option("--within", metavar="AGE", help="Expire after so long: 90m, 8h, 2d.")
 ]
+OnLateFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--on-late",
+        metavar="expire|best-effort",
+        help="At the deadline with rows left: end, or go on behind jobs that have time.",
+    ),
+]
 LONGEST_S = 365 * 86_400.0  # as for a batch's completion window
 
 
@@ -36,20 +45,28 @@ def deadline(
     jobs: Jobs,
     by: By = None,
     within: Within = None,
+    on_late: OnLateFlag = None,
     none: Annotated[bool, typer.Option("--none", help="Take the deadline away.")] = False,
 ) -> None:
-    """Let a job expire at a moment; its results are kept, and `conserve retry` takes up the rows that are left."""
+    """Give a job a deadline: it goes ahead of jobs with more time, and expires then unless it is best-effort.
+
+    Its results are kept, and `conserve retry` takes up the rows that are left.
+    """
     from conserve.store.books import catalog
 
     if (by is not None) + (within is not None) + none > 1:
         raise UsageError("give one of --by, --within and --none")
-    moment = moment_of(by, within, now=time.time())
+    moment, late = moment_of(by, within, now=time.time()), on_late_of(on_late)
     context: Context = ctx.obj
     with context.store() as store, store.write() as tx:
-        if moment is None and not none:
-            found = [catalog.get(tx, job) for job in jobs]
-        else:
-            found = [catalog.set_deadline(tx, job, moment) for job in jobs]
+        found = [catalog.get(tx, job) for job in jobs]
+        if moment is not None or none or late is not None:
+            found = [
+                catalog.set_deadline(
+                    tx, job.id, job.deadline if moment is None and not none else moment, late
+                )
+                for job in found
+            ]
     for job in found:
         output.data(f"{job.id}: {shown(job)}")
 
@@ -58,7 +75,20 @@ def shown(job: "Job") -> str:
     """A job's deadline in words."""
     if job.deadline is None:
         return "no deadline"
+    if job.on_late == "best-effort":
+        return f"due {output.moment(job.deadline)}, best-effort"
     return f"{'expired' if job.state == 'expired' else 'expires'} {output.moment(job.deadline)}"
+
+
+def on_late_of(text: str | None) -> "OnLate | None":
+    """What --on-late names."""
+    from conserve.store.books.states import OnLate
+
+    if text is None:
+        return None
+    if text not in tuple(OnLate):
+        raise UsageError(f"--on-late is {' or '.join(OnLate)}, not {one_line(text, most=40)!r}")
+    return OnLate(text)
 
 
 def moment_of(by: str | None, within: str | None, *, now: float) -> float | None:

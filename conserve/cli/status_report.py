@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 from conserve.cli import output, server_status
 from conserve.config import Settings
-from conserve.store.books.readings import JobReading, read_jobs, resolve
+from conserve.store.books.readings import JobReading, read_harvested, read_jobs, resolve
+from conserve.store.books.states import JobState
 
 WATCH_S = 1.0
+COURSES = 60  # of a forecast: status answers at once
 TIMES = ("submitted_at", "started_at", "finished_at", "deadline")
 
 
@@ -52,6 +54,7 @@ class ShownJobs(NamedTuple):
 
     readings: list[JobReading]
     oldest: Oldest | None = None
+    forecast: str | None = None  # in words
 
 
 def selected(settings: Settings, job: str | None) -> ShownJobs:
@@ -59,10 +62,31 @@ def selected(settings: Settings, job: str | None) -> ShownJobs:
     now = time.time()
     readings = read_jobs(settings, now=now)
     if job is None:
-        return ShownJobs([reading for reading in readings if not reading.state.final] or readings[-1:])
+        shown = [reading for reading in readings if not reading.state.final] or readings[-1:]
+        return ShownJobs(shown, forecast=foreseen(settings, readings, None, now))
     wanted = resolve([reading.id for reading in readings], job)
     (reading,) = [reading for reading in readings if reading.id == wanted]
-    return ShownJobs([reading], oldest(settings, reading, now))
+    words = foreseen(settings, readings, reading, now)
+    return ShownJobs([reading], oldest(settings, reading, now), words)
+
+
+def foreseen(
+    settings: Settings, readings: Sequence[JobReading], job: JobReading | None, now: float
+) -> str | None:
+    """Forecast of one job or of all in words; None if no row waits, or before any was answered."""
+    going = (JobState.QUEUED, JobState.RUNNING)
+    if not any(one.state in going and one.unanswered for one in ([job] if job else readings)):
+        return None
+    slots = read_harvested(settings)
+    if not slots:
+        return None
+    from conserve.cli.forecast_report import queue_sentence, sentence
+    from conserve.jobs.deadlines.queue import forecast_queue
+
+    found = forecast_queue(readings, slots, now=now, courses=COURSES)
+    if job is not None:
+        return sentence(found[job.id], job.deadline, now) if job.id in found else None
+    return queue_sentence(found, now) if found else None
 
 
 def oldest(settings: Settings, reading: JobReading, now: float) -> Oldest | None:
@@ -88,7 +112,9 @@ def show(seen: ShownJobs, servers: list[dict[str, Any]], job: str | None, as_jso
 
 def lines(seen: ShownJobs, job: str | None) -> list[str]:
     """Lines on the jobs for a reader."""
-    return detail(seen.readings[0], seen.oldest) if job and seen.readings else table(seen.readings)
+    if job and seen.readings:
+        return detail(seen.readings[0], seen.oldest, seen.forecast)
+    return [*table(seen.readings), *([f"forecast: {seen.forecast}"] if seen.forecast else [])]
 
 
 def table(readings: Sequence[JobReading]) -> list[str]:
@@ -116,7 +142,7 @@ def tags(reading: JobReading) -> str:
     return " ".join(f"{key}={value}" for key, value in sorted(reading.tags.items()))
 
 
-def detail(reading: JobReading, oldest: Oldest | None) -> list[str]:
+def detail(reading: JobReading, oldest: Oldest | None, forecast: str | None = None) -> list[str]:
     """Lines with every detail of one job."""
     pairs = [
         ("job", reading.id),
@@ -137,7 +163,8 @@ def detail(reading: JobReading, oldest: Oldest | None) -> list[str]:
         ("submitted", output.moment(reading.submitted_at)),
         ("started", output.moment(reading.started_at)),
         ("finished", output.moment(reading.finished_at)),
-        ("deadline", output.moment(reading.deadline)),
+        ("deadline", output.moment(reading.deadline) + (f", {reading.on_late}" if reading.on_late else "")),
+        ("forecast", forecast or "-"),
     ]
     if reading.failed:
         pairs.append(("failed rows", f"conserve retry {reading.id}"))

@@ -1,6 +1,5 @@
 """`conserve submit`: queue a job."""
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,7 +10,8 @@ import typer
 from conserve.api.asking import in_order, job_name, make_input, make_task, request_params, unanswerable
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.cli.deadline import By, Within, moment_of
+from conserve.cli.deadline import By, OnLateFlag, Within
+from conserve.cli.due import Due
 from conserve.cli.signals import ended_in_order, held_back
 from conserve.cli.submit_flags import read_params, read_prompt, read_schema, read_tags
 from conserve.config import Settings
@@ -107,6 +107,10 @@ def submit(
     priority: Annotated[int, typer.Option(help="Jobs with a higher one run first.")] = 0,
     by: By = None,
     within: Within = None,
+    on_late: OnLateFlag = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a job that will not make its deadline with 90 %.")
+    ] = False,
     order: Annotated[
         str,
         typer.Option(
@@ -140,7 +144,7 @@ def submit(
     )
     task = make_task(read_prompt(prompt, prompt_file), messages, system, completions, id, params)
     task = in_order(task, order)
-    deadline = moment_of(by, within, now=time.time())
+    due = Due.of(by, within, on_late, strict=strict, priority=priority)
     context: Context = ctx.obj
     given = make_input(
         files or [], sql=sql, form=form, keep=keep_input, copy_gib=context.settings().input_copy_gib
@@ -162,7 +166,9 @@ def submit(
             task,
             name=job_name(name),
             priority=priority,
-            deadline=deadline,
+            deadline=due.deadline,
+            on_late=due.on_late,
+            check_rows=lambda rows: due.check(context.settings(), rows),
             model=model,
             tags=read_tags(tag or []),
             constant_prompt=constant_prompt,
@@ -176,6 +182,8 @@ def submit(
         if name and done.namesakes:
             output.say(taken(name, done))
         tell(done)
+        if due.warning:
+            output.say(f"warning: {due.warning}")
 
 
 def preview(

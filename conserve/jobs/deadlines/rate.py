@@ -15,7 +15,7 @@ from typing import NamedTuple
 SLOT_S = 900
 DAY = 96  # slots
 WEEK = 7 * DAY
-LEAST_BUSY_S = 60.0  # of a slot whose rate counts
+LEAST_BUSY_S = 15.0  # of a slot whose rate counts
 HORIZON_S = 14 * 86_400.0
 BLOCK = 16  # slots that a course takes of one earlier day
 SAME_WEEKDAY = 3.0  # weight of a day a number of weeks ago, beside 1 of any other

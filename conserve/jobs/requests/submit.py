@@ -64,10 +64,12 @@ def submit(
     batch_id: str | None = None,
     deadline: float | None = None,
     on_late: OnLate | None = None,
+    check_rows: Callable[[int], None] = lambda rows: None,
 ) -> Submitted:
     """Render every row of the input and queue the job; on any error nothing is left behind.
 
-    `on_rows` is called with the number of rows rendered so far, `before_queueing` once only the queueing is left.
+    `on_rows` is called with the number of rows rendered so far, `check_rows` with all of them, and may raise;
+    `before_queueing` once only the queueing is left.
     With `batch_id` the job is that batch's; raises `Overtaken` if the batch needs none any more.
     """
     given = Input(names=[given]) if isinstance(given, str) else given
@@ -82,6 +84,7 @@ def submit(
             written = write_requests(folder / home.REQUESTS, opened.rows, task, on_rows)
             opened.copy_text(folder)
         check_ids(folder / home.REQUESTS, task)
+        check_rows(written.rows)
         before_queueing()
         return enqueue(
             store,

@@ -14,9 +14,16 @@ from typing import Any
 
 from conserve.config import Settings
 from conserve.errors import JobNotFound, StoreError, StoreReadOnly, StoreTooNew
-from conserve.store.books.states import JobState
+from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.reader import reader
-from conserve.store.database.versions import LATEST, WITH_DEADLINES, WITH_MODELS, number, too_new
+from conserve.store.database.versions import (
+    LATEST,
+    WITH_DEADLINES,
+    WITH_FORECASTS,
+    WITH_MODELS,
+    number,
+    too_new,
+)
 
 Query = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
 
@@ -25,12 +32,15 @@ JOBS = """
            retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens,
            (select count(*) from request where request.job_id = job.id and epoch is not null) as leased,
            (select count(*) from lease where lease.job_id = job.id and expires_at > :now) as leases, task,
-           model, tags, deadline
+           model, tags, deadline, on_late
     from job order by seq
 """
 """Every job with its counters. `leased` counts rows in flight, of which there are never more than a window."""
 
-WITHOUT_DEADLINES = JOBS.replace(", deadline", ", null as deadline")
+WITHOUT_ON_LATE = JOBS.replace(", on_late", ", null as on_late")
+"""`JOBS` for a store of a version in which every job expired at its deadline."""
+
+WITHOUT_DEADLINES = WITHOUT_ON_LATE.replace(", deadline,", ", null as deadline,")
 """`JOBS` for a store of a version in which jobs had no deadline yet."""
 
 WITHOUT_MODELS = WITHOUT_DEADLINES.replace("model, tags", "null as model, null as tags")
@@ -43,6 +53,9 @@ UNTAKEN = """
 """
 """The job's cursor, from which on no row was ever leased, and the positions of its waiting rows. The cursor is the
 largest, since waiting rows lie in front of it."""
+
+HARVESTED = "select slot, tokens, busy_s from harvested order by slot"
+"""Tokens and busy seconds of each quarter of an hour (store.books.harvested)."""
 
 VERSION = "select value from meta where key = 'version'"
 """The number of the last migration applied."""
@@ -72,7 +85,13 @@ class JobReading:
     row_order: str  # in which order its rows run: "prefix", "input", "random:SEED"
     model: str | None = None  # that it is bound to; None until a run has leased its first row
     tags: Mapping[str, str] = field(default_factory=dict)
-    deadline: float | None = None  # when it expires with the rows that are left
+    deadline: float | None = None  # when it is to be done
+    on_late: OnLate | None = None  # then, with rows left; None: it expires
+
+    @property
+    def unanswered(self) -> int:
+        """Rows without a result."""
+        return self.rows - self.succeeded - self.failed
 
     @property
     def hit_rate(self) -> float | None:
@@ -95,9 +114,22 @@ def jobs_query(query: Query) -> str:
     """The SQL for all jobs in a store of this version."""
     rows = query(VERSION, {})
     found = number(rows[0][0]) if rows else LATEST
+    if WITH_DEADLINES <= found < WITH_FORECASTS:
+        return WITHOUT_ON_LATE
     if found < WITH_DEADLINES:
         return WITHOUT_DEADLINES if found >= WITH_MODELS else WITHOUT_MODELS
     return JOBS
+
+
+def read_harvested(settings: Settings) -> list[tuple[int, float, float]]:
+    """Slots of harvested tokens: (slot, tokens, busy seconds); none where there is no store yet."""
+    with opened(settings) as query:
+        if query is None:
+            return []
+        rows = query(VERSION, {})
+        if rows and number(rows[0][0]) < WITH_FORECASTS:
+            return []
+        return [(int(slot), float(tokens), float(busy_s)) for slot, tokens, busy_s in query(HARVESTED, {})]
 
 
 def to_reading(row: tuple[Any, ...]) -> JobReading:
@@ -108,7 +140,21 @@ def to_reading(row: tuple[Any, ...]) -> JobReading:
         job_id = str(row[0])
         error = f"its record is damaged; run: conserve check {job_id}"
         return reading_of(
-            (job_id, JobState.FAILED.value, error, 0, 0.0, None, None, *[0] * 10, "{}", None, None, None)
+            (
+                job_id,
+                JobState.FAILED.value,
+                error,
+                0,
+                0.0,
+                None,
+                None,
+                *[0] * 10,
+                "{}",
+                None,
+                None,
+                None,
+                None,
+            )
         )
 
 
@@ -116,7 +162,7 @@ def reading_of(row: tuple[Any, ...]) -> JobReading:
     """Reading of an undamaged row; raises `ValueError` or `TypeError` for another."""
     (job_id, stored, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded,
      failed, retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens, leased, leases,
-     task, model, tags, deadline) = row  # fmt: skip
+     task, model, tags, deadline, on_late) = row  # fmt: skip
     require(str, job_id, task, error or "", model or "")
     require(int, priority, num_rows, succeeded, failed, retries)
     require(int, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens)
@@ -146,6 +192,7 @@ def reading_of(row: tuple[Any, ...]) -> JobReading:
         model=model,
         tags=dict(json.loads(tags)) if tags else {},
         deadline=deadline,
+        on_late=OnLate(on_late) if on_late else None,
     )
 
 

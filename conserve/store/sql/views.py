@@ -34,7 +34,9 @@ FIRST_COLUMNS = ("job_id", "position", *(name for name in COLUMNS if name != "en
 def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
     """Create the view `jobs`: one row a job, with its counters."""
     rows = [asdict(job) | {"state": job.state.value, "tags": list(job.tags.items())} for job in taken.jobs]
-    kinds: dict[str, pa.DataType] = dict.fromkeys(("id", "state", "error", "row_order", "model"), pa.string())
+    kinds: dict[str, pa.DataType] = dict.fromkeys(
+        ("id", "state", "error", "row_order", "model", "on_late"), pa.string()
+    )
     kinds["tags"] = pa.map_(pa.string(), pa.string())
     kinds |= dict.fromkeys(("submitted_at", "started_at", "finished_at", "deadline"), pa.float64())
     fields = [(name, kinds.get(name, pa.int64())) for name in readings.JobReading.__slots__]

@@ -1,0 +1,46 @@
+"""`conserve forecast`: when jobs will be done."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from conserve.cli import output
+from conserve.cli.context import Context, job_ids
+from conserve.cli.forecast_report import document, header, row
+from conserve.jobs.deadlines.queue import GOING, forecast_queue
+from conserve.store.books.readings import read_harvested, read_jobs, resolve
+
+EXAMPLE = """
+conserve forecast
+conserve forecast gsm8k-k3f9
+conserve forecast --json
+"""
+
+
+def forecast(
+    ctx: typer.Context,
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Forecast when jobs are done, with 50 and 90 % probability, if rows go on running as in the days before."""
+    context: Context = ctx.obj
+    settings, now = context.settings(), time.time()
+    readings = read_jobs(settings, now=now)
+    found = forecast_queue(readings, read_harvested(settings), now=now)
+    wanted = None if job is None else resolve([reading.id for reading in readings], job)
+    shown = [one for one in readings if one.state in GOING and wanted in (None, one.id)]
+    if as_json:
+        output.data_json([document(one, found.get(one.id)) for one in shown])
+    elif not shown:
+        output.say("no job has rows to run" if wanted is None else f"job {wanted} has no rows to run")
+    elif not found:
+        output.say("no forecast yet: hardly any row was answered here; run: conserve run")
+    else:
+        rows = [row(one, found[one.id], now) for one in shown if one.id in found]
+        output.data("\n".join(output.columns(header(), rows, right=(1, 5))))
