@@ -5,10 +5,12 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from conserve.api import display
 from conserve.api.display import SHOW_S
+from conserve.api.due import to_datetime
 from conserve.api.engines import Engine
 from conserve.api.results import Results
 from conserve.api.running import Outcome
@@ -16,10 +18,11 @@ from conserve.api.runs import RunArguments, Watch, ended, reading_of, run_now, s
 from conserve.api.twins import awaited, blocking
 from conserve.api.waiting import outlast
 from conserve.config import Settings
-from conserve.store.books.readings import JobReading
+from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
 
 if TYPE_CHECKING:
+    from conserve.jobs.deadlines.forecast import Forecast
     from conserve.store.books.results import Result
 
 Verb = Literal["pause", "resume", "cancel"]
@@ -47,6 +50,21 @@ class Job:
     def status(self) -> JobState:
         """State of the job now: queued, running, paused, completed, failed, cancelled or expired."""
         return self.progress().state
+
+    @property
+    def deadline(self) -> datetime | None:
+        """Moment by which the job is to be done, in UTC; None without a deadline."""
+        return to_datetime(self.progress().deadline)
+
+    @blocking
+    def forecast(self) -> "Forecast | None":
+        """When the job will be done, with 50 and 90 % probability; None if no row waits or too few were answered."""
+        from conserve.jobs.deadlines.queue import forecast_queue
+        from conserve.store.books.readings import read_harvested
+
+        now, known = time.time(), self.progress().id
+        readings = read_jobs(self._settings, now=now)
+        return forecast_queue(readings, read_harvested(self._settings), now=now).get(known)
 
     @blocking
     def progress(self) -> JobReading:

@@ -3,11 +3,13 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conserve.api import display
 from conserve.api.asking import in_order, job_name, make_task, request_params, unanswerable
+from conserve.api.due import moment_of, on_late_of
 from conserve.api.handing import Source, input_of
 from conserve.api.job import Job
 from conserve.api.queries import sql_query
@@ -54,6 +56,8 @@ class Store:
         name: str | None = None,
         tags: Mapping[str, str] | None = None,
         priority: int = 0,
+        deadline: datetime | timedelta | None = None,
+        on_late: str | None = None,
         order: str = "prefix",
         format: str | None = None,
         keep_input: str | None = None,
@@ -65,14 +69,15 @@ class Store:
         `source` is a path, a pattern or a folder, or several; a pyarrow Table or dataset, a pandas or polars
         frame, a DuckDB relation; or dicts. `prompt` is a Jinja template over a row's columns, `messages` a column
         of chats; without both the rows are OpenAI Batch lines. `params` are fields of each request, as
-        `{"max_tokens": 128}`. `schema` is a JSON schema that answers obey. The others are the flags of
-        `conserve submit`. A table and dicts are copied into the store. Warns with `RowsUnanswerable` of rows that
+        `{"max_tokens": 128}`. `schema` is a JSON schema that answers obey. `deadline` is a moment, or a time from
+        now; `on_late` is "expire" or "best-effort". The others are the flags of `conserve submit`. A table and dicts are copied into the store. Warns with `RowsUnanswerable` of rows that
         cannot be sent.
         """
         from conserve.jobs.requests.submit import submit
         from conserve.store.database.store import Store as Database
 
         settings = self._settings
+        moment, late = moment_of(deadline), on_late_of(on_late, deadline)
         fields = request_params(
             params or {},
             completions=completions,
@@ -89,6 +94,8 @@ class Store:
                 task,
                 name=job_name(name),
                 priority=priority,
+                deadline=moment,
+                on_late=late,
                 model=model,
                 tags=tags,
                 constant_prompt=constant_prompt,

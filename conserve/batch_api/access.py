@@ -62,11 +62,11 @@ class Access:
     With `beside`, requests come from a live server alone, which has looked at its own keys and says so.
     """
 
-    def __init__(self, app: App, ring: KeyRing, *, beside: bool = False) -> None:
-        self._app, self._ring, self._beside = app, ring, beside
+    def __init__(self, app: App, ring: KeyRing, *, beside: bool = False, free: frozenset[str] = FREE) -> None:
+        self._app, self._ring, self._beside, self._free = app, ring, beside, free
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in FREE:
+        if scope["type"] != "http" or scope["path"] in self._free:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

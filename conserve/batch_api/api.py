@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from starlette.requests import Request
 
+from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.streams import Streams
 from conserve.batch_api.workers import Admissions, Deliveries
 from conserve.jobs.batches.lines import Limits
@@ -30,6 +31,7 @@ class Api:
     admissions: Admissions
     deliveries: Deliveries
     streams: Streams
+    foresight: Foresight
 
     @classmethod
     def of(cls, request: Request) -> Self:

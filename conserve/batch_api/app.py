@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from conserve.batch_api import batches, files, openapi, refusals
-from conserve.batch_api.access import Access, KeyRing
+from conserve.batch_api import batches, files, metrics, openapi, refusals
+from conserve.batch_api.access import FREE, Access, KeyRing
 from conserve.batch_api.api import Api
+from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.refusals import Refused
 from conserve.batch_api.streams import Streams
 from conserve.batch_api.workers import Admissions, Deliveries, Worker
@@ -47,10 +48,13 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-def application(store: Store, limits: Limits | None = None, *, beside: bool = False) -> Starlette:
+def application(
+    store: Store, limits: Limits | None = None, *, beside: bool = False, open_metrics: bool = False
+) -> Starlette:
     """The application over an open store; its workers run while it does.
 
-    With `beside`, only a live server can reach it, and passes requests on.
+    With `beside`, only a live server can reach it, and passes requests on. With `open_metrics` the metrics want
+    no key.
     """
     limits = limits or Limits()
     courier, deliveries = Courier(store), Deliveries(store)
@@ -60,6 +64,7 @@ def application(store: Store, limits: Limits | None = None, *, beside: bool = Fa
         admissions=Admissions(store, limits),
         deliveries=deliveries,
         streams=Streams(store, deliveries.ask),
+        foresight=Foresight(store),
     )
 
     @asynccontextmanager
@@ -75,10 +80,16 @@ def application(store: Store, limits: Limits | None = None, *, beside: bool = Fa
             for worker in workers:
                 worker.stop(STOP_S)
 
+    free = FREE | {metrics.PATH} if open_metrics else FREE
     app = Starlette(
-        routes=[Route("/health", health), Route("/openapi.json", description), *ROUTES],
+        routes=[
+            Route("/health", health),
+            Route("/openapi.json", description),
+            Route(metrics.PATH, metrics.show),
+            *ROUTES,
+        ],
         lifespan=working,
-        middleware=[Middleware(Access, ring=KeyRing(store), beside=beside)],
+        middleware=[Middleware(Access, ring=KeyRing(store), beside=beside, free=free)],
         exception_handlers={
             Refused: refusals.refused,
             ConserveError: refusals.failed,

@@ -1,6 +1,7 @@
 """Routes of batches: create, list, show, cancel, and a stream of changes."""
 
 import time
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -15,7 +16,7 @@ from conserve.batch_api.refusals import Refused
 from conserve.batch_api.streams import HEADERS, MEDIA, EventStream, Snapshot
 from conserve.errors import JobRefused
 from conserve.store.books import batches, keys, uploads
-from conserve.store.books.batches import Batch, NewBatch
+from conserve.store.books.batches import Batch, BatchState, NewBatch
 from conserve.store.books.keys import Key
 
 MOST_BATCHES = 100  # in one page
@@ -52,6 +53,7 @@ def add(api: Api, request: Request, asked: CreateBatch, key: str | None) -> Batc
             key_name=caller.key.name if caller.key else None,
             idempotency_key=key,
             output_expires_s=output_expires_s(asked),
+            on_late=asked.on_late,
         )
         batch_id = batches.add(tx, caller.project, new, now=now)
         return required(batches.get(tx, caller.project, batch_id), batch_id)
@@ -90,6 +92,7 @@ def same_batch(earlier: Batch, asked: CreateBatch) -> Batch:
     """The batch of an earlier request with the same key; raises `Refused` if that asked for something else."""
     before = earlier.file_id, earlier.endpoint, earlier.completion_window, earlier.metadata
     same = before == (asked.input_file_id, asked.endpoint, asked.completion_window, asked.metadata)
+    same = same and earlier.on_late == asked.on_late
     if not same or earlier.output_expires_s != output_expires_s(asked):
         said = "this Idempotency-Key was used for another batch"
         raise Refused.invalid(said, param="Idempotency-Key", code="idempotency_key_reused")
@@ -119,7 +122,7 @@ async def index(request: Request) -> Response:
             return batches.page(tx, project, before=before, limit=limit + 1)
 
     found = await run_in_threadpool(read)
-    shown = [objects.batch_object(batch) for batch in found[:limit]]
+    shown = await run_in_threadpool(foreseen, api, found[:limit])
     return JSONResponse(objects.page(shown, has_more=len(found) > limit))
 
 
@@ -135,7 +138,17 @@ async def show(request: Request) -> Response:
     found = await run_in_threadpool(read)
     if found.unfinished:
         api.deliveries.ask(found.id)
-    return JSONResponse(objects.batch_object(found))
+    (shown,) = await run_in_threadpool(foreseen, api, [found])
+    return JSONResponse(shown)
+
+
+def foreseen(api: Api, found: Sequence[Batch]) -> list[dict[str, Any]]:
+    """Batch objects with the forecasts of their jobs."""
+    going = (BatchState.VALIDATING, BatchState.IN_PROGRESS)
+    return [
+        objects.batch_object(batch, api.foresight.document(batch.job_id) if batch.state in going else None)
+        for batch in found
+    ]
 
 
 async def cancel(request: Request) -> Response:

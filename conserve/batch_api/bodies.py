@@ -9,6 +9,7 @@ from starlette.requests import Request
 from conserve.batch_api.refusals import Refused
 from conserve.endpoints.protocol import Url
 from conserve.errors import one_line
+from conserve.store.books.states import OnLate
 
 BODY_BYTES = 1 << 20
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -36,6 +37,7 @@ class CreateBatch(msgspec.Struct):
     completion_window: str
     metadata: Annotated[dict[Label, Value], msgspec.Meta(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
+    on_late: OnLate | None = None  # not in OpenAI's
 
 
 async def create_batch(request: Request) -> CreateBatch:

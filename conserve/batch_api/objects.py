@@ -1,11 +1,11 @@
 """Objects of OpenAI's API: files, batches, pages of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from conserve.jobs.task import Task
 from conserve.store.books.batches import Batch, BatchState
-from conserve.store.books.states import JobState
+from conserve.store.books.states import JobState, OnLate
 from conserve.store.books.uploads import File
 
 NO_WINDOW = "none"  # completion_window of a job that was not asked for as a batch
@@ -31,8 +31,8 @@ def deleted(file: File) -> dict[str, Any]:
     return {"id": file.id, "object": "file", "deleted": True}
 
 
-def batch_object(batch: Batch) -> dict[str, Any]:
-    """A batch, as OpenAI's `Batch`; `conserve` names the job, which OpenAI's has not."""
+def batch_object(batch: Batch, forecast: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A batch, as OpenAI's `Batch`; `conserve` has what OpenAI's has not: job, forecast, what a late job does."""
     return {
         "id": batch.id,
         "object": "batch",
@@ -48,7 +48,12 @@ def batch_object(batch: Batch) -> dict[str, Any]:
         "request_counts": request_counts(batch),
         "usage": usage(batch),
         "metadata": batch.metadata,
-        "conserve": {"job": batch.job_id, "state": batch.job.state.value if batch.job else None},
+        "conserve": {
+            "job": batch.job_id,
+            "state": batch.job.state.value if batch.job else None,
+            "on_late": (batch.job.on_late if batch.job else batch.on_late) or OnLate.EXPIRE,
+            "forecast": forecast,
+        },
     }
 
 

@@ -26,10 +26,11 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     socket: Path | None = None,
+    open_metrics: bool = False,
     on_ready: Callable[[], object] = lambda: None,
 ) -> None:
     """Serve at an address, or at a Unix socket, until SIGINT or SIGTERM; uploads under way are finished first."""
-    app = application(store, limits, beside=socket is not None)
+    app = application(store, limits, beside=socket is not None, open_metrics=open_metrics)
     config = uvicorn.Config(
         app,
         host=host,

@@ -36,6 +36,9 @@ def api(
     ] = None,
     max_file: Annotated[str, typer.Option(metavar="SIZE", help="Largest file of an upload.")] = "200MB",
     max_requests: Annotated[int, typer.Option(metavar="N", min=1, help="Most requests of a batch.")] = 50_000,
+    open_metrics: Annotated[
+        bool, typer.Option("--open-metrics", help="Answer /metrics without a key.")
+    ] = False,
 ) -> None:
     """Serve OpenAI's files and batches over this store; `conserve run`, `serve` or `harvest` computes them.
 
@@ -61,6 +64,7 @@ def api(
             host=host,
             port=port,
             socket=socket,
+            open_metrics=open_metrics,
             on_ready=lambda: None if socket else output.say(f"serving files and batches at {url}"),
         )
 

@@ -77,6 +77,7 @@ def queue(store: Store, found: Batch, upload: File, limits: Limits, *, now: floa
             tags=tags,
             batch_id=found.id,
             deadline=found.created_at + found.window_s if found.window_s is not None else None,
+            on_late=found.on_late,
         )
     except Overtaken:
         log.info("batch %s was admitted by another process, or cancelled", found.id)

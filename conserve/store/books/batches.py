@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import catalog, events, leases
 from conserve.store.books.catalog import Job
-from conserve.store.books.states import JobState
+from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
 from conserve.store.database.migrations import DEFAULT_PROJECT, new_batch_id
 
@@ -73,6 +73,7 @@ class Batch:
     endpoint: str | None
     completion_window: str | None
     window_s: float | None
+    on_late: OnLate | None = None
     metadata: Mapping[str, str] | None
     key_name: str | None
     idempotency_key: str | None
@@ -134,12 +135,14 @@ class NewBatch:
     key_name: str | None = None
     idempotency_key: str | None = None
     output_expires_s: float | None = None
+    on_late: OnLate | None = None
 
 
 def add(tx: Connection, project: str, new: NewBatch, *, now: float) -> str:
     """Add a batch whose input is to be validated; returns its id."""
     batch_id = new_batch_id()
     values = {name: getattr(new, name) for name in NewBatch.__slots__ if name != "metadata"}
+    values["on_late"] = new.on_late.value if new.on_late else None
     noted = None if new.metadata is None else msgspec.json.encode(new.metadata).decode()
     tx.execute(insert(batch).values(id=batch_id, project=project, created_at=now, metadata=noted, **values))
     events.of_batches(tx, [batch_id], now=now)
@@ -230,6 +233,7 @@ def to_batch(row: Any, its_job: Job | None) -> Batch:
     values = dict(row._mapping)
     values["metadata"] = None if row.metadata is None else msgspec.json.decode(row.metadata)
     values["errors"] = msgspec.json.decode(row.errors or "[]", type=tuple[Fault, ...])
+    values["on_late"] = OnLate(row.on_late) if row.on_late else None
     return Batch(**values, job=its_job)
 
 

@@ -86,6 +86,7 @@ def m008_forecasts(tx: Connection) -> None:
     """Harvested tokens by quarter of an hour, and what becomes of a job at its deadline."""
     schema.harvested.create(tx, checkfirst=True)
     add_column(tx, "job", Column("on_late", Text))
+    add_column(tx, "batch", Column("on_late", Text))
 
 
 MIGRATIONS: list[Callable[[Connection], None]] = [

@@ -169,6 +169,7 @@ batch = Table(
     Column("endpoint", Text),  # as is null: such a job's task names it
     Column("completion_window", Text),
     Column("window_s", Float),
+    Column("on_late", Text),  # as of a job
     Column("metadata", Text),  # JSON object of texts
     Column("key_name", Text),  # api_key.name that made it
     Column("idempotency_key", Text),

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from conserve.engine.runtime.front import BATCH_API as SOCKET
-from conserve.engine.vllm.server.privileges import BATCHES, CALLER, Caller
+from conserve.engine.vllm.server.privileges import BATCHES, CALLER, METRICS, Caller
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -129,6 +129,14 @@ class Beside:
         self._keys[authorization] = told
         return told.key
 
+    async def metrics(self) -> bytes:
+        """The process's metrics, of the backlog; nothing while it does not answer."""
+        try:
+            answer = await self.asking.get(METRICS, headers={SAID_OF: b"keyed"})
+        except httpx.HTTPError:
+            return b""
+        return answer.content if answer.status_code == HTTPStatus.OK else b""
+
     async def forward(self, request: Request) -> Response:
         """Pass a request on, its body and its answer as they come."""
         content = request.stream() if request.method in ("POST", "PUT") else None
@@ -190,6 +198,12 @@ def unavailable() -> Response:
 
 
 BESIDE = "conserve_beside"  # in the app's state
+
+
+async def backlog(state: Any) -> bytes:
+    """Metrics of the backlog; nothing on a server without a Batch API."""
+    beside: Beside | None = getattr(state, BESIDE, None)
+    return b"" if beside is None else await beside.metrics()
 
 
 def attach(app: FastAPI) -> None:

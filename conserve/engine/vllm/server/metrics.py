@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from conserve.engine.vllm.server.beside import backlog
 from conserve.engine.vllm.server.live_metrics import live_metrics
 
 log = logging.getLogger("vllm.conserve")
@@ -107,9 +108,9 @@ class MetricsRoute:
         app.add_api_route(PATH, self.show, methods=["GET"], include_in_schema=False)
 
     async def show(self, request: Request) -> Response:
-        """Answer with vLLM's metrics, then ours."""
+        """Answer with vLLM's metrics, then ours, then those of the backlog."""
         said = await self._report(request.app.state.engine_client)
-        content = await asyncio.to_thread(exposition, said)
+        content = await asyncio.to_thread(exposition, said) + await backlog(request.app.state)
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _report(self, engine_client: Any) -> dict[str, Any] | None:

@@ -1,0 +1,72 @@
+"""Forecasts and the backlog for the routes, read from the store now and then: clients poll often."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from conserve.jobs.deadlines.backlog import Backlog, backlog
+from conserve.jobs.deadlines.forecast import Forecast
+from conserve.jobs.deadlines.queue import forecast_queue, queued
+from conserve.jobs.deadlines.rate import Rates
+from conserve.store.books import catalog, harvested
+from conserve.store.database.store import Store
+
+KEPT_S = 30.0  # for which forecasts that were made are shown
+COURSES = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """The queue at one moment."""
+
+    at: float
+    forecasts: Mapping[str, Forecast] = field(default_factory=dict)
+    backlog: Backlog | None = None
+
+
+class Foresight:
+    """Forecasts of a store, made at most once in `KEPT_S`."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._clock = store, clock
+        self._lock = threading.Lock()
+        self._last: Foreseen | None = None
+
+    def now(self) -> Foreseen:
+        """The last forecasts if they are recent, else new ones; other threads wait for those."""
+        with self._lock:
+            now = self._clock()
+            if self._last is None or not 0 <= now - self._last.at < KEPT_S:
+                self._last = self._look(now)
+            return self._last
+
+    def document(self, job_id: str | None) -> Mapping[str, Any] | None:
+        """Forecast of a job for its batch object; None without one."""
+        found = self.now().forecasts.get(job_id) if job_id else None
+        if found is None:
+            return None
+        return {
+            "done_50": whole(found.done_50),
+            "done_90": whole(found.done_90),
+            "in_time": found.in_time,
+        }
+
+    def _look(self, now: float) -> Foreseen:
+        with self._store.read() as tx:
+            jobs: Sequence[catalog.Job] = catalog.everything(tx)
+            slots = harvested.slots(tx)
+        waiting = queued(jobs, now=now)
+        if not waiting:
+            return Foreseen(at=now, backlog=backlog([], Rates.of(slots).mean(now), now=now))
+        return Foreseen(
+            at=now,
+            forecasts=forecast_queue(jobs, slots, now=now, courses=COURSES),
+            backlog=backlog(waiting, Rates.of(slots).mean(now), now=now),
+        )
+
+
+def whole(moment: float | None) -> int | None:
+    """A moment in whole seconds, as OpenAI's stamps are."""
+    return None if moment is None else int(moment)
