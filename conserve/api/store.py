@@ -69,9 +69,9 @@ class Store:
         `source` is a path, a pattern or a folder, or several; a pyarrow Table or dataset, a pandas or polars
         frame, a DuckDB relation; or dicts. `prompt` is a Jinja template over a row's columns, `messages` a column
         of chats; without both the rows are OpenAI Batch lines. `params` are fields of each request, as
-        `{"max_tokens": 128}`. `schema` is a JSON schema that answers obey. `deadline` is a moment, or a time from
-        now; `on_late` is "expire" or "best-effort". The others are the flags of `conserve submit`. A table and dicts are copied into the store. Warns with `RowsUnanswerable` of rows that
-        cannot be sent.
+        `{"max_tokens": 128}`. `schema` is a JSON schema that answers obey. `deadline` is a moment, or a length of
+        time from now; `on_late` is "expire" or "best-effort". The others are the flags of `conserve submit`. A
+        table and dicts are copied into the store. Warns with `RowsUnanswerable` of rows that cannot be sent.
         """
         from conserve.jobs.requests.submit import submit
         from conserve.store.database.store import Store as Database

@@ -1,0 +1,136 @@
+"""The forecast: more work ends later, the order of the harvester is kept to, and a steady rate is met."""
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from conserve.jobs.deadlines.backlog import backlog
+from conserve.jobs.deadlines.forecast import QueuedJob, finite, forecasts, with_others, without_others
+from conserve.jobs.deadlines.rate import DAY, HORIZON_S, SLOT_S, Course, Rates
+from conserve.jobs.deadlines.work import UNSEEN_TOKENS, Work, usual_row_tokens
+from tests.conftest import examples
+from tests.reach import reached
+
+NOW = 20 * 86_400.0 + 12_345.0
+FIRST = int(NOW // SLOT_S)
+
+
+def steady(tokens_per_s: float = 100.0, days: int = 5) -> Rates:
+    """The same rate in every slot of the days before."""
+    return Rates({FIRST - back: tokens_per_s for back in range(1, days * DAY + 1)})
+
+
+def job(name: str = "a", rows: int = 1000, seen: int = 10_000, **named: object) -> QueuedJob:
+    """A job whose rows take 100 tokens each."""
+    work = Work(rows_left=rows, row_tokens=100.0, rows_seen=seen)
+    return QueuedJob(**{"id": name, "seq": ord(name[0]), "work": work, **named})
+
+
+def test_a_steady_rate_is_met() -> None:
+    found = forecasts([job()], steady(), now=NOW)["a"]
+    assert finite(found.done_50) - NOW == pytest.approx(1000.0, rel=0.05)
+    assert finite(found.done_50) < finite(found.done_90) < NOW + 1300.0
+
+
+def test_hours_without_harvest_are_waited_for() -> None:
+    """Nothing is harvested from 6 to 18 UTC; two hours of work, begun at half past five, end in the evening."""
+    by_day = {slot: 0.0 if 24 <= slot % DAY < 72 else 100.0 for slot in range(FIRST - 5 * DAY, FIRST)}
+    now = 20 * 86_400.0 + 5.5 * 3600
+    rates = Rates({slot: rate for slot, rate in by_day.items() if (slot + 1) * SLOT_S <= now})
+    found = forecasts([job(rows=7200)], rates, now=now)["a"]
+    assert 18.5 * 3600 < finite(found.done_50) - 20 * 86_400.0 < 21 * 3600
+
+
+def test_nothing_is_forecast_before_anything_was_harvested() -> None:
+    assert forecasts([job()], Rates({}), now=NOW) == {}
+    assert Rates.of([(5, 100.0, 2.0)]).mean(NOW) is None
+    assert usual_row_tokens([]) == UNSEEN_TOKENS
+
+
+def test_a_job_beyond_the_horizon_has_no_moment() -> None:
+    found = forecasts([job(rows=10**9, deadline=NOW + 60.0)], steady(), now=NOW)["a"]
+    assert (found.done_50, found.done_90, found.in_time) == (None, None, 0.0)
+    assert found.is_late
+
+
+def ends(*jobs: QueuedJob, rates: Rates | None = None) -> dict[str, float]:
+    found = forecasts(jobs, rates or steady(), now=NOW, courses=40)
+    return {name: finite(one.done_50) for name, one in found.items()}
+
+
+def test_jobs_end_in_the_order_of_the_harvester() -> None:
+    alone = ends(job("a", deadline=NOW + 9000.0))["a"]
+    earlier = ends(job("a", deadline=NOW + 9000.0), job("b", deadline=NOW + 8000.0))
+    assert earlier["b"] < earlier["a"]
+    assert earlier["a"] > alone + 900.0
+    assert ends(job("a", deadline=NOW + 9000.0), job("b", deadline=NOW + 9500.0))["a"] == alone
+    above = ends(job("a", deadline=NOW + 9000.0), job("b", priority=1))
+    assert above["b"] < above["a"]
+    beside = ends(job("a", deadline=NOW + 9000.0), job("b", rows=5000))
+    assert alone < beside["a"] < alone + 400.0, "a fifth is kept for the job without a deadline"
+
+
+def test_a_job_that_expires_leaves_its_time_to_those_behind_it() -> None:
+    behind = job("b", deadline=NOW + 90_000.0)
+    long = {"rows": 50_000, "deadline": NOW + 3600.0}
+    assert ends(job("a", **long), behind)["b"] < NOW + 6000.0
+    assert ends(job("a", **long, expires=False), behind)["b"] > NOW + 45_000.0
+
+
+RATES = st.dictionaries(
+    st.integers(FIRST - 3 * DAY, FIRST - 1), st.floats(0.1, 1000.0), min_size=1, max_size=60
+).map(Rates)
+
+
+@given(rates=RATES, seed=st.integers(0, 50), tokens=st.lists(st.floats(0, 1e8), min_size=2, max_size=5))
+@hypothesis_settings(max_examples=examples(100))
+def test_a_course_is_a_clock(rates: Rates, seed: int, tokens: list[float]) -> None:
+    """More tokens take longer, and by the moment at which they are done so many are done."""
+    course = Course(rates, now=NOW, seed=seed)
+    moments = [course.when(one) for one in sorted(tokens)]
+    assert moments == sorted(moments)
+    assert all(moment >= NOW for moment in moments)
+    for wanted, moment in zip(sorted(tokens), moments, strict=True):
+        if reached("within the horizon", moment < inf):
+            assert course.by(moment) == pytest.approx(wanted, rel=1e-6, abs=1e-3)
+        else:
+            assert course.by(NOW + HORIZON_S) <= wanted
+
+
+@given(tokens=st.floats(0, 1e6), share=st.floats(0, 0.99), others=st.floats(0, 1e6), more=st.floats(0, 1e6))
+def test_a_share_of_others_is_given_until_they_are_done(
+    tokens: float, share: float, others: float, more: float
+) -> None:
+    both = with_others(tokens, share, others)
+    assert tokens <= both * (1 + 1e-9)
+    assert both <= tokens + others + 1e-6 * (tokens + others)
+    assert without_others(both, share, others) == pytest.approx(tokens, rel=1e-6, abs=1e-3)
+    assert both <= with_others(tokens + more, share, others) * (1 + 1e-9)
+
+
+@given(deadline=st.integers(60, 100_000), later=st.integers(0, 100_000), rows=st.integers(1, 5000))
+@hypothesis_settings(max_examples=examples(30))
+def test_a_later_deadline_is_kept_rather(deadline: int, later: int, rows: int) -> None:
+    found = [
+        forecasts([job(rows=rows, deadline=NOW + due)], steady(), now=NOW, courses=20)["a"]
+        for due in (deadline, deadline + later)
+    ]
+    assert found[0].in_time is not None
+    assert found[1].in_time is not None
+    assert 0 <= found[0].in_time <= found[1].in_time <= 1
+
+
+def test_the_backlog_counts_the_work_that_is_due_and_the_load_of_its_deadlines() -> None:
+    jobs = [
+        job("a", rows=900, deadline=NOW + 3000.0),  # 900 s
+        job("b", rows=3600, deadline=NOW + 5000.0),  # 3,600 s more: 4,500 of 5,000
+        job("c", rows=100),
+    ]
+    found = backlog(jobs, 100.0, now=NOW)
+    assert found is not None
+    assert dict(found.due_s) == {3600: 900.0, 14_400: 4500.0, 43_200: 4500.0, 86_400: 4500.0}
+    assert (found.total_s, found.load, found.jobs) == (4600.0, 0.9, 3)
+    assert backlog(jobs, None, now=NOW) is None

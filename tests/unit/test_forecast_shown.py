@@ -1,0 +1,147 @@
+"""The forecast where users see it: its command, status, submit, the batch object, /metrics, and from Python."""
+
+import json
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+
+import conserve as package
+from conserve.batch_api.foresight import KEPT_S, Foresight
+from conserve.errors import UsageError
+from conserve.store.books import catalog, harvested
+from conserve.store.books.harvested import SLOT_S
+from conserve.store.books.states import JobState, OnLate
+from conserve.store.database.store import Store
+from tests.batch_rig import client, create, live, reaches
+from tests.commands import conserve
+from tests.store_rows import add_job, finish, job, leased
+
+
+@pytest.fixture
+def seen(store: Store) -> Store:
+    """A store that harvested 10 tokens a second over the last day."""
+    now = time.time()
+    with store.write() as tx:
+        for back in range(96, 0, -1):
+            end = now - back * SLOT_S
+            harvested.note(tx, 10 * SLOT_S, since=end - SLOT_S, now=end)
+    return store
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A command that submits a hundred rows, 500 tokens each for all that the store knows: 5,000 s."""
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"q": "a{n}"}}\n' for n in range(100)))
+    return ["submit", str(tmp_path / "rows.jsonl"), "--prompt", "{{ q }}"]
+
+
+def test_the_command_shows_when_jobs_are_done(seen: Store, words: list[str]) -> None:
+    job_id = conserve(*words, "--within", "9h").stdout.strip()
+    assert "100 %" in conserve("forecast").stdout
+    assert job_id in conserve("forecast", "last").stdout
+    (shown,) = json.loads(conserve("forecast", "--json").stdout)
+    assert (shown["job_id"], shown["rows_left"], shown["in_time"]) == (job_id, 100, 1.0)
+    assert time.time() < datetime.fromisoformat(shown["done_50"]).timestamp() < time.time() + 9 * 3600
+    assert shown["done_50"] < shown["done_90"] < shown["deadline"]
+    assert "forecast: all done by " in conserve("status").stdout
+    assert "in time with 100 %" in conserve("status", job_id).stdout
+
+
+def test_a_store_that_harvested_nothing_says_so(store: Store, words: list[str]) -> None:
+    assert conserve("forecast").stderr == "no job has rows to run\n"
+    done = conserve(*words, "--within", "9h", "--strict")
+    assert done.returncode == 0
+    assert "no forecast" in done.stderr
+    assert conserve("forecast").stderr.startswith("no forecast yet")
+    (shown,) = json.loads(conserve("forecast", "--json").stdout)
+    assert shown["done_50"] is None
+    assert "forecast" not in conserve("status").stdout
+
+
+def test_a_deadline_that_will_not_be_kept_is_warned_of_and_strictly_refused(
+    seen: Store, words: list[str]
+) -> None:
+    done = conserve(*words, "--within", "10m")
+    assert done.returncode == 0
+    assert "warning: will not make it: 0 % by " in done.stderr
+    refused = conserve(*words, "--within", "10m", "--strict")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "will not make it" in refused.stderr
+    assert conserve(*words, "--within", "90h", "--strict").returncode == 0
+    with seen.read() as tx:
+        assert len(catalog.ids(tx)) == 2
+    assert "may miss its deadline" in conserve("status").stdout
+
+
+def test_what_becomes_of_a_late_job_is_chosen_and_changed(seen: Store, words: list[str]) -> None:
+    job_id = conserve(*words, "--within", "9h", "--on-late", "best-effort").stdout.strip()
+    assert job(seen, job_id).on_late is OnLate.BEST_EFFORT
+    assert conserve("deadline", job_id).stdout.endswith("best-effort\n")
+    conserve("deadline", job_id, "--within", "1h")
+    assert job(seen, job_id).on_late is OnLate.BEST_EFFORT
+    due = job(seen, job_id).deadline
+    conserve("deadline", job_id, "--on-late", "expire")
+    assert (job(seen, job_id).on_late, job(seen, job_id).deadline) == (OnLate.EXPIRE, due)
+    for flags in (["--on-late", "expire"], ["--strict"], ["--within", "1h", "--on-late", "push"]):
+        wrong = conserve(*words, *flags)
+        assert (wrong.returncode, wrong.stdout) == (2, "")
+
+
+def test_a_job_of_best_effort_goes_on_after_its_deadline(store: Store) -> None:
+    add_job(store, deadline=10.0, on_late=OnLate.BEST_EFFORT)
+    with store.write() as tx:
+        assert catalog.expire(tx, now=11.0) == []
+    finish(store, leased(store, now=12.0))
+    assert job(store).state is JobState.COMPLETED
+
+
+def test_a_batch_shows_its_forecast_and_takes_what_becomes_of_it(seen: Store) -> None:
+    with live(seen) as url:
+        api = client(url)
+        batch = create(api, ["one", "two"], extra_body={"on_late": "best-effort"})
+        found = reaches(api, batch.id, "in_progress").to_dict()["conserve"]
+        assert found["on_late"] == "best-effort"
+        assert job(seen, found["job"]).on_late is OnLate.BEST_EFFORT
+        assert found["forecast"]["in_time"] == 1.0
+        assert time.time() < found["forecast"]["done_90"] < time.time() + 3600
+        with pytest.raises(Exception, match="on_late"):
+            create(api, ["one"], extra_body={"on_late": "push"})
+        page = httpx.get(url.replace("/v1", "/metrics"))
+    assert page.headers["content-type"].startswith("text/plain")
+    shown = dict(line.rsplit(" ", 1) for line in page.text.splitlines() if not line.startswith("#"))
+    assert shown["conserve_backlog_jobs"] == "1"
+    assert float(shown['conserve_backlog_seconds{due_within="any"}']) == pytest.approx(100.0, rel=0.01)
+    assert 0 < float(shown["conserve_deadline_load"]) < 0.01
+
+
+def test_forecasts_are_made_now_and_then(seen: Store) -> None:
+    now = [time.time()]
+    foresight = Foresight(seen, lambda: now[0])
+    first = foresight.now()
+    add_job(seen)
+    now[0] += KEPT_S - 1
+    assert foresight.now() is first
+    now[0] += 2
+    assert foresight.document("job-1") is not None
+    assert foresight.document("no-such") is None
+
+
+def test_from_python(seen: Store) -> None:
+    opened = package.open()
+    job_ = opened.submit([{"q": "a"}], prompt="{{ q }}", deadline=timedelta(hours=3), on_late="best-effort")
+    assert job_.deadline is not None
+    assert timedelta(hours=2) < job_.deadline - datetime.now(UTC) <= timedelta(hours=3)
+    found = job_.forecast()
+    assert found is not None
+    assert found.in_time == 1.0
+    moment = datetime.now(UTC) + timedelta(days=2)
+    other = opened.submit([{"q": "b"}], prompt="{{ q }}", deadline=moment)
+    assert other.deadline is not None
+    assert abs(other.deadline - moment) < timedelta(seconds=1)
+    assert opened.submit([{"q": "c"}], prompt="{{ q }}").deadline is None
+    for wrong in ({"deadline": timedelta(0)}, {"deadline": timedelta(days=999)}, {"on_late": "expire"}):
+        with pytest.raises(UsageError):
+            opened.submit([{"q": "d"}], prompt="{{ q }}", **wrong)
