@@ -2,7 +2,7 @@
 
 Jobs with a deadline go earliest deadline first, and a share of the rows is kept for jobs without one. A row of a
 later job may go ahead if it shares the prefix in progress and no job before it is tight. A job is tight once the
-time to its deadline is shorter than twice the predicted time of all rows that are due by then.
+time to its deadline is shorter than four times the predicted time of all rows that are due by then.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 SHARE = 0.2  # of the rows, for jobs without a deadline while others have one
-CAUTION = 2.0  # times the predicted time of the rows due by a deadline, below which a job is tight
+CAUTION = 4.0  # times the predicted time of the rows due by a deadline, below which a job is tight
 MARGIN_S = 60.0  # before the deadline: rows in flight end, and results are written
 
 
