@@ -1,13 +1,12 @@
 """Policies on simulated time: the real scheduler, the same arrivals for each, and as many blocks as it takes.
 
 What chance decides among two hundred live requests, the slowest of them above all, is seen here over many more.
-What is real and what is not stands in `tests.simulated_engine`.
+What is real and what is not stands in `conserve.engine.vllm.simulation.engine`.
 """
 
 import itertools
 import os
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -29,7 +28,6 @@ from tests.benchmarks.report import Figure
 
 COMMAND = "python -m tests.benchmarks simulation"
 RUN = 12  # blocks judged together, as in a comparison of that many rounds
-SCATTER = 0.025  # of one batch around its own median, as measured
 SEED = 7
 ALONE, OURS, UNINTERRUPTED = "online-only", "conserve", "conserve/never"
 
@@ -177,55 +175,38 @@ def simulate(
     Where rows are not `separable`, none leaves an iteration alone or joins a later one (`View.apart`). `promises`
     are further entries of the engine's section, `terms` are HyGen's parameters.
     """
-    from conserve.engine.vllm.settings import WORKER
-    from tests.bare_scheduler import RESIDUALS, Clock, engine_config
-    from tests.simulated_engine import SimulatedEngine
+    from conserve.engine.vllm.simulation.play import SimulatedMachine
+    from conserve.engine.vllm.simulation.play import simulate as play
 
-    name, _, preemption = policy.partition("/")
-    scatter = np.random.default_rng(SEED).normal(1, SCATTER, len(RESIDUALS)).tolist()
-    section = {
-        "policy": name,
-        "preemption": preemption or ("prompt" if name == OURS else "off"),
-        "ttft_slo_ms": slo and slo.ttft_ms,
-        "tbt_slo_ms": slo and slo.tbt_ms,
-        "coefficients": setting.model.coefficients,
-        "residuals": [(ms, factor) for (ms, _), factor in zip(RESIDUALS, scatter, strict=True)],
-        **(promises or {}),
-    }
+    machine = SimulatedMachine(
+        model=setting.model, layers=setting.layers, flags=setting.flags, num_blocks=setting.num_blocks
+    )
+    given = {"ttft_slo_ms": slo and slo.ttft_ms, "tbt_slo_ms": slo and slo.tbt_ms, **(promises or {})}
     rows = like_papers(1 << 16, factor=setting.rows_factor, most=setting.longest_row, seed=SEED)
-    clock = Clock()
-    answers, offline_tokens = [], []
-    with tempfile.TemporaryDirectory() as folder, clock.installed():
-        config = engine_config(Path(folder), section=section, **setting.flags)
-        config.parallel_config.worker_cls = WORKER
-        engine = SimulatedEngine(
-            config,
-            clock=clock,
-            model=setting.model,
-            layers=setting.layers,
-            num_blocks=setting.num_blocks,
-            offline=iter(()) if name == ALONE else rows,
+    played = list(
+        play(
+            machine,
+            policy,
+            map(setting.arrivals, range(setting.blocks)),
+            block_s=setting.block_s,
+            rows=rows,
             window=setting.window,
-            scatter=SCATTER,
-            seed=SEED,
+            promises=given,
+            terms=terms,
             separable=separable,
         )
-        if terms is not None:
-            engine.scheduler.conserve({"policy": name, "hygen": terms})
-        engine.go_on_until(clock.now + setting.block_s)
-        began, before = clock.now, Counters.of(engine.scheduler.conserve())
-        for seed in range(setting.blocks):
-            answers.append(engine.play(setting.arrivals(seed), setting.block_s))
-            offline_tokens.append(engine.counted)
-        counted = Counters.of(engine.scheduler.conserve()).since(before)
-        engine.scheduler.shutdown()
+    )
+    ended_s = played[-1].began_s + setting.block_s
+    counted = Counters.of(dict(played[-1].last)).since(Counters.of(dict(played[0].first)))
     return Seen(
-        ttft_ms=[np.array([answer.ttft_ms for answer in block]) for block in answers],
-        tbt_ms=[np.concatenate([np.empty(0), *(answer.tbts_ms for answer in block)]) for block in answers],
-        offline_tokens=offline_tokens,
+        ttft_ms=[np.array([answer.ttft_ms for answer in block.answers]) for block in played],
+        tbt_ms=[
+            np.concatenate([np.empty(0), *(answer.tbts_ms for answer in block.answers)]) for block in played
+        ],
+        offline_tokens=[block.last["offline"]["tokens"] - block.first["offline"]["tokens"] for block in played],
         wasted=counted["tokens_wasted"] / max(1, counted["offline_tokens"]),
         live_tokens_recomputed=counted["live_tokens_recomputed"],
-        busy=counted["busy_s"] / (clock.now - began),
+        busy=counted["busy_s"] / (ended_s - played[0].began_s),
     )
 
 

@@ -30,7 +30,7 @@ def make(tmp_path: Path, clock: Any) -> Make:
     def make(preemption: str, rows: Sequence[tuple[int, int]] = ROWS, *, separable: bool = True) -> Any:
         from conserve.engine.vllm.settings import WORKER
         from tests.bare_scheduler import MODEL, engine_config
-        from tests.simulated_engine import SimulatedEngine
+        from conserve.engine.vllm.simulation.engine import SimulatedEngine
 
         slo = {"ttft_slo_ms": 1000, "tbt_slo_ms": 400}
         section = {"policy": "conserve", "preemption": preemption, "safepoint_every": 1, **slo}

@@ -34,7 +34,7 @@ def played(tmp_path: Path, clock: Any) -> Played:
 
     def play(sized: Sized, engine: Engine) -> list[float]:
         from tests.bare_scheduler import engine_config
-        from tests.simulated_engine import SimulatedEngine
+        from conserve.engine.vllm.simulation.engine import SimulatedEngine
 
         class Watched(SimulatedEngine):
             def go_on_until(self, moment: float) -> None:

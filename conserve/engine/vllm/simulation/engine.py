@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -20,14 +20,30 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from conserve.bench.traces import Arrival
 from conserve.engine.runtime.safepoint import ALL_ROWS
 from conserve.engine.vllm.iteration import Outcome, Stamp, put, stamp_of
+from conserve.engine.vllm.simulation.bare import Clock, SchedulerAlone
 from conserve.profiles.batch import Batch
 from conserve.profiles.model import LatencyModel
-from tests.bare_scheduler import BareEngine, Clock
 
 IDLE_S = 1e-3  # between two looks of an engine that has nothing to compute
+SHARED_FROM = 990  # first token id of shared beginnings
+
+
+class Coming(Protocol):
+    """An online request to come."""
+
+    @property
+    def at_s(self) -> float:
+        """Time of its arrival, since the block's begin."""
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens of its prompt."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of its answer."""
 
 
 @dataclass(slots=True)
@@ -54,7 +70,7 @@ class Suspended(NamedTuple):
     tokens: int
 
 
-class SimulatedEngine(BareEngine):
+class SimulatedEngine(SchedulerAlone):
     """Plays arrivals beside offline rows, where its clock is installed."""
 
     def __init__(
@@ -86,30 +102,44 @@ class SimulatedEngine(BareEngine):
         self._suspended: dict[str, Suspended] = {}
         self._answers: dict[str, Timed] = {}
         self._rows = 0  # offline ones in the engine
+        self._prompts = 0  # with a shared beginning
         self.counted = 0  # offline tokens of the last block
+        self.said: dict[str, Any] = {}
 
     @property
     def offline_tokens(self) -> int:
         """Computed so far, as the scheduler counts them."""
         return int(self.scheduler._traffic.offline_tokens)
 
-    def play(self, arrivals: Iterable[Arrival], block_s: float = 0.0) -> list[Timed]:
+    def play(
+        self, arrivals: Iterable[Coming], block_s: float = 0.0, *, shared_tokens: int = 0
+    ) -> list[Timed]:
         """Play these requests from now on; returns when all are answered and `block_s` are over.
 
-        `counted` are the offline tokens of the block itself.
+        The first `shared_tokens` of their prompts are the same. `counted` are the offline tokens of the block itself,
+        and `said` is the scheduler's report at its end.
         """
         began, before = self.clock.now, self.offline_tokens
         for arrival in arrivals:
-            due = self.request(arrival.input_tokens, arrival.output_tokens)
+            due = self.request(self._prompt(arrival.input_tokens, shared_tokens), arrival.output_tokens)
             due.arrival_time = began + arrival.at_s
             self._due.append(due)
             self._answers[due.request_id] = Timed(due.arrival_time)
         self.go_on_until(began + block_s)
-        self.counted = self.offline_tokens - before
+        self.counted, self.said = self.offline_tokens - before, self.scheduler.conserve()
         while self._due or self._came or any(name in self._answers for name in self.scheduler.requests):
             self._iterate()
         answers, self._answers = list(self._answers.values()), {}
         return answers
+
+    def _prompt(self, tokens: int, shared: int) -> int | list[int]:
+        """A prompt that begins as all others do; `request` makes up one that shares nothing."""
+        if not shared:
+            return tokens
+        self._prompts += 1
+        own, again = divmod(self._prompts, SHARED_FROM)
+        common = [SHARED_FROM + n % 7 for n in range(min(shared, tokens - 1))]
+        return [*common, again, own, *range(tokens)][:tokens]
 
     def go_on_until(self, moment: float) -> None:
         """With whatever there is."""

@@ -1,0 +1,126 @@
+"""Block after block of live requests beside offline rows, under one policy, on simulated time."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conserve.engine.policy.policies import CONSERVE, ONLINE_ONLY
+from conserve.engine.policy.preemption import OFF
+from conserve.engine.vllm.settings import PREEMPTION, WORKER
+from conserve.engine.vllm.simulation.bare import Clock, bare_config
+from conserve.engine.vllm.simulation.engine import Coming, SimulatedEngine, Timed
+from conserve.profiles.model import LinearModel
+
+SCATTER = 0.025  # of one batch around its own median, as measured
+SEED = 7
+RESIDUALS_MS = range(1, 400)  # lengths of iterations that the margins are learned at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedMachine:
+    """An engine's speed and sizes."""
+
+    model: LinearModel
+    layers: int
+    flags: Mapping[str, int]  # of vLLM, by the names of its arguments
+    num_blocks: int  # of KV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedBlock:
+    """Answers of one block, and the engine's reports at its begin and at the end of its time."""
+
+    began_s: float
+    answers: Sequence[Timed]
+    first: Mapping[str, Any]
+    last: Mapping[str, Any]
+
+
+def simulate(
+    machine: SimulatedMachine,
+    policy: str,
+    blocks: Iterable[Iterable[Coming]],
+    *,
+    block_s: float,
+    rows: Iterator[tuple[int, int]],
+    window: int,
+    promises: Mapping[str, Any] | None = None,
+    terms: Mapping[str, float] | None = None,
+    separable: bool = True,
+    shared_tokens: int = 0,
+) -> Iterator[SimulatedBlock]:
+    """Play the blocks one after the other on one engine, which has run offline rows alone for a block before.
+
+    `policy` may name its preemption (`conserve/never`). `promises` are entries of the engine's section, `terms` are
+    HyGen's parameters. Where rows are not `separable`, all leave an iteration or none.
+    """
+    with _engine(
+        machine, policy, rows, window=window, promises=promises or {}, separable=separable
+    ) as engine:
+        if terms is not None:
+            engine.scheduler.conserve({"policy": policy.partition("/")[0], "hygen": dict(terms)})
+        engine.go_on_until(engine.clock.now + block_s)
+        for arrivals in blocks:
+            began_s, first = engine.clock.now, engine.scheduler.conserve()
+            answers = engine.play(arrivals, block_s, shared_tokens=shared_tokens)
+            yield SimulatedBlock(began_s=began_s, answers=answers, first=first, last=engine.said)
+
+
+@contextmanager
+def _engine(
+    machine: SimulatedMachine,
+    policy: str,
+    rows: Iterator[tuple[int, int]],
+    *,
+    window: int,
+    promises: Mapping[str, Any],
+    separable: bool,
+) -> Iterator[SimulatedEngine]:
+    """The engine, with its clock installed."""
+    name, _, preemption = policy.partition("/")
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder, clock.installed():
+        section = {
+            "policy": name,
+            "preemption": preemption or (PREEMPTION if name == CONSERVE else OFF),
+            **_known(machine.model, Path(folder)),
+            **promises,
+        }
+        config = bare_config(Path(folder), section=section, **machine.flags)
+        config.parallel_config.worker_cls = WORKER
+        engine = SimulatedEngine(
+            config,
+            clock=clock,
+            model=machine.model,
+            layers=machine.layers,
+            num_blocks=machine.num_blocks,
+            offline=iter(()) if name == ONLINE_ONLY else rows,
+            window=window,
+            scatter=SCATTER,
+            seed=SEED,
+            separable=separable,
+        )
+        try:
+            yield engine
+        finally:
+            engine.scheduler.shutdown()
+
+
+def _known(model: LinearModel, folder: Path) -> dict[str, Any]:
+    """The section's part that says how long iterations take: the model is right, but for scatter."""
+    scatter = np.random.default_rng(SEED).normal(1, SCATTER, len(RESIDUALS_MS)).tolist()
+    return {
+        "model": model.name,
+        "coefficients": model.coefficients,
+        "residuals": list(zip(RESIDUALS_MS, scatter, strict=True)),
+        "of": "simulation",
+        "correction": str(folder / "correction"),
+        "keep_correction": False,
+    }
