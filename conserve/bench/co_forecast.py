@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from math import inf
 
-from conserve.bench.forecast import Engine, Request
+from conserve.bench.forecast import Engine, Request, requests_of
 from conserve.bench.traces import Trace
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LinearModel
@@ -95,7 +95,7 @@ def co_play(
 ) -> CoForecast:
     """Simulate a block beside rows of these lengths, `window` of which are in the engine at a time."""
     state = _State(engine=engine, sharing=sharing, lengths=cycle(lengths), window=window)
-    requests = [Request(*arrival) for arrival in trace or ()]
+    requests = requests_of(trace)
     due, now_s, offline = deque(requests), -lead_s, 0
     while now_s < block_s or due or state.waiting or state.online:
         while due and due[0].at_s <= now_s:

@@ -26,6 +26,7 @@ class Counters:
 
     offline_tokens: int
     offline_work: float = 0.0
+    offline_decodes: int = 0
     iterations: int
     planned: int
     overruns: int
@@ -45,6 +46,7 @@ class Counters:
         return cls(
             offline_tokens=said["offline"]["tokens"],
             offline_work=said["offline"].get("work", 0.0),
+            offline_decodes=said["offline"].get("decode_steps", 0),
             iterations=said["iterations"],
             planned=said["planned"],
             overruns=said["overruns"],

@@ -86,9 +86,14 @@ class BlockForecast:
         return max((one.token_at_s[0] if one.token_at_s else inf for one in self.requests), default=0.0)
 
 
+def requests_of(trace: Trace | None) -> list[Request]:
+    """The trace's requests; what their prompts share is in the prefix cache."""
+    return [] if trace is None else [Request(*arrival, trace.cached(arrival)) for arrival in trace]
+
+
 def play(trace: Trace | None, engine: Engine, block_s: float, *, until_s: float = inf) -> BlockForecast:
     """Simulate the answers to these arrivals; without a trace the engine is idle."""
-    requests = [Request(*arrival) for arrival in trace or ()]
+    requests = requests_of(trace)
     due, running = deque(requests), list[Request]()
     waiting = deque[Request]()
     now_s, busy_s = 0.0, 0.0

@@ -14,6 +14,7 @@ from conserve.bench.answers import Answer, Floats, tbts_ms, ttfts_ms
 
 FEWEST_BLOCKS = 4
 DRAWS = 1000
+RANKS_BELOW = 12  # the percentile that a resample's one is hardly ever below
 CELLS = 2**22  # draws times values that are in memory at once
 Resampled = Literal["blocks", "requests"]
 Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
@@ -28,7 +29,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A P99 with and without offline work; `ratio` is with / without."""
+    """A percentile with and without offline work; `ratio` is with / without."""
 
     with_ms: float
     without_ms: float
@@ -40,12 +41,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Harm:
-    """Changes of the online P99s by a policy's offline work; None without values to compare."""
+    """Changes of the online P50s and P99s by a policy's offline work; None without values to compare."""
 
     resampled: Resampled
     draws: int
     ttft_p99: Change | None
     tbt_p99: Change | None
+    ttft_p50: Change | None = None
+    tbt_p50: Change | None = None
 
 
 class Clusters(NamedTuple):
@@ -62,19 +65,30 @@ def harm(with_offline: Sequence[Sequence[Answer]], without: Sequence[Sequence[An
     rng = np.random.default_rng(seed)
     if not enough:
         with_offline, without = ([[a] for block in side for a in block] for side in (with_offline, without))
-    ttft, tbt = (
-        change(clusters([of(unit) for unit in with_offline]), clusters([of(unit) for unit in without]), rng)
+    pools = [
+        (clusters([of(unit) for unit in with_offline]), clusters([of(unit) for unit in without]))
         for of in (ttfts_ms, tbts_ms)
+    ]
+    ttft, tbt = (change(*pair, rng) for pair in pools)
+    ttft_p50, tbt_p50 = (change(*pair, rng, 50) for pair in pools)
+    return Harm(
+        resampled="blocks" if enough else "requests",
+        draws=DRAWS,
+        ttft_p99=ttft,
+        tbt_p99=tbt,
+        ttft_p50=ttft_p50,
+        tbt_p50=tbt_p50,
     )
-    return Harm(resampled="blocks" if enough else "requests", draws=DRAWS, ttft_p99=ttft, tbt_p99=tbt)
 
 
-def change(with_offline: Clusters, without: Clusters, rng: np.random.Generator) -> Change | None:
-    """Change of the P99, with its interval; None if a side has no value."""
+def change(
+    with_offline: Clusters, without: Clusters, rng: np.random.Generator, rank: int = 99
+) -> Change | None:
+    """Change of the percentile, with its interval; None if a side has no value."""
     if not len(with_offline.values) or not len(without.values):
         return None
-    with_ms, without_ms = p99(with_offline), p99(without)
-    drawn_with, drawn_without = resampled_p99s(with_offline, rng), resampled_p99s(without, rng)
+    with_ms, without_ms = percentile(with_offline, rank), percentile(without, rank)
+    drawn_with, drawn_without = (resampled(pool, rng, rank=rank) for pool in (with_offline, without))
     positive = bool(without_ms > 0 and np.nanmin(drawn_without) > 0)
     return Change(
         with_ms=with_ms,
@@ -94,23 +108,23 @@ def clusters(units: Sequence[Floats]) -> Clusters:
     return Clusters(values[order], unit[order], len(units))
 
 
-def p99(pool: Clusters) -> float:
-    """P99 of all values."""
-    return float(np.percentile(pool.values, 99, method="inverted_cdf"))
+def percentile(pool: Clusters, rank: int = 99) -> float:
+    """Percentile of all values."""
+    return float(np.percentile(pool.values, rank, method="inverted_cdf"))
 
 
-def resampled_p99s(pool: Clusters, rng: np.random.Generator, draws: int = DRAWS) -> Floats:
-    """P99 of each of `draws` resamples of whole units with replacement; NaN for a draw without values."""
+def resampled(pool: Clusters, rng: np.random.Generator, draws: int = DRAWS, *, rank: int = 99) -> Floats:
+    """Percentile of each of `draws` resamples of whole units with replacement; NaN for a draw without values."""
     chances = np.full(pool.units, 1 / pool.units)
     times = rng.multinomial(pool.units, chances, size=draws).astype(np.int32)  # (draws, units)
-    found = _p99s_from(len(pool.values) * 7 // 8, pool, times)
+    found = _ranked_from(len(pool.values) * (rank - RANKS_BELOW) // 100, pool, times, rank)
     missed = np.isnan(found)  # a draw may repeat units that have no large value
-    found[missed] = _p99s_from(0, pool, times[missed])
+    found[missed] = _ranked_from(0, pool, times[missed], rank)
     return found
 
 
-def _p99s_from(first: int, pool: Clusters, times: Integers) -> Floats:
-    """P99 of each draw; NaN if it lies before the pool's value number `first`."""
+def _ranked_from(first: int, pool: Clusters, times: Integers, rank: int) -> Floats:
+    """Percentile of each draw; NaN if it lies before the pool's value number `first`."""
     sizes = np.bincount(pool.unit, minlength=pool.units)
     tail = pool.unit[first:]
     found = np.full(len(times), np.nan)
@@ -120,8 +134,8 @@ def _p99s_from(first: int, pool: Clusters, times: Integers) -> Floats:
         total = (drawn @ sizes)[:, None]  # (step, 1)
         seen = np.cumsum(drawn[:, tail], axis=1)  # (step, tail)
         before = total - seen[:, -1:]
-        inside = (total > 0) & (100 * before < 99 * total)
-        place = first + np.argmax(100 * (before + seen) >= 99 * total, axis=1)
+        inside = (total > 0) & (100 * before < rank * total)
+        place = first + np.argmax(100 * (before + seen) >= rank * total, axis=1)
         found[start : start + step] = np.where(inside[:, 0], pool.values[place], np.nan)
     return found
 

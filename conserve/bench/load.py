@@ -29,6 +29,7 @@ from conserve.errors import ConserveError, InputError
 
 SPIN_S = 0.0015  # epoll wakes up to 1 ms late, so the last stretch is spent looking at the clock
 HEAD_START_S = 0.05
+SHARED_SEED = 1
 DETAIL_CHARACTERS = 300
 
 
@@ -95,18 +96,24 @@ class Exchange:
         self.status, self.detail = status, detail[:DETAIL_CHARACTERS]
 
 
-def prompt_ids(arrival: Arrival, index: int, vocab_range: tuple[int, int], seed: int = 0) -> list[int]:
-    """Prompt of random token ids, the same for the same seed and index, that shares no prefix with another."""
-    rng = np.random.default_rng([seed, index])
-    ids: list[int] = rng.integers(*vocab_range, arrival.input_tokens).tolist()
+def prompt_ids(
+    arrival: Arrival, index: int, vocab_range: tuple[int, int], seed: int = 0, *, shared: int = 0
+) -> list[int]:
+    """Prompt of random token ids, the same for the same seed and index.
+
+    Its first `shared` ids are those of every other prompt, whatever the seed; beyond them it shares no prefix.
+    """
+    common = np.random.default_rng(SHARED_SEED).integers(*vocab_range, shared)
+    own = np.random.default_rng([seed, index]).integers(*vocab_range, arrival.input_tokens - shared)
+    ids: list[int] = [*common.tolist(), *own.tolist()]
     return ids
 
 
-def request_body(arrival: Arrival, index: int, target: Target, seed: int) -> bytes:
+def request_body(arrival: Arrival, index: int, target: Target, seed: int, *, shared: int = 0) -> bytes:
     """JSON body of one request, which makes the server generate exactly the arrival's output tokens."""
     body = {
         "model": target.model,
-        "prompt": prompt_ids(arrival, index, target.vocab_range, seed),
+        "prompt": prompt_ids(arrival, index, target.vocab_range, seed, shared=shared),
         "max_tokens": arrival.output_tokens,
         "ignore_eos": True,
         "temperature": 0,
@@ -129,7 +136,8 @@ async def play(trace: Trace, target: Target, *, seed: int, start_at: float | Non
     async with asyncio.TaskGroup() as group:
         tasks = []
         for index, arrival in enumerate(trace):
-            body = request_body(arrival, index, target, seed)  # 0.1 ms: before the wait, not after it
+            shared = trace.cached(arrival)
+            body = request_body(arrival, index, target, seed, shared=shared)  # 0.1 ms: before the wait, not after it
             await _until(start_at + arrival.at_s)
             tasks.append(group.create_task(_ask(url, host, target, body)))
     return [

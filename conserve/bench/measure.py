@@ -38,6 +38,7 @@ class Block:
     planned: int
     overruns: int
     offline_work: float = 0.0  # offline tokens weighted by their cost, see `profiles.worth`
+    offline_decodes: int = 0  # decode steps among the offline tokens; the others are prompts'
     busy_s: float = 0.0  # time that the engine spent in iterations
     iterations_left: int = 0
     tokens_redone: int = 0
@@ -142,6 +143,8 @@ class PolicyOutcome:
     tbt_ms: Percentiles | None
     offline_tokens_per_s: float
     offline_work_per_s: float
+    offline_prompt_tokens_per_s: float
+    offline_decode_tokens_per_s: float
     online_tokens_per_s: float
     attainment: Mapping[str, Attainment]
     engine_busy: float  # share of the time
@@ -226,6 +229,8 @@ def outcome(blocks: Sequence[Block], reference: LatencyLimits | None) -> PolicyO
         tbt_ms=percentiles(tbts_ms(answers)),
         offline_tokens_per_s=sum(block.offline_tokens for block in blocks) / duration_s,
         offline_work_per_s=sum(block.offline_work for block in blocks) / duration_s,
+        offline_prompt_tokens_per_s=sum(one.offline_tokens - one.offline_decodes for one in blocks) / duration_s,
+        offline_decode_tokens_per_s=sum(block.offline_decodes for block in blocks) / duration_s,
         online_tokens_per_s=sum(map(tokens_within, blocks)) / duration_s,
         attainment=attainments(answers, reference),
         engine_busy=sum(block.busy_s for block in blocks) / duration_s,

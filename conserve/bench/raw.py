@@ -36,6 +36,7 @@ BLOCKS = pa.schema(
         ("duration_s", pa.float64()),
         ("offline_tokens", pa.int64()),
         ("offline_work", pa.float64()),
+        ("offline_decodes", pa.int64()),
         ("iterations", pa.int64()),
         ("planned", pa.int64()),
         ("overruns", pa.int64()),

@@ -94,6 +94,7 @@ class StockServer:
             **counts,
             "offline_tokens": round(prompts + decoded),
             "offline_work": self._rows.work(prompts, decoded),
+            "offline_decodes": round(decoded),
             "busy_s": duration_s,
             "offline_series": tuple(
                 (at, max(0, round(tokens.all - first.all - live_tokens(answers, at).all)))

@@ -28,11 +28,15 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Arrivals in order of time, at least one, all within the trace's duration."""
+    """Arrivals in order of time, at least one, all within the trace's duration.
+
+    The first `shared_tokens` of all prompts are the same, as far as a prompt is longer than that.
+    """
 
     name: str
     duration_s: float
     arrivals: tuple[Arrival, ...]
+    shared_tokens: int = 0
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -99,7 +103,11 @@ class Trace:
             )
             for arrival in self
         )
-        return replace(self, arrivals=shorter)
+        return replace(self, arrivals=shorter, shared_tokens=int(self.shared_tokens * input_factor))
+
+    def cached(self, arrival: Arrival) -> int:
+        """Tokens of this prompt that a prefix cache holds once another one was computed."""
+        return min(self.shared_tokens, arrival.input_tokens - 1)
 
     def spread(self, seed: int) -> "Trace":
         """Trace that spreads every tick's requests, in their order, uniformly until the next tick.

@@ -20,6 +20,7 @@ from conserve.cli.bench_report import conclude
 from conserve.cli.bench_server import Plan, make_rows, on_own_server
 from conserve.cli.context import Context
 from conserve.cli.serve_flags import checkpointing
+from conserve.cli.sweep import Wanted, sweeping
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE
 from conserve.errors import ConserveError, SettingsError, UsageError
@@ -29,6 +30,7 @@ conserve bench --trace azure_code_2023_10min_bursty.parquet --policies all --pre
 conserve bench --trace azure_conv_2023_10min --policies conserve,online-only --rate 4
 conserve bench --gamma 1,1,512,64 --policies online-only,conserve,conserve/all-offline,conserve/off
 conserve bench --gamma 1,1,512,64 --arms scheduler,preemption,checkpoints
+conserve bench --sweep quick --simulated
 conserve bench --gamma 2,0.5,4096,256 --endpoint http://localhost:8000
 """
 
@@ -118,6 +120,23 @@ def bench(
         bool,
         typer.Option("--allow-overload", help="Play also what online-only alone cannot keep up with."),
     ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="quick|full",
+            help="Over a grid of operating points instead: load, bursts, lengths, SLO, bundled traces.",
+        ),
+    ] = None,
+    cells: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Operating points of the sweep, spread evenly.")
+    ] = None,
+    simulated: Annotated[
+        bool,
+        typer.Option(
+            "--simulated",
+            help="Sweep on simulated time, by the model's profile; without a MODEL by the demo model's.",
+        ),
+    ] = False,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -144,6 +163,31 @@ def bench(
     if offline is not None and endpoint is not None:
         raise SettingsError(
             "--offline goes with a server of the benchmark's own; submit rows to that one's queue"
+        )
+    if sweep is None and (cells is not None or simulated):
+        raise SettingsError("--cells and --simulated are for --sweep; add --sweep quick")
+    if sweep is not None:
+        given = {"--trace": trace, "--gamma": gamma, "--on-off": on_off, "--rate": rate, "--speed": speed}
+        alone = {**given, "--lengths": times, "--ttft-slo": ttft_slo, "--endpoint": endpoint, "--arms": arms}
+        if said := [flag for flag, value in alone.items() if value is not None]:
+            raise SettingsError(f"a sweep sets {', '.join(said)} itself; leave it out")
+        raise typer.Exit(
+            sweeping(
+                ctx.obj,
+                words,
+                Wanted(
+                    size=sweep,
+                    cells=cells,
+                    seed=seed,
+                    policies=policies,
+                    rounds=rounds,
+                    block_s=block_s,
+                    simulated=simulated,
+                    preset=preset,
+                    folder=out,
+                ),
+                as_json=as_json,
+            )
         )
     chosen = resized(PRESETS[preset], rounds, block_s, offline)
     folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conserve.bench.answers import Answer, Status
-from conserve.bench.harm import change, clusters, p99, resampled_p99s
+from conserve.bench.harm import change, clusters, percentile, resampled
 from conserve.bench.measure import LatencyLimits, attainment, percentiles
 from conserve.bench.svg import Scale, log_ticks, ticks
 from conserve.bench.traces import Arrival, Trace, gamma, on_off
@@ -161,12 +161,12 @@ def test_the_interval_holds_the_point_estimate(seed: int, units: int, size: int,
 
 @given(st.lists(latencies_ms.map(np.array), min_size=1, max_size=8), st.integers(0, 2**32))
 def test_resampled_p99s_are_the_resamples_p99s(units: list[np.ndarray], seed: int) -> None:
-    drawn = resampled_p99s(clusters(units), np.random.default_rng(seed), draws=20)
+    drawn = resampled(clusters(units), np.random.default_rng(seed), draws=20)
     chances = np.full(len(units), 1 / len(units))
     times = np.random.default_rng(seed).multinomial(len(units), chances, size=20)
     for found, counts in zip(drawn, times, strict=True):
         resample = [unit for unit, count in zip(units, counts, strict=True) for _ in range(count)]
-        assert found == p99(clusters(resample))
+        assert found == percentile(clusters(resample))
 
 
 @given(st.floats(0.01, 1e6), st.floats(1.1, 1e4), st.integers(2, 12))

@@ -22,6 +22,7 @@ class OfflineTokens:
     def __init__(self, step: int = 1) -> None:
         """A decode step has `step` tokens at most."""
         self.work = 0.0  # prompt tokens, and decode steps as the number of prompt tokens that cost as much
+        self.steps = 0  # decode steps among the tokens
         self.again = 0  # tokens that were computed again after an eviction
         self._step = step
         self._had: dict[str, int] = {}  # tokens that evicted requests had computed
@@ -63,6 +64,7 @@ class OfflineTokens:
             for name in self._had.keys() & scheduled.keys()
         )
         self.again += again
+        self.steps += steps
         self.work += prompts - again + worth.of(steps, contexts)
         return tokens - again
 
@@ -70,6 +72,7 @@ class OfflineTokens:
         """Uncount the part of a request that left the iteration; returns the tokens that had counted."""
         again = self._again(name, part.tokens, part.context)
         self.again -= again
+        self.steps -= part.decode
         self.work -= worth.of(1, part.context) if part.decode else part.tokens - again
         return part.tokens - again
 

@@ -21,6 +21,7 @@ def report(scheduler: Any) -> dict[str, Any]:
     iterations = scheduler._iterations
     traffic = scheduler._traffic.report(now=time.monotonic())
     traffic["offline"]["work"] = scheduler._offline_tokens.work
+    traffic["offline"]["decode_steps"] = scheduler._offline_tokens.steps
     return {
         "policy": scheduler._policy_name,
         "refused_plans": refused_plans(scheduler._policy),

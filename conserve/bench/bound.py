@@ -1,0 +1,121 @@
+"""Bound of a cell: what a scheduler that knows the future would have harvested beside the same arrivals. Pure.
+
+A fluid bound on the latency model. In a block of T ms,
+
+    live_ms + x * row_ms + constant_ms * iterations(x) <= T
+
+and x, the rows' worth of offline work, is as large as that allows. `live_ms` and `row_ms` are what tokens add to an
+iteration. Iterations, of which each has the constant part, are at least as many as tokens and decode steps need at
+the engine's largest sizes, and as many as the answers need: each request's tokens lie in iterations of their own
+between its arrival and the end that the SLO leaves it.
+
+What it relaxes: the work is divisible, KV memory is endless, no prompt waits for an iteration under way, iterations
+may be as short and as close as is convenient. What it does not relax: each live request keeps the SLO, not 99 % of
+them, and the live work of a block is done by its end, as it is in a steady state.
+"""
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from conserve.bench.forecast import Engine
+from conserve.bench.measure import LatencyLimits
+from conserve.bench.traces import Arrival, Trace
+from conserve.profiles.batch import Batch, Slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Offline rows on an engine: tokens of a mean row, and the time that each adds to an iteration."""
+
+    prompt: float  # tokens
+    steps: float  # decode steps; the first token of an answer comes with the prompt
+    token_ms: float  # of a prompt token
+    step_ms: float
+
+    @classmethod
+    def of(cls, lengths: Sequence[tuple[int, int]], engine: Engine) -> "Mix":
+        """The mean of these rows' prompt and answer tokens."""
+        prompts, steps = sum(prompt for prompt, _ in lengths), sum(answer - 1 for _, answer in lengths)
+        prompts_ms = sum(added_ms(engine, Slice(prompt, 0)) for prompt, _ in lengths)
+        steps_ms = sum(answers_ms(engine, prompt, answer) for prompt, answer in lengths)
+        return cls(
+            prompt=prompts / len(lengths),
+            steps=steps / len(lengths),
+            token_ms=prompts_ms / max(1, prompts),
+            step_ms=steps_ms / max(1, steps),
+        )
+
+    @property
+    def row_ms(self) -> float:
+        """Time that a row adds to the iterations it is in."""
+        return self.rows_ms(self.prompt, self.steps)
+
+    def rows_ms(self, prompts: float, steps: float) -> float:
+        """Time that so many prompt tokens and decode steps of rows add to iterations."""
+        return prompts * self.token_ms + steps * self.step_ms
+
+    def rows(self, prompts: float, steps: float) -> float:
+        """Rows' worth of work in so many prompt tokens and decode steps."""
+        return self.rows_ms(prompts, steps) / self.row_ms
+
+
+def rows_per_s(
+    blocks: Iterable[Trace], engine: Engine, block_s: float, slo: LatencyLimits, mix: Mix
+) -> float:
+    """Mean of the blocks' bounds, in rows' worth of work per second."""
+    found = [_rows(trace, engine, block_s, slo, mix) for trace in blocks]
+    return sum(found) / len(found) / block_s
+
+
+def _rows(trace: Trace, engine: Engine, block_s: float, slo: LatencyLimits, mix: Mix) -> float:
+    """Rows' worth of work in one block."""
+    live_ms, tokens, steps = _live(trace, engine)
+    left_ms, constant_ms = 1e3 * block_s - live_ms, engine.ms(Batch())
+    kinds = (
+        (constant_ms * least_iterations(trace, slo), 0.0),
+        (constant_ms * tokens / engine.max_tokens, constant_ms * (mix.prompt + mix.steps) / engine.max_tokens),
+        (constant_ms * steps / engine.max_requests, constant_ms * mix.steps / engine.max_requests),
+    )
+    return max(0.0, min((left_ms - fixed) / (mix.row_ms + each) for fixed, each in kinds))
+
+
+def _live(trace: Trace, engine: Engine) -> tuple[float, int, int]:
+    """Time that the live requests add to iterations in ms, their tokens, and the decode steps among them."""
+    live_ms, tokens, steps = 0.0, 0, 0
+    for one in trace:
+        cached = trace.cached(one)
+        live_ms += added_ms(engine, Slice(one.input_tokens - cached, cached))
+        live_ms += answers_ms(engine, one.input_tokens, one.output_tokens)
+        tokens += one.input_tokens - cached + one.output_tokens - 1
+        steps += one.output_tokens - 1
+    return live_ms, tokens, steps
+
+
+def least_iterations(trace: Trace, slo: LatencyLimits) -> int:
+    """Fewest iterations that hold each request's tokens between its arrival and its end under the SLO.
+
+    Greedy by the ends, each missing iteration as late as possible, which is optimal.
+    """
+    at_s: list[float] = []
+    for end_s, one in sorted((_end_s(one, slo), one) for one in trace):
+        missing = one.output_tokens - sum(one.at_s < at <= end_s for at in at_s)
+        for _ in range(missing):
+            insort(at_s, end_s)
+    return len(at_s)
+
+
+def _end_s(one: Arrival, slo: LatencyLimits) -> float:
+    """Latest time of the last token."""
+    return one.at_s + (slo.ttft_ms + (one.output_tokens - 1) * slo.tbt_ms) / 1e3
+
+
+def added_ms(engine: Engine, part: Slice) -> float:
+    """Time that this part adds to an iteration."""
+    return engine.ms(Batch.of([part])) - engine.ms(Batch())
+
+
+def answers_ms(engine: Engine, prompt: int, answer: int) -> float:
+    """Time that an answer's decode steps add to iterations; its first token comes with the prompt."""
+    steps = answer - 1
+    return steps * added_ms(engine, Slice(1, prompt + answer // 2, True)) if steps else 0.0

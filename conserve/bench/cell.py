@@ -1,0 +1,107 @@
+"""Figures of one cell of a sweep: the policies' blocks at one operating point, as a JSON document."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conserve.bench.bound import Mix
+from conserve.bench.harm import Change
+from conserve.bench.measure import Block, Comparison, LatencyLimits, PolicyOutcome, compare
+from conserve.bench.names import alone_of, most_of
+from conserve.bench.points import Cell
+
+RATIOS = ("ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """Blocks of all policies in a cell."""
+
+    cell: Cell
+    rate: float  # requests/s
+    blocks: Sequence[Block]
+    mix: Mix
+    bound_rows_per_s: float | None  # None where the engine's speed is unknown
+    tuned: Sequence[str] = ()  # sentences on the baselines' parameters
+
+
+def document(played: Played, *, seed: int) -> dict[str, Any]:
+    """The cell's figures; latencies are ratios to online-only's with their 95 % intervals."""
+    comparison = compare(played.blocks, seed=seed)
+    alone = alone_of([*comparison.policies])
+    reference = comparison.reference
+    return {
+        **played.cell.document(),
+        "rate": played.rate,
+        "requests": comparison.policies[alone].requests if alone else 0,
+        "online_only_busy": comparison.policies[alone].engine_busy if alone else None,
+        "slo_ms": [played.cell.scale * ms for ms in reference] if reference else None,
+        "bound_rows_per_s": played.bound_rows_per_s,
+        "tuned": list(played.tuned),
+        "policies": {name: _policy(name, comparison, played) for name in comparison.policies},
+    }
+
+
+def _policy(name: str, comparison: Comparison, played: Played) -> dict[str, Any]:
+    outcome = comparison.policies[name]
+    rows_per_s = _rows_per_s(outcome, played.mix)
+    most = comparison.policies.get(most_of([*comparison.policies]) or "")
+    return {
+        "requests": outcome.requests,
+        "failed": outcome.failed,
+        "ttft_ms": outcome.ttft_ms._asdict() if outcome.ttft_ms else None,
+        "tbt_ms": outcome.tbt_ms._asdict() if outcome.tbt_ms else None,
+        "ratios": _ratios(name, comparison),
+        "attainment": _attainment(outcome, played.cell.scale),
+        "rows_per_s": rows_per_s,
+        "prompt_tokens_per_s": outcome.offline_prompt_tokens_per_s,
+        "decode_tokens_per_s": outcome.offline_decode_tokens_per_s,
+        "of_non_preemptive": _over(rows_per_s, _rows_per_s(most, played.mix) if most else None),
+        "of_bound": _over(rows_per_s, played.bound_rows_per_s),
+    }
+
+
+def _rows_per_s(outcome: PolicyOutcome, mix: Mix) -> float:
+    return mix.rows(outcome.offline_prompt_tokens_per_s, outcome.offline_decode_tokens_per_s)
+
+
+def _ratios(name: str, comparison: Comparison) -> dict[str, Any]:
+    """Each latency to online-only's, as `[ratio, low, high]`; the interval is None where it cannot be told."""
+    harm = comparison.harm.get(name)
+    if harm is None:  # online-only itself, or none to compare with
+        known = name == alone_of([*comparison.policies])
+        return dict.fromkeys(RATIOS, [1.0, None, None] if known else None)
+    return {ratio: _changed(getattr(harm, ratio)) for ratio in RATIOS}
+
+
+def _changed(change: Change | None) -> list[float | None] | None:
+    if change is None or not change.without_ms:
+        return None
+    interval: Sequence[float | None] = change.ratio_ci or (None, None)
+    return [change.with_ms / change.without_ms, *interval]
+
+
+def _attainment(outcome: PolicyOutcome, scale: float) -> Mapping[str, float | None] | None:
+    found = outcome.attainment.get(str(scale))
+    return {"ttft": found.ttft, "tbt": found.tbt} if found else None
+
+
+def _over(value: float, of: float | None) -> float | None:
+    return value / of if of else None
+
+
+def ratio(measured: Mapping[str, Any], policy: str, name: str) -> float | None:
+    """Ratio of a latency to online-only's in a cell's document."""
+    found = measured["policies"].get(policy, {}).get("ratios", {}).get(name)
+    return found[0] if found else None
+
+
+def worst(measured: Mapping[str, Any], policy: str) -> float:
+    """Larger of the two P99s to online-only's."""
+    return max((ratio(measured, policy, name) or 0.0 for name in ("ttft_p99", "tbt_p99")), default=0.0)
+
+
+def limits(blocks: Sequence[Block], scale: float) -> LatencyLimits | None:
+    """SLO of a cell: so many times online-only's P99s."""
+    reference = compare(blocks).reference if blocks else None
+    return LatencyLimits(*(scale * ms for ms in reference)) if reference else None

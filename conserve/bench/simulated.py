@@ -1,0 +1,131 @@
+"""Blocks of a comparison on a simulated engine, in the form of measured ones."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, cycle
+from typing import Any, Protocol
+
+from conserve.bench.answers import Answer, Status
+from conserve.bench.deployment import Counters
+from conserve.bench.machine import Machine
+from conserve.bench.measure import Block, LatencyLimits
+from conserve.bench.names import CONSERVE, ONLINE_ONLY, PRIORITY, SARATHI_P, regime_of
+from conserve.bench.traces import Trace
+
+ROWS = 4096  # different rows of a simulation, over and over
+
+
+class Timed(Protocol):
+    """A live request's answer; times are of the simulation's clock."""
+
+    @property
+    def token_at_s(self) -> Sequence[float]:
+        """Times of its tokens."""
+
+
+class Played(Protocol):
+    """A simulated block, and the scheduler's reports at its begin and at its end."""
+
+    @property
+    def began_s(self) -> float: ...
+    @property
+    def answers(self) -> Sequence[Timed]: ...
+    @property
+    def first(self) -> Mapping[str, Any]: ...
+    @property
+    def last(self) -> Mapping[str, Any]: ...
+
+
+class Simulate(Protocol):
+    """Plays blocks one after the other on one engine, beside these rows."""
+
+    def __call__(
+        self,
+        machine: Machine,
+        policy: str,
+        blocks: Iterable[Trace],
+        *,
+        block_s: float,
+        rows: Iterator[tuple[int, int]],
+        promises: Mapping[str, Any],
+        terms: Mapping[str, float] | None,
+        shared_tokens: int,
+    ) -> Iterator[Played]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulator:
+    """A simulated engine, on which policies play the same blocks."""
+
+    machine: Machine
+    simulate: Simulate
+    block_s: float
+    seed: int
+
+    def play(
+        self,
+        name: str,
+        blocks: Sequence[Trace],
+        slo: LatencyLimits | None = None,
+        *,
+        promises: Mapping[str, Any] | None = None,
+        terms: Mapping[str, float] | None = None,
+        tokens: int | None = None,
+    ) -> list[Block]:
+        """Play these blocks under a policy by its name, with an SLO or other promises.
+
+        `terms` are parameters of HyGen's policies, `tokens` is the token budget of `sarathi-p`.
+        """
+        machine = self.machine if tokens is None else self.machine.limited(tokens)
+        rows = self.machine.rows(ROWS, seed=self.seed)
+        played = self.simulate(
+            machine,
+            _policy(name),
+            blocks,
+            block_s=self.block_s,
+            rows=cycle(rows) if name != ONLINE_ONLY else iter(()),
+            promises=_promises(name, slo) if promises is None else promises,
+            terms=terms,
+            shared_tokens=blocks[0].shared_tokens if blocks else 0,
+        )
+        return [self._block(name, *pair) for pair in zip(blocks, played, strict=True)]
+
+    def _block(self, name: str, trace: Trace, played: Played) -> Block:
+        first, last = Counters.of(dict(played.first)), Counters.of(dict(played.last))
+        answers = [
+            Answer(
+                index=number,
+                due_s=arrival.at_s,
+                sent_s=arrival.at_s,
+                ended_s=timed.token_at_s[-1] - played.began_s,
+                input_tokens=arrival.input_tokens,
+                token_at_s=tuple(at - played.began_s for at in timed.token_at_s),
+                status=Status.OK,
+            )
+            for number, arrival, timed in zip(count(), trace, played.answers, strict=False)
+        ]
+        return Block(
+            policy=name,
+            started_s=played.began_s,
+            duration_s=self.block_s,
+            answers=tuple(answers),
+            **last.since(first),
+        )
+
+
+def _policy(name: str) -> str:
+    """Name of the plug-in's policy that stands for it: the schedules of stock vLLM's are vLLM's own."""
+    if name == SARATHI_P:
+        return PRIORITY
+    regime = regime_of(name)
+    return f"{regime.policy}/{regime.preemption}" if regime.preemption else regime.policy
+
+
+def _promises(name: str, slo: LatencyLimits | None) -> dict[str, Any]:
+    """Entries of the engine's section."""
+    regime = regime_of(name)
+    if regime.harm is not None:
+        return {"harm": regime.harm}
+    if slo is None or regime.policy != CONSERVE:
+        return {}
+    return {"ttft_slo_ms": slo.ttft_ms, "tbt_slo_ms": slo.tbt_ms}

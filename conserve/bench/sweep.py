@@ -1,0 +1,222 @@
+"""A sweep over operating points: cells one after the other, each kept as soon as it is measured."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from conserve.bench import cell as cells
+from conserve.bench import points
+from conserve.bench.bound import Mix, rows_per_s
+from conserve.bench.cell import Played
+from conserve.bench.measure import Block
+from conserve.bench.names import CONSERVE, HYGEN, HYGEN_STAR, ONLINE_ONLY, SARATHI_P
+from conserve.bench.points import Cell
+from conserve.bench.profiler import DEFAULT, LEAST, MOST, Promise
+from conserve.bench.simulated import Simulator
+from conserve.bench.traces import Trace
+from conserve.bench.tuning import TERMS, Workload, latency_budget, offline_rate, sentence, token_budget
+from conserve.errors import InputError
+from conserve.profiles.batch import Batch, Slice
+from conserve.profiles.fit import Samples, fit
+from conserve.profiles.hygen import HyGenModel
+from conserve.profiles.model import LinearModel
+
+FIRST_CELL_S = 60.0  # of a simulated cell with all policies and four blocks, before the first one is over
+MOST_BLOCKS = 16
+PREDICTED_OVER = 400  # random batches that HyGen's predictor is fitted to
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Cells of a sweep, and how each is played. The same plan goes on in the same file."""
+
+    seed: int
+    cells: int
+    policies: Sequence[str]
+    blocks: int  # of each policy in a cell, at least
+    requests: int = 0  # live ones in a cell, at least: a P99 of forty is the slowest one
+    block_s: float
+    simulated: bool
+    engine: str  # what is measured
+
+    def wanted(self) -> list[Cell]:
+        """The cells, in their order."""
+        return list(islice(points.spread(self.seed), self.cells))
+
+    def document(self) -> Document:
+        """Everything that two runs must have in common for their cells to be compared."""
+        return {
+            "seed": self.seed,
+            "policies": list(self.policies),
+            "blocks": self.blocks,
+            "block_s": self.block_s,
+            "requests": self.requests,
+            "simulated": self.simulated,
+            "engine": self.engine,
+        }
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Measured cells in a file of lines, the plan first. A line that was cut short is measured again."""
+
+    path: Path
+    plan: Plan
+    measured: dict[Cell, Document] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path, plan: Plan) -> "Ledger":
+        """Go on with the file, or begin it; raises `InputError` if it is another sweep's."""
+        ledger, lines = cls(path, plan), list(_lines(path))
+        if lines and lines[0] != plan.document():
+            said = [name for name, value in plan.document().items() if lines[0].get(name) != value]
+            raise InputError(
+                f"{path} is a sweep with other {', '.join(said)}; name another folder with --output"
+            )
+        ledger.measured = {Cell.of(one): one for one in lines[1:]}
+        if not lines:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(plan.document()) + "\n")
+        return ledger
+
+    def keep(self, document: Document) -> None:
+        """Append a cell, behind a line that may have been cut short."""
+        before = self.path.read_bytes()
+        cut = before and not before.endswith(b"\n")
+        with self.path.open("a") as opened:
+            opened.write(("\n" if cut else "") + json.dumps(document) + "\n")
+        self.measured[Cell.of(document)] = document
+
+    @property
+    def missing(self) -> list[Cell]:
+        """Cells that are not measured yet, in their order."""
+        return [cell for cell in self.plan.wanted() if cell not in self.measured]
+
+    @property
+    def done(self) -> list[Document]:
+        """Measured cells of the plan, in its order."""
+        return [self.measured[cell] for cell in self.plan.wanted() if cell in self.measured]
+
+
+def _lines(path: Path) -> Iterator[Document]:
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+class Estimate:
+    """How long the missing cells will take, from those that were measured just now."""
+
+    def __init__(self, each_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`each_s` is for as long as none is."""
+        self._each_s, self._clock, self._began, self._cells = each_s, clock, clock(), 0
+
+    def measured(self) -> None:
+        """One more is."""
+        self._cells += 1
+
+    def left_s(self, cells: int) -> float:
+        """Seconds for so many cells."""
+        each_s = (self._clock() - self._began) / self._cells if self._cells else self._each_s
+        return each_s * cells
+
+
+def simulated(cell: Cell, plan: Plan, simulator: Simulator) -> Document:
+    """Measure a cell on a simulated engine."""
+    engine, mix = simulator.machine.engine, _mix(simulator)
+    rate, traces = arrivals(cell, plan, simulator)
+    alone = simulator.play(ONLINE_ONLY, traces)
+    slo = cells.limits(alone, cell.scale)
+    tokens, terms, told = _tuned(cell, plan, simulator, traces)
+    blocks: list[Block] = [*alone]
+    for name in plan.policies:
+        if name != ONLINE_ONLY:
+            blocks += simulator.play(
+                name,
+                traces,
+                slo,
+                promises={"hygen": terms["predictor"].coefficients} if name in TERMS else None,
+                terms=terms.get(name),
+                tokens=tokens if name == SARATHI_P else None,
+            )
+    bound = rows_per_s(traces, engine, plan.block_s, slo, mix) if slo else None
+    played = Played(cell=cell, rate=rate, blocks=blocks, mix=mix, bound_rows_per_s=bound, tuned=told)
+    return cells.document(played, seed=plan.seed)
+
+
+def arrivals(cell: Cell, plan: Plan, simulator: Simulator) -> tuple[float, list[Trace]]:
+    """Rate of a cell on this engine, and the arrivals of its blocks."""
+    machine = simulator.machine
+    rate = points.rate_of(cell, machine.engine, plan.block_s, times=machine.times, seed=plan.seed)
+    source = points.arrivals(cell, rate, plan.block_s, times=machine.times, seed=plan.seed)
+    blocks = max(plan.blocks, min(MOST_BLOCKS, ceil(plan.requests / (rate * plan.block_s))))
+    return rate, [source(number) for number in range(blocks)]
+
+
+def _mix(simulator: Simulator) -> Mix:
+    return Mix.of(simulator.machine.rows(1000, seed=simulator.seed), simulator.machine.engine)
+
+
+def _tuned(
+    cell: Cell, plan: Plan, simulator: Simulator, traces: Sequence[Trace]
+) -> tuple[int | None, dict[str, Any], list[str]]:
+    """Parameters of the baselines in this cell: Sarathi's token budget, HyGen's terms; and sentences on them."""
+    machine = simulator.machine
+    workload = Workload(
+        engine=machine.engine,
+        traces=traces[:2],
+        block_s=plan.block_s,
+        lengths=machine.rows(512, seed=plan.seed),
+        window=machine.window,
+    )
+    promised = [one._replace(tolerance=min(MOST, max(LEAST, cell.scale - 1))) for one in DEFAULT]
+    told, tokens = [], None
+    if SARATHI_P in plan.policies:
+        budget = token_budget(workload, promised)
+        tokens, told = budget.tokens, [budget.sentence()]
+    terms: dict[str, Any] = {"predictor": predictor_of(machine.model, plan.seed)}
+    for name in (HYGEN_STAR, HYGEN):
+        if name in plan.policies:
+            value, said = asyncio.run(_hygen(name, workload, terms["predictor"], promised))
+            terms[name] = {TERMS[name]: value}
+            told.append(said)
+    return tokens, terms, told
+
+
+async def _hygen(
+    name: str, workload: Workload, predictor: LinearModel, promised: Sequence[Promise]
+) -> tuple[float, str]:
+    alone = workload.alone()
+    if name == HYGEN:
+        found = await latency_budget(workload, predictor, promised, None, alone)
+    else:
+        found = await offline_rate(workload, promised, None, alone)
+    return found.value, sentence(name, found, promised, "simulated")
+
+
+def predictor_of(model: LinearModel, seed: int) -> HyGenModel:
+    """HyGen's predictor, fitted to random batches of this engine."""
+    import numpy as np
+
+    dice = np.random.default_rng(seed)
+    batches = []
+    for _ in range(PREDICTED_OVER):
+        prompts = [Slice(int(n), 0) for n in np.exp(dice.uniform(2, 7, dice.integers(0, 4)))]
+        steps = [Slice(1, int(c), True) for c in dice.integers(8, 1000, dice.integers(1, 100))]
+        batches.append(Batch.of([*prompts, *steps]))
+    return fit(HyGenModel, Samples.of(batches, [model.predict(batch) for batch in batches]))
+
+
+def ranked(measured: Iterable[Mapping[str, Any]], policy: str = CONSERVE) -> list[Mapping[str, Any]]:
+    """Cells by the larger P99 of this policy to online-only's, the worst first."""
+    return sorted(measured, key=lambda one: cells.worst(one, policy), reverse=True)
+

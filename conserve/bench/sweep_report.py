@@ -1,0 +1,222 @@
+"""Report of a sweep: the worst cell first, then medians and worst figures, then every cell; as text, Markdown, a page."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from conserve.bench.cell import RATIOS, ratio, worst
+from conserve.bench.names import alone_of
+from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell
+from conserve.bench.report import Table
+from conserve.bench.svg import figure
+from conserve.bench.sweep import ranked
+
+NOTHING = "-"
+LATENCIES = {
+    "ttft_p50": "TTFT P50",
+    "ttft_p99": "TTFT P99",
+    "tbt_p50": "TBT P50",
+    "tbt_p99": "TBT P99",
+}
+QUEUE = {
+    "rows_per_s": "rows/s",
+    "prompt_tokens_per_s": "prompt tokens/s",
+    "decode_tokens_per_s": "decode tokens/s",
+    "of_non_preemptive": "of non-preemptive",
+    "of_bound": "of the bound",
+}
+HEADER = ["", "policy", *LATENCIES.values(), "TTFT in SLO", "TBT in SLO", *QUEUE.values()]
+NOTE = (
+    "Latencies are times online-only's, in brackets the 95 % interval of the bootstrap. In SLO: share of requests, and "
+    "of token gaps, within the cell's SLO. Rows/s: offline work per second, by the cost of a mean row. Of "
+    "non-preemptive: that work to non-preemptive scheduling's. Of the bound: the same to what a scheduler that knows "
+    "the future would have harvested."
+)
+
+
+class Square(NamedTuple):
+    """A cell of a heat map."""
+
+    text: str
+    heat: float | None  # 0 (good) to 1 (bad); None where nothing was measured
+    told: str
+
+
+class HeatMap(NamedTuple):
+    """A figure over the grid: lengths and load downwards, burstiness and SLO across."""
+
+    heading: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Square]]]
+
+
+def lead_of(policies: Sequence[str]) -> str:
+    """The policy whose cells are ranked: the first that is not a baseline."""
+    alone = alone_of(policies)
+    return next((name for name in policies if name != alone), policies[0])
+
+
+def first_table(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> Table:
+    """The worst cell under each policy, then medians and worst figures over all cells."""
+    lead, count = lead_of(policies), len(measured)
+    order = [lead, *(name for name in policies if name != lead)]
+    worst_cell = ranked(measured, lead)[0]
+    rows = [
+        _row(f"the worst cell: {Cell.of(worst_cell).name}" if name == lead else "", name, worst_cell)
+        for name in order
+    ]
+    rows += [
+        [f"median of {count} cells" if name == lead else "", name, *_over(measured, name, statistics.median)]
+        for name in order
+    ]
+    rows += [
+        [f"worst of {count} cells" if name == lead else "", name, *_over(measured, name, None)] for name in order
+    ]
+    return Table(HEADER, rows)
+
+
+def every_cell(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> Table:
+    """All cells under the ranked policy, the worst first."""
+    lead = lead_of(policies)
+    return Table(HEADER, [_row(Cell.of(one).name, lead, one) for one in ranked(measured, lead)])
+
+
+def _row(heading: str, policy: str, measured: Mapping[str, Any]) -> list[str]:
+    said = measured["policies"][policy]
+    latencies = [_interval((said["ratios"] or {}).get(name)) for name in RATIOS]
+    kept = said["attainment"] or {}
+    shares = [_percent(kept.get("ttft")), _percent(kept.get("tbt"))]
+    return [heading, policy, *latencies, *shares, *(_queue(name, said[name]) for name in QUEUE)]
+
+
+def _over(measured: Sequence[Mapping[str, Any]], policy: str, of: Any) -> list[str]:
+    """Figures of a policy over all cells; with `of` None each column's worst."""
+    latencies = [_times(_fold([ratio(one, policy, name) for one in measured], of or max)) for name in RATIOS]
+    said = [one["policies"][policy] for one in measured]
+    kept = [
+        _percent(_fold([(one["attainment"] or {}).get(name) for one in said], of or min))
+        for name in ("ttft", "tbt")
+    ]
+    queue = [_queue(name, _fold([one[name] for one in said], of or min)) for name in QUEUE]
+    return [*latencies, *kept, *queue]
+
+
+def _fold(values: Iterable[float | None], of: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(of(known)) if known else None
+
+
+def _interval(said: Sequence[float | None] | None) -> str:
+    if said is None or said[0] is None:
+        return NOTHING
+    value, low, high = said
+    return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None else "")
+
+
+def _times(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1%}"
+
+
+def _queue(name: str, value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{value:.2f}" if name.startswith("of_") else figure(value)
+
+
+def heat_maps(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> list[HeatMap]:
+    """The larger P99 to online-only's, and the offline work, of the ranked policy over the grid."""
+    lead, found = lead_of(policies), {Cell.of(one): one for one in measured}
+    return [
+        _map(f"{lead}: larger P99, times online-only's", found, lambda one: worst(one, lead), 1.0, 1.5),
+        _map(
+            f"{lead}: offline work of non-preemptive's",
+            found,
+            lambda one: one["policies"][lead]["of_non_preemptive"],
+            1.0,
+            0.5,
+        ),
+        _map(f"{lead}: offline work of the bound", found, lambda one: one["policies"][lead]["of_bound"], 1.0, 0.3),
+    ]
+
+
+def _map(heading: str, found: Mapping[Cell, Any], of: Any, good: float, bad: float) -> HeatMap:
+    across = [(cv, scale) for cv in (*CVS, None) for scale in SCALES]
+    columns = [f"CV {cv:g}, x{scale:g}" if cv is not None else f"trace, x{scale:g}" for cv, scale in across]
+    rows = []
+    for lengths in (*LENGTHS, *TRACES):
+        for busy in BUSY:
+            cells = [Cell(busy=busy, cv=cv, lengths=lengths, scale=scale) for cv, scale in across]
+            squares = [_square(cell, found.get(cell), of, good, bad) for cell in cells]
+            if any(square.heat is not None for square in squares):
+                rows.append((f"{lengths}, {busy:.0%} busy", squares))
+    return HeatMap(heading, columns, rows)
+
+
+def _square(cell: Cell, one: Any, of: Any, good: float, bad: float) -> Square:
+    value = of(one) if one is not None else None
+    if value is None:
+        return Square("", None, "")
+    heat = min(1.0, max(0.0, (value - good) / (bad - good)))
+    return Square(f"{value:.2f}", heat, f"{cell.name}: {value:.3f}")
+
+
+def markdown(measured: Sequence[Mapping[str, Any]], policies: Sequence[str], facts: Mapping[str, str]) -> str:
+    """Both tables as Markdown, with how they were measured."""
+    parts = [
+        "\n".join(f"- {name}: {value}" for name, value in facts.items()),
+        NOTE,
+        _piped(first_table(measured, policies)),
+        _piped(every_cell(measured, policies)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _piped(table: Table) -> str:
+    rule = ["---", "---", *["---:"] * (len(table.header) - 2)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (table.header, rule, *table.rows))
+
+
+def page(
+    measured: Sequence[Mapping[str, Any]],
+    policies: Sequence[str],
+    facts: Mapping[str, str],
+    *,
+    stopped: str | None = None,
+) -> str:
+    """The HTML page, without outside resources."""
+    from jinja2 import Environment, StrictUndefined
+
+    source = (files("conserve.bench") / "sweep.html").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(source)
+    return template.render(
+        answer=sentence(measured, policies),
+        note=NOTE,
+        stopped=stopped,
+        tables=[
+            ("The worst cell, medians and worst figures", first_table(measured, policies)),
+            ("Every cell, the worst first", every_cell(measured, policies)),
+        ],
+        maps=heat_maps(measured, policies),
+        facts=facts,
+    )
+
+
+def sentence(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> str:
+    """The answer: the worst cell, then the medians."""
+    lead = lead_of(policies)
+    first = ranked(measured, lead)[0]
+    middle = {
+        name: _times(_fold([ratio(one, lead, name) for one in measured], statistics.median)) for name in RATIOS
+    }
+    share = _fold([one["policies"][lead]["of_non_preemptive"] for one in measured], statistics.median)
+    queue = f"; the queue got {share:.0%} of what non-preemptive gave it" if share is not None else ""
+    return (
+        f"Under {lead} the worst of {len(measured)} cells ({Cell.of(first).name}) has a P99 {worst(first, lead):.2f} "
+        f"times online-only's. In the middle P99 TTFT is {middle['ttft_p99']} and P99 TBT {middle['tbt_p99']} "
+        f"times{queue}."
+    )

@@ -1,0 +1,245 @@
+"""`conserve bench --sweep`: the comparison over a grid of operating points, cell by cell, on an engine or simulated."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from conserve.bench.names import regime_of
+from conserve.cli import exits, output
+from conserve.cli.bench_names import which
+from conserve.cli.context import Context
+from conserve.config import Settings
+from conserve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from conserve.bench.machine import Machine
+    from conserve.bench.simulated import Played, Simulate
+    from conserve.bench.sweep import Ledger, Plan
+    from conserve.bench.traces import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Flags of a sweep."""
+
+    size: str
+    cells: int | None
+    seed: int
+    policies: str | None
+    rounds: int | None
+    block_s: float | None
+    simulated: bool
+    preset: str
+    folder: Path | None
+
+
+class Size(NamedTuple):
+    """A size of sweeps. Without `--cells` a quick one on an engine has as many as `QUICK_S` allow."""
+
+    cells: int
+    simulated_cells: int
+    rounds: int
+    simulated_rounds: int
+
+
+SIZES = {"quick": Size(6, 12, 1, 4), "full": Size(32, 216, 2, 8)}
+QUICK_S = 1800.0
+BLOCK_S, SIMULATED_BLOCK_S = 25.0, 30.0
+REQUESTS = 100  # live ones in a simulated cell
+CELL_S = 60.0  # of a simulated cell with eight policies, before one was measured
+FILE = "cells.jsonl"
+
+
+def sweeping(context: Context, words: list[str], wanted: Wanted, *, as_json: bool) -> int:
+    """Run the sweep, or go on with it; returns the exit code."""
+    size = require_size(wanted.size)
+    folder = folder_of(wanted.size, wanted.folder, simulated=wanted.simulated)
+    settings = context.settings(model=words[0] if words else None)
+    if not wanted.simulated:
+        from conserve.cli.sweep_server import on_servers
+
+        return on_servers(settings, words[1:], wanted, size, folder, as_json=as_json)
+    if words[1:]:
+        raise SettingsError("a simulated engine has the flags of its profile; leave vLLM's flags out")
+    machine = machine_of(settings, words[0] if words else None)
+    plan = plan_of(wanted, size, machine.name)
+    return simulated(plan, machine, folder, as_json=as_json)
+
+
+def plan_of(wanted: Wanted, size: Size, engine: str) -> "Plan":
+    """The plan of a sweep by its flags."""
+    from conserve.bench.sweep import Plan
+
+    rounds, cells, block_s = (
+        (size.simulated_rounds, size.simulated_cells, SIMULATED_BLOCK_S)
+        if wanted.simulated
+        else (size.rounds, size.cells, BLOCK_S)
+    )
+    return Plan(
+        seed=wanted.seed,
+        cells=wanted.cells or cells,
+        policies=policies_of(wanted),
+        blocks=wanted.rounds or rounds,
+        block_s=wanted.block_s or block_s,
+        requests=REQUESTS if wanted.simulated and wanted.rounds is None else 0,
+        simulated=wanted.simulated,
+        engine=engine,
+    )
+
+
+def policies_of(wanted: Wanted) -> list[str]:
+    """Policies of the sweep; raises `SettingsError` if online-only, their yardstick, is not among them."""
+    from conserve.bench.names import CONSERVE, HARM, HYGENS, ONLINE_ONLY, USUAL
+
+    if wanted.policies is None:
+        more = HYGENS if wanted.simulated or wanted.size == "full" else ()
+        return [CONSERVE, f"{CONSERVE}/{HARM}", *USUAL[1:], *more]
+    named = which(wanted.policies)
+    if ONLINE_ONLY not in named:
+        raise SettingsError(f"a sweep compares with {ONLINE_ONLY}; add it to --policies")
+    if wanted.simulated and (unknown := [name for name in named if not simulable(name)]):
+        raise SettingsError(f"{', '.join(unknown)} cannot be simulated; leave it out of --policies")
+    return named
+
+
+def simulable(name: str) -> bool:
+    """True unless the policy goes without a mechanism that the simulation does not have."""
+    regime = regime_of(name)
+    return regime.ordered and regime.full_batches and "-" not in name.partition("/")[2].replace("harm-", "")
+
+
+def require_size(name: str) -> Size:
+    """The size of this name; raises `SettingsError`."""
+    if name not in SIZES:
+        raise SettingsError(f"--sweep takes {' or '.join(SIZES)}, not {name!r}")
+    return SIZES[name]
+
+
+def folder_of(name: str, given: Path | None, *, simulated: bool) -> Path:
+    """Folder of a sweep: the same for the same command, which goes on there."""
+    return given or Path(f"bench-sweep-{name}{'-simulated' if simulated else ''}")
+
+
+def machine_of(settings: Settings, model: str | None) -> "Machine":
+    """The engine to simulate: that of the model's profile, or the demo model's; raises `ProfileError`."""
+    from conserve.bench.machine import Machine
+    from conserve.profiles.book import Book
+
+    if model is None:
+        return Machine.demo()
+    return Machine.of(Book(settings.profiles_folder).named(model))
+
+
+def simulator() -> "Simulate":
+    """vLLM's scheduler on simulated time. Imports vLLM, which takes seconds."""
+    import os
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from conserve.engine.vllm.simulation.play import SimulatedMachine, simulate
+
+    def play(
+        machine: "Machine", policy: str, blocks: "Iterable[Trace]", **given: Any
+    ) -> "Iterator[Played]":
+        sizes = SimulatedMachine(
+            model=machine.model, layers=machine.layers, flags=machine.flags, num_blocks=machine.num_blocks
+        )
+        return simulate(sizes, policy, blocks, window=machine.window, **given)
+
+    return play
+
+
+def simulated(plan: "Plan", machine: "Machine", folder: Path, *, as_json: bool) -> int:
+    """Measure the missing cells on a simulated engine, and report; returns the exit code."""
+    from conserve.bench.simulated import Simulator
+    from conserve.bench.sweep import Ledger
+    from conserve.bench.sweep import simulated as measured
+
+    ledger = Ledger.open(folder / FILE, plan)
+    try:
+        if ledger.missing:
+            engine = Simulator(machine=machine, simulate=simulator(), block_s=plan.block_s, seed=plan.seed)
+            fill(ledger, lambda cell: measured(cell, plan, engine))
+    except KeyboardInterrupt:
+        output.say("stopping: the cell under way is dropped")
+    return conclude(ledger, folder, as_json=as_json)
+
+
+def fill(ledger: "Ledger", measure: Callable[[Any], Mapping[str, Any]]) -> None:
+    """Measure the missing cells one by one, and say how long the others will take."""
+    from conserve.bench.sweep import Estimate
+
+    missing, known = ledger.missing, len(ledger.done)
+    estimate = Estimate(CELL_S * len(ledger.plan.policies) / 8)
+    say_plan(ledger, estimate.left_s(len(missing)), known)
+    for number, cell in enumerate(missing):
+        ledger.keep(dict(measure(cell)))
+        estimate.measured()
+        left = output.duration(estimate.left_s(len(missing) - number - 1))
+        output.say(f"{known + number + 1} of {len(missing) + known}: {cell.name}; {left} left")
+
+
+def say_plan(ledger: "Ledger", left_s: float, known: int) -> None:
+    """Print how many cells are to come, and how long they take."""
+    plan = ledger.plan
+    earlier = f" ({known} measured earlier)" if known else ""
+    output.say(
+        f"{output.count(len(ledger.missing), 'cell')} to measure{earlier} of {len(plan.policies)} policies each, chosen by "
+        f"seed {plan.seed}; about {output.duration(left_s)}. Ctrl-C keeps the cells that are done, and the same command "
+        "goes on"
+    )
+
+
+def conclude(ledger: "Ledger", folder: Path, *, as_json: bool) -> int:
+    """Print the tables and write the page, Markdown and JSON; returns the exit code."""
+    from conserve.bench import sweep_report as reports
+    from conserve.whole import write_whole
+
+    measured, missing = ledger.done, len(ledger.missing)
+    if not measured:
+        output.say("stopped before the first cell was measured: there is no page")
+        return exits.INTERRUPTED
+    said, policies = facts(ledger), list(ledger.plan.policies)
+    stopped = f"Stopped after {len(measured)} of {len(measured) + missing} cells." if missing else None
+    document = {"design": said, "cells": measured, **({"stopped": stopped} if stopped else {})}
+    write_whole(folder / "sweep.json", json.dumps(document, indent=2).encode())
+    write_whole(folder / "sweep.md", reports.markdown(measured, policies, said).encode())
+    write_whole(folder / "page.html", reports.page(measured, policies, said, stopped=stopped).encode())
+    if as_json:
+        output.data_json(document)
+    else:
+        show(measured, policies)
+    if stopped:
+        output.say(f"{stopped} The same command goes on")
+    output.say(f"the page: {folder / 'page.html'}")
+    return exits.INTERRUPTED if missing else exits.DONE
+
+
+def show(measured: Any, policies: list[str]) -> None:
+    """Print the answer and the first table."""
+    from conserve.bench import sweep_report as reports
+
+    table = reports.first_table(measured, policies)
+    output.data(f"{reports.sentence(measured, policies)}\n")
+    output.data("\n".join(output.columns(table.header, table.rows, right=range(2, len(table.header)))))
+
+
+def facts(ledger: "Ledger") -> dict[str, str]:
+    """Facts that stand beside the figures."""
+    from conserve import __version__
+    from conserve.bench.points import grid
+
+    plan = ledger.plan
+    return {
+        "engine": f"{plan.engine}{', simulated: the scheduler is real, the time is a latency model' if plan.simulated else ''}",
+        "version": __version__,
+        "measured": time.strftime("%Y-%m-%d %H:%M"),
+        "cells": f"{len(ledger.done)} of the grid's {len(grid())}, in the order of a Sobol sequence; none is left out",
+        "seed": str(plan.seed),
+        "policies": ", ".join(plan.policies),
+        "blocks": f"{plan.blocks} of {plan.block_s:g} s for each policy, more where they have few requests",
+        "SLO": "so many times online-only's P99s in the cell",
+    }
+
