@@ -13,7 +13,8 @@ from conserve.errors import SettingsError
 SCANNED = 7  # values of the range, before the binary search
 STEPS = 4  # of the binary search: to 5 % of the value where the range spans a factor of 100
 LEAST, MOST = 0.05, 0.5  # tolerance (hygen section 5.2)
-STATISTICS = ("mean", "p99")
+STATISTICS = ("mean", "p50", "p90", "p99")
+METRICS = ("ttft", "tbt")
 
 
 class Promise(NamedTuple):
@@ -40,7 +41,7 @@ class Latencies(NamedTuple):
             return 0.0
         if promise.statistic == "mean":
             return float(values.mean())
-        return float(np.percentile(values, 99, method="inverted_cdf"))
+        return float(np.percentile(values, int(promise.statistic[1:]), method="inverted_cdf"))
 
 
 class Found(NamedTuple):
@@ -60,6 +61,28 @@ DEFAULT = (Promise("p99", "ttft", LEAST), Promise("p99", "tbt", LEAST))
 def promises(text: str) -> Sequence[Promise]:
     """Parse `p99-ttft=5%,mean-tbt=10%`; raises `SettingsError`."""
     return [_promise(part.strip()) for part in text.split(",")]
+
+
+def harmed(ttft: str | None, tbt: str | None) -> Sequence[Promise]:
+    """Parse `p99=5%,mean=10%` of each latency; `DEFAULT` without any. Raises `SettingsError`."""
+    found = [
+        _harmed(metric, part.strip())
+        for metric, text in zip(METRICS, (ttft, tbt), strict=True)
+        for part in (text or "").split(",")
+        if text is not None
+    ]
+    return found or DEFAULT
+
+
+def _harmed(metric: str, text: str) -> Promise:
+    found = re.fullmatch(rf"({'|'.join(STATISTICS)})=(\d+(?:\.\d+)?)%", text)
+    tolerance = float(found[2]) / 100 if found else 0.0
+    if found is None or not LEAST <= tolerance <= MOST:
+        raise SettingsError(
+            f"--harm-{metric} takes {', '.join(STATISTICS)} and {LEAST:.0%} to {MOST:.0%}, such as p99=5%,mean=10%, "
+            f"not {text!r}"
+        )
+    return Promise(found[1], metric, tolerance)
 
 
 def _promise(text: str) -> Promise:

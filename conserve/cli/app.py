@@ -32,7 +32,7 @@ class ExampleCommand(TyperCommand):
 
 
 PASSING_ON = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True}
-SETTINGS = {"serve": PASSING_ON, "bench": PASSING_ON}  # words behind MODEL go to vLLM
+SETTINGS = {"serve": PASSING_ON, "bench": PASSING_ON, "tune": PASSING_ON}  # words behind MODEL go to vLLM
 
 
 class ExampleGroup(TyperGroup):

@@ -1,6 +1,6 @@
 """The servers that `conserve bench` starts, with rows to harvest and processes on separate cores."""
 
-import contextlib
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,6 +76,7 @@ class Servers:
             preset=plan.preset,
         )
         self._stock: dict[str, Place] = {}
+        self._budgets: dict[str, int | None] = {}  # token budgets of the stock servers
 
     async def start(self) -> None:
         """Start the plug-in's server, by whose latency model everything is sized."""
@@ -84,10 +85,15 @@ class Servers:
 
     async def prepare(self, sized: "Sized", engine: "Engine | None", tokens: int | None) -> "Servers":
         """Name the stock servers of a comparison of this size; `tokens` is the token budget of `sarathi-p`."""
-        from conserve.bench.names import is_stock
+        from conserve.bench.names import SARATHI_P, is_stock
 
         for policy in filter(is_stock, sized.design.policies):
-            self._stock[policy] = self._stock_place(policy, engine, tokens)
+            budget = tokens if policy == SARATHI_P else None
+            if policy in self._stock and self._budgets[policy] != budget:
+                await self._stock.pop(policy).end()  # a stock server has its token budget from the start
+            if policy not in self._stock:
+                self._budgets[policy] = budget
+                self._stock[policy] = self._stock_place(policy, engine, budget)
         return self
 
     async def turn(self, policy: str, slo: "LatencyLimits | None") -> "Turn":
@@ -116,10 +122,9 @@ class Servers:
 
     async def close(self) -> None:
         """End all servers."""
-        for place in (*self._stock.values(), self._plugged):
-            with contextlib.suppress(Exception):  # the others have to end too
-                await place.end()
-            await place.server.close()
+        places = (*self._stock.values(), self._plugged)
+        await asyncio.gather(*(place.end() for place in places), return_exceptions=True)  # together: in seconds
+        await asyncio.gather(*(place.server.close() for place in places), return_exceptions=True)
 
     async def _follow(self, policy: str, slo: "LatencyLimits | None") -> None:
         from conserve.bench.names import regime_of
@@ -156,7 +161,8 @@ class Servers:
         settings = stock_settings(plan.settings, policy)
         harvester = None
         if runs_offline(policy):
-            submit_rows(settings, plan.rows)
+            if not settings.home.exists():  # this server's first start
+                submit_rows(settings, plan.rows)
             window = plan.preset.offline_window or 2 * (engine.max_requests if engine else 128)
             harvester = self._harvester(settings, port, "--window", str(window), "--steady")
         server = StockServer(

@@ -56,6 +56,7 @@ COMMANDS = {
     "eval": Entry("evaluations", "Run evaluations every night, and say whether the model is worse."),
     "profile": Entry("profile", "Measure how long the engine's iterations take, and show it."),
     "bench": Entry("bench", "Play live traffic under each policy in turn, and compare."),
+    "tune": Entry("tune", "Find the promise to live requests that gives queued rows most."),
     "doctor": Entry("doctor", "Try the engine, the endpoint, the store and the machine."),
     "help": Entry("help", "Explain the program, or one command."),
 }

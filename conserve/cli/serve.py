@@ -32,6 +32,7 @@ from conserve.cli.serve_flags import (
 )
 from conserve.cli.serve_flags import share as share_of
 from conserve.cli.serve_notices import batches_left_out, open_to_all, warnings
+from conserve.cli.tuned import arrivals_file, tuned_promises
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
@@ -149,6 +150,13 @@ def serve(
             metavar="FILE", help="Write what the policy sees and plans, for a bug report; at most 1 GiB."
         ),
     ] = None,
+    tuned: Annotated[
+        bool, typer.Option("--tuned", help="Promise what conserve tune has found for this model.")
+    ] = False,
+    record_arrivals: Annotated[
+        bool,
+        typer.Option(help="Keep times and lengths of live requests, without their words, for conserve tune."),
+    ] = True,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     api_key: Annotated[
@@ -210,6 +218,10 @@ def serve(
         "control": allow_control,
         **given(harm, receipt, record_views),
     }
+    if tuned:
+        section |= tuned_promises(settings, words[0], given=(ttft_slo, tbt_slo, harm))
+    if record_arrivals and not print_flags:
+        section["record_arrivals"] = str(arrivals_file(settings, port))
     if not preemption or not (preempts(policy) or allow_control):  # others never preempt
         section["preemption"] = OFF
     if named := live_classes(classes, live_class or [], class_for or []):

@@ -318,14 +318,21 @@ class TestOnlinePrompts:
     @pytest.mark.parametrize(
         ("age_ms", "tokens"),
         [
-            (0, 14),  # 25 ms are 14 tokens beside the step and the constant part: eight chunks, 200 ms
-            (800, 14),
-            (801, 100),
+            (0, 14),  # 25 ms are 14 tokens beside the step and the constant part: seven chunks, and 13 ms for the rest
+            (812, 14),
+            (813, 100),
             (1000, 100),
         ],
     )
     def test_a_chunk_fills_the_tbt_while_all_of_them_are_early_enough(self, age_ms: int, tokens: int) -> None:
         assert self.tokens(self.prompt._replace(age_ms=age_ms), tbt_ms=25) == tokens
+
+    @pytest.mark.parametrize(("queued", "tokens"), [(1, 14), (8, 14), (9, 100)])
+    def test_prompts_that_queue_behind_have_to_be_early_enough_too(self, queued: int, tokens: int) -> None:
+        """188 ms in chunks leave time for seven prompts of 110 ms, but not for eight."""
+        slo = Slo(tbt_ms=25.0, ttft_ms=1000.0)
+        plan = plan_of(online=decodes(1), waiting_online=[self.prompt], queued_online=queued, slo=slo)
+        assert plan.tokens["prompt"] == tokens
 
     @pytest.mark.parametrize(("age_ms", "tokens"), [(0, 0), (879, 0), (880, 100)])
     def test_where_not_even_a_token_fits_it_waits_one_iteration_if_it_can(

@@ -1,6 +1,6 @@
 """Phase 1: all online requests, before any offline one (conserve-2026 Algorithm 1)."""
 
-from math import ceil, inf
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -48,7 +48,8 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
         if _holds_up(composer, request, first_tokens, view):
             return OnlineShare(False, limit_ms, rows_left(view, composer))
         late_ms = others_limit_ms(view, request, decodes) if tbt_ms is None else inf
-        tokens = chunk(composer, request, limit_ms, slo, late_ms)
+        behind = max(0, view.queued_online - len(composer.admitted) - waiting)
+        tokens = chunk(composer, request, limit_ms, slo, late_ms, behind=behind)
         if not tokens or not place(composer, victims, request, tokens, waiting=waiting):
             return OnlineShare(False, limit_ms, rows_left(view, composer))
         if tokens < request.tokens:
@@ -93,20 +94,43 @@ def _holds_up(composer: Composer, request: Candidate, first_tokens: int, view: V
     return waits_ms > max(1, view.queued_online) * smallest_ms(view.model)
 
 
-def chunk(composer: Composer, request: Candidate, limit_ms: float, slo: Slo, late_ms: float = inf) -> int:
+def chunk(
+    composer: Composer,
+    request: Candidate,
+    limit_ms: float,
+    slo: Slo,
+    late_ms: float = inf,
+    *,
+    behind: int = 0,
+) -> int:
     """Number of tokens of an online prompt to compute.
 
-    As many as fit into `limit_ms` if the prompt still keeps its TTFT that way, else as many as the iteration takes
-    within `late_ms`.
+    As many as fit into `limit_ms` if the prompt still keeps its TTFT that way, and one `behind` it as long would too;
+    else as many as the iteration takes within `late_ms`.
     """
     tokens = composer.token_budget(request, limit_ms)
     left_ms = slo.online_ttft_ms - request.age_ms
     if tokens:
-        in_time = ceil(request.tokens / tokens) * limit_ms <= left_ms
+        queue_ms = behind * composer.alone_ms(request) if behind else 0.0
+        in_time = chunks_ms(composer, request, tokens, limit_ms) + queue_ms <= left_ms
     else:
         # It can wait for one more iteration. Without a TTFT promise it would wait for all decoding requests.
         in_time = limit_ms + composer.alone_ms(request) <= left_ms < inf
     return tokens if in_time else composer.token_budget(request, late_ms)
+
+
+def chunks_ms(composer: Composer, request: Candidate, tokens: int, limit_ms: float) -> float:
+    """Time until the first token of a prompt in chunks of so many tokens.
+
+    The last iteration is as long as its chunk takes beside the decode steps: offline tokens hardly delay a first
+    token, so the limit is reached by the others alone.
+    """
+    whole = (request.tokens - 1) // tokens
+    if not whole:
+        return limit_ms
+    rest = request.tokens - whole * tokens
+    last = request._replace(tokens=rest, context=request.context + whole * tokens)
+    return whole * limit_ms + composer.predicted_ms + composer.longer_ms(last, rest)
 
 
 def place(

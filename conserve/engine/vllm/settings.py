@@ -35,6 +35,7 @@ WORKER = "conserve.vllm.Worker"
 OUR_WORKERS = (WORKER, "conserve.engine.vllm.Worker")  # the second until the next release
 VLLMS_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 PREEMPTION = "prompt"  # default of `preemption`
+RECORDED = ("record_views", "record_arrivals")  # files of the section
 WRITTEN = (
     "policy",
     "ttft_slo_ms",
@@ -47,7 +48,11 @@ WRITTEN = (
     "preemption",
     "safepoint_every",
     "record_views",
+<<<<<<< HEAD
     "classes",
+=======
+    "record_arrivals",
+>>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
 )  # keys that a user may write into the section
 
 
@@ -69,9 +74,13 @@ class Pacing:
     preemption: str = OFF
     safepoint_every: int | None = None  # layers; None for as many as the reaction time allows
     record_views: str | None = None  # file that views and plans are written to
+<<<<<<< HEAD
     classes: LiveClasses = field(
         default_factory=LiveClasses
     )  # of live traffic, without the default one's promises
+=======
+    record_arrivals: str | None = None  # file that times and lengths of live requests are written to
+>>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
 
     def install(self, config: VllmConfig) -> None:
         """Write them into the configuration of an engine that starts; raises `ProfileError` and `SettingsError`."""
@@ -92,7 +101,11 @@ class Pacing:
             "preemption": self.preemption,
             "safepoint_every": self.safepoint_every,
             "record_views": self.record_views,
+<<<<<<< HEAD
             "classes": {name: one.document() for name, one in self.classes.named.items()},
+=======
+            "record_arrivals": self.record_arrivals,
+>>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
             "command": self.command,
             **self.source(config),
         }
@@ -134,7 +147,11 @@ class EngineSettings:
     preemption: str = OFF
     safepoint_every: int | None = None
     record_views: Path | None = None  # file that views and plans are written to
+<<<<<<< HEAD
     classes: Mapping[str, Promises] = field(default_factory=dict)  # beside the default one
+=======
+    record_arrivals: Path | None = None  # file that times and lengths of live requests are written to
+>>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
     hygen: HyGenModel | None = None  # HyGen's predictor, of the same profile
 
     @classmethod
@@ -149,8 +166,12 @@ class EngineSettings:
         policy = section.get("policy", "conserve")
         preemption = section.get("preemption", OFF if policy == "paced" else PREEMPTION)
         every = section.get("safepoint_every")
+<<<<<<< HEAD
         views = Path(section["record_views"]) if section.get("record_views") else None
         classes = {name: one.promises for name, one in classes_of(section).named.items()}
+=======
+        files = {name: Path(section[name]) if section.get(name) else None for name in RECORDED}
+>>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
         if section["model"] is None:
             return cls(
                 policy=policy,
@@ -159,8 +180,12 @@ class EngineSettings:
                 model=None,
                 preemption=preemption,
                 safepoint_every=every,
+<<<<<<< HEAD
                 record_views=views,
                 classes=classes,
+=======
+                **files,
+>>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
             )
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
@@ -177,8 +202,12 @@ class EngineSettings:
             correction_file=file,
             preemption=preemption,
             safepoint_every=every,
+<<<<<<< HEAD
             record_views=views,
             classes=classes,
+=======
+            **files,
+>>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
             hygen=HyGenModel(section["hygen"]) if section.get("hygen") else None,
         )
 
@@ -238,9 +267,9 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
     every = section.get("safepoint_every")
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise SettingsError(f"additional_config.conserve.safepoint_every takes layers from 1, not {every!r}")
-    views = section.get("record_views")
-    if views is not None and not isinstance(views, str):
-        raise SettingsError(f"additional_config.conserve.record_views takes a file, not {views!r}")
+    for name in RECORDED:
+        if section.get(name) is not None and not isinstance(section[name], str):
+            raise SettingsError(f"additional_config.conserve.{name} takes a file, not {section[name]!r}")
     return Pacing(
         folder=Path(section.get("profiles") or default_home() / "profiles"),
         command=command,
@@ -252,6 +281,10 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         control=bool(section.get("control")),
         preemption=preemption,
         safepoint_every=every,
+<<<<<<< HEAD
         record_views=views,
         classes=classes_of(section),
+=======
+        **{name: section.get(name) for name in RECORDED},
+>>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
     )

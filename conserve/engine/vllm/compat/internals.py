@@ -18,6 +18,7 @@ class Part(Enum):
     LEAVING = "rows never leave an iteration"
     CHECKPOINTS = "no KV checkpoints"
     SPILL = "no KV on disk"
+    SIMULATION = "no simulated engine: no `conserve tune` and no sweep on simulated time"
 
 
 CLASSES = {
@@ -114,7 +115,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.v1.core.sched.output.SchedulerOutput": "attributes on it survive pickling",
         "vllm.v1.request.{Request,RequestStatus}": "counters",
         "Request.{num_tokens,num_tokens_with_spec,num_computed_tokens,num_prompt_tokens,num_output_placeholders,"
-        "num_stale_output_tokens,next_decode_eligible_step,drop_stale_output,arrival_time,priority,block_hashes,num_preemptions}": "the "
+        "num_stale_output_tokens,next_decode_eligible_step,drop_stale_output,arrival_time,priority,block_hashes,num_preemptions,num_output_tokens}": "the "
         "counters",
         "KVCacheManager.coordinator": "its single_type_managers hold a request's blocks",
         "KVCacheCoordinator.{find_longest_cache_hit,single_type_managers}": "how much of a waiting prompt is cached",
@@ -199,6 +200,13 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.v1.core.kv_cache_utils.get_none_hash_seed": "what hashes of blocks begin with: must be the same again",
         "Attention.{impl,_k_scale_float,_v_scale_float}": "how KV lies within a block, and what scales it",
         "vllm.version.__version__": "whose layout it is",
+    },
+    Part.SIMULATION: {
+        "vllm.engine.arg_utils.EngineArgs": "the configuration of an engine without weights",
+        "vllm.v1.core.kv_cache_utils.{get_request_block_hasher,init_none_hash}": "names of KV blocks",
+        "vllm.v1.kv_cache_interface.{FullAttentionSpec,KVCacheConfig,KVCacheGroupSpec}": "its KV cache",
+        "vllm.v1.structured_output.StructuredOutputManager": "a scheduler is made with one",
+        "vllm.utils.hashing.sha256": "hashes those names",
     },
 }
 

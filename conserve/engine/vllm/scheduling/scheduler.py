@@ -25,7 +25,7 @@ from conserve.engine.policy.policies import ONLINE_ONLY, named
 from conserve.engine.policy.recorded import line_of
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.receipt import Receipt
-from conserve.engine.runtime.recording import recording_at
+from conserve.engine.runtime.recording import arrival_line, arrivals_at, recording_at
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.counts import checkpoints_of
 from conserve.engine.vllm.iteration import Iteration, iteration_of, outcome_of, put
@@ -91,6 +91,7 @@ class CoServing:
         self.ahead = Ahead(self)
         number = vllm_config.parallel_config.data_parallel_index
         self._recording = recording_at(installed.record_views, number)
+        self._arrivals = arrivals_at(installed.record_arrivals, number)
         self.row_terms = RowTerms()
         self.batches = True  # batching mode is allowed
         self._follow(installed.policy)
@@ -141,7 +142,14 @@ class CoServing:
         self._with_logprobs.discard(request.request_id)
         self._grammars.pop(request.request_id, None)
         self._finished.append(request.request_id)
+        self._record_arrival(request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _record_arrival(self, request: Request) -> None:
+        """Keep the time and the lengths of a live request that ended, for `conserve tune`."""
+        if self._arrivals is not None and is_online(request) and not is_warm_up(request.request_id):
+            lengths = request.num_prompt_tokens, request.num_output_tokens
+            self._arrivals.add(arrival_line(request.arrival_time, *lengths))
 
     def has_requests(self) -> bool:
         """True if vLLM should schedule an iteration; requests that the policy defers for good do not count."""
@@ -365,8 +373,9 @@ class CoServing:
         """Save the model's correction, and end."""
         self.arrival_monitor.close()
         self._iterations.save()
-        if self._recording is not None:
-            self._recording.close()
+        for recording in (self._recording, self._arrivals):
+            if recording is not None:
+                recording.close()
         super().shutdown()  # type: ignore[misc]
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:

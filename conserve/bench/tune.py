@@ -1,0 +1,147 @@
+"""HyGen's profiler for our own policy: the promise that harvests most while test runs keep what may be harmed.
+
+The policy has few parameters, which are what it promises: the share by which offline tokens lengthen an iteration
+(`harm`), or SLOs of TTFT and TBT, here so many times online-only's P99s. Each is searched apart with test runs on a
+simulated engine, by hygen section 4.2, and the one with the larger harvest is taken.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, NamedTuple
+
+from conserve.bench.answers import tbts_ms, ttfts_ms
+from conserve.bench.bound import Mix
+from conserve.bench.measure import Block
+from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY
+from conserve.bench.profiler import Latencies, Promise, excess, search
+from conserve.bench.simulated import Simulator
+from conserve.bench.traces import Trace
+from conserve.errors import InputError
+
+HARMS = (0.01, 1.0)  # share of an iteration
+SCALES = (0.25, 4.0)  # times online-only's P99s
+
+
+class Parameter(NamedTuple):
+    """One parameter of the policy, and the promises that it stands for."""
+
+    name: str
+    low: float
+    high: float
+    promises: Callable[[float], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A value of a parameter, and what its test run gave."""
+
+    parameter: Parameter
+    value: float
+    excess: float  # largest ratio of what may be harmed to its limit
+    rows_per_s: float
+    prompt_tokens_per_s: float
+    decode_tokens_per_s: float
+
+    @property
+    def promises(self) -> Mapping[str, float]:
+        """`harm`, or `ttft_ms` and `tbt_ms`."""
+        return self.parameter.promises(self.value)
+
+
+@dataclass(slots=True, kw_only=True)
+class Tuning:
+    """Test runs of a model's policy beside recorded live requests."""
+
+    simulator: Simulator
+    blocks: Sequence[Trace]
+    promised: Sequence[Promise]
+    mix: Mix
+    say: Callable[[str], None]
+    alone: Latencies = field(init=False)
+    runs: list[Candidate] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        played = self.simulator.play(ONLINE_ONLY, self.blocks)
+        self.alone = latencies(played)
+        if not len(self.alone.ttft_ms):
+            raise InputError("the trace has no request that is answered; name another with --trace")
+
+    def parameters(self) -> list[Parameter]:
+        """Parameters that are searched."""
+        ttft_ms, tbt_ms = (
+            self.alone.of(Promise("p99", metric, 0.0)) or 1.0 for metric in ("ttft", "tbt")
+        )
+        return [
+            Parameter(HARM, *HARMS, lambda share: {"harm": max(1, round(100 * share)) / 100}),
+            Parameter(
+                "SLO",
+                *SCALES,
+                lambda scale: {"ttft_ms": float(ceil(scale * ttft_ms)), "tbt_ms": ceil(10 * scale * tbt_ms) / 10},
+            ),
+        ]
+
+    async def best(self) -> Candidate:
+        """The candidate with the largest harvest of those that keep what may be harmed.
+
+        Without one, the candidate that exceeds it least.
+        """
+        for parameter in self.parameters():
+            await search(parameter.low, parameter.high, self.test_run(parameter), self.alone, self.promised)
+        kept = [run for run in self.runs if run.excess <= 1]
+        if kept:
+            return max(kept, key=lambda run: run.rows_per_s)
+        return min(self.runs, key=lambda run: run.excess)
+
+    def test_run(self, parameter: Parameter) -> Callable[[float], Awaitable[Latencies]]:
+        """Plays the live requests with this value of the parameter, and notes the harvest."""
+
+        async def run(value: float) -> Latencies:
+            promises = section(parameter.promises(value))
+            blocks = self.simulator.play(CONSERVE, self.blocks, promises=promises)
+            found = latencies(blocks)
+            self.runs.append(self._candidate(parameter, value, blocks, found))
+            self.say(sentence(self.runs[-1]))
+            return found
+
+        return run
+
+    def _candidate(
+        self, parameter: Parameter, value: float, blocks: Sequence[Block], found: Latencies
+    ) -> Candidate:
+        seconds = sum(block.duration_s for block in blocks)
+        steps = sum(block.offline_decodes for block in blocks)
+        prompts = sum(block.offline_tokens for block in blocks) - steps
+        return Candidate(
+            parameter=parameter,
+            value=value,
+            excess=excess(found, self.alone, self.promised),
+            rows_per_s=self.mix.rows(prompts, steps) / seconds,
+            prompt_tokens_per_s=prompts / seconds,
+            decode_tokens_per_s=steps / seconds,
+        )
+
+
+def section(promises: Mapping[str, float]) -> dict[str, Any]:
+    """Entries of the engine's section."""
+    named = {"harm": "harm", "ttft_ms": "ttft_slo_ms", "tbt_ms": "tbt_slo_ms"}
+    return {named[name]: value for name, value in promises.items()}
+
+
+def latencies(blocks: Sequence[Block]) -> Latencies:
+    """TTFTs and TBTs of all blocks."""
+    answers = [answer for block in blocks for answer in block.answers]
+    return Latencies(ttfts_ms(answers), tbts_ms(answers))
+
+
+def words(promises: Mapping[str, float]) -> str:
+    """Promises as flags of `conserve serve`."""
+    if "harm" in promises:
+        return f"--harm {100 * promises['harm']:g}%"
+    return f"--ttft-slo {promises['ttft_ms']:.0f}ms --tbt-slo {promises['tbt_ms']:.1f}ms"
+
+
+def sentence(run: Candidate) -> str:
+    """Line of progress on a test run."""
+    kept = "kept" if run.excess <= 1 else f"exceeded by {run.excess - 1:.0%}"
+    return f"{words(run.promises)}: {kept}, {run.rows_per_s:.2f} rows/s"

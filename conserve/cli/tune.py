@@ -1,0 +1,220 @@
+"""`conserve tune`: the promise that harvests most, for a model, its live traffic, and what may be harmed."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from conserve.cli import exits, output
+from conserve.cli.context import Context
+from conserve.cli.sweep import machine_of, simulator
+from conserve.cli.tuned import Tuned, arrivals_folder, write
+from conserve.config import Settings
+from conserve.errors import Overloaded, SettingsError
+
+if TYPE_CHECKING:
+    from conserve.bench.machine import Machine
+    from conserve.bench.profiler import Promise
+    from conserve.bench.traces import Trace
+    from conserve.bench.tune import Candidate, Tuning
+
+EXAMPLE = """
+conserve tune Qwen/Qwen2.5-7B-Instruct --harm-ttft p99=5% --harm-tbt p99=5%
+conserve tune smollm2-demo --trace azure_conv_2023_10min --rate 0.5 --lengths 0.125 --simulated-only
+conserve serve Qwen/Qwen2.5-7B-Instruct --tuned
+"""
+BLOCK_S, BLOCKS = 60.0, 12
+BUSIEST = 0.9  # share of the time, by online-only alone; above it nothing is left to harvest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Flags of the confirmation on an engine."""
+
+    model: str
+    flags: list[str]
+    preset: str
+    rounds: int
+    seed: int
+
+
+def tune(
+    ctx: typer.Context,
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL [VLLM FLAGS]", help="As for conserve serve; it has to be profiled."),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Live requests: a Parquet file or a bundled trace; what conserve serve has recorded in the last day "
+            "by default.",
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second; as recorded by default.")
+    ] = None,
+    lengths: Annotated[
+        float, typer.Option(metavar="TIMES", help="Prompts and answers so many times as long as recorded.")
+    ] = 1.0,
+    harm_ttft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=SHARE", help="How much longer a TTFT may take, e.g. p99=5%,mean=10%; 5% of both P99s."
+        ),
+    ] = None,
+    harm_tbt: Annotated[
+        str | None, typer.Option(metavar="NAME=SHARE", help="And the time between two tokens.")
+    ] = None,
+    simulated_only: Annotated[
+        bool, typer.Option("--simulated-only", help="Do not confirm it on the engine.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what was found on simulated time; start and keep nothing.")
+    ] = False,
+    preset: Annotated[
+        str, typer.Option(help="Of the engine that confirms it: cpu or full, as for conserve bench.")
+    ] = "full",
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy that confirm it.")] = 3,
+    block_s: Annotated[float, typer.Option(min=1, help="Seconds of a block.")] = BLOCK_S,
+    seed: Annotated[int, typer.Option(help="Of rows and prompts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Search the promise to live requests that gives queued rows most, and keep it for conserve serve --tuned.
+
+    Test runs are on simulated time, with the real scheduler and the model's latency profile; the engine itself
+    confirms what they find.
+    """
+    from conserve.bench.presets import PRESETS
+    from conserve.bench.profiler import harmed
+
+    words = model or []
+    if not words or words[0].startswith("-"):
+        raise SettingsError("name the model first: conserve tune MODEL --trace FILE")
+    if preset not in PRESETS:
+        raise SettingsError(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
+    context: Context = ctx.obj
+    settings, promised = context.settings(model=words[0]), harmed(harm_ttft, harm_tbt)
+    machine = machine_of(settings, words[0])
+    blocks = blocks_of(settings, trace, rate, lengths, block_s, machine)
+    tuning = start(machine, blocks, promised, block_s, seed)
+    found = asyncio.run(tuning.best())
+    if found.excess > 1:
+        output.say(
+            f"no promise keeps {named(promised)}; the nearest, {flags(found)}, exceeds it by {found.excess - 1:.0%}: "
+            "allow more harm, or serve without queued rows while this traffic lasts"
+        )
+        raise typer.Exit(exits.FAILED)
+    confirmed = False
+    if not (simulated_only or dry_run):
+        from conserve.cli.tune_server import confirm
+
+        wanted = Wanted(model=words[0], flags=words[1:], preset=preset, rounds=rounds, seed=seed)
+        found, confirmed = confirm(settings, wanted, tuning, found)
+    tuned = Tuned(
+        model=words[0],
+        promises=dict(found.promises),
+        kept=[str(one) for one in promised],
+        arrivals=f"{sum(map(len, blocks)):,} requests of {blocks[0].name}",
+        expected=expected(found),
+        confirmed=confirmed,
+        measured_at=time.time(),
+    )
+    raise typer.Exit(conclude(settings, tuned, keep=not dry_run and (confirmed or simulated_only), as_json=as_json))
+
+
+def blocks_of(
+    settings: Settings,
+    name: str | None,
+    rate: float | None,
+    lengths: float,
+    block_s: float,
+    machine: "Machine",
+) -> "list[Trace]":
+    """Blocks of the trace, from its quietest to its busiest; raises `InputError` and `Overloaded`."""
+    from conserve.bench import recorded, traces
+    from conserve.bench.forecast import play
+
+    if name is None:
+        trace = recorded.read(arrivals_folder(settings), now=time.time())
+    else:
+        trace = traces.read(traces.find_trace(name))
+    if rate is not None:
+        trace = trace.at_rate(rate)
+    longest = machine.flags["max_model_len"]
+    trace = trace.shortened(lengths, lengths, max_input=longest * 3 // 4, max_output=longest // 4)
+    blocks = recorded.parts(trace, block_s, BLOCKS)
+    busy = sum(play(one, machine.engine, block_s, until_s=block_s).busy for one in blocks) / len(blocks)
+    if busy > BUSIEST:
+        raise Overloaded(
+            f"at {trace.rate:.3g} requests/s online-only alone keeps the engine {busy:.0%} busy, which leaves queued rows "
+            f"nothing; give a lower --rate, such as {trace.rate * 0.5 / busy:.2g}, or shorter --lengths"
+        )
+    requests = sum(map(len, blocks))
+    output.say(
+        f"{output.count(len(blocks), 'block')} of {block_s:g} s from {trace.name}, {requests:,} live requests; "
+        f"online-only alone keeps the engine about {busy:.0%} busy"
+    )
+    return blocks
+
+
+def start(
+    machine: "Machine", blocks: "list[Trace]", promised: "list[Promise] | Any", block_s: float, seed: int
+) -> "Tuning":
+    """The search on a simulated engine."""
+    from conserve.bench.bound import Mix
+    from conserve.bench.simulated import Simulator
+    from conserve.bench.tune import Tuning
+
+    output.say("searching on simulated time: about 20 test runs")
+    simulated = Simulator(machine=machine, simulate=simulator(), block_s=block_s, seed=seed)
+    mix = Mix.of(machine.rows(1000, seed=seed), machine.engine)
+    return Tuning(simulator=simulated, blocks=blocks, promised=promised, mix=mix, say=output.say)
+
+
+def expected(found: "Candidate") -> dict[str, float]:
+    """Harvest in rows' worth of work and in tokens."""
+    return {
+        "rows_per_s": found.rows_per_s,
+        "prompt_tokens_per_s": found.prompt_tokens_per_s,
+        "decode_tokens_per_s": found.decode_tokens_per_s,
+    }
+
+
+def flags(found: "Candidate") -> str:
+    """The promises as flags of `conserve serve`."""
+    from conserve.bench.tune import words
+
+    return words(found.promises)
+
+
+def named(promised: "Any") -> str:
+    """What may be harmed, in words."""
+    return ", ".join(map(str, promised))
+
+
+def conclude(settings: Settings, tuned: Tuned, *, keep: bool, as_json: bool) -> int:
+    """Keep what was found, and print it; returns the exit code."""
+    import msgspec
+
+    path: Path | None = write(settings, tuned) if keep else None
+    if as_json:
+        output.data_json({**msgspec.to_builtins(tuned), "file": str(path) if path else None})
+    else:
+        hour = 3600 * tuned.expected["rows_per_s"]
+        output.data(
+            f"{tuned.flags} keeps {', '.join(tuned.kept)} "
+            f"({'confirmed on the engine' if tuned.confirmed else 'simulated'})"
+        )
+        output.data(
+            f"expected beside this traffic: {tuned.expected['rows_per_s']:.2f} rows/s, {hour:,.0f} an hour: "
+            f"{tuned.expected['prompt_tokens_per_s']:,.0f} prompt tokens/s and "
+            f"{tuned.expected['decode_tokens_per_s']:,.0f} decode tokens/s"
+        )
+    if path is not None:
+        output.say(f"kept for conserve serve {tuned.model} --tuned: {path}")
+    return exits.DONE

@@ -1,0 +1,83 @@
+"""What `conserve tune` has found for a model: a file beside the store, read by `conserve serve --tuned`."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from conserve.cli import output
+from conserve.config import Settings
+from conserve.errors import InputError, SettingsError
+from conserve.whole import write_whole
+
+SECTION = {"harm": "harm", "ttft_ms": "ttft_slo_ms", "tbt_ms": "tbt_slo_ms"}  # promise -> entry of the section
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+    """Promises found for a model and its traffic, and what they are expected to bring."""
+
+    model: str
+    promises: dict[str, float]  # harm, or ttft_ms and tbt_ms
+    kept: list[str]  # what may be harmed, in words
+    arrivals: str
+    expected: dict[str, float]
+    confirmed: bool  # on the engine itself
+    measured_at: float  # s since 1970
+
+    @property
+    def flags(self) -> str:
+        """Flags of `conserve serve` that promise the same."""
+        if "harm" in self.promises:
+            return f"--harm {100 * self.promises['harm']:g}%"
+        return f"--ttft-slo {self.promises['ttft_ms']:.0f}ms --tbt-slo {self.promises['tbt_ms']:.4g}ms"
+
+
+def tuned_file(settings: Settings, model: str) -> Path:
+    """File of a model's promises."""
+    slug = "".join(c if c.isalnum() or c in "-." else "-" for c in model.strip("/"))
+    return settings.home / "tuned" / f"{slug.strip('-.') or 'model'}.json"
+
+
+def write(settings: Settings, tuned: Tuned) -> Path:
+    """Keep the promises; raises `SettingsError` where nothing can be written."""
+    path = tuned_file(settings, tuned.model)
+    try:
+        write_whole(path, msgspec.json.format(msgspec.json.encode(tuned), indent=2) + b"\n")
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be written ({error.strerror}); set CONSERVE_HOME") from error
+    return path
+
+
+def read(settings: Settings, model: str) -> Tuned:
+    """The promises of a model; raises `InputError`."""
+    path = tuned_file(settings, model)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Tuned)
+    except FileNotFoundError as error:
+        raise InputError(f"nothing was tuned for {model} yet; run: conserve tune {model}") from error
+    except (OSError, msgspec.DecodeError) as error:
+        raise InputError(f"{path} cannot be read ({error}); run: conserve tune {model}") from error
+
+
+def tuned_promises(settings: Settings, model: str, *, given: tuple[str | None, ...]) -> dict[str, Any]:
+    """Entries of the engine's section for `--tuned`, said in a sentence; raises `ConserveError`."""
+    if any(flag is not None for flag in given):
+        raise SettingsError("--tuned brings its own promises; leave out --ttft-slo, --tbt-slo and --harm")
+    found = read(settings, model)
+    day = time.strftime("%Y-%m-%d", time.localtime(found.measured_at))
+    how = "on the engine" if found.confirmed else "simulated"
+    output.say(f"promised as tuned on {day} ({how}) for {', '.join(found.kept)}: {found.flags}")
+    return {SECTION[name]: value for name, value in found.promises.items()}
+
+
+def arrivals_file(settings: Settings, port: int) -> Path:
+    """File that `conserve serve` at this port keeps its arrivals in; its folder exists."""
+    path = arrivals_folder(settings) / f"{port}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def arrivals_folder(settings: Settings) -> Path:
+    """Folder of the arrivals that servers of this store have recorded."""
+    return settings.home.absolute() / "serving" / "arrivals"
