@@ -74,7 +74,10 @@ def _rows(trace: Trace, engine: Engine, block_s: float, slo: LatencyLimits, mix:
     left_ms, constant_ms = 1e3 * block_s - live_ms, engine.ms(Batch())
     kinds = (
         (constant_ms * least_iterations(trace, slo), 0.0),
-        (constant_ms * tokens / engine.max_tokens, constant_ms * (mix.prompt + mix.steps) / engine.max_tokens),
+        (
+            constant_ms * tokens / engine.max_tokens,
+            constant_ms * (mix.prompt + mix.steps) / engine.max_tokens,
+        ),
         (constant_ms * steps / engine.max_requests, constant_ms * mix.steps / engine.max_requests),
     )
     return max(0.0, min((left_ms - fixed) / (mix.row_ms + each) for fixed, each in kinds))

@@ -137,7 +137,9 @@ async def play(trace: Trace, target: Target, *, seed: int, start_at: float | Non
         tasks = []
         for index, arrival in enumerate(trace):
             shared = trace.cached(arrival)
-            body = request_body(arrival, index, target, seed, shared=shared)  # 0.1 ms: before the wait, not after it
+            body = request_body(
+                arrival, index, target, seed, shared=shared
+            )  # 0.1 ms: before the wait, not after it
             await _until(start_at + arrival.at_s)
             tasks.append(group.create_task(_ask(url, host, target, body)))
     return [

@@ -229,7 +229,8 @@ def outcome(blocks: Sequence[Block], reference: LatencyLimits | None) -> PolicyO
         tbt_ms=percentiles(tbts_ms(answers)),
         offline_tokens_per_s=sum(block.offline_tokens for block in blocks) / duration_s,
         offline_work_per_s=sum(block.offline_work for block in blocks) / duration_s,
-        offline_prompt_tokens_per_s=sum(one.offline_tokens - one.offline_decodes for one in blocks) / duration_s,
+        offline_prompt_tokens_per_s=sum(one.offline_tokens - one.offline_decodes for one in blocks)
+        / duration_s,
         offline_decode_tokens_per_s=sum(block.offline_decodes for block in blocks) / duration_s,
         online_tokens_per_s=sum(map(tokens_within, blocks)) / duration_s,
         attainment=attainments(answers, reference),

@@ -125,7 +125,9 @@ def arrivals(cell: Cell, rate: float, block_s: float, *, times: float = 1.0, see
             except InputError:  # a burst may begin behind the block
                 continue
             return replace(drawn, shared_tokens=shared)
-        raise InputError(f"no request arrives within {block_s:g} s at {rate:.3g} requests/s; play longer blocks")
+        raise InputError(
+            f"no request arrives within {block_s:g} s at {rate:.3g} requests/s; play longer blocks"
+        )
 
     return of_gamma
 
@@ -145,25 +147,24 @@ def _of_trace(whole: Trace, rate: float, block_s: float, times: float, seed: int
 
 
 @lru_cache(maxsize=256)
-def _rate(
-    lengths: str, busy: float, engine: Engine, block_s: float, times: float, seed: int
-) -> float:  # cells that differ in CV and scale share it
+def _rate(lengths: str, busy: float, engine: Engine, block_s: float, times: float, seed: int) -> float:
+    """The rate, which cells that differ in CV and scale share."""
     steady = Cell(busy=busy, cv=None if lengths in TRACES else 1.0, lengths=lengths, scale=1.0)
     low, high = _bracket(steady, engine, block_s, times, seed)
     for _ in range(STEPS):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if _busy(steady, middle, engine, block_s, times, seed) < busy else (low, middle)
+        low, high = (
+            (middle, high) if _busy(steady, middle, engine, block_s, times, seed) < busy else (low, middle)
+        )
     return low
 
 
 def rate_of(cell: Cell, engine: Engine, block_s: float, *, times: float = 1.0, seed: int = 0) -> float:
-    """Requests per second at which online-only alone keeps the engine so busy, if they come as a Poisson process."""
+    """Requests per second at which online-only alone keeps the engine so busy, as a Poisson process."""
     return _rate(cell.lengths, cell.busy, engine, block_s, times, seed)
 
 
-def _bracket(
-    cell: Cell, engine: Engine, block_s: float, times: float, seed: int
-) -> tuple[float, float]:
+def _bracket(cell: Cell, engine: Engine, block_s: float, times: float, seed: int) -> tuple[float, float]:
     """Rates between which the wanted one lies: a batch makes many answers as fast as one."""
     sample = next(iter(arrivals(cell, 1.0, block_s, times=times, seed=seed)(0)))
     alone_ms = engine.ms(Batch.of([Slice(sample.input_tokens, 0)]))

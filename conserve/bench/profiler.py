@@ -79,8 +79,8 @@ def _harmed(metric: str, text: str) -> Promise:
     tolerance = float(found[2]) / 100 if found else 0.0
     if found is None or not LEAST <= tolerance <= MOST:
         raise SettingsError(
-            f"--harm-{metric} takes {', '.join(STATISTICS)} and {LEAST:.0%} to {MOST:.0%}, such as p99=5%,mean=10%, "
-            f"not {text!r}"
+            f"--harm-{metric} takes {', '.join(STATISTICS)} and {LEAST:.0%} to {MOST:.0%}, such as "
+            f"p99=5%,mean=10%, not {text!r}"
         )
     return Promise(found[1], metric, tolerance)
 

@@ -219,4 +219,3 @@ def predictor_of(model: LinearModel, seed: int) -> HyGenModel:
 def ranked(measured: Iterable[Mapping[str, Any]], policy: str = CONSERVE) -> list[Mapping[str, Any]]:
     """Cells by the larger P99 of this policy to online-only's, the worst first."""
     return sorted(measured, key=lambda one: cells.worst(one, policy), reverse=True)
-

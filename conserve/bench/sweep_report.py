@@ -1,4 +1,4 @@
-"""Report of a sweep: the worst cell first, then medians and worst figures, then every cell; as text, Markdown, a page."""
+"""Report of a sweep, the worst cell first: tables for a terminal, Markdown, and a page with heat maps."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,10 +28,11 @@ QUEUE = {
 }
 HEADER = ["", "policy", *LATENCIES.values(), "TTFT in SLO", "TBT in SLO", *QUEUE.values()]
 NOTE = (
-    "Latencies are times online-only's, in brackets the 95 % interval of the bootstrap. In SLO: share of requests, and "
-    "of token gaps, within the cell's SLO. Rows/s: offline work per second, by the cost of a mean row. Of "
-    "non-preemptive: that work to non-preemptive scheduling's. Of the bound: the same to what a scheduler that knows "
-    "the future would have harvested."
+    "Latencies are times online-only's, in brackets the 95 % interval of the bootstrap. In SLO: share of requests, "
+    "and of token gaps, within the cell's SLO. Rows/s: offline work per second, by the cost of a mean row. Of "
+    "non-preemptive: that work to non-preemptive scheduling's. Of the bound: the same to what a scheduler that "
+    "knows the future would have harvested, with all live answers within the SLO and ended with their block; "
+    "policies that leave answers behind it can exceed 1."
 )
 
 
@@ -71,7 +72,8 @@ def first_table(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) 
         for name in order
     ]
     rows += [
-        [f"worst of {count} cells" if name == lead else "", name, *_over(measured, name, None)] for name in order
+        [f"worst of {count} cells" if name == lead else "", name, *_over(measured, name, None)]
+        for name in order
     ]
     return Table(HEADER, rows)
 
@@ -140,7 +142,13 @@ def heat_maps(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) ->
             1.0,
             0.5,
         ),
-        _map(f"{lead}: offline work of the bound", found, lambda one: one["policies"][lead]["of_bound"], 1.0, 0.3),
+        _map(
+            f"{lead}: offline work of the bound",
+            found,
+            lambda one: one["policies"][lead]["of_bound"],
+            1.0,
+            0.3,
+        ),
     ]
 
 
@@ -211,12 +219,13 @@ def sentence(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> 
     lead = lead_of(policies)
     first = ranked(measured, lead)[0]
     middle = {
-        name: _times(_fold([ratio(one, lead, name) for one in measured], statistics.median)) for name in RATIOS
+        name: _times(_fold([ratio(one, lead, name) for one in measured], statistics.median))
+        for name in RATIOS
     }
     share = _fold([one["policies"][lead]["of_non_preemptive"] for one in measured], statistics.median)
     queue = f"; the queue got {share:.0%} of what non-preemptive gave it" if share is not None else ""
     return (
-        f"Under {lead} the worst of {len(measured)} cells ({Cell.of(first).name}) has a P99 {worst(first, lead):.2f} "
-        f"times online-only's. In the middle P99 TTFT is {middle['ttft_p99']} and P99 TBT {middle['tbt_p99']} "
-        f"times{queue}."
+        f"Under {lead} the worst of {len(measured)} cells ({Cell.of(first).name}) has a P99 "
+        f"{worst(first, lead):.2f} times online-only's. In the middle P99 TTFT is {middle['ttft_p99']} and P99 TBT "
+        f"{middle['tbt_p99']} times{queue}."
     )

@@ -69,15 +69,16 @@ class Tuning:
 
     def parameters(self) -> list[Parameter]:
         """Parameters that are searched."""
-        ttft_ms, tbt_ms = (
-            self.alone.of(Promise("p99", metric, 0.0)) or 1.0 for metric in ("ttft", "tbt")
-        )
+        ttft_ms, tbt_ms = (self.alone.of(Promise("p99", metric, 0.0)) or 1.0 for metric in ("ttft", "tbt"))
         return [
             Parameter(HARM, *HARMS, lambda share: {"harm": max(1, round(100 * share)) / 100}),
             Parameter(
                 "SLO",
                 *SCALES,
-                lambda scale: {"ttft_ms": float(ceil(scale * ttft_ms)), "tbt_ms": ceil(10 * scale * tbt_ms) / 10},
+                lambda scale: {
+                    "ttft_ms": float(ceil(scale * ttft_ms)),
+                    "tbt_ms": ceil(10 * scale * tbt_ms) / 10,
+                },
             ),
         ]
 

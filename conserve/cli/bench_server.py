@@ -123,7 +123,9 @@ class Servers:
     async def close(self) -> None:
         """End all servers."""
         places = (*self._stock.values(), self._plugged)
-        await asyncio.gather(*(place.end() for place in places), return_exceptions=True)  # together: in seconds
+        await asyncio.gather(
+            *(place.end() for place in places), return_exceptions=True
+        )  # together: in seconds
         await asyncio.gather(*(place.server.close() for place in places), return_exceptions=True)
 
     async def _follow(self, policy: str, slo: "LatencyLimits | None") -> None:

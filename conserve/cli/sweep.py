@@ -1,4 +1,4 @@
-"""`conserve bench --sweep`: the comparison over a grid of operating points, cell by cell, on an engine or simulated."""
+"""`conserve bench --sweep`: the comparison at operating points, cell by cell, on an engine or on simulated time."""
 
 import json
 import time
@@ -140,9 +140,7 @@ def simulator() -> "Simulate":
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from conserve.engine.vllm.simulation.play import SimulatedMachine, simulate
 
-    def play(
-        machine: "Machine", policy: str, blocks: "Iterable[Trace]", **given: Any
-    ) -> "Iterator[Played]":
+    def play(machine: "Machine", policy: str, blocks: "Iterable[Trace]", **given: Any) -> "Iterator[Played]":
         sizes = SimulatedMachine(
             model=machine.model, layers=machine.layers, flags=machine.flags, num_blocks=machine.num_blocks
         )
@@ -186,9 +184,9 @@ def say_plan(ledger: "Ledger", left_s: float, known: int) -> None:
     plan = ledger.plan
     earlier = f" ({known} measured earlier)" if known else ""
     output.say(
-        f"{output.count(len(ledger.missing), 'cell')} to measure{earlier} of {len(plan.policies)} policies each, chosen by "
-        f"seed {plan.seed}; about {output.duration(left_s)}. Ctrl-C keeps the cells that are done, and the same command "
-        "goes on"
+        f"{output.count(len(ledger.missing), 'cell')} to measure{earlier}, {len(plan.policies)} policies in each, "
+        f"chosen by seed {plan.seed}; about {output.duration(left_s)}. Ctrl-C keeps the cells that are done, and "
+        "the same command goes on"
     )
 
 
@@ -232,14 +230,14 @@ def facts(ledger: "Ledger") -> dict[str, str]:
     from conserve.bench.points import grid
 
     plan = ledger.plan
+    how = ", simulated: the scheduler is real, the time is a latency model's" if plan.simulated else ""
     return {
-        "engine": f"{plan.engine}{', simulated: the scheduler is real, the time is a latency model' if plan.simulated else ''}",
+        "engine": f"{plan.engine}{how}",
         "version": __version__,
         "measured": time.strftime("%Y-%m-%d %H:%M"),
-        "cells": f"{len(ledger.done)} of the grid's {len(grid())}, in the order of a Sobol sequence; none is left out",
+        "cells": f"{len(ledger.done)} of {len(grid())}, in the order of a Sobol sequence; none is left out",
         "seed": str(plan.seed),
         "policies": ", ".join(plan.policies),
         "blocks": f"{plan.blocks} of {plan.block_s:g} s for each policy, more where they have few requests",
         "SLO": "so many times online-only's P99s in the cell",
     }
-

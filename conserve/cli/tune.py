@@ -51,20 +51,19 @@ def tune(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Live requests: a Parquet file or a bundled trace; what conserve serve has recorded in the last day "
-            "by default.",
+            help="Live requests: a Parquet file or a bundled trace; by default what conserve serve has recorded in "
+            "the last day.",
         ),
     ] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests per second; as recorded by default.")
-    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second; as recorded by default.")] = None,
     lengths: Annotated[
         float, typer.Option(metavar="TIMES", help="Prompts and answers so many times as long as recorded.")
     ] = 1.0,
     harm_ttft: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME=SHARE", help="How much longer a TTFT may take, e.g. p99=5%,mean=10%; 5% of both P99s."
+            metavar="NAME=SHARE",
+            help="How much longer a TTFT may take, e.g. p99=5%,mean=10%; 5% of both P99s.",
         ),
     ] = None,
     harm_tbt: Annotated[
@@ -74,7 +73,8 @@ def tune(
         bool, typer.Option("--simulated-only", help="Do not confirm it on the engine.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what was found on simulated time; start and keep nothing.")
+        bool,
+        typer.Option("--dry-run", help="Print what was found on simulated time; start and keep nothing."),
     ] = False,
     preset: Annotated[
         str, typer.Option(help="Of the engine that confirms it: cpu or full, as for conserve bench.")
@@ -105,8 +105,8 @@ def tune(
     found = asyncio.run(tuning.best())
     if found.excess > 1:
         output.say(
-            f"no promise keeps {named(promised)}; the nearest, {flags(found)}, exceeds it by {found.excess - 1:.0%}: "
-            "allow more harm, or serve without queued rows while this traffic lasts"
+            f"no promise keeps {named(promised)}; the nearest, {flags(found)}, exceeds it by "
+            f"{found.excess - 1:.0%}: allow more harm, or serve without queued rows while this traffic lasts"
         )
         raise typer.Exit(exits.FAILED)
     confirmed = False
@@ -124,7 +124,9 @@ def tune(
         confirmed=confirmed,
         measured_at=time.time(),
     )
-    raise typer.Exit(conclude(settings, tuned, keep=not dry_run and (confirmed or simulated_only), as_json=as_json))
+    raise typer.Exit(
+        conclude(settings, tuned, keep=not dry_run and (confirmed or simulated_only), as_json=as_json)
+    )
 
 
 def blocks_of(
@@ -151,8 +153,8 @@ def blocks_of(
     busy = sum(play(one, machine.engine, block_s, until_s=block_s).busy for one in blocks) / len(blocks)
     if busy > BUSIEST:
         raise Overloaded(
-            f"at {trace.rate:.3g} requests/s online-only alone keeps the engine {busy:.0%} busy, which leaves queued rows "
-            f"nothing; give a lower --rate, such as {trace.rate * 0.5 / busy:.2g}, or shorter --lengths"
+            f"at {trace.rate:.3g} requests/s online-only alone keeps the engine {busy:.0%} busy, which leaves "
+            f"queued rows nothing; give a lower --rate, such as {trace.rate * 0.5 / busy:.2g}, or shorter --lengths"
         )
     requests = sum(map(len, blocks))
     output.say(

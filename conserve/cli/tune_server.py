@@ -116,7 +116,9 @@ class Confirmation:
 
     def _plan(self) -> Plan:
         flags = [*self._preset.engine_flags, *engine_flags(self._settings, self._wanted.flags)]
-        own = keyed(replace(self._settings, home=self._folder / "store", store=None))  # never the user's queue
+        own = keyed(
+            replace(self._settings, home=self._folder / "store", store=None)
+        )  # never the user's queue
         entries: dict[str, Any] = section(self._settings, [CONSERVE])
         return Plan(
             settings=own,

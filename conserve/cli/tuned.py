@@ -11,7 +11,11 @@ from conserve.config import Settings
 from conserve.errors import InputError, SettingsError
 from conserve.whole import write_whole
 
-SECTION = {"harm": "harm", "ttft_ms": "ttft_slo_ms", "tbt_ms": "tbt_slo_ms"}  # promise -> entry of the section
+SECTION = {
+    "harm": "harm",
+    "ttft_ms": "ttft_slo_ms",
+    "tbt_ms": "tbt_slo_ms",
+}  # promise -> entry of the section
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):

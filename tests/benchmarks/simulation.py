@@ -203,7 +203,9 @@ def simulate(
         tbt_ms=[
             np.concatenate([np.empty(0), *(answer.tbts_ms for answer in block.answers)]) for block in played
         ],
-        offline_tokens=[block.last["offline"]["tokens"] - block.first["offline"]["tokens"] for block in played],
+        offline_tokens=[
+            block.last["offline"]["tokens"] - block.first["offline"]["tokens"] for block in played
+        ],
         wasted=counted["tokens_wasted"] / max(1, counted["offline_tokens"]),
         live_tokens_recomputed=counted["live_tokens_recomputed"],
         busy=counted["busy_s"] / (ended_s - played[0].began_s),

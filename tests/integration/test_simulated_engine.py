@@ -29,8 +29,8 @@ def make(tmp_path: Path, clock: Any) -> Make:
 
     def make(preemption: str, rows: Sequence[tuple[int, int]] = ROWS, *, separable: bool = True) -> Any:
         from conserve.engine.vllm.settings import WORKER
-        from tests.bare_scheduler import MODEL, engine_config
         from conserve.engine.vllm.simulation.engine import SimulatedEngine
+        from tests.bare_scheduler import MODEL, engine_config
 
         slo = {"ttft_slo_ms": 1000, "tbt_slo_ms": 400}
         section = {"policy": "conserve", "preemption": preemption, "safepoint_every": 1, **slo}

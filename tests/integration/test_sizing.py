@@ -33,8 +33,8 @@ def played(tmp_path: Path, clock: Any) -> Played:
     """Plays the rounds under online-only; returns the share of each block that the engine was busy."""
 
     def play(sized: Sized, engine: Engine) -> list[float]:
-        from tests.bare_scheduler import engine_config
         from conserve.engine.vllm.simulation.engine import SimulatedEngine
+        from tests.bare_scheduler import engine_config
 
         class Watched(SimulatedEngine):
             def go_on_until(self, moment: float) -> None:

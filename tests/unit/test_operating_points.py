@@ -1,52 +1,279 @@
-"""The sweep over operating points: its order, its table, and where it goes on."""
+"""Operating points, their bound, the sweep's ledger and tables: all on made-up engines and made-up cells."""
 
 import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmarks import sweep
-from tests.benchmarks.sweep import BUSY, CVS, LENGTHS, SCALES, Cell, cell_of, grid, known, table
+from conserve.bench import points, sweep, sweep_report
+from conserve.bench.bound import Mix, least_iterations, rows_per_s
+from conserve.bench.cell import RATIOS
+from conserve.bench.co_forecast import Sharing, co_play
+from conserve.bench.forecast import play
+from conserve.bench.load import prompt_ids
+from conserve.bench.machine import DEMO, Machine
+from conserve.bench.measure import LatencyLimits
+from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid, spread
+from conserve.bench.simulated import Simulator
+from conserve.bench.sweep import Estimate, Ledger, Plan
+from conserve.bench.traces import Arrival, Trace
+from conserve.errors import InputError
+from conserve.profiles.book import Book
+
+MACHINE = Machine.demo()
+PLAN = Plan(
+    seed=3,
+    cells=4,
+    policies=["conserve", "online-only", "non-preemptive"],
+    blocks=2,
+    block_s=30.0,
+    simulated=True,
+    engine="the demo model",
+)
+CELL = Cell(busy=0.4, cv=2.0, lengths="agents", scale=1.0)
 
 
-def measured(cell: Cell, p99: float) -> dict[str, Any]:
-    told = {"ttft_p50": 1.0, "ttft_p99": p99, "tbt_p50": 1.0, "tbt_p99": 1.0, "offline": 0.8}
-    return {**sweep.asdict(cell), "policies": {"non-preemptive": told, "conserve": told}}
+def trace_of(*arrivals: tuple[float, int, int], shared: int = 0) -> Trace:
+    return Trace(
+        name="made up",
+        duration_s=30.0,
+        arrivals=tuple(Arrival(*one) for one in arrivals),
+        shared_tokens=shared,
+    )
 
 
-def test_the_first_cells_are_spread_over_the_grid() -> None:
-    cells = grid()
-    assert len(set(cells)) == len(cells) == len(BUSY) * len(CVS) * len(LENGTHS) * len(SCALES)
-    first = cells[:16]
-    for values in ("busy", "cv", "lengths", "scale"):
-        assert len({getattr(cell, values) for cell in first}) >= 3
-    assert grid() == cells
+# Cells
 
 
-def test_the_worst_cell_is_the_first_row() -> None:
-    cells = [measured(cell, p99) for cell, p99 in zip(grid(), (1.1, 1.7, 1.2), strict=False)]
-    lines = list(table(cells))
-    assert lines[1].startswith(f"{grid()[1].name:<44}conserve")
-    assert "1.70" in lines[1]
-    assert "median of 3 cells" in lines[3]
-    assert "1.20" in lines[3]
+def test_every_beginning_of_the_order_fills_the_grid_evenly() -> None:
+    cells = list(spread(seed=5))
+    assert sorted(map(repr, cells)) == sorted(map(repr, grid()))
+    assert len(set(cells)) == len(cells) == (len(LENGTHS) * len(CVS) + len(TRACES)) * len(BUSY) * len(SCALES)
+    for count in (16, 32, 64):
+        first = cells[:count]
+        for name, values in (("busy", BUSY), ("scale", SCALES)):
+            share = [sum(getattr(cell, name) == value for cell in first) / count for value in values]
+            assert all(abs(one - 1 / len(values)) < 0.13 for one in share)
+        assert {cell.lengths for cell in first} >= set(LENGTHS)
+    assert list(spread(seed=5)) == cells
+    assert list(spread(seed=6)) != cells
 
 
-def test_a_sweep_goes_on_where_it_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, asked = tmp_path / "sweep.jsonl", list[Cell]()
-    first = measured(grid()[0], 1.0)
-    file.write_text(json.dumps(first) + "\n" + json.dumps(measured(grid()[1], 1.0))[:40])
-    assert known(file) == [first]
+def test_a_rate_keeps_the_engine_as_busy_as_the_cell_says() -> None:
+    for cell in islice(spread(seed=1), 3):
+        rate = points.rate_of(cell, MACHINE.engine, 30.0)
+        steady = replace(cell, cv=None if cell.cv is None else 1.0)
+        trace = points.arrivals(steady, rate, 120.0)(0)
+        assert play(trace, MACHINE.engine, 120.0, until_s=120.0).busy == pytest.approx(cell.busy, rel=0.15)
 
-    def measure(cell: Cell) -> dict[str, Any]:
-        asked.append(cell)
-        return measured(cell, 1.5)
 
-    monkeypatch.setattr(sweep, "measure", measure)
-    assert sweep.main(["--cells", "3", "--output", str(file)]) == 0
-    assert asked == grid()[1:3]
-    assert [cell_of(one) for one in known(file)] == grid()[:3]
-    assert "median of 3 cells" in capsys.readouterr().out
+def test_blocks_are_of_their_own_and_the_same_again() -> None:
+    arrivals = points.arrivals(CELL, 1.0, 30.0)
+    assert arrivals(0) == arrivals(0) != arrivals(1)
+    assert arrivals(0).shared_tokens == LENGTHS["agents"].shared
+    trace = points.arrivals(replace(CELL, lengths="trace-code", cv=None), 1.0, 30.0)(0)
+    assert trace.duration_s <= 31
+    assert len({one.output_tokens for one in trace}) > 2, "its own lengths, uncut"
+
+
+def test_agents_share_the_beginning_of_their_prompts() -> None:
+    one, other = Arrival(0.0, 600, 96), Arrival(1.0, 500, 96)
+    first, second = (
+        prompt_ids(one, 0, (100, 20_000), 1, shared=384),
+        prompt_ids(other, 7, (100, 20_000), 2, shared=384),
+    )
+    assert (len(first), len(second)) == (600, 500)
+    assert first[:384] == second[:384]
+    assert first[384:400] != second[384:400]
+
+
+def test_what_is_shared_takes_no_time_in_forecasts() -> None:
+    apart, shared = trace_of((0.0, 600, 4)), trace_of((0.0, 600, 4), shared=384)
+    own = trace_of((0.0, 216, 4))
+    engine, sharing = MACHINE.engine, Sharing(online_first=True, max_tokens=2048)
+    busy = [play(trace, engine, 30.0).busy_s for trace in (own, shared, apart)]
+    assert busy == sorted(busy)
+    assert busy[1] < 1.3 * busy[0] < busy[2], "its context is read all the same"
+    beside = [
+        co_play(trace, engine, 30.0, sharing, [(64, 8)], window=8).offline_tokens for trace in (shared, apart)
+    ]
+    assert beside[0] > beside[1]
+
+
+def test_a_profile_is_a_machine(tmp_path: Path) -> None:
+    machine = Machine.of(Book(tmp_path).named("llama-3.1-8b-h100"))
+    assert machine.times == 4.0
+    assert machine.rows(10, seed=0)[0][0] > MACHINE.rows(10, seed=0)[0][0]
+    assert MACHINE.times == 1.0
+    assert MACHINE.model.coefficients["constant"] * 2.2 == pytest.approx(DEMO[-1])
+    assert MACHINE.limited(256).engine.max_tokens == 256
+
+
+# The bound
+
+
+def test_iterations_are_shared_as_far_as_the_slo_lets_them() -> None:
+    slo = LatencyLimits(1000, 100)
+    assert least_iterations(trace_of((0.0, 10, 5)), slo) == 5
+    assert least_iterations(trace_of((0.0, 10, 5), (0.1, 10, 5)), slo) == 5, "side by side"
+    assert least_iterations(trace_of((0.0, 10, 5), (9.0, 10, 5)), slo) == 10, "one after the other"
+    assert least_iterations(trace_of((0.0, 10, 5), (1.2, 10, 5)), slo) == 5
+    assert least_iterations(trace_of((0.0, 10, 5), (1.2, 10, 5)), LatencyLimits(1000, 10)) == 10
+
+
+def test_a_bound_falls_with_live_work_and_with_a_tighter_slo() -> None:
+    mix = Mix.of(MACHINE.rows(200, seed=0), MACHINE.engine)
+    cells = [points.arrivals(CELL, rate, 30.0)(0) for rate in (0.5, 1.0, 2.0)]
+    loose, tight = LatencyLimits(2000, 500), LatencyLimits(2000, 30)
+    bounds = [rows_per_s([trace], MACHINE.engine, 30.0, loose, mix) for trace in cells]
+    assert all(more > less for more, less in pairwise(bounds))
+    assert all(
+        rows_per_s([trace], MACHINE.engine, 30.0, tight, mix) < bound
+        for trace, bound in zip(cells, bounds, strict=True)
+    )
+    assert rows_per_s([points.arrivals(CELL, 20.0, 30.0)(0)], MACHINE.engine, 30.0, loose, mix) == 0.0
+
+
+def test_no_simulated_sharing_harvests_more_than_the_bound() -> None:
+    rows = MACHINE.rows(300, seed=0)
+    mix, slo = Mix.of(rows, MACHINE.engine), LatencyLimits(2000, 500)
+    tokens = mix.prompt + mix.steps
+    for rate in (0.3, 0.8):
+        trace = points.arrivals(replace(CELL, lengths="chat"), rate, 60.0)(0)
+        sharing = Sharing(online_first=True, max_tokens=2048, budget_ms=500.0)
+        found = co_play(trace, MACHINE.engine, 60.0, sharing, rows, window=160)
+        assert found.offline_tokens / 60 / tokens <= 1.05 * rows_per_s(
+            [trace], MACHINE.engine, 60.0, slo, mix
+        )
+
+
+def test_work_of_rows_is_what_their_tokens_take() -> None:
+    mix = Mix(prompt=100.0, steps=10.0, token_ms=1.0, step_ms=5.0)
+    assert mix.row_ms == 150
+    assert mix.rows(300, 0) == mix.rows(0, 60) == 2.0
+
+
+# A sweep
+
+
+@dataclass
+class MadeUp:
+    """A simulated block of which every answer is as slow as the policy says."""
+
+    began_s: float
+    answers: list[Any]
+    first: dict[str, Any]
+    last: dict[str, Any]
+
+
+@dataclass
+class Answered:
+    token_at_s: list[float]
+
+
+def made_up(machine: Machine, policy: str, blocks: Iterable[Trace], **given: Any) -> Iterator[MadeUp]:
+    """Gaps of 20 ms alone, ten times as long first come first served, and a tenth longer under our policy."""
+    slow = {"online-only": 1.0, "non-preemptive": 10.0}.get(policy, 1.1)
+    report = {"iterations": 0, "planned": 0, "overruns": 0, "busy_s": 0.0}
+    for trace in blocks:
+        answers = [
+            Answered([100 + one.at_s + slow * (0.1 + 0.02 * n) for n in range(one.output_tokens)])
+            for one in trace
+        ]
+        none = {"tokens": 0, "decode_steps": 0}
+        some = none if policy == "online-only" else {"tokens": round(1000 * slow), "decode_steps": 100}
+        yield MadeUp(100.0, answers, {**report, "offline": none}, {**report, "offline": some})
+
+
+def simulator() -> Simulator:
+    return Simulator(machine=MACHINE, simulate=made_up, block_s=30.0, seed=0)
+
+
+def test_a_simulated_cell_has_every_figure() -> None:
+    found = sweep.simulated(CELL, PLAN, simulator())
+    json.dumps(found)
+    ours, most = found["policies"]["conserve"], found["policies"]["non-preemptive"]
+    assert [ours["ratios"][name][0] for name in RATIOS] == pytest.approx([1.1] * 4)
+    assert ours["ratios"]["tbt_p99"][1:] == pytest.approx([1.1, 1.1])
+    assert most["ratios"]["ttft_p99"][0] == pytest.approx(10)
+    assert ours["attainment"] == {"ttft": 0.0, "tbt": 0.0}
+    assert ours["decode_tokens_per_s"] == pytest.approx(100 / 30)
+    assert 0 < ours["of_non_preemptive"] < 1 == most["of_non_preemptive"]
+    assert 0 < ours["of_bound"] < 1
+    assert found["policies"]["online-only"]["rows_per_s"] == 0
+
+
+def test_cells_with_few_requests_have_more_blocks() -> None:
+    few = replace(CELL, busy=0.2, lengths="documents")
+    _, blocks = sweep.arrivals(few, replace(PLAN, requests=1000), simulator())
+    assert len(blocks) == sweep.MOST_BLOCKS
+    assert len(sweep.arrivals(few, PLAN, simulator())[1]) == PLAN.blocks
+
+
+def told(cell: Cell, p99: float) -> dict[str, Any]:
+    ratios = {
+        "ttft_p50": [1.0, 0.9, 1.1],
+        "ttft_p99": [p99, 0.9, 2.0],
+        "tbt_p50": None,
+        "tbt_p99": [1.0, None, None],
+    }
+    figures = {"rows_per_s": 2.0, "prompt_tokens_per_s": 900.0, "decode_tokens_per_s": 60.0, "of_bound": 0.75}
+    policy = {
+        "ratios": ratios,
+        "attainment": {"ttft": 0.99, "tbt": None},
+        "of_non_preemptive": 0.8,
+        **figures,
+    }
+    return {**cell.document(), "policies": dict.fromkeys(PLAN.policies, policy)}
+
+
+def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    file, wanted = tmp_path / "cells.jsonl", PLAN.wanted()
+    ledger = Ledger.open(file, PLAN)
+    ledger.keep(told(wanted[0], 1.0))
+    with file.open("a") as opened:
+        opened.write(json.dumps(told(wanted[1], 1.0))[:40])
+    again = Ledger.open(file, PLAN)
+    assert (again.done, again.missing) == ([told(wanted[0], 1.0)], wanted[1:])
+    again.keep(told(wanted[1], 1.0))
+    more = Ledger.open(file, replace(PLAN, cells=6))
+    assert (len(more.done), len(more.missing)) == (2, 4), "more cells are the same sweep"
+    with pytest.raises(InputError, match=r"other seed, policies; name another folder with --output"):
+        Ledger.open(file, replace(PLAN, seed=4, policies=["conserve"]))
+
+
+def test_an_estimate_is_of_the_cells_so_far() -> None:
+    now = 0.0
+    estimate = Estimate(60.0, clock=lambda: now)
+    assert estimate.left_s(10) == 600
+    now = 50.0
+    estimate.measured()
+    estimate.measured()
+    assert estimate.left_s(10) == 250
+
+
+def test_the_worst_cell_is_the_first_row_everywhere() -> None:
+    cells = PLAN.wanted()
+    measured = [told(cell, p99) for cell, p99 in zip(cells, (1.1, 1.7, 1.2, 1.0), strict=True)]
+    table = sweep_report.first_table(measured, PLAN.policies)
+    assert table.rows[0][:4] == [
+        f"the worst cell: {cells[1].name}",
+        "conserve",
+        "1.00 [0.90, 1.10]",
+        "1.70 [0.90, 2.00]",
+    ]
+    assert table.rows[3][:4] == ["median of 4 cells", "conserve", "1.00", "1.15"]
+    assert table.rows[6][:4] == ["worst of 4 cells", "conserve", "1.00", "1.70"]
+    assert sweep_report.every_cell(measured, PLAN.policies).rows[0][0] == cells[1].name
+    page = sweep_report.page(measured, PLAN.policies, {"seed": "3"}, stopped="Stopped after 4 of 6 cells.")
+    first = page.index("the worst cell")
+    assert first < page.index("median of 4 cells") < page.index("offline work of the bound")
+    assert f"<td>the worst cell: {cells[1].name}</td>" in page
+    assert page.count('title="') >= 12
+    assert "Stopped after 4 of 6" in page
+    text = sweep_report.markdown(measured, PLAN.policies, {"seed": "3"})
+    assert f"| the worst cell: {cells[1].name} | conserve | 1.00 [0.90, 1.10] |" in text

@@ -318,7 +318,10 @@ class TestOnlinePrompts:
     @pytest.mark.parametrize(
         ("age_ms", "tokens"),
         [
-            (0, 14),  # 25 ms are 14 tokens beside the step and the constant part: seven chunks, and 13 ms for the rest
+            (
+                0,
+                14,
+            ),  # 25 ms are 14 tokens beside the step and the constant part: seven chunks, and 13 ms for the rest
             (812, 14),
             (813, 100),
             (1000, 100),

@@ -105,8 +105,8 @@ def chunk(
 ) -> int:
     """Number of tokens of an online prompt to compute.
 
-    As many as fit into `limit_ms` if the prompt still keeps its TTFT that way, and one `behind` it as long would too;
-    else as many as the iteration takes within `late_ms`.
+    As many as fit into `limit_ms` if the prompt still keeps its TTFT that way, and so would it behind as many
+    others as are `behind` it; else as many as the iteration takes within `late_ms`.
     """
     tokens = composer.token_budget(request, limit_ms)
     left_ms = slo.online_ttft_ms - request.age_ms

@@ -24,7 +24,7 @@ class Recording:
     def __init__(
         self, path: Path, *, most_bytes: int = MOST_BYTES, what: str = "views", turns: bool = False
     ) -> None:
-        """`what` the lines are, for the log. A file that `turns` begins anew when it is full, beside the full one."""
+        """`what` the lines are, for the log. A file that `turns` begins anew when full, beside the full one."""
         self.path, self._most_bytes = path, most_bytes
         self._what, self._turns = what, turns
         self.on = True  # until the file is full or fails

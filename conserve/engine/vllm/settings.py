@@ -48,11 +48,8 @@ WRITTEN = (
     "preemption",
     "safepoint_every",
     "record_views",
-<<<<<<< HEAD
     "classes",
-=======
     "record_arrivals",
->>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
 )  # keys that a user may write into the section
 
 
@@ -74,13 +71,8 @@ class Pacing:
     preemption: str = OFF
     safepoint_every: int | None = None  # layers; None for as many as the reaction time allows
     record_views: str | None = None  # file that views and plans are written to
-<<<<<<< HEAD
-    classes: LiveClasses = field(
-        default_factory=LiveClasses
-    )  # of live traffic, without the default one's promises
-=======
+    classes: LiveClasses = field(default_factory=LiveClasses)  # without the default one's promises
     record_arrivals: str | None = None  # file that times and lengths of live requests are written to
->>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
 
     def install(self, config: VllmConfig) -> None:
         """Write them into the configuration of an engine that starts; raises `ProfileError` and `SettingsError`."""
@@ -101,11 +93,8 @@ class Pacing:
             "preemption": self.preemption,
             "safepoint_every": self.safepoint_every,
             "record_views": self.record_views,
-<<<<<<< HEAD
             "classes": {name: one.document() for name, one in self.classes.named.items()},
-=======
             "record_arrivals": self.record_arrivals,
->>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
             "command": self.command,
             **self.source(config),
         }
@@ -147,11 +136,8 @@ class EngineSettings:
     preemption: str = OFF
     safepoint_every: int | None = None
     record_views: Path | None = None  # file that views and plans are written to
-<<<<<<< HEAD
-    classes: Mapping[str, Promises] = field(default_factory=dict)  # beside the default one
-=======
+    classes: Mapping[str, Promises] = field(default_factory=dict)  # of live traffic, beside the default one
     record_arrivals: Path | None = None  # file that times and lengths of live requests are written to
->>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
     hygen: HyGenModel | None = None  # HyGen's predictor, of the same profile
 
     @classmethod
@@ -166,12 +152,8 @@ class EngineSettings:
         policy = section.get("policy", "conserve")
         preemption = section.get("preemption", OFF if policy == "paced" else PREEMPTION)
         every = section.get("safepoint_every")
-<<<<<<< HEAD
-        views = Path(section["record_views"]) if section.get("record_views") else None
-        classes = {name: one.promises for name, one in classes_of(section).named.items()}
-=======
         files = {name: Path(section[name]) if section.get(name) else None for name in RECORDED}
->>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
+        classes = {name: one.promises for name, one in classes_of(section).named.items()}
         if section["model"] is None:
             return cls(
                 policy=policy,
@@ -180,12 +162,8 @@ class EngineSettings:
                 model=None,
                 preemption=preemption,
                 safepoint_every=every,
-<<<<<<< HEAD
-                record_views=views,
                 classes=classes,
-=======
                 **files,
->>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
             )
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
@@ -202,12 +180,8 @@ class EngineSettings:
             correction_file=file,
             preemption=preemption,
             safepoint_every=every,
-<<<<<<< HEAD
-            record_views=views,
             classes=classes,
-=======
             **files,
->>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
             hygen=HyGenModel(section["hygen"]) if section.get("hygen") else None,
         )
 
@@ -281,10 +255,6 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         control=bool(section.get("control")),
         preemption=preemption,
         safepoint_every=every,
-<<<<<<< HEAD
-        record_views=views,
         classes=classes_of(section),
-=======
         **{name: section.get(name) for name in RECORDED},
->>>>>>> 854e3ec (conserve tune: HyGen's profiler over our promises; serve records arrivals, and promises what was tuned)
     )

@@ -1,4 +1,4 @@
-"""vLLM's real scheduler with our policy in it, and no executor: an engine without weights, on a clock of its own."""
+"""vLLM's real scheduler with our policy in it and no executor: an engine without weights, on its own clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOCABULARY = 1000
 
 
 def bare_config(folder: Path, *, section: Mapping[str, Any] | None, **flags: Any) -> VllmConfig:
-    """vLLM's configuration for a model that is nothing but its config.json, with our section unless that is None."""
+    """vLLM's configuration for a model that is nothing but its config.json; with our section, if any."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     shape = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 64,

@@ -116,8 +116,8 @@ class SimulatedEngine(SchedulerAlone):
     ) -> list[Timed]:
         """Play these requests from now on; returns when all are answered and `block_s` are over.
 
-        The first `shared_tokens` of their prompts are the same. `counted` are the offline tokens of the block itself,
-        and `said` is the scheduler's report at its end.
+        The first `shared_tokens` of their prompts are the same. `counted` are the offline tokens of the block
+        itself, and `said` is the scheduler's report at its end.
         """
         began, before = self.clock.now, self.offline_tokens
         for arrival in arrivals:

@@ -1,0 +1,247 @@
+"""`conserve tune`: the search over promises, the arrivals it plays, and the file that `conserve serve --tuned` reads."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve.bench import recorded
+from conserve.bench.bound import Mix
+from conserve.bench.machine import Machine
+from conserve.bench.profiler import Latencies, Promise, harmed
+from conserve.bench.simulated import Simulator
+from conserve.bench.traces import Arrival, Trace
+from conserve.bench.tune import Tuning, words
+from conserve.cli import tuned
+from conserve.cli.tune import blocks_of, conclude
+from conserve.cli.tuned import Tuned, tuned_promises
+from conserve.config import Settings
+from conserve.engine.runtime.recording import ARRIVALS_BYTES, FULL, Recording, arrival_line, arrivals_at
+from conserve.errors import InputError, Overloaded, SettingsError
+
+MACHINE = Machine.demo()
+NOW = 1_763_900_000.0
+TUNED = Tuned(
+    model="a/model",
+    promises={"harm": 0.23},
+    kept=["p99 TTFT +5%"],
+    arrivals="200 requests of the last day",
+    expected={"rows_per_s": 2.0, "prompt_tokens_per_s": 900.0, "decode_tokens_per_s": 60.0},
+    confirmed=True,
+    measured_at=NOW,
+)
+
+
+# What may be harmed
+
+
+def test_what_may_be_harmed_is_said_for_each_latency() -> None:
+    assert list(harmed("p99=5%,mean=10%", "p50=20%")) == [
+        Promise("p99", "ttft", 0.05),
+        Promise("mean", "ttft", 0.1),
+        Promise("p50", "tbt", 0.2),
+    ]
+    assert [str(one) for one in harmed(None, None)] == ["p99 TTFT +5%", "p99 TBT +5%"]
+    assert [str(one) for one in harmed(None, "p99=5%")] == ["p99 TBT +5%"]
+
+
+@pytest.mark.parametrize("text", ["p99", "p99=5", "p99=60%", "p99=1%", "p98=5%", "", "p99=5%,,"])
+def test_other_words_are_refused_in_a_sentence(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"--harm-tbt takes mean, p50, p90, p99 and 5% to 50%"):
+        harmed(None, text)
+
+
+def test_a_median_is_a_median() -> None:
+    import numpy as np
+
+    found = Latencies(np.array([1.0, 2.0, 9.0]), np.array([5.0]))
+    assert found.of(Promise("p50", "ttft", 0.1)) == 2.0
+    assert found.of(Promise("p99", "ttft", 0.1)) == 9.0
+
+
+# The search
+
+
+@dataclass
+class MadeUp:
+    began_s: float
+    answers: list[Any]
+    first: dict[str, Any]
+    last: dict[str, Any]
+
+
+@dataclass
+class Answered:
+    token_at_s: list[float]
+
+
+class Engine:
+    """Live requests are harmed by half of what is promised as harm, and by an SLO by a tenth more than that."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def slower(self, promises: dict[str, Any]) -> float:
+        if "harm" in promises:
+            return 1 + promises["harm"] / 2
+        return max(1.0, float(promises["tbt_slo_ms"]) / 20 * 1.1) if promises else 1.0
+
+    def __call__(
+        self,
+        machine: Machine,
+        policy: str,
+        blocks: Iterable[Trace],
+        *,
+        promises: dict[str, Any],
+        **given: Any,
+    ) -> Iterator[MadeUp]:
+        self.asked.append(promises)
+        slower, report = self.slower(promises), {"iterations": 0, "planned": 0, "overruns": 0, "busy_s": 0.0}
+        rows = 0 if policy == "online-only" else round(10_000 * (slower - 0.9)) + ("harm" in promises)
+        for trace in blocks:
+            answers = [Answered([one.at_s + slower * (0.1 + 0.02 * n) for n in range(8)]) for one in trace]
+            begin, end = ({"tokens": n, "decode_steps": n // 10} for n in (0, rows))
+            yield MadeUp(0.0, answers, {**report, "offline": begin}, {**report, "offline": end})
+
+
+def tuning(engine: Engine, *promised: Promise) -> Tuning:
+    trace = Trace(name="t", duration_s=30.0, arrivals=tuple(Arrival(float(n), 100, 8) for n in range(20)))
+    simulator = Simulator(machine=MACHINE, simulate=engine, block_s=30.0, seed=0)
+    mix = Mix.of(MACHINE.rows(100, seed=0), MACHINE.engine)
+    return Tuning(simulator=simulator, blocks=[trace], promised=promised, mix=mix, say=lambda sentence: None)
+
+
+def test_the_largest_promise_that_keeps_what_may_be_harmed_is_found() -> None:
+    engine = Engine()
+    search = tuning(engine, Promise("p99", "tbt", 0.1))
+    found = asyncio.run(search.best())
+    assert found.parameter.name == "harm"
+    assert 0.15 <= found.promises["harm"] <= 0.2, "a harm of 20 % does 10 %"
+    assert found.excess <= 1
+    assert found.rows_per_s == max(run.rows_per_s for run in search.runs if run.excess <= 1)
+    assert {run.parameter.name for run in search.runs} == {"harm", "SLO"}
+    assert engine.asked[0] == {}, "live requests alone, without any promise"
+
+
+def test_without_a_promise_that_keeps_it_the_nearest_is_told() -> None:
+    class Harmful(Engine):
+        def slower(self, promises: dict[str, Any]) -> float:
+            return 2 + super().slower(promises) if promises else 1.0
+
+    search = tuning(Harmful(), Promise("p99", "tbt", 0.05))
+    found = asyncio.run(search.best())
+    assert found.excess == min(run.excess for run in search.runs) > 1
+
+
+def test_promises_are_flags_of_serve() -> None:
+    assert words({"harm": 0.23}) == "--harm 23%"
+    assert words({"ttft_ms": 1500.0, "tbt_ms": 92.4}) == "--ttft-slo 1500ms --tbt-slo 92.4ms"
+    assert TUNED.flags == "--harm 23%"
+
+
+# Recorded arrivals
+
+
+def test_live_requests_of_the_last_day_are_a_trace(tmp_path: Path) -> None:
+    lines = [arrival_line(NOW - 10.0 * n, 100 + n, 20) for n in range(60)]
+    (tmp_path / "8000.csv").write_bytes(b"\n".join([arrival_line(NOW - 90_000, 1, 1), *lines, b"176390"]))
+    (tmp_path / f"8001.csv{FULL}").write_bytes(arrival_line(NOW - 5, 900, 7) + b"\n")
+    trace = recorded.read(tmp_path, now=NOW)
+    assert len(trace) == 61
+    assert [one.at_s for one in trace] == sorted(one.at_s for one in trace)
+    assert (trace.arrivals[0].at_s, trace.arrivals[0].input_tokens) == (0.0, 159)
+    assert Arrival(585.0, 900, 7) in trace.arrivals
+    assert trace.duration_s > trace.arrivals[-1].at_s
+
+
+def test_too_few_are_said_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"recorded 0 live requests .* name a trace with --trace"):
+        recorded.read(tmp_path / "none", now=NOW)
+
+
+def test_blocks_go_from_the_quietest_to_the_busiest() -> None:
+    at_s = [10.0 * block + n / 10 for block in range(20) if block % 4 for n in range(block + 1)]
+    trace = Trace(name="t", duration_s=200.0, arrivals=tuple(Arrival(at, 1, 1) for at in at_s))
+    found = recorded.parts(trace, 10.0, 5)
+    assert [len(one) for one in found] == [4, 8, 12, 16, 20]
+    assert len(recorded.parts(trace, 10.0, 50)) == 15, "empty ones are left out"
+
+
+def test_a_file_of_arrivals_begins_anew_when_it_is_full(tmp_path: Path) -> None:
+    file = tmp_path / "8000.csv"
+    recording = Recording(file, most_bytes=100, what="arrivals", turns=True)
+    for n in range(9):
+        recording.add(arrival_line(NOW + n, 10, 5))
+    recording.close()
+    assert recording.on is False
+    kept = (file.with_name(f"8000.csv{FULL}").read_bytes() + file.read_bytes()).splitlines()
+    assert all(line.endswith(b",10,5") for line in kept)
+    assert file.stat().st_size <= 100
+    assert len(kept) >= 4
+
+
+def test_engines_that_share_a_server_write_files_of_their_own(tmp_path: Path) -> None:
+    assert arrivals_at(None, 0) is None
+    recordings = [arrivals_at(tmp_path / "8000.csv", number) for number in (0, 1)]
+    assert [one.path.name for one in recordings if one is not None] == ["8000.csv", "8000-1.csv"]
+    for one in recordings:
+        assert one is not None
+        one.close()
+    assert ARRIVALS_BYTES == 64 << 20
+
+
+def test_a_trace_that_leaves_nothing_to_harvest_is_refused_with_a_rate(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    with pytest.raises(Overloaded, match=r"give a lower --rate, such as \d"):
+        blocks_of(settings, "azure_conv_2023_10min", 50.0, 0.25, 10.0, MACHINE)
+    assert len(blocks_of(settings, "azure_conv_2023_10min", 0.5, 0.125, 30.0, MACHINE)) == 12
+
+
+# The file
+
+
+def test_what_was_tuned_is_promised_by_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(home=tmp_path)
+    with pytest.raises(InputError, match="nothing was tuned for a/model yet; run: conserve tune a/model"):
+        tuned_promises(settings, "a/model", given=(None, None, None))
+    assert conclude(settings, TUNED, keep=True, as_json=False) == 0
+    said = capsys.readouterr()
+    assert "--harm 23% keeps p99 TTFT +5% (confirmed on the engine)" in said.out
+    assert "2.00 rows/s, 7,200 an hour: 900 prompt tokens/s and 60 decode tokens/s" in said.out
+    assert "kept for conserve serve a/model --tuned" in said.err
+    assert tuned_promises(settings, "a/model", given=(None, None, None)) == {"harm": 0.23}
+    assert "(on the engine) for p99 TTFT +5%: --harm 23%" in capsys.readouterr().err
+    with pytest.raises(SettingsError, match="leave out --ttft-slo, --tbt-slo and --harm"):
+        tuned_promises(settings, "a/model", given=(None, "50ms", None))
+
+
+def test_slos_are_entries_of_the_section_too(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    found = Tuned(
+        **{
+            **{f: getattr(TUNED, f) for f in TUNED.__struct_fields__},
+            "promises": {"ttft_ms": 900.0, "tbt_ms": 80.5},
+        }
+    )
+    tuned.write(settings, found)
+    assert tuned_promises(settings, "a/model", given=()) == {"ttft_slo_ms": 900.0, "tbt_slo_ms": 80.5}
+
+
+def test_a_dry_run_keeps_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(home=tmp_path)
+    assert conclude(settings, TUNED, keep=False, as_json=True) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["promises"], document["file"]) == ({"harm": 0.23}, None)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_damaged_file_is_said_with_the_command(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    path = tuned.write(settings, TUNED)
+    path.write_text("{}")
+    with pytest.raises(InputError, match="run: conserve tune a/model"):
+        tuned.read(settings, "a/model")
