@@ -20,7 +20,7 @@ from conserve.cli.bench_report import conclude
 from conserve.cli.bench_server import Plan, make_rows, on_own_server
 from conserve.cli.context import Context
 from conserve.cli.serve_flags import checkpointing
-from conserve.cli.sweep import Wanted, sweeping
+from conserve.cli.sweep import Wanted, refuse_own, sweeping
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE
 from conserve.errors import ConserveError, SettingsError, UsageError
@@ -167,10 +167,10 @@ def bench(
     if sweep is None and (cells is not None or simulated):
         raise SettingsError("--cells and --simulated are for --sweep; add --sweep quick")
     if sweep is not None:
-        given = {"--trace": trace, "--gamma": gamma, "--on-off": on_off, "--rate": rate, "--speed": speed}
-        alone = {**given, "--lengths": times, "--ttft-slo": ttft_slo, "--endpoint": endpoint, "--arms": arms}
-        if said := [flag for flag, value in alone.items() if value is not None]:
-            raise SettingsError(f"a sweep sets {', '.join(said)} itself; leave it out")
+        refuse_own(
+            {"--trace": trace, "--gamma": gamma, "--on-off": on_off, "--rate": rate, "--speed": speed}
+            | {"--lengths": times, "--ttft-slo": ttft_slo, "--endpoint": endpoint, "--arms": arms}
+        )
         raise typer.Exit(
             sweeping(
                 ctx.obj,

@@ -69,6 +69,12 @@ def sweeping(context: Context, words: list[str], wanted: Wanted, *, as_json: boo
     return simulated(plan, machine, folder, as_json=as_json)
 
 
+def refuse_own(flags: Mapping[str, Any]) -> None:
+    """Raise for flags that a sweep sets for each cell."""
+    if said := [flag for flag, value in flags.items() if value is not None]:
+        raise SettingsError(f"a sweep sets {', '.join(said)} itself; leave it out")
+
+
 def plan_of(wanted: Wanted, size: Size, engine: str) -> "Plan":
     """The plan of a sweep by its flags."""
     from conserve.bench.sweep import Plan

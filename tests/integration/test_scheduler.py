@@ -652,3 +652,21 @@ def test_promises_are_kept_under_a_mixed_load(make: Make) -> None:
     assert report["online"]["tbt_ms"]["p99"] <= 100
     assert report["online"]["tbt_ms"]["p50"] > 50, "time is left that offline tokens could have used"
     assert report["offline"]["tokens"] > 10_000
+
+
+def test_live_requests_are_recorded_by_time_and_lengths_alone(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "arrivals.csv"
+    engine = make("conserve", slo={**SLO, "record_arrivals": str(file)})
+    began = engine.clock.time()
+    engine.add(40, 3)
+    engine.add(50, 4, offline=True)
+    gone = engine.add(60, 500)
+    for _ in range(12):
+        engine.step()
+    engine.abort([gone])
+    engine.scheduler.shutdown()
+    lines = [line.split(",") for line in file.read_text().splitlines()]
+    assert [line[1] for line in lines] == ["40", "60"], "not the row"
+    assert [float(line[0]) for line in lines] == pytest.approx([began, began])
+    assert lines[0][2] == "3"
+    assert 0 < int(lines[1][2]) < 500, "as far as it came"

@@ -1,4 +1,4 @@
-"""`conserve tune`: the search over promises, the arrivals it plays, and the file that `conserve serve --tuned` reads."""
+"""`conserve tune`: the search over promises, its arrivals, the file that `conserve serve --tuned` reads."""
 
 import asyncio
 import json

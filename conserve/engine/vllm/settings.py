@@ -152,7 +152,7 @@ class EngineSettings:
         policy = section.get("policy", "conserve")
         preemption = section.get("preemption", OFF if policy == "paced" else PREEMPTION)
         every = section.get("safepoint_every")
-        files = {name: Path(section[name]) if section.get(name) else None for name in RECORDED}
+        views, arrivals = (Path(section[name]) if section.get(name) else None for name in RECORDED)
         classes = {name: one.promises for name, one in classes_of(section).named.items()}
         if section["model"] is None:
             return cls(
@@ -162,8 +162,9 @@ class EngineSettings:
                 model=None,
                 preemption=preemption,
                 safepoint_every=every,
+                record_views=views,
+                record_arrivals=arrivals,
                 classes=classes,
-                **files,
             )
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
@@ -180,8 +181,9 @@ class EngineSettings:
             correction_file=file,
             preemption=preemption,
             safepoint_every=every,
+            record_views=views,
+            record_arrivals=arrivals,
             classes=classes,
-            **files,
             hygen=HyGenModel(section["hygen"]) if section.get("hygen") else None,
         )
 
@@ -255,6 +257,7 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         control=bool(section.get("control")),
         preemption=preemption,
         safepoint_every=every,
+        record_views=section.get("record_views"),
+        record_arrivals=section.get("record_arrivals"),
         classes=classes_of(section),
-        **{name: section.get(name) for name in RECORDED},
     )
