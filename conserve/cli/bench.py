@@ -5,22 +5,19 @@ import contextlib
 import signal
 import time
 from collections.abc import Coroutine, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from conserve.api.running import engine_flags
 from conserve.bench.names import MECHANISMS
 from conserve.cli import output
 from conserve.cli.bench_flags import known_profiler, limits, make_design, promised, resized
-from conserve.cli.bench_names import KNOWN, VARIANTS, is_ours, section, which
+from conserve.cli.bench_names import KNOWN, VARIANTS, which
 from conserve.cli.bench_report import conclude
-from conserve.cli.bench_server import Plan, make_rows, on_own_server
+from conserve.cli.bench_server import on_own_server, own_plan
 from conserve.cli.context import Context
-from conserve.cli.serve_flags import checkpointing
-from conserve.cli.sweep import Wanted, refuse_own, sweeping
+from conserve.cli.sweep import Wanted, sweeping
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE
 from conserve.errors import ConserveError, SettingsError, UsageError
@@ -164,31 +161,8 @@ def bench(
         raise SettingsError(
             "--offline goes with a server of the benchmark's own; submit rows to that one's queue"
         )
-    if sweep is None and (cells is not None or simulated):
-        raise SettingsError("--cells and --simulated are for --sweep; add --sweep quick")
-    if sweep is not None:
-        refuse_own(
-            {"--trace": trace, "--gamma": gamma, "--on-off": on_off, "--rate": rate, "--speed": speed}
-            | {"--lengths": times, "--ttft-slo": ttft_slo, "--endpoint": endpoint, "--arms": arms}
-        )
-        raise typer.Exit(
-            sweeping(
-                ctx.obj,
-                words,
-                Wanted(
-                    size=sweep,
-                    cells=cells,
-                    seed=seed,
-                    policies=policies,
-                    rounds=rounds,
-                    block_s=block_s,
-                    simulated=simulated,
-                    preset=preset,
-                    folder=out,
-                ),
-                as_json=as_json,
-            )
-        )
+    if sweep is not None or cells is not None or simulated:
+        raise typer.Exit(sweeping(ctx.obj, words, Wanted.of(ctx.params), as_json=as_json))
     chosen = resized(PRESETS[preset], rounds, block_s, offline)
     folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,16 +182,7 @@ def bench(
     )
     with interruptible():
         if endpoint is None:
-            flags = [*chosen.engine_flags, *engine_flags(settings, words[1:])]
-            own = replace(settings, home=folder.absolute() / "store", store=None)  # never the user's queue
-            plan = Plan(
-                settings=own,
-                section=section(settings, names),
-                flags=flags,
-                connector=checkpointing(flags, kv_checkpoint, None) if any(map(is_ours, names)) else flags,
-                preset=chosen,
-                rows=make_rows(own, chosen, seed),
-            )
+            plan = own_plan(settings, words[1:], names, chosen, folder / "store", kv_checkpoint, seed=seed)
             work = on_own_server(plan, design, measurement, wishes)
         else:
             work = on_server(endpoint, settings, chosen, design, measurement, wishes)

@@ -6,11 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conserve.api.running import engine_flags
 from conserve.cli import output
+from conserve.cli.bench_names import is_ours, section
 from conserve.cli.bench_place import Place
 from conserve.cli.listening import HERE, free_port, url_of
 from conserve.cli.serve import harvester_command, keyed, server_command
+from conserve.cli.serve_flags import checkpointing
 from conserve.config import Settings
+from conserve.engine.policy.checkpointing import ADAPTIVE
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
@@ -36,6 +40,29 @@ class Plan:
     connector: Sequence[str]  # the same for the plug-in's, which may copy KV
     preset: "Preset"
     rows: Path  # file of the offline rows
+
+
+def own_plan(
+    settings: Settings,
+    words: Sequence[str],
+    names: Sequence[str],
+    preset: "Preset",
+    home: Path,
+    kv_checkpoint: str = ADAPTIVE,
+    *,
+    seed: int,
+) -> Plan:
+    """Plan of servers for these policies, with a store of their own at `home`; `words` are flags of vLLM."""
+    flags = [*preset.engine_flags, *engine_flags(settings, list(words))]
+    own = replace(settings, home=home.absolute(), store=None)  # never the user's queue
+    return Plan(
+        settings=own,
+        section=section(settings, names),
+        flags=flags,
+        connector=checkpointing(flags, kv_checkpoint, None) if any(map(is_ours, names)) else flags,
+        preset=preset,
+        rows=make_rows(own, preset, seed),
+    )
 
 
 async def on_own_server(plan: Plan, design: "Design", measurement: "Measurement", wishes: "Wishes") -> None:

@@ -25,14 +25,13 @@ from conserve.cli.serve_flags import (
     drain_s,
     front_of,
     promise,
-    recording_at,
     refuse_ours,
     require_policy,
     require_weights,
+    shares,
 )
-from conserve.cli.serve_flags import share as share_of
 from conserve.cli.serve_notices import batches_left_out, open_to_all, warnings
-from conserve.cli.tuned import arrivals_file, tuned_promises
+from conserve.cli.tuned import recorded, tuned_promises
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
@@ -216,12 +215,11 @@ def serve(
         "profile": profile,
         "profiles": str(settings.profiles_folder),
         "control": allow_control,
-        **given(harm, receipt, record_views),
     }
+    section |= shares(harm, receipt)
     if tuned:
         section |= tuned_promises(settings, words[0], given=(ttft_slo, tbt_slo, harm))
-    if record_arrivals and not print_flags:
-        section["record_arrivals"] = str(arrivals_file(settings, port))
+    section |= recorded(settings, port, record_views, arrivals=record_arrivals and not print_flags)
     if not preemption or not (preempts(policy) or allow_control):  # others never preempt
         section["preemption"] = OFF
     if named := live_classes(classes, live_class or [], class_for or []):
@@ -256,18 +254,6 @@ def serve(
             batch_api=beside,
         )
         raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
-
-
-def given(harm: str | None, receipt: str | None, record_views: Path | None) -> dict[str, Any]:
-    """Entries of the engine's section whose absence means something else than any value."""
-    section: dict[str, Any] = {}
-    if harm is not None:
-        section["harm"] = share_of("--harm", harm)
-    if receipt is not None:
-        section["receipt"] = share_of("--receipt", receipt) or 0.0
-    if record_views is not None:
-        section["record_views"] = str(recording_at(record_views))
-    return section
 
 
 def said_first(host: str, settings: Settings, *, batches: bool) -> list[str]:

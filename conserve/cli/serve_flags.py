@@ -134,6 +134,12 @@ def promise(flag: str, text: str | None) -> float | dict[str, float] | None:
         raise SettingsError(f"{flag} {text}: {error}; write e.g. {flag} p50=40ms,p99=150ms") from error
 
 
+def shares(harm: str | None, receipt: str | None) -> dict[str, float | None]:
+    """Entries of the engine's section for `--harm` and `--receipt`, as far as they are given."""
+    said: dict[str, float | None] = {} if harm is None else {"harm": share("--harm", harm)}
+    return said if receipt is None else {**said, "receipt": share("--receipt", receipt) or 0.0}
+
+
 def share(flag: str, text: str) -> float | None:
     """Parse a share such as 10%; None for off."""
     if text.strip() == "off":

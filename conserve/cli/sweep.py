@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from conserve.bench.names import regime_of
 from conserve.cli import exits, output
@@ -35,6 +35,16 @@ class Wanted:
     preset: str
     folder: Path | None
 
+    @classmethod
+    def of(cls, flags: Mapping[str, Any]) -> Self:
+        """Read the flags of `conserve bench` by their names; raises `SettingsError`."""
+        if flags["sweep"] is None:
+            raise SettingsError("--cells and --simulated are for --sweep; add --sweep quick")
+        if said := [flag for name, flag in SETS.items() if flags[name] is not None]:
+            raise SettingsError(f"a sweep sets {', '.join(said)} itself; leave it out")
+        same = ("cells", "seed", "policies", "rounds", "block_s", "simulated", "preset")
+        return cls(size=flags["sweep"], folder=flags["out"], **{name: flags[name] for name in same})
+
 
 class Size(NamedTuple):
     """A size of sweeps. Without `--cells` a quick one on an engine has as many as `QUICK_S` allow."""
@@ -51,6 +61,19 @@ BLOCK_S, SIMULATED_BLOCK_S = 25.0, 30.0
 REQUESTS = 100  # live ones in a simulated cell
 CELL_S = 60.0  # of a simulated cell with eight policies, before one was measured
 FILE = "cells.jsonl"
+SETS = {
+    "trace": "--trace",
+    "gamma": "--gamma",
+    "on_off": "--on-off",
+    "rate": "--rate",
+    "speed": "--speed",
+    "times": "--lengths",
+    "offline": "--offline",
+    "ttft_slo": "--ttft-slo",
+    "tbt_slo": "--tbt-slo",
+    "endpoint": "--endpoint",
+    "arms": "--arms",
+}  # flags of `conserve bench` that a sweep sets for each cell
 
 
 def sweeping(context: Context, words: list[str], wanted: Wanted, *, as_json: bool) -> int:
@@ -67,12 +90,6 @@ def sweeping(context: Context, words: list[str], wanted: Wanted, *, as_json: boo
     machine = machine_of(settings, words[0] if words else None)
     plan = plan_of(wanted, size, machine.name)
     return simulated(plan, machine, folder, as_json=as_json)
-
-
-def refuse_own(flags: Mapping[str, Any]) -> None:
-    """Raise for flags that a sweep sets for each cell."""
-    if said := [flag for flag, value in flags.items() if value is not None]:
-        raise SettingsError(f"a sweep sets {', '.join(said)} itself; leave it out")
 
 
 def plan_of(wanted: Wanted, size: Size, engine: str) -> "Plan":

@@ -6,16 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conserve.api.running import engine_flags
 from conserve.bench.names import SARATHI_P
 from conserve.cli import output
-from conserve.cli.bench_names import is_ours, section
-from conserve.cli.bench_server import Plan as ServerPlan
-from conserve.cli.bench_server import Servers, make_rows
+from conserve.cli.bench_server import Servers, own_plan
 from conserve.cli.serve import keyed
-from conserve.cli.serve_flags import checkpointing
 from conserve.config import Settings
-from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.errors import EndpointUnusable
 
 if TYPE_CHECKING:
@@ -74,7 +69,15 @@ class OnServers:
 
     async def run(self, *, as_many_as_fit: bool) -> None:
         """Start the servers, say how long it takes, and measure cell by cell."""
-        servers = Servers(self._server_plan(), self._design(1.0))
+        plan = own_plan(
+            self._settings,
+            self._flags,
+            self._plan.policies,
+            self._preset,
+            self._store(),
+            seed=self._plan.seed,
+        )
+        servers = Servers(replace(plan, settings=keyed(plan.settings)), self._design(1.0))
         try:
             await servers.start()
             engine = await servers.deployment.engine()
@@ -188,19 +191,6 @@ class OnServers:
             seed=self._plan.seed,
             preemption=PREEMPTION,
             load_cores=self._preset.other_cores,
-        )
-
-    def _server_plan(self) -> ServerPlan:
-        names = list(self._plan.policies)
-        flags = [*self._preset.engine_flags, *engine_flags(self._settings, self._flags)]
-        own = keyed(replace(self._settings, home=self._store(), store=None))  # never the user's queue
-        return ServerPlan(
-            settings=own,
-            section=section(self._settings, names),
-            flags=flags,
-            connector=checkpointing(flags, ADAPTIVE, None) if any(map(is_ours, names)) else flags,
-            preset=self._preset,
-            rows=make_rows(own, self._preset, self._plan.seed),
         )
 
     def _store(self) -> Path:

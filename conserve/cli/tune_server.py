@@ -4,19 +4,15 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from conserve.api.running import engine_flags
 from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY_PLANNED
 from conserve.cli import exits, output
-from conserve.cli.bench_names import section
-from conserve.cli.bench_server import Plan, Servers, make_rows
+from conserve.cli.bench_server import Servers, own_plan
 from conserve.cli.serve import keyed
-from conserve.cli.serve_flags import checkpointing
 from conserve.config import Settings
-from conserve.engine.policy.checkpointing import ADAPTIVE
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
@@ -55,7 +51,11 @@ class Confirmation:
 
     async def run(self, found: "Candidate") -> None:
         """Try the value, and smaller ones while they do not keep what may be harmed."""
-        servers = Servers(self._plan(), self._design(found))
+        wanted = self._wanted
+        plan = own_plan(
+            self._settings, wanted.flags, [CONSERVE], self._preset, self._folder / "store", seed=wanted.seed
+        )
+        servers = Servers(replace(plan, settings=keyed(plan.settings)), self._design(found))
         try:
             await servers.start()
             for _ in range(TRIES):
@@ -112,19 +112,4 @@ class Confirmation:
             seed=self._wanted.seed,
             preemption=PREEMPTION,
             load_cores=self._preset.other_cores,
-        )
-
-    def _plan(self) -> Plan:
-        flags = [*self._preset.engine_flags, *engine_flags(self._settings, self._wanted.flags)]
-        own = keyed(
-            replace(self._settings, home=self._folder / "store", store=None)
-        )  # never the user's queue
-        entries: dict[str, Any] = section(self._settings, [CONSERVE])
-        return Plan(
-            settings=own,
-            section=entries,
-            flags=flags,
-            connector=checkpointing(flags, ADAPTIVE, None),
-            preset=self._preset,
-            rows=make_rows(own, self._preset, self._wanted.seed),
         )

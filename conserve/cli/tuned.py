@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from conserve.cli import output
+from conserve.cli.serve_flags import recording_at
 from conserve.config import Settings
 from conserve.errors import InputError, SettingsError
 from conserve.whole import write_whole
@@ -73,6 +74,12 @@ def tuned_promises(settings: Settings, model: str, *, given: tuple[str | None, .
     how = "on the engine" if found.confirmed else "simulated"
     output.say(f"promised as tuned on {day} ({how}) for {', '.join(found.kept)}: {found.flags}")
     return {SECTION[name]: value for name, value in found.promises.items()}
+
+
+def recorded(settings: Settings, port: int, views: Path | None, *, arrivals: bool) -> dict[str, str]:
+    """Entries of the engine's section for the files that it writes."""
+    said = {"record_arrivals": str(arrivals_file(settings, port))} if arrivals else {}
+    return said if views is None else {**said, "record_views": str(recording_at(views))}
 
 
 def arrivals_file(settings: Settings, port: int) -> Path:

@@ -21,7 +21,8 @@ from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid
 from conserve.bench.simulated import Simulator
 from conserve.bench.sweep import Estimate, Ledger, Plan
 from conserve.bench.traces import Arrival, Trace
-from conserve.errors import InputError
+from conserve.cli.sweep import SETS, SIZES, Wanted, plan_of, policies_of
+from conserve.errors import InputError, SettingsError
 from conserve.profiles.book import Book
 
 MACHINE = Machine.demo()
@@ -277,3 +278,47 @@ def test_the_worst_cell_is_the_first_row_everywhere() -> None:
     assert "Stopped after 4 of 6" in page
     text = sweep_report.markdown(measured, PLAN.policies, {"seed": "3"})
     assert f"| the worst cell: {cells[1].name} | conserve | 1.00 [0.90, 1.10] |" in text
+
+
+# Flags
+
+FLAGS: dict[str, Any] = {
+    **dict.fromkeys(SETS),
+    "sweep": "quick",
+    "cells": None,
+    "seed": 0,
+    "policies": None,
+    "rounds": None,
+    "block_s": None,
+    "simulated": True,
+    "preset": "full",
+    "out": None,
+}
+
+
+def test_a_sweep_sets_the_arrivals_itself() -> None:
+    wanted = Wanted.of(FLAGS)
+    assert (wanted.size, wanted.simulated, wanted.folder) == ("quick", True, None)
+    with pytest.raises(SettingsError, match=r"a sweep sets --trace, --rate itself; leave it out"):
+        Wanted.of({**FLAGS, "trace": "t.parquet", "rate": 1.0})
+    with pytest.raises(SettingsError, match=r"--cells and --simulated are for --sweep; add --sweep quick"):
+        Wanted.of({**FLAGS, "sweep": None})
+
+
+def test_every_policy_plays_unless_some_are_named() -> None:
+    simulated = policies_of(Wanted.of(FLAGS))
+    assert simulated[:3] == ["conserve", "conserve/harm", "online-only"]
+    assert {"sarathi-p", "sarathi++", "hygen-star", "hygen"} < set(simulated)
+    quick = policies_of(Wanted.of({**FLAGS, "simulated": False}))
+    assert quick == ["conserve", "conserve/harm", "online-only", "non-preemptive", "sarathi-p"]
+    with pytest.raises(SettingsError, match="add it to --policies"):
+        policies_of(Wanted.of({**FLAGS, "policies": "conserve"}))
+    with pytest.raises(SettingsError, match="conserve/-order cannot be simulated"):
+        policies_of(Wanted.of({**FLAGS, "policies": "online-only,conserve/-order"}))
+
+
+def test_sizes_say_how_many_cells_and_blocks() -> None:
+    plan = plan_of(Wanted.of({**FLAGS, "rounds": 3}), SIZES["full"], "x")
+    assert (plan.cells, plan.blocks, plan.requests, plan.block_s) == (216, 3, 0, 30.0)
+    plan = plan_of(Wanted.of({**FLAGS, "cells": 5}), SIZES["quick"], "x")
+    assert (plan.cells, plan.blocks, plan.requests) == (5, 4, 100)
