@@ -177,14 +177,13 @@ def simulated(plan: "Plan", machine: "Machine", folder: Path, *, as_json: bool) 
     from conserve.bench.simulated import Simulator
     from conserve.bench.sweep import Ledger
     from conserve.bench.sweep import simulated as measured
+    from conserve.cli.bench import interruptible
 
     ledger = Ledger.open(folder / FILE, plan)
-    try:
+    with interruptible():  # the cell under way is dropped
         if ledger.missing:
             engine = Simulator(machine=machine, simulate=simulator(), block_s=plan.block_s, seed=plan.seed)
             fill(ledger, lambda cell: measured(cell, plan, engine))
-    except KeyboardInterrupt:
-        output.say("stopping: the cell under way is dropped")
     return conclude(ledger, folder, as_json=as_json)
 
 

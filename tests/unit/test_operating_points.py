@@ -21,7 +21,7 @@ from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid
 from conserve.bench.simulated import Simulator
 from conserve.bench.sweep import Estimate, Ledger, Plan
 from conserve.bench.traces import Arrival, Trace
-from conserve.cli.sweep import SETS, SIZES, Wanted, plan_of, policies_of
+from conserve.cli.sweep import SETS, SIZES, Wanted, plan_of, policies_of, simulated
 from conserve.errors import InputError, SettingsError
 from conserve.profiles.book import Book
 
@@ -278,6 +278,31 @@ def test_the_worst_cell_is_the_first_row_everywhere() -> None:
     assert "Stopped after 4 of 6" in page
     text = sweep_report.markdown(measured, PLAN.policies, {"seed": "3"})
     assert f"| the worst cell: {cells[1].name} | conserve | 1.00 [0.90, 1.10] |" in text
+
+
+def test_a_stopped_sweep_reports_the_cells_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = list[Cell]()
+
+    def measured(cell: Cell, plan: Plan, engine: Simulator) -> dict[str, Any]:
+        asked.append(cell)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return told(cell, 1.3)
+
+    monkeypatch.setattr(sweep, "simulated", measured)
+    monkeypatch.setattr("conserve.cli.sweep.simulator", lambda: made_up)
+    assert simulated(PLAN, MACHINE, tmp_path, as_json=False) == 130
+    said = capsys.readouterr()
+    assert f"1 of 4: {PLAN.wanted()[0].name}" in said.err
+    assert "Stopped after 1 of 4 cells. The same command goes on" in said.err
+    assert "Stopped after 1 of 4 cells" in (tmp_path / "page.html").read_text()
+    assert simulated(PLAN, MACHINE, tmp_path, as_json=True) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [Cell.of(one) for one in document["cells"]] == PLAN.wanted()
+    assert asked == [PLAN.wanted()[n] for n in (0, 1, 1, 2, 3)], "the cell that was dropped comes again"
+    assert "4 cells to measure" not in capsys.readouterr().err
 
 
 # Flags
