@@ -6,7 +6,17 @@ import sys
 from tests.benchmarks.report import Report, environment
 
 ALL = (
-    *("startup", "submit", "bookkeeping", "nightly", "waiting", "scheduling", "simulation", "turns", "exchange"),
+    *(
+        "startup",
+        "submit",
+        "bookkeeping",
+        "nightly",
+        "waiting",
+        "scheduling",
+        "simulation",
+        "turns",
+        "exchange",
+    ),
     *("forecast", "deadlines"),
     *("real_engine", "prefix_order", "latency_model", "preemption", "checkpoints", "serving", "run_batch"),
 )
