@@ -291,7 +291,7 @@ def test_a_run_that_replaces_another_ends_it_and_begins_anew(file: Path, tmp_pat
         ["-m", "conserve", "eval", "run", str(file), "--limit", "100"],
         env={"CONSERVE_ENDPOINT": "fake:?tokens=8&token_ms=200&capacity=1"},
     )
-    commands.until(lambda: any(job.running for job in readings()), first)
+    commands.until(lambda: bool(keeping.runs(load().home)) and any(job.running for job in readings()), first)
     second = night(file, "--limit", "3")
     assert second.returncode == 0, second.stderr
     assert commands.ended(first).returncode == 130
