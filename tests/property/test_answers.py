@@ -63,6 +63,12 @@ def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
             yield from places(inner, (*path, step))
 
 
+def in_place_of(value: Any) -> st.SearchStrategy[Any]:
+    """Any value, or one of the same kind: most that are of another kind are refused."""
+    alike = {str: texts, int: numbers, float: numbers}.get(type(value))
+    return values if alike is None else st.one_of(alike, values)
+
+
 @st.composite
 def spoilt(draw: st.DrawFn, document: dict[str, Any]) -> bytes:
     """A document with other values in one or two places, or nothing of it at all."""
@@ -75,7 +81,7 @@ def spoilt(draw: st.DrawFn, document: dict[str, Any]) -> bytes:
         try:
             for step in steps:
                 inner = inner[step]
-            inner[last] = draw(values)
+            inner[last] = draw(in_place_of(inner[last]))
         except (TypeError, KeyError, IndexError):  # an earlier value stands in the way
             continue
     return json.dumps(found).encode()

@@ -135,6 +135,25 @@ def unhurried_views(draw: st.DrawFn) -> View:
 
 
 @st.composite
+def views_with_room(draw: st.DrawFn) -> View:
+    """A row waits beside an online request that decodes; there is memory for both, and often time."""
+    view = draw(views())
+    decode = Candidate("online-first", 1, 20, True, ceil(20 / view.block_tokens))
+    row = draw(waiting("waiting-offline-first", view.block_tokens))
+    slo = Slo(ttft_ms=draw(st.sampled_from([inf, 1000.0])), tbt_ms=draw(st.sampled_from([inf, 100.0, 40.0])))
+    return replace(
+        view,
+        model=usual,
+        slo=slo,
+        online=[decode, *view.online],
+        waiting_offline=[row, *view.waiting_offline],
+        free_slots=50,
+        free_blocks=1000,
+        max_tokens=2048,
+    )
+
+
+@st.composite
 def views_of_one_prefix(draw: st.DrawFn) -> View:
     """Rows that all begin alike, with room and time for some."""
     view = draw(views())
@@ -152,10 +171,16 @@ def views_of_one_prefix(draw: st.DrawFn) -> View:
     )
 
 
-def with_rows_that_come_back(view: View) -> View:
-    """The waiting offline rows were preempted, and there is room for some of them."""
-    rows = [row._replace(restorable=row.tokens, prefix=()) for row in view.waiting_offline]
-    return replace(view, waiting_offline=rows, free_slots=max(2, view.free_slots), model=usual)
+@st.composite
+def views_with_rows_that_come_back(draw: st.DrawFn) -> View:
+    """The waiting offline rows were preempted, and there is often room for some of them."""
+    view = draw(views())
+    first = draw(waiting("waiting-offline-first", view.block_tokens))
+    rows = [row._replace(restorable=row.tokens, prefix=()) for row in (first, *view.waiting_offline)]
+    free = draw(st.sampled_from([view.free_blocks, 400]))
+    return replace(
+        view, waiting_offline=rows, free_slots=max(2, view.free_slots), free_blocks=free, model=usual
+    )
 
 
 class Judged:
@@ -295,7 +320,9 @@ def beyond_memory(judged: Judged, policy: Policy) -> bool:
 
 
 @settings(max_examples=EXAMPLES)
-@given(views(), st.sampled_from([Conserve(), OnlineOnly()]))
+@given(
+    st.one_of(views(), full_views(), full_views(online=False)), st.sampled_from([Conserve(), OnlineOnly()])
+)
 def test_only_running_offline_requests_are_preempted_the_last_first(view: View, policy: Policy) -> None:
     plan = Judged(view, policy.plan(view)).plan
     names = [request.name for request in view.offline]
@@ -309,7 +336,7 @@ def test_only_running_offline_requests_are_preempted_the_last_first(view: View, 
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.one_of(views(), views().map(with_rows_that_come_back)), st.sampled_from(PLANNING))
+@given(st.one_of(views(), views_with_rows_that_come_back()), st.sampled_from(PLANNING))
 def test_what_comes_back_waits_for_nothing_but_room(view: View, policy: Policy) -> None:
     judged = Judged(view, policy.plan(view))
     plan = judged.plan
@@ -335,7 +362,7 @@ def test_a_plan_knows_what_it_computes(view: View, policy: Policy) -> None:
 
 
 @settings(max_examples=EXAMPLES)
-@given(views())
+@given(st.one_of(views(), views_with_room()))
 def test_offline_tokens_stay_within_every_limit(view: View) -> None:
     judged = Judged(view, Conserve().plan(view))
     plan = judged.plan
@@ -354,7 +381,7 @@ def test_offline_tokens_stay_within_every_limit(view: View) -> None:
 
 
 @settings(max_examples=EXAMPLES)
-@given(views(), st.sampled_from([0.1, 0.5, 2.0]))
+@given(st.one_of(views(), views_with_room()), st.sampled_from([0.1, 0.5, 2.0]))
 def test_offline_tokens_add_no_more_than_the_harm_that_is_promised(view: View, harm: float) -> None:
     judged = Judged(view, Conserve().plan(replace(view, slo=Slo(harm=harm))))
     plan, online = judged.plan, {request.name for request in (*view.online, *view.waiting_online)}
@@ -454,8 +481,8 @@ def test_offline_rows_begin_only_beside_what_is_kept_for_online_ones(
     view: View, free: int, blocks: int, slots: int
 ) -> None:
     starting = [request._replace(restorable=0) for request in view.waiting_offline]
-    view = replace(view, model=usual, max_tokens=2048, free_blocks=free, waiting_offline=starting)
-    view = replace(view, reserved_blocks=blocks, reserved_slots=slots)
+    view = replace(view, model=usual, slo=Slo(), max_tokens=2048, free_blocks=free)
+    view = replace(view, waiting_offline=starting, reserved_blocks=blocks, reserved_slots=slots)
     judged = Judged(view, Conserve().plan(view))
     plan = judged.plan
     begun = [name for name in plan.admitted if name in judged.offline]
@@ -483,7 +510,10 @@ def test_a_paced_iteration_leaves_out_nothing_that_would_fit(view: View) -> None
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.one_of(views(), full_views()), st.sampled_from([Conserve(), OnlineOnly(), Paced()]))
+@given(
+    st.one_of(views(), full_views(), full_views(online=False)),
+    st.sampled_from([Conserve(), OnlineOnly(), Paced()]),
+)
 def test_nobody_is_preempted_for_nothing(view: View, policy: Policy) -> None:
     judged = Judged(view, policy.plan(view))
     if reached("rows are evicted", judged.plan.evicted):
