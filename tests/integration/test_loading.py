@@ -18,6 +18,15 @@ pytestmark = [
 
 
 @pytest.mark.engine
+def test_the_library_that_is_loaded_names_its_device(capsys: pytest.CaptureFixture[str]) -> None:
+    loading.main()
+    loaded = loading.told(capsys.readouterr().out, 1.0)
+    assert (loaded.device, loaded.faults) == ("cpu", ())
+    assert loaded.names
+
+
+@pytest.mark.engine
+@pytest.mark.full
 def test_the_library_loads_and_names_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "LOAD_S", 600.0)
     with Loading() as process:
