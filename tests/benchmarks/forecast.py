@@ -106,12 +106,12 @@ def calibration(trace: Trace) -> Iterator[Figure]:
     yield figure(f"{label}: in time, said", [100 * said], "", True)
     yield figure(f"{label}: in time, true", [100 * true], "", True)
     brier = fmean((outcome.in_time_said - outcome.in_time) ** 2 for outcome in outcomes)
-    yield figure(f"{label}: squared error of that", [brier], "< 0.25, a coin's", brier < 0.25)
+    yield figure(f"{label}: squared error of that", [brier], "< 0.25, a coin's", brier < 0.25, unit="")
 
 
-def figure(name: str, samples: Sequence[float], target: str, reached: bool) -> Figure:
-    """A figure in percent."""
-    return Figure(name=name, unit="%", samples=samples, target=target, reached=reached, command=COMMAND)
+def figure(name: str, samples: Sequence[float], target: str, reached: bool, unit: str = "%") -> Figure:
+    """A figure, in percent unless another unit is named."""
+    return Figure(name=name, unit=unit, samples=samples, target=target, reached=reached, command=COMMAND)
 
 
 def row_lengths() -> list[object]:

@@ -56,6 +56,19 @@ def test_a_job_beyond_the_horizon_has_no_moment() -> None:
     assert found.is_late
 
 
+def test_damaged_figures_are_left_out() -> None:
+    """A slot is busy for its length at most, and holds a number of tokens that an engine could compute."""
+    damaged = [
+        (FIRST, float("nan"), 900.0),
+        (FIRST, 1.0, float("inf")),
+        (FIRST, -5.0, 900.0),
+        (FIRST, 1e300, 900.0),
+    ]
+    assert Rates.of(damaged).by_slot == {}
+    far = Rates.of([(-(10**18), 9000.0, 900.0), (10**18, 9000.0, 900.0)])
+    assert finite(forecasts([job()], far, now=NOW)["a"].done_50) > NOW
+
+
 def ends(*jobs: QueuedJob, rates: Rates | None = None) -> dict[str, float]:
     found = forecasts(jobs, rates or steady(), now=NOW, courses=40)
     return {name: finite(one.done_50) for name, one in found.items()}

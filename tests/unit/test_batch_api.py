@@ -162,7 +162,8 @@ def test_a_submitted_job_shows_as_a_batch(store: Store, api: openai.OpenAI, tmp_
     job_id = conserve("submit", str(tmp_path / "rows.jsonl"), "--tag", "a=b").stdout.strip()
     (batch,) = api.batches.list().data
     assert (batch.status, batch.endpoint, batch.completion_window) == ("in_progress", CHAT, "none")
-    assert batch.to_dict()["conserve"] == {"job": job_id, "state": "queued"}
+    ours = {"job": job_id, "state": "queued", "on_late": "expire", "forecast": None}
+    assert batch.to_dict()["conserve"] == ours
     compute(store)
     done = reaches(api, batch.id, "completed")
     assert answered(api, done.output_file_id).keys() == {"r-0", "r-1"}

@@ -16,7 +16,11 @@ SLOT_S = 900
 DAY = 96  # slots
 WEEK = 7 * DAY
 LEAST_BUSY_S = 15.0  # of a slot whose rate counts
-HORIZON_S = 14 * 86_400.0
+MOST_BUSY_S = SLOT_S + 1.0
+MOST_TOKENS = 1e12  # of a slot
+MOST_DAYS = 8 * 7  # back
+HORIZON_DAYS = 14
+HORIZON_S = HORIZON_DAYS * 86_400.0
 BLOCK = 16  # slots that a course takes of one earlier day
 SAME_WEEKDAY = 3.0  # weight of a day a number of weeks ago, beside 1 of any other
 RECENT = 4  # slots that the present rate is the mean of
@@ -41,8 +45,14 @@ class Rates:
 
     @classmethod
     def of(cls, seen: Sequence[tuple[int, float, float]]) -> "Rates":
-        """Rates of (slot, tokens, busy seconds)."""
-        return cls({slot: tokens / busy_s for slot, tokens, busy_s in seen if busy_s >= LEAST_BUSY_S})
+        """Rates of (slot, tokens, busy seconds); figures that only damage explains are left out."""
+        return cls(
+            {
+                slot: tokens / busy_s
+                for slot, tokens, busy_s in seen
+                if LEAST_BUSY_S <= busy_s <= MOST_BUSY_S and 0 <= tokens < MOST_TOKENS
+            }
+        )
 
     def mean(self, now: float) -> float | None:
         """Rate to expect over the next day, in tokens/s; None before any was seen."""
@@ -60,10 +70,9 @@ class Rates:
 
     def days_before(self, slot: int) -> list[tuple[int, float]]:
         """Slots that earlier days lie back at which this time of day was seen, with their weights."""
-        oldest = min(self.by_slot)
         return [
             (back, SAME_WEEKDAY if back % WEEK == 0 else 1.0)
-            for back in range(DAY, slot - oldest + 1, DAY)
+            for back in range(DAY, (MOST_DAYS + HORIZON_DAYS) * DAY + 1, DAY)
             if slot - back in self.by_slot
         ]
 

@@ -129,7 +129,12 @@ def read_harvested(settings: Settings) -> list[tuple[int, float, float]]:
         rows = query(VERSION, {})
         if rows and number(rows[0][0]) < WITH_FORECASTS:
             return []
-        return [(int(slot), float(tokens), float(busy_s)) for slot, tokens, busy_s in query(HARVESTED, {})]
+        return [(row[0], row[1], row[2]) for row in query(HARVESTED, {}) if is_slot(row)]
+
+
+def is_slot(row: tuple[Any, ...]) -> bool:
+    """True unless a damaged page put values of other kinds into a row of `HARVESTED`."""
+    return isinstance(row[0], int) and all(isinstance(value, int | float) for value in row[1:])
 
 
 def to_reading(row: tuple[Any, ...]) -> JobReading:
