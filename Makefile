@@ -10,6 +10,7 @@ SINCE ?=
 BREAK ?=
 
 .PHONY: help setup demo demo-eval test test-full test-notebook test-vllm soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
+.PHONY: help setup demo test test-full test-notebook test-clients test-vllm soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +33,11 @@ test-full: setup  ## Also run what is statistical or exhaustive, before a releas
 test-notebook: setup  ## Run what needs pandas, polars and a kernel of Jupyter, which are fetched into .notebook
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target .notebook --constraint requirements/cpu.lock -r requirements/notebook.txt
 	PYTHONPATH=$(CURDIR):$(CURDIR)/.notebook $(BIN)/pytest tests/unit/test_api.py tests/unit/test_python_docs.py
+
+test-clients: setup  ## Run programs that use OpenAI's batches, fetched into .batch-clients, while the API is killed under them
+	@bash tools/batch_clients.sh
+	$(BIN)/pytest tests/acceptance/test_batch_clients.py tests/acceptance/test_api_description.py
+	PYTHONPATH=$(CURDIR):$(wildcard $(CURDIR)/.batch-clients/standardwebhooks/lib/python3*/site-packages) $(BIN)/pytest tests/unit/test_hooks.py -k specification
 
 test-vllm:  ## Run what touches the engine on another version of vLLM: make test-vllm VERSION=0.31.0
 	@PYTHON=$(PYTHON) bash tools/test_vllm.sh "$(VERSION)"
@@ -71,4 +77,4 @@ docs:  ## Build the documentation into site/; a broken link fails
 	@PYTHON=$(PYTHON) bash tools/site.sh
 
 clean:  ## Remove .venv, the built documentation, the demo's store and all caches
-	rm -rf .venv .vllm .notebook .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .vllm .notebook .batch-clients .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,7 +8,8 @@ import msgspec
 from starlette.routing import Route
 
 import conserve
-from conserve.batch_api.bodies import CreateBatch
+from conserve.batch_api.bodies import ID, WINDOW, CreateBatch
+from conserve.endpoints.protocol import Url
 
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 MAYBE_TEXT, MAYBE_WHOLE = {"type": ["string", "null"]}, {"type": ["integer", "null"]}
@@ -58,6 +59,11 @@ SCHEMAS: dict[str, Any] = {
     "Batches": list_of("Batch"),
     "Error": object_of(error=object_of(message=TEXT, type=TEXT, param=MAYBE_TEXT, code=MAYBE_TEXT)),
 }
+NARROWER = {  # than their types, and checked by `bodies.create_batch`
+    "endpoint": {"enum": [url.value for url in Url]},
+    "input_file_id": {"type": "string", "pattern": f"^{ID.pattern}$"},
+    "completion_window": {"type": "string", "pattern": f"^{WINDOW.pattern}$"},
+}
 EVENTS = "Events"
 ANSWERS = {
     ("POST", "/v1/files"): "File",
@@ -79,6 +85,10 @@ FORM = {
         "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
     },
     "required": ["file", "purpose"],
+    "dependentRequired": {
+        "expires_after[anchor]": ["expires_after[seconds]"],
+        "expires_after[seconds]": ["expires_after[anchor]"],
+    },
 }
 PAGES: dict[str, dict[str, Any]] = {
     "/v1/files": {"limit": WHOLE, "after": TEXT, "purpose": TEXT, "order": {"enum": ["asc", "desc"]}},
@@ -89,6 +99,7 @@ PAGES: dict[str, dict[str, Any]] = {
 def document(routes: Sequence[Route]) -> dict[str, Any]:
     """The description of these routes."""
     _, asked = msgspec.json.schema_components([CreateBatch], ref_template="#/components/schemas/{name}")
+    asked[CreateBatch.__name__]["properties"] |= NARROWER
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         for method in sorted((route.methods or set()) - {"HEAD"}):

@@ -19,6 +19,7 @@ ALL = (
     ),
     *("forecast", "deadlines"),
     *("real_engine", "prefix_order", "latency_model", "preemption", "checkpoints", "serving", "run_batch"),
+    "polling",
 )
 
 

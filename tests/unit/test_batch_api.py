@@ -61,7 +61,7 @@ def test_a_file_becomes_a_batch_becomes_answers(store: Store, api: openai.OpenAI
     assert answers["r-0"]["response"]["status_code"] == 200
     assert answers["r-0"]["response"]["body"]["choices"][0]["message"]["content"]
     (failed,) = answered(api, done.error_file_id).values()
-    assert (failed["custom_id"], failed["response"]) == ("r-2", None)
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("r-2", 400)
     assert failed["error"]["code"] == "invalid_request"
     assert done.metadata == {"night": "1"}
     assert done.usage is not None

@@ -74,12 +74,17 @@ def test_an_answer_is_a_line_of_a_batch_output_file() -> None:
     }
 
 
-def test_a_failed_row_is_an_error_under_its_row_index() -> None:
-    assert openai_lines.openai_line(as_row(failed=True), CHAT) == {
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [("too_long", 400, "invalid_request_error"), ("engine_died", 500, "server_error")],
+)
+def test_a_failed_row_is_an_error_under_its_row_index(code: str, status: int, kind: str) -> None:
+    body = {"error": {"message": "no", "type": kind, "param": None, "code": code}}
+    assert openai_lines.openai_line(as_row(failed=True, error_type=code), CHAT) == {
         "id": "job-1-3",
         "custom_id": "3",
-        "response": None,
-        "error": {"code": "scripted", "message": "no"},
+        "response": {"status_code": status, "request_id": "job-1-3", "body": body},
+        "error": {"code": code, "message": "no"},
     }
 
 

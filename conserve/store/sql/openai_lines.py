@@ -15,10 +15,22 @@ def openai_line(row: dict[str, Any], default_url: str) -> dict[str, Any]:
     }
     if row["error_type"] is not None:
         line["error"] = {"code": row["error_type"], "message": row["error"]}
+        line["response"] = refusal(line["id"], **line["error"])
         return line
     body = body_of(row, row["url"] or default_url)
     line["response"] = {"status_code": 200, "request_id": line["id"], "body": body}
     return line
+
+
+FAULTS = frozenset({"endpoint_fault", "engine_died", "invalid_answer"})
+"""Errors of the server's side; all others are of the request."""
+
+
+def refusal(request_id: str, code: str, message: str) -> dict[str, Any]:
+    """The response that a live request would have got, for clients that read its status alone."""
+    kind = "server_error" if code in FAULTS else "invalid_request_error"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"status_code": 500 if code in FAULTS else 400, "request_id": request_id, "body": body}
 
 
 def expired_line(job_id: str, row: dict[str, Any]) -> dict[str, Any]:

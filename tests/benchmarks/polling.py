@@ -1,0 +1,203 @@
+"""Clients of the Batch API that upload and poll: the time that a poll takes of the API's process.
+
+    python -m tests.benchmarks polling
+    LIVE_URL=http://127.0.0.1:8000 LIVE_MODEL=any python -m tests.benchmarks polling
+
+With `LIVE_URL`, a co-serving server on a quiet machine, the clients use that server's own files and batches, and
+live requests run in turns with and without them: P99 of their time to the first token is compared.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.batch_rig import CHAT, lines
+from tests.benchmarks.report import REPOSITORY, Figure
+
+CLIENTS = 64
+POLLS = 50  # of each client, in each round
+ROUNDS = 5
+LIVE_REQUESTS = 200  # of each turn
+COMMAND = "python -m tests.benchmarks polling"
+PORT = 8791
+
+
+def measure() -> list[Figure]:
+    """Processor time of a poll and of an upload; with a live server, the harm to its requests."""
+    with tempfile.TemporaryDirectory() as folder:
+        figures = over_api(Path(folder) / "home")
+    live = os.environ.get("LIVE_URL")
+    return [*figures, harm(live.rstrip("/"))] if live else figures
+
+
+def over_api(home: Path) -> list[Figure]:
+    """Figures of `conserve api` alone."""
+    words = [sys.executable, "-m", "conserve", "--home", str(home), "api", "--port", str(PORT)]
+    running = subprocess.Popen(words, cwd=REPOSITORY)
+    base = f"http://127.0.0.1:{PORT}"
+    try:
+        await_answer(f"{base}/health", running)
+        process = psutil.Process(running.pid)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            before = cpu_s(process)
+            names = list(pool.map(lambda _: uploaded(base), range(CLIENTS)))
+            upload_ms = (cpu_s(process) - before) / CLIENTS * 1e3
+            await_jobs(base, names)
+            idle_s = idle(process)
+            poll_ms = [polled(pool, process, base, names, idle_s) for _ in range(ROUNDS)]
+    finally:
+        running.terminate()
+        running.wait()
+    return [
+        Figure(
+            name=f"a poll, of {CLIENTS} clients: processor time of the API",
+            unit="ms",
+            samples=poll_ms,
+            target="<= 5",
+            reached=statistics.median(poll_ms) <= 5,
+            command=COMMAND,
+        ),
+        Figure(
+            name="an upload and its batch: processor time of the API",
+            unit="ms",
+            samples=[upload_ms],
+            target="",
+            reached=True,
+            command=COMMAND,
+        ),
+    ]
+
+
+def await_answer(url: str, running: "subprocess.Popen[bytes]") -> None:
+    """Wait until the server answers."""
+    while running.poll() is None:
+        try:
+            if httpx.get(url, trust_env=False).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise SystemExit("the server has ended")
+
+
+def uploaded(base: str) -> str:
+    """Upload a file of ten rows, and make a batch of it; returns its id."""
+    with httpx.Client(base_url=base, timeout=120.0, trust_env=False) as client:
+        content = lines([f"q{n}" for n in range(10)])
+        file = client.post(
+            "/v1/files", files={"file": ("rows.jsonl", content)}, data={"purpose": "batch"}
+        ).json()
+        asked = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+        return str(client.post("/v1/batches", json=asked).json()["id"])
+
+
+def await_jobs(base: str, names: Sequence[str]) -> None:
+    """Wait until every batch has its job, so that the polls are all that the server does."""
+    for name in names:
+        while httpx.get(f"{base}/v1/batches/{name}", trust_env=False).json()["status"] == "validating":
+            time.sleep(0.05)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Processor time of a process so far."""
+    spent = process.cpu_times()
+    return float(spent.user + spent.system)
+
+
+def idle(process: psutil.Process, seconds: float = 5.0) -> float:
+    """Processor time a second without a client."""
+    before = cpu_s(process)
+    time.sleep(seconds)
+    return (cpu_s(process) - before) / seconds
+
+
+def polled(
+    pool: ThreadPoolExecutor, process: psutil.Process, base: str, names: Sequence[str], idle_s: float
+) -> float:
+    """Processor time of a poll in ms, over `POLLS` of every client, each on a connection of its own."""
+
+    def poll(name: str) -> None:
+        with httpx.Client(base_url=base, timeout=120.0, trust_env=False) as client:
+            for _ in range(POLLS):
+                client.get(f"/v1/batches/{name}").raise_for_status()
+
+    before, began = cpu_s(process), time.monotonic()
+    list(pool.map(poll, names))
+    spent = cpu_s(process) - before - idle_s * (time.monotonic() - began)
+    return spent / (POLLS * len(names)) * 1e3
+
+
+def harm(base: str) -> Figure:
+    """P99 of the time to the first token of live requests, with polling clients over without, in turns."""
+    alone: list[float] = []
+    beside: list[float] = []
+    for _ in range(ROUNDS):
+        alone.append(p99(first_tokens_s(base)))
+        with polling(base):
+            beside.append(p99(first_tokens_s(base)))
+    ratios = [with_them / without for without, with_them in zip(alone, beside, strict=True)]
+    return Figure(
+        name=f"P99 TTFT of live requests with {CLIENTS} clients / without",
+        unit="times",
+        samples=ratios,
+        target="<= 1.05",
+        reached=statistics.median(ratios) <= 1.05,
+        command=f"LIVE_URL={base} {COMMAND}",
+    )
+
+
+class polling:  # noqa: N801  read as a verb: `with polling(base)`
+    """Clients that upload and then poll once a second, until the end of the block."""
+
+    def __init__(self, base: str) -> None:
+        self._base, self._over = base, threading.Event()
+        self._threads = [threading.Thread(target=self._poll, daemon=True) for _ in range(CLIENTS)]
+
+    def __enter__(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _poll(self) -> None:
+        name = uploaded(self._base)
+        with httpx.Client(base_url=self._base, timeout=120.0, trust_env=False) as client:
+            while not self._over.wait(1.0):
+                client.get(f"/v1/batches/{name}").raise_for_status()
+
+
+def first_tokens_s(base: str, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Times to the first token of live requests, one after the other."""
+    body = {
+        "model": os.environ["LIVE_MODEL"],
+        "messages": [{"role": "user", "content": "Count to ten."}],
+        "max_tokens": 16,
+        "stream": True,
+    }
+    found = []
+    with httpx.Client(base_url=base, timeout=120.0, trust_env=False) as client:
+        for _ in range(LIVE_REQUESTS):
+            began = clock()
+            with client.stream("POST", CHAT, json=body) as answer:
+                pieces = answer.iter_lines()
+                next(pieces)
+                found.append(clock() - began)
+                list(pieces)
+    return found
+
+
+def p99(values: Sequence[float]) -> float:
+    """The 99th percentile."""
+    return statistics.quantiles(values, n=100, method="inclusive")[98]
