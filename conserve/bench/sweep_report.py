@@ -31,8 +31,8 @@ NOTE = (
     "Latencies are times online-only's, in brackets the 95 % interval of the bootstrap. In SLO: share of requests, "
     "and of token gaps, within the cell's SLO. Rows/s: offline work per second, by the cost of a mean row. Of "
     "non-preemptive: that work to non-preemptive scheduling's. Of the bound: the same to what a scheduler that "
-    "knows the future would have harvested, with all live answers within the SLO and ended with their block; "
-    "policies that leave answers behind it can exceed 1."
+    "knows the future would have harvested with every live answer within the SLO; a policy that breaks the SLO can "
+    "exceed 1."
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conserve.bench import points, sweep, sweep_report
-from conserve.bench.bound import Mix, least_iterations, rows_per_s
+from conserve.bench.bound import Mix, least_iterations, rows_per_s, wanted_by
 from conserve.bench.cell import RATIOS
 from conserve.bench.co_forecast import Sharing, co_play
 from conserve.bench.forecast import play
@@ -124,6 +124,12 @@ def test_iterations_are_shared_as_far_as_the_slo_lets_them() -> None:
     assert least_iterations(trace_of((0.0, 10, 5), (9.0, 10, 5)), slo) == 10, "one after the other"
     assert least_iterations(trace_of((0.0, 10, 5), (1.2, 10, 5)), slo) == 5
     assert least_iterations(trace_of((0.0, 10, 5), (1.2, 10, 5)), LatencyLimits(1000, 10)) == 10
+
+
+def test_only_what_the_slo_wants_by_the_end_of_the_block_is_live_work() -> None:
+    slo = LatencyLimits(1000, 100)
+    found = wanted_by(trace_of((0.0, 10, 5), (28.75, 10, 5), (29.5, 10, 5)), 30.0, slo)
+    assert [one.output_tokens for one in found] == [5, 3], "the last one's first token may come after it"
 
 
 def test_a_bound_falls_with_live_work_and_with_a_tighter_slo() -> None:
