@@ -22,10 +22,8 @@ from conserve.engine.policy.hygen import HyGen
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.plan import Plan, Policy
 from conserve.engine.policy.policies import ONLINE_ONLY, named
-from conserve.engine.policy.recorded import line_of
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.receipt import Receipt
-from conserve.engine.runtime.recording import arrival_line, arrivals_at, recording_at
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.counts import checkpoints_of
 from conserve.engine.vllm.iteration import Iteration, iteration_of, outcome_of, put
@@ -40,6 +38,7 @@ from conserve.engine.vllm.scheduling.lanes import Lanes
 from conserve.engine.vllm.scheduling.observation import Picture, surcharged
 from conserve.engine.vllm.scheduling.offline_tokens import OfflineTokens
 from conserve.engine.vllm.scheduling.online_cost import cost_by_class
+from conserve.engine.vllm.scheduling.recordings import Recordings
 from conserve.engine.vllm.scheduling.report import report
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
 from conserve.engine.vllm.scheduling.settlement import settle
@@ -90,8 +89,7 @@ class CoServing:
         self.restores_pause = 0  # iterations for which no restore begins, since vLLM had no room for one
         self.ahead = Ahead(self)
         number = vllm_config.parallel_config.data_parallel_index
-        self._recording = recording_at(installed.record_views, number)
-        self._arrivals = arrivals_at(installed.record_arrivals, number)
+        self._recordings = Recordings(installed, number)
         self.row_terms = RowTerms()
         self.batches = True  # batching mode is allowed
         self._follow(installed.policy)
@@ -142,14 +140,8 @@ class CoServing:
         self._with_logprobs.discard(request.request_id)
         self._grammars.pop(request.request_id, None)
         self._finished.append(request.request_id)
-        self._record_arrival(request)
+        self._recordings.ended(request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
-
-    def _record_arrival(self, request: Request) -> None:
-        """Keep the time and the lengths of a live request that ended, for `conserve tune`."""
-        if self._arrivals is not None and is_online(request) and not is_warm_up(request.request_id):
-            lengths = request.num_prompt_tokens, request.num_output_tokens
-            self._arrivals.add(arrival_line(request.arrival_time, *lengths))
 
     def has_requests(self) -> bool:
         """True if vLLM should schedule an iteration; requests that the policy defers for good do not count."""
@@ -218,9 +210,7 @@ class CoServing:
             self._iterations.end_warm_up()
         policy = self._choose_planner()
         model: LatencyModel | None = self._iterations.model
-        alone = (
-            self._policy_name == "paced" or self._traffic.classified
-        )  # planned without offline requests, too
+        alone = self._policy_name == "paced" or self._traffic.classified  # no offline request is needed
         decides = policy.decides and (self._offline or alone)
         self._reserve(0)
         if not decides or (model is None and not policy.holds_offline):
@@ -250,9 +240,7 @@ class CoServing:
         if self.checkpoints is not None:
             for request, context in picture.looked:
                 self.checkpoints.keep_for(request, context)
-        if self._recording is not None and self._recording.on and (plan is None or plan.changes_something):
-            name = ONLINE_ONLY if self._planner is PAUSE else self._policy_name
-            self._recording.add(line_of(view, plan, policy=name, at=time.time()))
+        self._recordings.planned(view, plan, ONLINE_ONLY if self._planner is PAUSE else self._policy_name)
         return plan
 
     def _make_ready(self) -> None:
@@ -373,9 +361,7 @@ class CoServing:
         """Save the model's correction, and end."""
         self.arrival_monitor.close()
         self._iterations.save()
-        for recording in (self._recording, self._arrivals):
-            if recording is not None:
-                recording.close()
+        self._recordings.close()
         super().shutdown()  # type: ignore[misc]
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:

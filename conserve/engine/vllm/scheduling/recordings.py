@@ -1,0 +1,41 @@
+"""Files that an engine writes for its user: what the policy sees and plans, and when live requests came."""
+
+from __future__ import annotations
+
+import time
+
+from vllm.v1.request import Request
+
+from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.recorded import line_of
+from conserve.engine.policy.view import View
+from conserve.engine.runtime.recording import arrival_line, arrivals_at, recording_at
+from conserve.engine.vllm.lane import is_online
+from conserve.engine.vllm.profiling.warm_up import is_warm_up
+from conserve.engine.vllm.settings import EngineSettings
+
+
+class Recordings:
+    """Recordings of one engine, those that its settings ask for."""
+
+    def __init__(self, installed: EngineSettings, number: int) -> None:
+        """`number` tells data parallel engines apart."""
+        self._views = recording_at(installed.record_views, number)
+        self._arrivals = arrivals_at(installed.record_arrivals, number)
+
+    def planned(self, view: View, plan: Plan | None, policy: str) -> None:
+        """Keep a view and its plan, unless the plan changes nothing."""
+        if self._views is not None and self._views.on and (plan is None or plan.changes_something):
+            self._views.add(line_of(view, plan, policy=policy, at=time.time()))
+
+    def ended(self, request: Request) -> None:
+        """Keep the time and the lengths of a live request, for `conserve tune`."""
+        if self._arrivals is not None and is_online(request) and not is_warm_up(request.request_id):
+            lengths = request.num_prompt_tokens, request.num_output_tokens
+            self._arrivals.add(arrival_line(request.arrival_time, *lengths))
+
+    def close(self) -> None:
+        """Write the last lines."""
+        for recording in (self._views, self._arrivals):
+            if recording is not None:
+                recording.close()
