@@ -45,7 +45,7 @@ COMMANDS = {
     "show": Entry("show", "Show one row: what was asked, the answer, where it is now."),
     "pause": Entry("control", "Stop taking rows of a job."),
     "resume": Entry("control", "Let a paused job go on, or a refused one try again."),
-    "deadline": Entry("deadline", "Let a job expire at a moment, with the rows that are left."),
+    "deadline": Entry("deadline", "Give a job a deadline, and say what becomes of it then."),
     "forecast": Entry("forecast", "Forecast when jobs are done, with 50 and 90 % probability."),
     "cancel": Entry("control", "Stop a job for good; the results it has are kept."),
     "retry": Entry("control", "Put the failed rows of a job back into the queue."),
@@ -56,7 +56,7 @@ COMMANDS = {
     "eval": Entry("evaluations", "Run evaluations every night, and say whether the model is worse."),
     "profile": Entry("profile", "Measure how long the engine's iterations take, and show it."),
     "bench": Entry("bench", "Play live traffic under each policy in turn, and compare."),
-    "tune": Entry("tune", "Find the promise to live requests that gives queued rows most."),
+    "tune": Entry("tune", "Search the promise to live requests that gives queued rows most."),
     "doctor": Entry("doctor", "Try the engine, the endpoint, the store and the machine."),
     "help": Entry("help", "Explain the program, or one command."),
 }

@@ -234,15 +234,13 @@ def serve(
     if print_flags:
         raise typer.Exit(print_command(settings, section, flags))
     require_free(host, port)
-    for notice in said_first(host, settings, batches=batches):
-        output.say(notice)
+    say_first(host, settings, batches=batches)
     batches = batches and not open_batches(host, settings)
-    server, lock = server_command(settings, section, flags, port, front), None
-    if kv_spill is not None:
-        lock = claim(kv_spill)
-        server = replace(server, environment={**server.environment, SUPERVISOR: secrets.token_hex(16)})
+    server = server_command(settings, section, flags, port, front)
     with contextlib.ExitStack() as opened:
-        opened.enter_context(lock or contextlib.nullcontext())
+        if kv_spill is not None:
+            opened.enter_context(claim(kv_spill))
+            server = supervised(server)
         beside = opened.enter_context(batch_api(settings, front.file_bytes, max_requests, wanted=batches))
         service = Service(
             told_of(beside, server),
@@ -256,10 +254,16 @@ def serve(
         raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
 
 
-def said_first(host: str, settings: Settings, *, batches: bool) -> list[str]:
-    """Sentences on what other machines reach, and what they do not."""
+def supervised(server: "ProcessCommand") -> "ProcessCommand":
+    """The server with a key by which this process alone may have it save the KV of its rows."""
+    return replace(server, environment={**server.environment, SUPERVISOR: secrets.token_hex(16)})
+
+
+def say_first(host: str, settings: Settings, *, batches: bool) -> None:
+    """Say what other machines reach, and what they do not."""
     left_out = [batches_left_out(host)] if batches and open_batches(host, settings) else []
-    return [*open_to_all(host, settings), *left_out]
+    for notice in (*open_to_all(host, settings), *left_out):
+        output.say(notice)
 
 
 def print_command(settings: Settings, section: dict[str, Any], flags: list[str]) -> int:

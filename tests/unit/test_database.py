@@ -288,7 +288,7 @@ def test_files_lie_where_the_design_says(tmp_path: Path) -> None:
 
 
 NULLABLE = {
-    "job": {"error", "started_at", "finished_at", "files", "model", "tags", "deadline"},
+    "job": {"error", "started_at", "finished_at", "files", "model", "tags", "deadline", "on_late"},
     "lease": {"lease_s"},
     "journal": {"checksum"},
     "shard": {"digest", "bytes"},
