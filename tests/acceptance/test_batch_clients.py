@@ -1,13 +1,17 @@
 """Programs that use OpenAI's batches, unchanged, while the API and the harvester are killed under them."""
 
+import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from conserve.config import load
+from conserve.jobs.hooks import signature
+from conserve.store.books.hooks import new_secret
 from conserve.store.books.readings import read_jobs
 from tests import commands
 from tests.acceptance.test_batch_kills import free_port, kill, serve
@@ -55,3 +59,26 @@ def test_it_gets_every_answer_through_kills(tmp_path: Path, script: str) -> None
     for running in (api, working):
         running.send_signal(signal.SIGTERM)
         assert "Traceback" not in commands.ended(running).stderr
+
+
+VERIFY = """
+import json, sys
+from standardwebhooks import Webhook, WebhookVerificationError
+secret, body, headers = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+assert Webhook(secret).verify(body, headers)["type"] == "batch.completed"
+try:
+    Webhook(secret).verify(body + " ", headers)
+except WebhookVerificationError:
+    print("DONE")
+"""
+
+
+def test_the_library_of_standard_webhooks_accepts_a_message() -> None:
+    python = ENVIRONMENTS / "standardwebhooks" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("standardwebhooks has no environment; run: make test-clients")
+    secret, body = new_secret(), '{"type": "batch.completed"}'
+    headers = signature.headers(secret, "msg_1", body, now=time.time())
+    words = [python, "-c", VERIFY, secret, body, json.dumps(headers)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "DONE\n", done.stderr

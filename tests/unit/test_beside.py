@@ -103,6 +103,20 @@ def test_a_batch_goes_through_at_the_live_servers_address(store: Store, url: str
     assert api.files.delete(str(done.output_file_id)).deleted
 
 
+def test_a_stream_of_events_comes_as_it_is_made(store: Store, url: str) -> None:
+    batch = create(client(url, OWN), ["one"])
+    reaches(client(url, OWN), batch.id, "in_progress")
+    events, key = f"{url}/batches/{batch.id}/events", {"Authorization": f"Bearer {OWN}"}
+    with httpx.stream("GET", events, headers=key, timeout=60.0) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["cache-control"] == "no-store"
+        lines = answer.iter_lines()
+        assert next(line for line in lines if line.startswith("data: ")), "before the batch has ended"
+        compute(store)
+        last = [line for line in lines if line.startswith("id: ")][-1].removeprefix("id: ")
+    assert httpx.get(events, headers={**key, "Last-Event-ID": last}).status_code == 204
+
+
 def test_no_key_or_an_unknown_one_reaches_nothing(url: str) -> None:
     for headers in ({}, {"Authorization": "Bearer guess"}):
         for method, path in (

@@ -221,7 +221,7 @@ class TestSignature:
         assert made["webhook-timestamp"] == "1614265330"
         assert made["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
-    def test_the_clients_of_openai_and_of_standard_webhooks_accept_it(self, store: Store) -> None:
+    def test_openais_client_accepts_it(self, store: Store) -> None:
         with receiving() as receiver:
             to = hook(store, receiver.url, allow_private=True)
             submitted(store)
@@ -231,8 +231,6 @@ class TestSignature:
         assert event.type == "batch.in_progress"  # type: ignore[comparison-overlap]
         with pytest.raises(openai.InvalidWebhookSignatureError):
             openai.OpenAI(api_key="none").webhooks.unwrap(got.body + " ", got.headers, secret=to.secret)
-        library = pytest.importorskip("standardwebhooks")
-        assert library.Webhook(to.secret).verify(got.body, got.headers)["type"] == "batch.in_progress"
 
 
 @pytest.fixture
