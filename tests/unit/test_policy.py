@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from conserve.engine.policy.composer import Composer, revocable_blocks
-from conserve.engine.policy.conserve import Conserve, arrival_limit_ms, bearable_ms, cheapest_ms
+from conserve.engine.policy.conserve import (
+    Conserve,
+    arrival_limit_ms,
+    bearable_ms,
+    cheapest_ms,
+    harmless_wait_ms,
+)
 from conserve.engine.policy.offline import MOST_DEFERRED
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.paced import Paced
@@ -86,6 +92,14 @@ class TestBatchingMode:
     def test_one_that_rows_cannot_leave_takes_half_of_the_promise(self) -> None:
         assert arrival_limit_ms(view_of(slo=self.slo)) == 500
         assert arrival_limit_ms(view_of(slo=Slo(ttft_ms=100))) == pytest.approx(110)
+
+    def test_under_a_harm_it_is_longer_while_such_requests_are_rare(self) -> None:
+        def limit_ms(**changes: Any) -> float:
+            return harmless_wait_ms(view_of(slo=Slo(harm=0.1), **changes))
+
+        assert limit_ms() == pytest.approx(110)
+        assert limit_ms(rare_starts=True) == limit_ms(rows_leave=True) == pytest.approx(1100)
+        assert limit_ms(rare_starts=True, prompt_tokens=100) < 110, "live requests are about"
 
     @pytest.mark.parametrize(
         "sign",

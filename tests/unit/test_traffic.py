@@ -199,3 +199,24 @@ def test_quantiles_and_shares_of_nothing() -> None:
     assert share([], 1.0) == 1.0
     assert share([1.0, 2.0], 1.0) == 0.5
     assert share([1.0, 2.0], inf) == 1.0
+
+
+def test_requests_after_a_quiet_minute_are_rare_until_one_has_come_and_again_after_200() -> None:
+    traffic, at = Traffic(), 1000.0
+    assert traffic.rare_starts
+    answer(traffic, "first", at=at)
+    assert not traffic.rare_starts
+    for n in range(199):
+        at += WINDOW_S / 2
+        answer(traffic, f"next-{n}", at=at)
+        assert traffic.rare_starts == (n == 198)
+    answer(traffic, "later", at=at + 2 * WINDOW_S)
+    assert not traffic.rare_starts
+
+
+def test_a_request_beside_another_ends_no_quiet_minute() -> None:
+    traffic = Traffic()
+    traffic.arrived("long", 10, at=0.0)
+    for n in range(199):
+        traffic.arrived(f"next-{n}", 10, at=(n + 1) * 2 * WINDOW_S)
+    assert traffic.rare_starts

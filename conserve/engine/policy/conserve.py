@@ -17,6 +17,7 @@ LARGEST_LOSS = 0.1  # largest share of throughput given up for short iterations
 LEAST_LOSS = (
     0.02  # the same where rows join again at their layer: an arrival then waits for one layer at most
 )
+QUIET_LOSS = 0.01  # the same after a quiet minute
 LEAST_WAIT = (
     2.0  # smallest iterations that an arrival waits for: shorter ones are more than half constant part
 )
@@ -121,7 +122,8 @@ def harmless_wait_ms(view: View) -> float:
 
     An arrival waits a share `harm` of a typical prompt's own time at most: for the whole iteration where rows
     cannot leave, for a layer where they join again, and for nothing where they begin anew. In batching mode only
-    the constant part of an iteration limits it.
+    the constant part of an iteration limits it; where rows cannot leave, the request that ends a quiet minute waits
+    for all of it, so it is that long only while such requests are rare.
     """
     harm = view.slo.harm
     if harm is None:
@@ -129,7 +131,7 @@ def harmless_wait_ms(view: View) -> float:
     constant_ms = smallest_ms(view.model)
     longest_ms, enough_ms = constant_ms / LEAST_LOSS, constant_ms / LARGEST_LOSS
     if view.quiet:
-        return longest_ms if view.rows_leave else enough_ms
+        return constant_ms / QUIET_LOSS if view.rows_leave or view.rare_starts else enough_ms
     wait_ms = harm * typical_prompt_ms(view)
     if view.rows_join:
         return min(longest_ms, max(enough_ms, view.layers * wait_ms / 2))

@@ -165,6 +165,7 @@ class Picture:
         restores = checkpoints is not None and checkpoints.any_saved
         return {
             "prompt_tokens": typical,
+            "rare_starts": self._traffic.rare_starts,
             "arrivals_per_s": self._traffic.arrivals_per_s(now=moment),
             "free_slots": slots - len(scheduler.running) - loading,
             "reserved_slots": min(expected, slots // 2),
