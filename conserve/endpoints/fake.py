@@ -103,9 +103,14 @@ class FakeEndpoint:
             self.continued.append(len(call.resume_from))
         if self.script.request_ms or self.script.token_ms or self.script.kill in text:
             await self._generate(text, token_ids, len(call.resume_from), on_tokens)
+        said = " ".join(WORDS[t] for t in token_ids)
+        logprobs = None
+        if asks_for_logprobs(call):
+            token_ids = likeliest(call.body["prompt"], len(token_ids))
+            logprobs = logprobs_of(call.body, token_ids)
         return Completion(
-            choices=(Choice(text=" ".join(WORDS[t] for t in token_ids), finish_reason="stop"),),
-            prompt_tokens=len(text.split()),
+            choices=(Choice(text=said, finish_reason="stop", logprobs=logprobs),),
+            prompt_tokens=num_prompt_tokens(call.body, text),
             completion_tokens=len(token_ids),
             cached_tokens=0,
             model=self.script.model,
@@ -170,11 +175,69 @@ class FakeEndpoint:
         raise EngineDied("scripted: the engine died")
 
 
+def asks_for_logprobs(call: Call) -> bool:
+    """True for a completion of token ids that asks for log probabilities."""
+    prompt = call.body.get("prompt")
+    return call.body.get("logprobs") is not None and isinstance(prompt, list) and call.url is Url.COMPLETIONS
+
+
+def likeliest(prompt: Sequence[int], count: int) -> list[int]:
+    """`count` token ids, each the likeliest after those before it."""
+    found = list(prompt)
+    for _ in range(count):
+        found.append(likeliest_after(found))
+    return found[len(prompt) :]
+
+
+def likeliest_after(prefix: Sequence[int]) -> int:
+    """Token that is likeliest after these."""
+    return digest_of(prefix) % len(WORDS)
+
+
+def logprob(prefix: Sequence[int], token: int) -> float:
+    """Log probability of a token after others, made up and the same at every call."""
+    if token == likeliest_after(prefix):
+        return -0.125
+    return -0.25 - digest_of([*prefix, token]) % 10_000 / 1024
+
+
+def digest_of(token_ids: Sequence[int]) -> int:
+    """Number that depends on the token ids alone."""
+    return int.from_bytes(hashlib.blake2b(repr(list(token_ids)).encode(), digest_size=6).digest())
+
+
+def logprobs_of(body: Mapping[str, Any], answer: Sequence[int]) -> dict[str, Any]:
+    """Log probabilities of an answer, and of its prompt if that is echoed, in vLLM's form with token ids as names."""
+    prompt = list(body["prompt"])
+    everything = [*prompt, *answer]
+    start = 0 if body.get("echo") else len(prompt)
+    places = range(start, len(everything))
+    tops = [top_logprobs(everything[:place], everything[place], body) for place in places]
+    return {
+        "tokens": [f"token_id:{everything[place]}" for place in places],
+        "token_logprobs": [None if place == 0 else logprob(everything[:place], everything[place]) for place in places],
+        "top_logprobs": [None if place == 0 else top for place, top in zip(places, tops, strict=True)],
+        "text_offset": [0] * len(places),
+    }
+
+
+def top_logprobs(prefix: Sequence[int], token: int, body: Mapping[str, Any]) -> dict[str, float]:
+    """Log probabilities at one place: of its token, and of the tokens that were asked for, else of the likeliest."""
+    wanted = body.get("logprob_token_ids") or [likeliest_after(prefix)]
+    return {f"token_id:{one}": logprob(prefix, one) for one in [token, *wanted]}
+
+
 def request_text(body: Mapping[str, Any]) -> str:
     """The part of a request that its answer depends on."""
     if "prompt" in body:
         return str(body["prompt"])
     return json.dumps(body["messages"] if "messages" in body else body["input"], sort_keys=True)
+
+
+def num_prompt_tokens(body: Mapping[str, Any], text: str) -> int:
+    """Length of the prompt: its token ids, or its words."""
+    prompt = body.get("prompt")
+    return len(prompt) if isinstance(prompt, list) else len(text.split())
 
 
 def num_tokens(body: Mapping[str, Any], default: int) -> int:

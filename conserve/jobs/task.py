@@ -9,6 +9,9 @@ import msgspec
 
 from conserve.endpoints.protocol import Url
 
+KEEP_LOGPROBS = "conserve_keep_logprobs"
+"""Field of a body that no server gets: of an echoed prompt, keep the log probabilities of its last tokens alone."""
+
 
 class Kind(StrEnum):
     """Source of a row's request."""

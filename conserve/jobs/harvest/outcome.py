@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from conserve.endpoints.protocol import Choice, Completion
+from conserve.jobs.harvest.echo import shortened
 from conserve.jobs.harvest.workload import Work
 from conserve.store.books.results import Result
 
@@ -13,6 +14,8 @@ MOST_SAID = 10_000  # characters of an error
 
 def success(work: Work, completion: Completion, *, now: float) -> Result:
     """Result of a row that was answered."""
+    if work.keep_logprobs is not None:
+        completion = shortened(completion, work.keep_logprobs)
     first = completion.choices[0]
     more = len(completion.choices) > 1 or bool(first.beside)  # than one text
     return Result(

@@ -9,7 +9,7 @@ from conserve.endpoints.protocol import Call, Url, resumable
 from conserve.errors import StoreDamaged
 from conserve.jobs.inputs.fingerprint import changed
 from conserve.jobs.requests.file import RequestFile, StoredRequest
-from conserve.jobs.task import Task
+from conserve.jobs.task import KEEP_LOGPROBS, Task
 from conserve.store.books import catalog
 from conserve.store.books.leases import Lease, LeasedRow
 from conserve.store.books.saved_tokens import unpack_tokens
@@ -30,6 +30,7 @@ class Work:
     can_resume: bool
     wants_json: bool
     submitted_at: float
+    keep_logprobs: int | None = None  # of the echoed prompt's tokens, its last ones
 
     @property
     def key(self) -> tuple[str, int]:
@@ -116,8 +117,11 @@ def to_work(opened: OpenJob, epoch: int, row: LeasedRow, request: StoredRequest,
     """Make the call for one leased row; saved tokens count only if `identity` generated them."""
     call = None
     can_resume = wants_json = False
+    keep_logprobs = None
     if request.payload is not None:
         body = opened.task.body(request.payload)
+        asked = body.pop(KEEP_LOGPROBS, None)
+        keep_logprobs = None if asked is None else int(float(asked))  # numbers may stand in quotes
         can_resume = resumable(body)
         wants_json = wants_json_answer(body)
         usable = can_resume and row.tokens is not None and row.tokens_by == identity
@@ -137,6 +141,7 @@ def to_work(opened: OpenJob, epoch: int, row: LeasedRow, request: StoredRequest,
         can_resume=can_resume,
         wants_json=wants_json,
         submitted_at=opened.job.submitted_at,
+        keep_logprobs=keep_logprobs,
     )
 
 

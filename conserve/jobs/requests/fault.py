@@ -13,6 +13,7 @@ import msgspec
 
 from conserve.endpoints.protocol import Url
 from conserve.jobs.inputs.nesting import is_deeper
+from conserve.jobs.task import KEEP_LOGPROBS
 
 MAX_SCHEMA_DEPTH = 64  # objects and lists, as vLLM has it
 INT32 = 2**31 - 1  # most that engines hold in their tensors
@@ -56,6 +57,7 @@ NUMBERS = {
     "min_tokens": Range(0, INT32, whole=True),
     "top_logprobs": Range(-1, INT32, whole=True),
     "prompt_logprobs": Range(-1, INT32, whole=True),
+    KEEP_LOGPROBS: Range(1, INT32, whole=True),
     "seed": Range(*INT64, whole=True),
 }
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")

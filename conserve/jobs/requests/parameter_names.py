@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from conserve.jobs.task import KEEP_LOGPROBS
+
 GENERATION = """
 add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template
 chat_template_kwargs continue_final_message documents ec_transfer_params echo frequency_penalty ignore_eos
@@ -31,7 +33,7 @@ web_search_options
 """
 """Fields of OpenAI's that vLLM does not name."""
 
-KNOWN = frozenset(" ".join((GENERATION, OTHER_ROUTES, OPENAI_ALONE)).split())
+KNOWN = frozenset([*" ".join((GENERATION, OTHER_ROUTES, OPENAI_ALONE)).split(), KEEP_LOGPROBS])
 
 
 def unknown_name(names: Iterable[str]) -> str | None:
