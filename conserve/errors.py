@@ -20,6 +20,7 @@ ConserveError                  one sentence for the user, with the next command;
 ├── ServiceFailed              `conserve serve` could not start its server
 ├── SpillRefused               KV blocks on disk that are damaged or of another engine; they are computed again
 ├── JobRefused                 the job cannot be run or changed as things stand (its input file changed, say)
+├── RowsFailed                 rows of an evaluation failed, so that it has no score
 ├── StoreError                 the store cannot be read or written
 │   ├── StoreTooNew            made by a newer version
 │   ├── StoreReadOnly          no permission to write
@@ -145,6 +146,10 @@ class SpillRefused(ConserveError):
 
 class JobRefused(ConserveError):
     """The job cannot be run or changed as things stand."""
+
+
+class RowsFailed(ConserveError):
+    """Rows of an evaluation failed, so that it has no score."""
 
 
 class StoreError(ConserveError):

@@ -191,6 +191,16 @@ class Job:
 
     def _looks(self) -> "Generator[list[Result], None, None]":
         """Yield the results that are new at each look, until the job has ended."""
+        watch = Watch(self._settings, self.id)
+        with closing(self.new_results()) as new:
+            ended = False
+            while not ended:
+                watch.look()
+                ended = self.status.final
+                yield next(new)
+
+    def new_results(self) -> "Generator[list[Result], None, None]":
+        """Yield the results that became durable since the last look, at each `next`; never ends by itself."""
         from conserve.store.books import catalog
         from conserve.store.books.new_results import NewResults
         from conserve.store.database.store import Store
@@ -198,12 +208,7 @@ class Job:
         with closing(Store.open_to_read(self._settings)) as store:
             with store.read() as tx:
                 new = NewResults(store, catalog.get(tx, self.id))
-            watch = Watch(self._settings, self.id)
-            ended = False
-            while not ended:
-                watch.look()
-                with store.read() as tx:
-                    ended = catalog.get(tx, self.id).state.final
+            while True:
                 yield new.look()
 
     def _move(self, verb: Verb) -> None:

@@ -83,6 +83,11 @@ class Results:
         with self._read() as rows, file_sink(Path(path)) as stream:
             return write(rows, stream, wanted)
 
+    def batches(self) -> "Iterator[pa.RecordBatch]":
+        """Yield all results as Arrow batches of a few thousand rows, so that they need not fit into memory."""
+        with self._read() as rows:
+            yield from rows.batches
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield each result as a dict; columns of JSON are parsed."""
         from conserve.store.sql.export import decoded

@@ -103,9 +103,11 @@ class Store:
         return self._handle(done)
 
     @blocking
-    def jobs(self) -> list[Job]:
-        """All jobs, oldest first."""
-        return [Job(self._settings, reading.id) for reading in read_jobs(self._settings, now=time.time())]
+    def jobs(self, *, tags: Mapping[str, str] | None = None) -> list[Job]:
+        """All jobs, oldest first; with `tags`, those that have each of them."""
+        wanted = (tags or {}).items()
+        readings = read_jobs(self._settings, now=time.time())
+        return [Job(self._settings, job.id) for job in readings if wanted <= job.tags.items()]
 
     @blocking
     def job(self, name: str) -> Job:

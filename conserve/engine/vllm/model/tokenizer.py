@@ -20,17 +20,17 @@ class FolderTokens:
     """Tokenizer of a model on this machine; `context` is the context length that the engine would have."""
 
     def __init__(self, tokenizer: Any, context: int | None) -> None:
-        self._tokenizer, self.context = tokenizer, context
+        self.tokenizer, self.context = tokenizer, context
 
     async def of_text(self, text: str, *, special: bool) -> int | None:
         """Number of tokens in a prompt."""
-        return len(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        return len(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     async def of_chat(self, body: Mapping[str, Any]) -> int | None:
         """Number of tokens in a chat by the model's chat template; None if the template does not take the chat."""
         goes_on = bool(body.get("continue_final_message"))
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 body["messages"],
                 tools=body.get("tools"),
                 documents=body.get("documents"),

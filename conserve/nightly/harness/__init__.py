@@ -1,0 +1,1 @@
+"""lm-evaluation-harness and inspect_ai over the durable queue, by their own code."""
