@@ -10,8 +10,7 @@ SINCE ?=
 BREAK ?=
 SCHEMA_EXAMPLES ?= 100
 
-.PHONY: help setup demo demo-eval test test-full test-notebook test-vllm soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
-.PHONY: help setup demo test test-full test-notebook test-clients test-vllm soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
+.PHONY: help setup demo demo-eval test test-full test-notebook test-clients test-evals test-vllm soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +37,11 @@ test-notebook: setup  ## Run what needs pandas, polars and a kernel of Jupyter, 
 test-clients: setup  ## Run programs that use OpenAI's batches, fetched into .batch-clients, while the API is killed under them
 	@bash tools/batch_clients.sh
 	SCHEMA_EXAMPLES=$(SCHEMA_EXAMPLES) $(BIN)/pytest tests/acceptance/test_batch_clients.py tests/acceptance/test_api_description.py
+
+test-evals: setup  ## Run what needs lm-eval and inspect_ai, which are fetched into .evals
+	@grep -vE '^(fsspec|python-dateutil|urllib3)==' requirements/cpu.lock > .venv/.evals-constraints
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target .evals --constraint .venv/.evals-constraints -r requirements/evals.txt
+	PYTHONPATH=$(CURDIR):$(CURDIR)/.evals $(BIN)/pytest tests/evals
 
 test-vllm:  ## Run what touches the engine on another version of vLLM: make test-vllm VERSION=0.31.0
 	@PYTHON=$(PYTHON) bash tools/test_vllm.sh "$(VERSION)"
@@ -77,4 +81,4 @@ docs:  ## Build the documentation into site/; a broken link fails
 	@PYTHON=$(PYTHON) bash tools/site.sh
 
 clean:  ## Remove .venv, the built documentation, the demo's store and all caches
-	rm -rf .venv .vllm .notebook .batch-clients .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .vllm .notebook .batch-clients .evals .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -20,6 +20,7 @@ ConserveError                  one sentence for the user, with the next command;
 ├── ServiceFailed              `conserve serve` could not start its server
 ├── SpillRefused               KV blocks on disk that are damaged or of another engine; they are computed again
 ├── JobRefused                 the job cannot be run or changed as things stand (its input file changed, say)
+├── EvaluationUnready          the data of an evaluation cannot be read
 ├── RowsFailed                 rows of an evaluation failed, so that it has no score
 ├── StoreError                 the store cannot be read or written
 │   ├── StoreTooNew            made by a newer version
@@ -146,6 +147,10 @@ class SpillRefused(ConserveError):
 
 class JobRefused(ConserveError):
     """The job cannot be run or changed as things stand."""
+
+
+class EvaluationUnready(ConserveError):
+    """The data of an evaluation cannot be read."""
 
 
 class RowsFailed(ConserveError):

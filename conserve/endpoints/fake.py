@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from conserve.endpoints.protocol import Call, Choice, Completion, InFlight, OnTokens
+from conserve.endpoints.protocol import Call, Choice, Completion, InFlight, OnTokens, Url
 from conserve.errors import (
     EndpointBusy,
     EndpointError,

@@ -87,6 +87,23 @@ class Alone:
                 job.run(engine=self._engine, progress=self._progress)
 
 
+class Recorded:
+    """Queue that notes the ids of the jobs that went through it."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self.job_ids: list[str] = []
+
+    def submitted(self, key: str, source: Source, **task: Any) -> Job:
+        job = self._queue.submitted(key, source, **task)
+        if job.id not in self.job_ids:
+            self.job_ids.append(job.id)
+        return job
+
+    def answered(self, *jobs: Job) -> None:
+        self._queue.answered(*jobs)
+
+
 class Asker:
     """Asks a queue, call by call, as one process of a harness does."""
 

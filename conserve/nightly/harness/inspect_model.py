@@ -6,8 +6,10 @@ code for servers of that API.
 
 import asyncio
 import hashlib
+import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +35,20 @@ NOT_BODY = ("model", "stream", "stream_options", "extra_headers", "extra_query",
 """Arguments of a call of the openai package that are no fields of its body, or that ConServe decides."""
 CONNECTIONS = 1000  # samples that ask at a time, unless --max-connections says otherwise
 
+HANDED: dict[str, Queue] = {}
+"""Queues that a program hands to its models by a token: inspect_ai writes the arguments of a model into its log."""
+
+
+@contextmanager
+def handed(queue: Queue) -> Iterator[str]:
+    """Yield a token by which models ask this queue (`handed=token`)."""
+    token = secrets.token_hex(4)
+    HANDED[token] = queue
+    try:
+        yield token
+    finally:
+        del HANDED[token]
+
 
 class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
     """Provider `conserve/MODEL`.
@@ -54,7 +70,7 @@ class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
         wait: bool = False,
         engine_args: str = "",
         emulate_tools: bool | None = None,
-        queue: Queue | None = None,
+        handed: str | None = None,
         jobs: int = MOST_JOBS,
         **vllm_flags: Any,
     ) -> None:
@@ -70,7 +86,9 @@ class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
         )
         place = {"endpoint": address, "store": store, "run": run, "wait": wait, "api_key": api_key}
         flags = engine_flags(engine_args, vllm_flags)
-        self._queue = lambda: queue or alone("inspect", model=model_name, flags=flags, progress=False, **place)
+        self._queue: Callable[[], Queue] = lambda: (
+            HANDED[handed] if handed else alone("inspect", model=model_name, flags=flags, progress=False, **place)
+        )
         self._jobs = jobs
         self._asked: Counter[str] = Counter()
 

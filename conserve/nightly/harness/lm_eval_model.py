@@ -1,11 +1,6 @@
-"""lm-evaluation-harness over the durable queue: its model `conserve`, and its command with that model in it.
-
-lm-eval knows the models in its own package alone. `conserve-lm-eval` is its command after `register`, which a program
-of its Python API calls itself.
-"""
+"""lm-evaluation-harness over the durable queue: its model `conserve`."""
 
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +17,6 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from conserve.endpoints.protocol import Url
-from conserve.errors import UsageError
 from conserve.nightly.harness.asking import Asker, Line, Queue
 from conserve.nightly.harness.place import ModelTokens, Scoring, alone, engine_flags, model_tokens, settings_of
 from conserve.nightly.harness.scoring import Plan, Score, Tokens, planned
@@ -300,14 +294,3 @@ def register() -> None:
     """Make lm-eval know the model `conserve`."""
     if NAME not in model_registry:
         model_registry.register(NAME, target=ConserveLM)
-
-
-def main() -> None:
-    """Run lm-eval's command with the model `conserve`."""
-    from lm_eval.__main__ import cli_evaluate
-
-    register()
-    try:
-        cli_evaluate()
-    except UsageError as error:
-        sys.exit(f"conserve-lm-eval: {error}")

@@ -1,0 +1,143 @@
+"""Suites of nightly.toml by inspect_ai: its tasks, solvers, tools and scorers; our queue's answers."""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from conserve.errors import ConserveError, EvaluationUnready, SettingsError, one_line
+from conserve.evals.outcome import Item, Outcome
+from conserve.evals.plan import SuitePlan
+from conserve.nightly.harness.asking import Recorded
+from conserve.nightly.harness.libraries import require
+from conserve.nightly.suite import Night
+
+OPTIONS = {
+    "task": str,
+    "args": dict,
+    "params": dict,
+    "emulate_tools": bool,
+    "max_samples": int,
+    "group": str,
+    "logs": str,
+}
+"""Options of a suite, by type. `params` are inspect_ai's GenerateConfig, `group` is a metadata field of samples."""
+MOST_SAMPLES = 1000  # at a time
+
+
+class InspectSuite:
+    """Kind `inspect`: any task of inspect_ai, as `file.py@name` or by its registered name."""
+
+    def check(self, suite: SuitePlan, folder: Path) -> None:
+        options = checked(suite)
+        require("inspect_ai")
+        name = options["task"].partition("@")[0]
+        if name.endswith(".py") and not (folder / name).is_file():
+            raise SettingsError(f"there is no file {folder / name}; correct suites.{suite.name}.task")
+
+    def run(self, night: Night) -> Outcome:
+        recorded = Recorded(night)
+        log = evaluated(night, recorded, checked(night.suite))
+        if log.status != "success" or not log.samples:
+            said = one_line(log.error.message) if log.error else "it has no samples"
+            raise EvaluationUnready(f"suites.{night.suite.name}: inspect_ai ended with {log.status}: {said}")
+        items = [item_of(sample, night.suite.options.get("group")) for sample in log.samples]
+        items.sort(key=lambda item: item.epoch)  # a stable sort: by epoch, then in the order of the data set
+        return Outcome(items=items, facts=facts_of(log), job_ids=recorded.job_ids)
+
+
+def checked(suite: SuitePlan) -> Mapping[str, Any]:
+    """Options of a suite; raises `SettingsError` for unknown ones, ones of another type, and without a task."""
+    for name, value in suite.options.items():
+        if name not in OPTIONS:
+            raise SettingsError(f"suites.{suite.name}.{name} is no option; there are: {', '.join(OPTIONS)}")
+        if not isinstance(value, OPTIONS[name]):
+            raise SettingsError(f"suites.{suite.name}.{name} is of type {OPTIONS[name].__name__}, not {value!r}")
+    if "task" not in suite.options:
+        raise SettingsError(f'suites.{suite.name} has no task; name one: task = "arithmetic.py@addition"')
+    return suite.options
+
+
+def evaluated(night: Night, recorded: Recorded, options: Mapping[str, Any]) -> Any:
+    """Log of inspect_ai's own evaluation."""
+    from inspect_ai import eval as evaluate
+    from inspect_ai.model import get_model
+
+    from conserve.nightly.harness import inspect_provider  # noqa: F401  it registers the provider
+    from conserve.nightly.harness.inspect_model import handed
+
+    suite, target = night.suite, night.target
+    tools = {"emulate_tools": options["emulate_tools"]} if "emulate_tools" in options else {}
+    if target.endpoint is not None:
+        tools["endpoint"] = target.endpoint
+    with handed(recorded) as token, tempfile.TemporaryDirectory(prefix="conserve-") as scratch:
+        model = get_model(
+            f"conserve/{target.model or night.settings.model}", memoize=False, handed=token, jobs=1, **tools
+        )
+        try:
+            (log,) = evaluate(
+                task_of(options["task"], night.folder),
+                model=model,
+                task_args=options.get("args", {}),
+                epochs=suite.epochs,
+                limit=suite.limit,
+                log_dir=str(night.folder / options["logs"]) if "logs" in options else scratch,
+                display="none",
+                fail_on_error=False,
+                max_connections=MOST_SAMPLES,
+                max_samples=options.get("max_samples", MOST_SAMPLES),
+                **{"seed": suite.seed, **options.get("params", {})},
+            )
+        except ConserveError:
+            raise
+        except Exception as error:  # of the user's task, or of its data
+            raise EvaluationUnready(f"suites.{suite.name}: {type(error).__name__}: {one_line(error)}") from error
+    return log
+
+
+def task_of(name: str, folder: Path) -> str:
+    """Name of a task for inspect_ai: a file beside nightly.toml by its path."""
+    file, at, function = name.partition("@")
+    return f"{folder / file}{at}{function}" if file.endswith(".py") else name
+
+
+def item_of(sample: Any, group: str | None) -> Item:
+    """Item of one sample and epoch; one that failed has its error and no scores."""
+    usage = list((sample.model_usage or {}).values())
+    source = (sample.metadata or {}).get(group) if group else None
+    return Item(
+        id=str(sample.id),
+        prompt=sample.input if isinstance(sample.input, str) else "\n\n".join(m.text for m in sample.input),
+        answer=None if sample.error else sample.output.completion,
+        scores=dict(scores_of(sample)),
+        source=None if source is None else str(source),
+        epoch=sample.epoch - 1,
+        expected=sample.target if isinstance(sample.target, str) else ", ".join(sample.target),
+        error=one_line(sample.error.message) if sample.error else None,
+        prompt_tokens=sum(one.input_tokens for one in usage),
+        answer_tokens=sum(one.output_tokens for one in usage),
+    )
+
+
+def scores_of(sample: Any) -> Iterator[tuple[str, float]]:
+    """Scores of a sample by scorer; of a score with parts, each part by `scorer.part`."""
+    from inspect_ai.scorer import value_to_float
+
+    to_float = value_to_float()
+    for scorer, score in (sample.scores or {}).items():
+        if isinstance(score.value, Mapping):
+            for part, value in score.value.items():
+                yield f"{scorer}.{part}", to_float(value)
+        elif not isinstance(score.value, list):
+            yield scorer, to_float(score.value)
+
+
+def facts_of(log: Any) -> dict[str, str]:
+    """Facts that two nights must share: inspect_ai's version, the task's, and its data set."""
+    data = log.eval.dataset
+    return {
+        "inspect_ai": version("inspect_ai"),
+        "task": f"{log.eval.task}, version {log.eval.task_version}",
+        "dataset": f"{data.name or data.location or 'of the task'}, {data.samples} samples",
+    }

@@ -1,0 +1,174 @@
+"""Suites of nightly.toml by lm-evaluation-harness: its tasks, prompts, filters and metrics; our queue's answers."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from conserve.errors import EvaluationUnready, SettingsError, one_line
+from conserve.evals.outcome import Item, Outcome
+from conserve.evals.plan import SuitePlan
+from conserve.nightly.harness.asking import Recorded
+from conserve.nightly.harness.libraries import require
+from conserve.nightly.harness.place import model_tokens
+from conserve.nightly.suite import Night
+
+OPTIONS = {
+    "tasks": list,
+    "include": str,
+    "num_fewshot": int,
+    "chat_template": bool,
+    "multiturn": bool,
+    "system": str,
+    "params": dict,
+    "tokenizer": str,
+    "max_length": int,
+    "max_tokens": int,
+    "scoring": str,
+}
+"""Options of a suite, by type. `include` is a folder of task files beside nightly.toml; `params` are gen_kwargs."""
+
+
+class LmEvalSuite:
+    """Kind `lm-eval`: any task of lm-evaluation-harness."""
+
+    def check(self, suite: SuitePlan, folder: Path) -> None:
+        options = checked(suite)
+        require("lm_eval")
+        known = task_manager(options, folder)
+        unknown = [name for name in options["tasks"] if not known.match_tasks([name])]
+        if unknown:
+            where = f" or {options['include']}" if "include" in options else "; name a folder of your own: include"
+            raise SettingsError(f"suites.{suite.name}: there is no task {unknown[0]!r} in lm-eval{where}")
+
+    def run(self, night: Night) -> Outcome:
+        from conserve.nightly.harness.lm_eval_model import ConserveLM
+
+        suite, options = night.suite, checked(night.suite)
+        target, settings = night.target, night.settings
+        if target.model is not None or target.endpoint is not None:
+            settings = replace(settings, model=target.model or settings.model, endpoint=target.endpoint)
+        tokens = model_tokens(
+            settings,
+            flags=target.engine_args,
+            **{name: options[name] for name in ("tokenizer", "max_length", "scoring") if name in options},
+        )
+        recorded = Recorded(night)
+        model = ConserveLM(queue=recorded, tokens=tokens, max_gen_toks=options.get("max_tokens", 256))
+        found = [evaluated(model, suite, options, night.folder) for _ in range(suite.epochs)]
+        items = [item for epoch, one in enumerate(found) for item in items_of(one, epoch)]
+        return Outcome(items=items, facts=facts_of(found[0]), job_ids=recorded.job_ids)
+
+
+def checked(suite: SuitePlan) -> Mapping[str, Any]:
+    """Options of a suite; raises `SettingsError` for unknown ones, ones of another type, and without tasks."""
+    for name, value in suite.options.items():
+        if name not in OPTIONS:
+            raise SettingsError(f"suites.{suite.name}.{name} is no option; there are: {', '.join(OPTIONS)}")
+        if not isinstance(value, list | tuple if OPTIONS[name] is list else OPTIONS[name]):
+            raise SettingsError(f"suites.{suite.name}.{name} is of type {OPTIONS[name].__name__}, not {value!r}")
+    if not suite.options.get("tasks"):
+        raise SettingsError(f'suites.{suite.name} has no tasks; name them: tasks = ["gsm8k", "mmlu"]')
+    return suite.options
+
+
+def task_manager(options: Mapping[str, Any], folder: Path) -> Any:
+    """Index of the tasks: lm-eval's own, and those of the suite's folder."""
+    from lm_eval.tasks import TaskManager
+
+    include = options.get("include")
+    if include is None:
+        return TaskManager()
+    path = folder / include
+    if not path.is_dir():
+        raise SettingsError(f"there is no folder {path}; correct include")
+    return TaskManager(include_path=str(path))
+
+
+def evaluated(model: Any, suite: SuitePlan, options: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Results of lm-eval's own evaluation; raises `EvaluationUnready` if a data set cannot be had."""
+    import lm_eval
+
+    try:
+        found: Mapping[str, Any] = lm_eval.simple_evaluate(
+            model=model,
+            tasks=list(options["tasks"]),
+            task_manager=task_manager(options, folder),
+            num_fewshot=options.get("num_fewshot"),
+            limit=suite.limit,
+            apply_chat_template=options.get("chat_template", False),
+            fewshot_as_multiturn=options.get("multiturn", options.get("chat_template", False)),
+            system_instruction=options.get("system"),
+            gen_kwargs=options.get("params"),
+            random_seed=suite.seed,
+            numpy_random_seed=suite.seed,
+            torch_random_seed=suite.seed,
+            fewshot_random_seed=suite.seed,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+    except OSError as error:  # files that are missing, and the network
+        raise EvaluationUnready(
+            f"suites.{suite.name}: the data of {', '.join(options['tasks'])} cannot be read ({one_line(error)}); put "
+            "the files on this machine and name them in a task of your own (include), or fill the cache of datasets"
+        ) from error
+    return found
+
+
+def items_of(found: Mapping[str, Any], epoch: int) -> Iterator[Item]:
+    """Items of an evaluation: one for each question of each task, with the scores by each filter."""
+    for task, samples in found["samples"].items():
+        by_question: dict[object, list[Mapping[str, Any]]] = {}
+        for sample in samples:
+            by_question.setdefault(sample["doc_id"], []).append(sample)
+        for doc_id, each in by_question.items():
+            yield Item(
+                id=f"{task}/{doc_id}",
+                prompt=str(each[0]["arguments"][0][0]),
+                answer=answer_of(each[0]),
+                expected=str(each[0]["target"]),
+                scores=scores_of(each),
+                epoch=epoch,
+            )
+
+
+def answer_of(sample: Mapping[str, Any]) -> str:
+    """Text that a sample was answered with: the likeliest continuation, or what the model wrote."""
+    given = [response[0] for response in sample["resps"]]
+    if isinstance(given[0], tuple | list):  # log-likelihoods
+        best = max(range(len(given)), key=lambda number: given[number][0])
+        return str(sample["arguments"][best][1]).strip()
+    return str(given[0])
+
+
+def scores_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Scores of one question by metric; with several filters the metric names its filter."""
+    scores = {}
+    for sample in samples:
+        for metric in sample["metrics"]:
+            name = metric if len(samples) == 1 else f"{metric},{sample['filter']}"
+            value = number(sample[metric])
+            if value is not None:
+                scores[name] = value
+    return scores
+
+
+def number(value: object) -> float | None:
+    """Score as a number: of a pair, as perplexities have, the first by the second; None for other things."""
+    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(one, int | float) for one in value):
+        return float(value[0]) / float(value[1]) if value[1] else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def facts_of(found: Mapping[str, Any]) -> dict[str, str]:
+    """Facts that two nights must share: lm-eval's version, and of each task its version, its shots, its questions."""
+    facts = {"lm_eval": version("lm_eval")}
+    for task, samples in found["samples"].items():
+        digest = hashlib.blake2b(digest_size=8)
+        for sample in samples:
+            digest.update(f"{sample['doc_hash']}{sample['prompt_hash']}{sample['target_hash']}".encode())
+        shots = found.get("n-shot", {}).get(task)
+        facts[f"task {task}"] = f"version {found['versions'].get(task)}, {shots} shots, questions {digest.hexdigest()}"
+    return facts
