@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from conserve.endpoints.fake_logprobs import likeliest, logprobs_of
 from conserve.endpoints.protocol import Call, Choice, Completion, InFlight, OnTokens, Url
 from conserve.errors import (
     EndpointBusy,
@@ -179,52 +180,6 @@ def asks_for_logprobs(call: Call) -> bool:
     """True for a completion of token ids that asks for log probabilities."""
     prompt = call.body.get("prompt")
     return call.body.get("logprobs") is not None and isinstance(prompt, list) and call.url is Url.COMPLETIONS
-
-
-def likeliest(prompt: Sequence[int], count: int) -> list[int]:
-    """`count` token ids, each the likeliest after those before it."""
-    found = list(prompt)
-    for _ in range(count):
-        found.append(likeliest_after(found))
-    return found[len(prompt) :]
-
-
-def likeliest_after(prefix: Sequence[int]) -> int:
-    """Token that is likeliest after these."""
-    return digest_of(prefix) % len(WORDS)
-
-
-def logprob(prefix: Sequence[int], token: int) -> float:
-    """Log probability of a token after others, made up and the same at every call."""
-    if token == likeliest_after(prefix):
-        return -0.125
-    return -0.25 - digest_of([*prefix, token]) % 10_000 / 1024
-
-
-def digest_of(token_ids: Sequence[int]) -> int:
-    """Number that depends on the token ids alone."""
-    return int.from_bytes(hashlib.blake2b(repr(list(token_ids)).encode(), digest_size=6).digest())
-
-
-def logprobs_of(body: Mapping[str, Any], answer: Sequence[int]) -> dict[str, Any]:
-    """Log probabilities of an answer, and of its prompt if that is echoed, in vLLM's form with token ids as names."""
-    prompt = list(body["prompt"])
-    everything = [*prompt, *answer]
-    start = 0 if body.get("echo") else len(prompt)
-    places = range(start, len(everything))
-    tops = [top_logprobs(everything[:place], everything[place], body) for place in places]
-    return {
-        "tokens": [f"token_id:{everything[place]}" for place in places],
-        "token_logprobs": [None if place == 0 else logprob(everything[:place], everything[place]) for place in places],
-        "top_logprobs": [None if place == 0 else top for place, top in zip(places, tops, strict=True)],
-        "text_offset": [0] * len(places),
-    }
-
-
-def top_logprobs(prefix: Sequence[int], token: int, body: Mapping[str, Any]) -> dict[str, float]:
-    """Log probabilities at one place: of its token, and of the tokens that were asked for, else of the likeliest."""
-    wanted = body.get("logprob_token_ids") or [likeliest_after(prefix)]
-    return {f"token_id:{one}": logprob(prefix, one) for one in [token, *wanted]}
 
 
 def request_text(body: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Requests of a harness become durable jobs: found again by what they ask, answered once, scored either way alike."""
+"""Requests of a harness become durable jobs: found again by what they ask, answered once, scored alike."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import conserve
-from conserve.endpoints.fake import likeliest_after, logprob
+from conserve.endpoints.fake_logprobs import likeliest_after, logprob
 from conserve.endpoints.protocol import Url
 from conserve.errors import EndpointFault, RequestRejected, RowsFailed
 from conserve.jobs.task import KEEP_LOGPROBS
@@ -43,7 +43,9 @@ def expected(context: Sequence[int], continuation: Sequence[int]) -> Score:
     return Score(sum(logprob(before, token) for before, token in places), greedy)
 
 
-def scored(store: conserve.Store, *, next_token: bool, context: Sequence[int] = CONTEXT) -> tuple[object, list[Score]]:
+def scored(
+    store: conserve.Store, *, next_token: bool, context: Sequence[int] = CONTEXT
+) -> tuple[object, list[Score]]:
     choices = [*CHOICES, (likeliest_after(context),)]
     plan, lines = planned(context, choices, next_token=next_token)
     return plan, plan.scores(Asker(alone(store)).ask(lines))
@@ -133,7 +135,9 @@ def test_the_same_requests_of_a_run_are_the_same_job(store: conserve.Store) -> N
     assert len(store.jobs()) == 3
 
 
-def test_sampled_answers_are_asked_anew_within_a_process_and_found_again_by_the_next(store: conserve.Store) -> None:
+def test_sampled_answers_are_asked_anew_within_a_process_and_found_again_by_the_next(
+    store: conserve.Store,
+) -> None:
     lines = [chat("question", temperature=1.0)]
     for _ in range(2):
         asker = Asker(alone(store))
@@ -192,7 +196,9 @@ def test_an_engine_that_cannot_start_fails_every_request(store: conserve.Store) 
 
 
 def test_flags_of_vllm_go_by_their_names() -> None:
-    flags = engine_flags("--seed 3", {"dtype": "float32", "enforce_eager": True, "enable_chunked": False, "x": None})
+    flags = engine_flags(
+        "--seed 3", {"dtype": "float32", "enforce_eager": True, "enable_chunked": False, "x": None}
+    )
     assert flags == ["--seed", "3", "--dtype", "float32", "--enforce-eager", "--no-enable-chunked"]
 
 

@@ -1,7 +1,7 @@
-"""Log probabilities of an echoed prompt: a row may ask that only those of the prompt's last tokens are kept.
+"""Log probabilities of an echoed prompt, of which a row may ask to keep those of the last tokens alone.
 
-Scoring a continuation needs the log probabilities of its tokens alone. Those of the context before it, which servers
-return too, would take 100 bytes a token in the store.
+Scoring a continuation needs the log probabilities of its tokens alone. Those of the context before it, which
+servers return too, would take 100 bytes a token in the store.
 """
 
 from collections.abc import Mapping

@@ -60,7 +60,7 @@ class Queue(Protocol):
 class Alone:
     """Queue of a harness that was started by itself.
 
-    `engine` answers the rows. Without one the rows wait for a `conserve run` or `conserve serve` over the same store.
+    `engine` answers the rows. Without one they wait for a `conserve run` or `conserve serve` over the same store.
     """
 
     def __init__(
@@ -114,8 +114,7 @@ class Asker:
     def ask(self, lines: Iterable[Line], *, sampled: bool = False) -> Iterator[Answer]:
         """Ask each line, and yield the answers in the order of the lines.
 
-        If answers are `sampled`, a second call with the same lines gets answers of its own. Raises `RowsFailed` if a
-        row failed.
+        If answers are `sampled`, a second call with the same lines gets answers of its own. Raises `RowsFailed`.
         """
         with tempfile.TemporaryDirectory(prefix="conserve-") as folder:
             path = Path(folder, "requests.jsonl")

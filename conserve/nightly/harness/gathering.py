@@ -1,9 +1,9 @@
 """Requests that come one by one, gathered into durable jobs.
 
-A job has all its rows when it is submitted, and an agent's next request depends on the answer to its last one. So
-requests that come within a moment of each other become one job; several jobs run at once. An answer is handed out
-when it is durable, before its job ends. Each request has a name that a later try of the same run gives it again, and
-an answer that is kept under that name is not asked for again, whichever job holds it.
+A job has all its rows when it is submitted, and an agent's next request depends on the answer to its last one.
+So requests that come within a moment of each other become one job; several jobs run at once. An answer is handed
+out when it is durable, before its job ends. Each request has a name that a later try of the same run gives it
+again. An answer that is kept under that name is not asked for again, whichever job holds it.
 """
 
 import queue
@@ -175,4 +175,3 @@ def failure_of(result: Result) -> ConserveError:
     if result.error_type in ("too_long", "invalid_request", "template", "invalid_messages"):
         return RequestRejected(said, kind=str(result.error_type))
     return RowsFailed(said)
-

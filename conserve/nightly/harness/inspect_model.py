@@ -36,7 +36,7 @@ NOT_BODY = ("model", "stream", "stream_options", "extra_headers", "extra_query",
 CONNECTIONS = 1000  # samples that ask at a time, unless --max-connections says otherwise
 
 HANDED: dict[str, Queue] = {}
-"""Queues that a program hands to its models by a token: inspect_ai writes the arguments of a model into its log."""
+"""Queues that a program hands to its models, by a token: inspect_ai logs a model's arguments."""
 
 
 @contextmanager
@@ -53,8 +53,8 @@ def handed(queue: Queue) -> Iterator[str]:
 class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
     """Provider `conserve/MODEL`.
 
-    Arguments (`-M`): `endpoint` (or `--model-base-url`), `store`, `run`, `engine_args`, `wait`, `emulate_tools`, and
-    flags of vLLM by their names.
+    Arguments (`-M`): `endpoint` (or `--model-base-url`), `store`, `run`, `engine_args`, `wait`, `emulate_tools`,
+    and flags of vLLM by their names.
     """
 
     def __init__(
@@ -81,13 +81,17 @@ class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
             api_key=api_key or "unused",
             config=config,
             service="conserve",
-            emulate_tools=address is None if emulate_tools is None else emulate_tools,  # no engine parses tool calls
+            emulate_tools=address is None
+            if emulate_tools is None
+            else emulate_tools,  # no engine parses tool calls
             stream=False,
         )
         place = {"endpoint": address, "store": store, "run": run, "wait": wait, "api_key": api_key}
         flags = engine_flags(engine_args, vllm_flags)
         self._queue: Callable[[], Queue] = lambda: (
-            HANDED[handed] if handed else alone("inspect", model=model_name, flags=flags, progress=False, **place)
+            HANDED[handed]
+            if handed
+            else alone("inspect", model=model_name, flags=flags, progress=False, **place)
         )
         self._jobs = jobs
         self._asked: Counter[str] = Counter()
@@ -157,7 +161,14 @@ def completion_of(answer: Answer, name: str, model: str) -> ChatCompletion:
         "completion_tokens": answer.completion_tokens,
         "total_tokens": answer.prompt_tokens + answer.completion_tokens,
     }
-    document = {"id": name, "object": "chat.completion", "created": 0, "model": model, "choices": choices, "usage": usage}
+    document = {
+        "id": name,
+        "object": "chat.completion",
+        "created": 0,
+        "model": model,
+        "choices": choices,
+        "usage": usage,
+    }
     return ChatCompletion.model_validate(document)
 
 

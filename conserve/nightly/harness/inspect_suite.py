@@ -53,7 +53,9 @@ def checked(suite: SuitePlan) -> Mapping[str, Any]:
         if name not in OPTIONS:
             raise SettingsError(f"suites.{suite.name}.{name} is no option; there are: {', '.join(OPTIONS)}")
         if not isinstance(value, OPTIONS[name]):
-            raise SettingsError(f"suites.{suite.name}.{name} is of type {OPTIONS[name].__name__}, not {value!r}")
+            raise SettingsError(
+                f"suites.{suite.name}.{name} is of type {OPTIONS[name].__name__}, not {value!r}"
+            )
     if "task" not in suite.options:
         raise SettingsError(f'suites.{suite.name} has no task; name one: task = "arithmetic.py@addition"')
     return suite.options
@@ -92,7 +94,9 @@ def evaluated(night: Night, recorded: Recorded, options: Mapping[str, Any]) -> A
         except ConserveError:
             raise
         except Exception as error:  # of the user's task, or of its data
-            raise EvaluationUnready(f"suites.{suite.name}: {type(error).__name__}: {one_line(error)}") from error
+            raise EvaluationUnready(
+                f"suites.{suite.name}: {type(error).__name__}: {one_line(error)}"
+            ) from error
     return log
 
 

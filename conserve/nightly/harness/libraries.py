@@ -12,4 +12,6 @@ def require(*modules: str) -> None:
     """Raise `PackageMissing` if one of these is not installed; imports none."""
     for module in modules:
         if find_spec(module) is None:
-            raise PackageMissing(f"{NAMES.get(module, module)} is not installed; run: {install_line('evals')}")
+            raise PackageMissing(
+                f"{NAMES.get(module, module)} is not installed; run: {install_line('evals')}"
+            )

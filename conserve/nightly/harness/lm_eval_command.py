@@ -23,3 +23,7 @@ def main() -> None:
     except ConserveError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,14 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from conserve.endpoints.protocol import Url
 from conserve.nightly.harness.asking import Asker, Line, Queue
-from conserve.nightly.harness.place import ModelTokens, Scoring, alone, engine_flags, model_tokens, settings_of
+from conserve.nightly.harness.place import (
+    ModelTokens,
+    Scoring,
+    alone,
+    engine_flags,
+    model_tokens,
+    settings_of,
+)
 from conserve.nightly.harness.scoring import Plan, Score, Tokens, planned
 
 if TYPE_CHECKING:
@@ -150,7 +157,9 @@ class ConserveLM(TemplateLM):  # type: ignore[misc]
             wanted = False if has_sign else self._add_bos if special is None else special
             flags = {} if wanted is None else {"add_special_tokens": wanted}
             if places:
-                encoded = self.tokenizer([texts[place] for place in places], return_attention_mask=False, **flags)
+                encoded = self.tokenizer(
+                    [texts[place] for place in places], return_attention_mask=False, **flags
+                )
                 for place, tokens in zip(places, encoded["input_ids"], strict=True):
                     found[place] = tokens
         return found
@@ -186,7 +195,7 @@ class ConserveLM(TemplateLM):  # type: ignore[misc]
         return scores
 
     def _scoring_lines(self, pairs: Iterator[tuple[Tokens, Tokens]], plans: list[Plan]) -> Iterator[Line]:
-        """Requests for pairs of context and continuation, whose plans are appended; pairs of one context together."""
+        """Requests for pairs of context and continuation; the plan of each context is appended."""
         fitting = map(self._fitted, pairs)
         for context, group in groupby(fitting, key=lambda pair: pair[0]):
             plan, lines = planned(context, [rest for _, rest in group], next_token=self._tokens.next_token)
@@ -206,7 +215,7 @@ class ConserveLM(TemplateLM):  # type: ignore[misc]
         return kept[:1], kept[1:]
 
     def _pairs(self, arguments: Sequence[tuple[str, str]]) -> Iterator[tuple[Tokens, Tokens]]:
-        """Token ids of contexts and continuations; spaces at a context's end go to the continuation, as in lm-eval."""
+        """Token ids of contexts and continuations; spaces at a context's end go to the continuation."""
         for start in range(0, len(arguments), CHUNK):
             some = [with_spaces(*pair) for pair in arguments[start : start + CHUNK]]
             contexts = list(dict.fromkeys(context for context, _ in some if context))
@@ -254,9 +263,7 @@ class ConserveLM(TemplateLM):  # type: ignore[misc]
             self.cache_hook.add_partial("generate_until", (request.args[0], arguments), text)
         return texts
 
-    def _generation_lines(
-        self, requests: "Sequence[Instance]", kept: list[dict[str, Any]]
-    ) -> Iterator[Line]:
+    def _generation_lines(self, requests: "Sequence[Instance]", kept: list[dict[str, Any]]) -> Iterator[Line]:
         """Requests for texts; the arguments of each are appended to `kept`."""
         eos = self.tokenizer.decode(self.eot_token_id) or self.tokenizer.eos_token
         for start in range(0, len(requests), CHUNK):

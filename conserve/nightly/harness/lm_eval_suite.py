@@ -40,7 +40,11 @@ class LmEvalSuite:
         known = task_manager(options, folder)
         unknown = [name for name in options["tasks"] if not known.match_tasks([name])]
         if unknown:
-            where = f" or {options['include']}" if "include" in options else "; name a folder of your own: include"
+            where = (
+                f" or {options['include']}"
+                if "include" in options
+                else "; name a folder of your own: include"
+            )
             raise SettingsError(f"suites.{suite.name}: there is no task {unknown[0]!r} in lm-eval{where}")
 
     def run(self, night: Night) -> Outcome:
@@ -68,7 +72,9 @@ def checked(suite: SuitePlan) -> Mapping[str, Any]:
         if name not in OPTIONS:
             raise SettingsError(f"suites.{suite.name}.{name} is no option; there are: {', '.join(OPTIONS)}")
         if not isinstance(value, list | tuple if OPTIONS[name] is list else OPTIONS[name]):
-            raise SettingsError(f"suites.{suite.name}.{name} is of type {OPTIONS[name].__name__}, not {value!r}")
+            raise SettingsError(
+                f"suites.{suite.name}.{name} is of type {OPTIONS[name].__name__}, not {value!r}"
+            )
     if not suite.options.get("tasks"):
         raise SettingsError(f'suites.{suite.name} has no tasks; name them: tasks = ["gsm8k", "mmlu"]')
     return suite.options
@@ -111,8 +117,8 @@ def evaluated(model: Any, suite: SuitePlan, options: Mapping[str, Any], folder: 
         )
     except OSError as error:  # files that are missing, and the network
         raise EvaluationUnready(
-            f"suites.{suite.name}: the data of {', '.join(options['tasks'])} cannot be read ({one_line(error)}); put "
-            "the files on this machine and name them in a task of your own (include), or fill the cache of datasets"
+            f"suites.{suite.name}: the data of {', '.join(options['tasks'])} cannot be read ({one_line(error)}); "
+            "put the files on this machine and name them in a task of your own (include), or fill the cache of datasets"
         ) from error
     return found
 
@@ -157,18 +163,24 @@ def scores_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def number(value: object) -> float | None:
     """Score as a number: of a pair, as perplexities have, the first by the second; None for other things."""
-    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(one, int | float) for one in value):
+    if (
+        isinstance(value, tuple | list)
+        and len(value) == 2
+        and all(isinstance(one, int | float) for one in value)
+    ):
         return float(value[0]) / float(value[1]) if value[1] else None
     return float(value) if isinstance(value, int | float) else None
 
 
 def facts_of(found: Mapping[str, Any]) -> dict[str, str]:
-    """Facts that two nights must share: lm-eval's version, and of each task its version, its shots, its questions."""
+    """Facts that two nights must share: lm-eval's version, and the version, shots and questions of each task."""
     facts = {"lm_eval": version("lm_eval")}
     for task, samples in found["samples"].items():
         digest = hashlib.blake2b(digest_size=8)
         for sample in samples:
             digest.update(f"{sample['doc_hash']}{sample['prompt_hash']}{sample['target_hash']}".encode())
         shots = found.get("n-shot", {}).get(task)
-        facts[f"task {task}"] = f"version {found['versions'].get(task)}, {shots} shots, questions {digest.hexdigest()}"
+        facts[f"task {task}"] = (
+            f"version {found['versions'].get(task)}, {shots} shots, questions {digest.hexdigest()}"
+        )
     return facts

@@ -62,7 +62,7 @@ def model_tokens(
     max_length: int | None = None,
     scoring: Scoring = "auto",
 ) -> ModelTokens:
-    """Tokenizer and context length of the settings' model or endpoint; raises `UsageError` if there is none here."""
+    """Tokenizer and context length of the settings' model or endpoint; raises `UsageError` without them."""
     from conserve.engine.vllm.model.tokenizer import folder_tokens
 
     if scoring not in ("auto", "echo", "next-token"):

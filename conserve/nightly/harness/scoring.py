@@ -16,7 +16,9 @@ from conserve.errors import EndpointFault
 from conserve.jobs.task import KEEP_LOGPROBS
 from conserve.nightly.harness.asking import Answer, Line
 
-REQUEST_TOKENS = 48  # that a further request on a cached context costs: half a KV block, and an iteration's place
+REQUEST_TOKENS = (
+    48  # that a further request on a cached context costs: half a KV block, and an iteration's place
+)
 MOST_TOKENS = 100  # in one request; vLLM takes 128
 
 Tokens = tuple[int, ...]
@@ -131,8 +133,8 @@ def echoed(answer: Answer, length: int) -> Score:
     start = 0 if shortened else answer.prompt_tokens - length
     if start < 0 or start + length > len(told.token_logprobs):
         raise EndpointFault(
-            "the server does not echo the log probabilities of a prompt; score on an engine (model=...), on vLLM, or "
-            "on another server that answers `echo` with `logprobs`"
+            "the server does not echo the log probabilities of a prompt; score on an engine (model=...), on vLLM, "
+            "or on another server that answers `echo` with `logprobs`"
         )
     values = [number(value) for value in told.token_logprobs[start : start + length]]
     tops = [top or {} for top in told.top_logprobs[start : start + length]]
@@ -172,7 +174,9 @@ def together(found: dict[tuple[Tokens, int], Score], continuation: Tokens) -> Sc
 def logprobs_of(answer: Answer) -> Logprobs:
     """Log probabilities of an answer; raises `EndpointFault` for one without them."""
     if answer.logprobs is None:
-        raise EndpointFault("the server returned no log probabilities; score with an engine (model=...) or vLLM")
+        raise EndpointFault(
+            "the server returned no log probabilities; score with an engine (model=...) or vLLM"
+        )
     return DECODE(answer.logprobs)
 
 
