@@ -58,7 +58,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     write_task(
         folder, "says", chosen, output_type="multiple_choice", doc_to_text="Q: {{question}}\nA:",
-        doc_to_choice="choices", doc_to_target="answer", num_fewshot=0, metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
+        doc_to_choice="choices", doc_to_target="answer", num_fewshot=0,
+        metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
     )  # fmt: skip
     sums = [{"question": f"{a} + {a}", "answer": str(2 * a)} for a in range(6)]
     write_task(

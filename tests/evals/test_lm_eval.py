@@ -132,7 +132,8 @@ def command(characters: Path, tasks: Path, output: Path, endpoint: str) -> list[
     place = f"endpoint={endpoint},tokenizer={characters},run=night"
     return [
         sys.executable, "-m", "conserve.nightly.harness.lm_eval_command", "run", "--model", "conserve",
-        "--model_args", place, "--tasks", ",".join(ALL), "--include_path", str(tasks), "--output_path", str(output), "--log_samples", "--seed", "1",
+        "--model_args", place, "--tasks", ",".join(ALL),
+        "--include_path", str(tasks), "--output_path", str(output), "--log_samples", "--seed", "1",
     ]  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def evaluated(model: Any, suite: SuitePlan, options: Mapping[str, Any], folder: 
     except OSError as error:  # files that are missing, and the network
         raise EvaluationUnready(
             f"suites.{suite.name}: the data of {', '.join(options['tasks'])} cannot be read ({one_line(error)}); "
-            "put the files on this machine and name them in a task of your own (include), or fill the cache of datasets"
+            "put the files on this machine and name them in a task of your own (include), or fill datasets' cache"
         ) from error
     return found
 
