@@ -12,15 +12,12 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-evals")
 
-import lm_eval
-from lm_eval.tasks import TaskManager
-
 import conserve
 from conserve.errors import EvaluationUnready, PackageMissing, RowsFailed, SettingsError, UsageError
 from conserve.evals.paired import Standard
-from conserve.nightly.harness.asking import RUN
 from conserve.nightly.harness.libraries import require
 from conserve.nightly.harness.lm_eval_model import ConserveLM
+from tests.evals.evaluating import evaluated, scores
 from tests.evals.reference import Reference
 
 FAKE = "fake:?tokens=6"
@@ -30,24 +27,6 @@ ALL = ["knows", "says", "counts", "reads"]
 
 def queued(characters: Path, *, run: str = "night", endpoint: str = FAKE, **more: Any) -> ConserveLM:
     return ConserveLM(endpoint=endpoint, tokenizer=str(characters), run=run, **more)
-
-
-def evaluated(model: Any, tasks: Path, names: list[str], **more: Any) -> Any:
-    return lm_eval.simple_evaluate(
-        model=model, tasks=names, task_manager=TaskManager(include_path=str(tasks)), bootstrap_iters=0,
-        log_samples=True, **more,
-    )  # fmt: skip
-
-
-def scores(found: Any) -> dict[str, Any]:
-    """Everything that the model contributes to: metrics, and each sample's responses."""
-    return {
-        "results": found["results"],
-        "samples": {
-            task: [(sample["doc_id"], repr(sample["resps"]), sample["arguments"]) for sample in samples]
-            for task, samples in found["samples"].items()
-        },
-    }
 
 
 def reference(characters: Path) -> Reference:
@@ -66,7 +45,7 @@ def test_scores_are_those_of_a_model_without_a_queue(
     found = scores(evaluated(queued(characters, scoring=scoring), tasks, names, **more))
     wanted = scores(evaluated(reference(characters), tasks, names, **more))
     assert found["samples"].keys() == set(names)
-    assert str(found).replace("Score(loglikelihood=", "(").replace("is_greedy=", "") == str(wanted)
+    assert found == wanted
 
 
 def test_all_tasks_of_a_call_are_one_job_in_prefix_order_and_a_second_try_asks_nothing(
@@ -129,24 +108,10 @@ def test_a_library_that_is_missing_is_named_with_its_command() -> None:
 
 
 def command(characters: Path, tasks: Path, output: Path, endpoint: str) -> list[str]:
-    place = f"endpoint={endpoint},tokenizer={characters},run=night"
     return [
-        sys.executable, "-m", "conserve.nightly.harness.lm_eval_command", "run", "--model", "conserve",
-        "--model_args", place, "--tasks", ",".join(ALL),
-        "--include_path", str(tasks), "--output_path", str(output), "--log_samples", "--seed", "1",
+        sys.executable, "-m", "tests.evals.evaluating", endpoint, str(characters), str(tasks), ",".join(ALL),
+        str(output),
     ]  # fmt: skip
-
-
-def results(folder: Path) -> Any:
-    """Metrics that the command wrote, and its samples."""
-    (found,) = folder.rglob("results_*.json")
-    samples = {
-        path.name.rpartition("_20")[0]: [
-            json.loads(line)["filtered_resps"] for line in path.read_text().splitlines()
-        ]
-        for path in folder.rglob("samples_*.jsonl")
-    }
-    return json.loads(found.read_text())["results"], samples
 
 
 def kept() -> dict[tuple[str, int], tuple[Any, ...]]:
@@ -162,39 +127,29 @@ def kept() -> dict[tuple[str, int], tuple[Any, ...]]:
 def test_killed_it_has_the_same_scores_and_asks_nothing_again(
     characters: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
-    wanted = results_of_a_whole_run(characters, tasks, tmp_path / "whole", monkeypatch)
-    monkeypatch.setenv("CONSERVE_HOME", str(tmp_path / "killed"))
+    wanted = scores(evaluated(reference(characters), tasks, ALL))
     monkeypatch.setenv("CONSERVE_LEASE_S", "1")
     before: dict[tuple[str, int], tuple[Any, ...]] = {}
     for _ in range(kills):
-        running = subprocess.Popen(
-            command(characters, tasks, tmp_path / "output", "fake:?tokens=6&capacity=1&request_ms=200"),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        while running.poll() is None and len(kept()) <= len(before):
+        slow = command(characters, tasks, tmp_path / "none", "fake:?tokens=6&capacity=1&request_ms=300")
+        running = subprocess.Popen(slow, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while running.poll() is None and len(now := kept()) <= len(before):
             pass
         os.kill(running.pid, signal.SIGKILL)
         running.wait()
-        now = kept()
         assert before.items() <= now.items()
-        before = now
-    subprocess.run(command(characters, tasks, tmp_path / "output", FAKE), check=True, capture_output=True)
-    assert before.items() <= kept().items()
-    assert results(tmp_path / "output") == wanted
-    assert {job.progress().tags[RUN] for job in conserve.open().jobs()} == {"night"}
-
-
-def results_of_a_whole_run(
-    characters: Path, tasks: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Any:
-    monkeypatch.setenv("CONSERVE_HOME", str(folder / "home"))
-    subprocess.run(command(characters, tasks, folder, FAKE), check=True, capture_output=True)
-    return results(folder)
+        before = kept()
+    subprocess.run(command(characters, tasks, tmp_path / "scores", FAKE), check=True, capture_output=True)
+    after = kept()
+    assert before.items() <= after.items()
+    assert len({job for job, _ in after}) == 3, "log-likelihoods, rolling ones, texts"
+    assert json.loads((tmp_path / "scores").read_text()) == json.loads(json.dumps(wanted, default=str))
 
 
 def test_a_file_that_is_missing_is_named(characters: Path, tasks: Path, tmp_path: Path) -> None:
     from conserve.evals.plan import SuitePlan
-    from conserve.nightly.harness.lm_eval_suite import LmEvalSuite, evaluated
+    from conserve.nightly.harness import lm_eval_suite
+    from conserve.nightly.harness.lm_eval_suite import LmEvalSuite
 
     gone = (tasks / "counts.yaml").read_text().replace("counts.jsonl", "gone.jsonl")
     (tmp_path / "gone.yaml").write_text(gone.replace('"counts"', '"gone"'))
@@ -203,7 +158,7 @@ def test_a_file_that_is_missing_is_named(characters: Path, tasks: Path, tmp_path
     )
     LmEvalSuite().check(suite, tmp_path)
     with pytest.raises(EvaluationUnready, match=r"suites.sums: the data of gone cannot be read .*gone.jsonl"):
-        evaluated(queued(characters), suite, suite.options, tmp_path)
+        lm_eval_suite.evaluated(queued(characters), suite, suite.options, tmp_path)
     with pytest.raises(SettingsError, match="there is no task 'mmlu_of_ours'"):
         LmEvalSuite().check(
             SuitePlan(name="s", kind="lm-eval", options={"tasks": ["mmlu_of_ours"]}, standard=STANDARD),

@@ -86,7 +86,13 @@ class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
             else emulate_tools,  # no engine parses tool calls
             stream=False,
         )
-        place = {"endpoint": address, "store": store, "run": run, "wait": wait, "api_key": api_key}
+        place: dict[str, Any] = {
+            "endpoint": address,
+            "store": store,
+            "run": run,
+            "wait": wait,
+            "api_key": api_key,
+        }
         flags = engine_flags(engine_args, vllm_flags)
         self._queue: Callable[[], Queue] = lambda: (
             HANDED[handed]

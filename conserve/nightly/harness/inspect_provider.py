@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from inspect_ai.model import ModelAPI
 
 
-@modelapi(name="conserve")
+@modelapi(name="conserve")  # type: ignore[untyped-decorator]
 def conserve() -> "type[ModelAPI]":
     """Class of the provider, imported when a model of it is named."""
     from conserve.nightly.harness.inspect_model import ConserveAPI

@@ -84,7 +84,7 @@ class ConserveLM(TemplateLM):  # type: ignore[misc]
                 settings, flags=flags, tokenizer=tokenizer, max_length=max_length, scoring=scoring
             )
         if queue is None:
-            place = {"store": store, "run": run, "wait": wait, "api_key": api_key}
+            place: dict[str, Any] = {"store": store, "run": run, "wait": wait, "api_key": api_key}
             queue = alone("lm-eval", model=named, endpoint=endpoint, flags=flags, **place)
         self._tokens, self._asker = tokens, Asker(queue)
         self.tokenizer = tokens.tokenizer

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -81,16 +82,23 @@ def checked(suite: SuitePlan) -> Mapping[str, Any]:
 
 
 def task_manager(options: Mapping[str, Any], folder: Path) -> Any:
-    """Index of the tasks: lm-eval's own, and those of the suite's folder."""
+    """Index of the tasks: of the suite's folder alone if that has all, else with lm-eval's thousands."""
+    include = options.get("include")
+    if include is not None and not (folder / include).is_dir():
+        raise SettingsError(f"there is no folder {folder / include}; correct include")
+    return index(None if include is None else str(folder / include), tuple(options["tasks"]))
+
+
+@lru_cache(maxsize=8)
+def index(include: str | None, tasks: Sequence[str]) -> Any:
+    """Index of lm-eval's, which takes it seconds to read."""
     from lm_eval.tasks import TaskManager
 
-    include = options.get("include")
-    if include is None:
-        return TaskManager()
-    path = folder / include
-    if not path.is_dir():
-        raise SettingsError(f"there is no folder {path}; correct include")
-    return TaskManager(include_path=str(path))
+    if include is not None:
+        ours = TaskManager(include_path=include, include_defaults=False)
+        if all(ours.match_tasks([name]) for name in tasks):
+            return ours
+    return TaskManager(include_path=include)
 
 
 def evaluated(model: Any, suite: SuitePlan, options: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
