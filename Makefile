@@ -40,7 +40,7 @@ test-clients: setup  ## Run programs that use OpenAI's batches, fetched into .ba
 
 test-evals: setup  ## Run what needs lm-eval and inspect_ai, which are fetched into .evals
 	@grep -vE '^(fsspec|python-dateutil|urllib3)==' requirements/cpu.lock > .venv/.evals-constraints
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --target .evals --constraint .venv/.evals-constraints -r requirements/evals.txt
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --target .evals --constraint .venv/.evals-constraints -r requirements/evals.txt
 	PYTHONPATH=$(CURDIR):$(CURDIR)/.evals $(BIN)/pytest tests/evals
 
 test-vllm:  ## Run what touches the engine on another version of vLLM: make test-vllm VERSION=0.31.0

