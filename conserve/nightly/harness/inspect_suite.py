@@ -38,13 +38,19 @@ class InspectSuite:
 
     def run(self, night: Night) -> Outcome:
         recorded = Recorded(night)
-        log = evaluated(night, recorded, checked(night.suite))
-        if log.status != "success" or not log.samples:
-            said = one_line(log.error.message) if log.error else "it has no samples"
-            raise EvaluationUnready(f"suites.{night.suite.name}: inspect_ai ended with {log.status}: {said}")
-        items = [item_of(sample, night.suite.options.get("group")) for sample in log.samples]
+        with tempfile.TemporaryDirectory(
+            prefix="conserve-"
+        ) as scratch:  # inspect_ai reads its log when it is used
+            log = evaluated(night, recorded, checked(night.suite), scratch)
+            if log.status != "success" or not log.samples:
+                said = one_line(log.error.message) if log.error else "it has no samples"
+                raise EvaluationUnready(
+                    f"suites.{night.suite.name}: inspect_ai ended with {log.status}: {said}"
+                )
+            items = [item_of(sample, night.suite.options.get("group")) for sample in log.samples]
+            facts = facts_of(log)
         items.sort(key=lambda item: item.epoch)  # a stable sort: by epoch, then in the order of the data set
-        return Outcome(items=items, facts=facts_of(log), job_ids=recorded.job_ids)
+        return Outcome(items=items, facts=facts, job_ids=recorded.job_ids)
 
 
 def checked(suite: SuitePlan) -> Mapping[str, Any]:
@@ -61,8 +67,8 @@ def checked(suite: SuitePlan) -> Mapping[str, Any]:
     return suite.options
 
 
-def evaluated(night: Night, recorded: Recorded, options: Mapping[str, Any]) -> Any:
-    """Log of inspect_ai's own evaluation."""
+def evaluated(night: Night, recorded: Recorded, options: Mapping[str, Any], scratch: str) -> Any:
+    """Log of inspect_ai's own evaluation, in a folder beside nightly.toml if the suite names one."""
     from inspect_ai import eval as evaluate
     from inspect_ai.model import get_model
 
@@ -73,7 +79,7 @@ def evaluated(night: Night, recorded: Recorded, options: Mapping[str, Any]) -> A
     tools = {"emulate_tools": options["emulate_tools"]} if "emulate_tools" in options else {}
     if target.endpoint is not None:
         tools["endpoint"] = target.endpoint
-    with handed(recorded) as token, tempfile.TemporaryDirectory(prefix="conserve-") as scratch:
+    with handed(recorded) as token:
         model = get_model(
             f"conserve/{target.model or night.settings.model}", memoize=False, handed=token, jobs=1, **tools
         )
