@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")  # what is waited for
 R = TypeVar("R")  # result of a suite
 
+LEAVE_S = 5.0  # for a suite's thread to end with the night; one that scores is not waited for longer
 Drain = Callable[[Sequence[T]], None]
 
 
@@ -60,6 +61,8 @@ class Rounds(Generic[T, R]):
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+            for thread in threads:
+                thread.join(LEAVE_S)
             raise
 
     def _suite(self, name: str, work: Callable[[], R], outcomes: list[tuple[str, R | Exception]]) -> None:
