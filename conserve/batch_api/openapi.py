@@ -1,6 +1,7 @@
 """The routes' description in OpenAPI 3.1, made from the routes and from the types that read requests."""
 
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ NARROWER = {  # than their types, and checked by `bodies.create_batch`
     "input_file_id": {"type": "string", "pattern": f"^{ID.pattern}$"},
     "completion_window": {"type": "string", "pattern": f"^{WINDOW.pattern}$"},
 }
-EVENTS = "Events"
+EVENTS, STREAM = "Events", "/v1/batches/{id}/events"
 ANSWERS = {
     ("POST", "/v1/files"): "File",
     ("GET", "/v1/files"): "Files",
@@ -74,8 +75,13 @@ ANSWERS = {
     ("GET", "/v1/batches"): "Batches",
     ("GET", "/v1/batches/{id}"): "Batch",
     ("POST", "/v1/batches/{id}/cancel"): "Batch",
-    ("GET", "/v1/batches/{id}/events"): EVENTS,
+    ("GET", STREAM): EVENTS,
 }
+LINKS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    made: [each for each in ANSWERS if each[1].startswith(f"{made[1]}/{{id}}") and each[1] != STREAM]
+    for made in (("POST", "/v1/files"), ("POST", "/v1/batches"))
+}
+"""Operations on what an operation has made, for tools that try them in turn; a stream would not end."""
 FORM = {
     "type": "object",
     "properties": {
@@ -116,10 +122,13 @@ def operation(route: Route, method: str) -> dict[str, Any]:
     """One method of a route."""
     answer = ANSWERS.get((method, route.path))
     found: dict[str, Any] = {
+        "operationId": name((method, route.path)),
         "summary": inspect.getdoc(route.endpoint),
         "parameters": parameters(route, method),
         "responses": {"200": answered(answer), "4XX": answered("Error"), "503": answered("Error")},
     }
+    if (method, route.path) in LINKS:
+        found["responses"]["200"]["links"] = links(method, route.path)
     if answer == EVENTS:
         found["responses"]["204"] = {"description": "The batch has ended, and the client has its last event"}
     if method == "POST" and not route.param_convertors:
@@ -127,6 +136,24 @@ def operation(route: Route, method: str) -> dict[str, Any]:
         if route.path == "/v1/batches":
             kind, schema = "application/json", {"$ref": "#/components/schemas/CreateBatch"}
         found["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
+    return found
+
+
+def name(operation: tuple[str, str]) -> str:
+    """Name of a method of a route: "POST /v1/batches/{id}/cancel" is post_batches_id_cancel."""
+    method, path = operation
+    return "_".join([method.lower(), *re.findall(r"[a-z]+", path.removeprefix("/v1/"))])
+
+
+def links(method: str, path: str) -> dict[str, Any]:
+    """Links from an answer to operations on what it shows; an upload may also be the input of a batch."""
+    made = "$response.body#/id"
+    found: dict[str, Any] = {
+        name(to): {"operationId": name(to), "parameters": {"id": made}} for to in LINKS[method, path]
+    }
+    if path == "/v1/files":
+        batch = name(("POST", "/v1/batches"))
+        found[batch] = {"operationId": batch, "requestBody": {"input_file_id": made}}
     return found
 
 

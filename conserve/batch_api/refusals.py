@@ -8,6 +8,7 @@ from typing import Self
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from conserve.errors import ConserveError, StoreError, one_line
 
@@ -65,7 +66,15 @@ async def not_answered(request: Request, error: Exception) -> Response:
     path = one_line(request.url.path, most=200)
     lacks = f"this server does not answer {request.method} {path}; GET /openapi.json lists its routes"
     said = lacks if error.status_code in (404, 405) else str(error.detail)
-    return JSONResponse(body(said), error.status_code, headers=error.headers)
+    headers = {"Allow": ", ".join(methods(request))} if error.status_code == 405 else error.headers
+    return JSONResponse(body(said), error.status_code, headers=headers)
+
+
+def methods(request: Request) -> list[str]:
+    """Methods of all routes at a request's path; Starlette names those of one."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    here = [route for route in routes if route.path_regex.match(request.url.path)]
+    return sorted({method for route in here for method in route.methods or ()})
 
 
 async def failed(request: Request, error: Exception) -> Response:

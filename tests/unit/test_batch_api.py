@@ -403,3 +403,10 @@ def test_uploads_that_no_record_names_are_swept_after_a_day(store: Store) -> Non
     assert uploads.sweep_uploads(store, now=(folder / "file-new.tmp").stat().st_mtime + 10) == 1
     assert [path.name for path in folder.iterdir()] == ["file-new.tmp"]
     assert [path.name for path in trash.folder(store.home).rglob("*.jsonl")] == ["file-old.jsonl"]
+
+
+def test_a_method_that_is_not_answered_is_told_all_that_are(store: Store) -> None:
+    with live(store) as url:
+        answer = httpx.options(f"{url}/files")
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
+        assert httpx.put(f"{url}/files/file-1").headers["allow"] == "DELETE, GET, HEAD"
