@@ -25,8 +25,9 @@ class Memory(RuleBasedStateMachine):
         self.written: set[int] = set()
         self.forgotten: set[int] = set()
 
-    @rule(key=keys)
-    def allocate(self, key: int) -> None:
+    @rule(key=keys, at_once=st.booleans())
+    def allocate(self, key: int, at_once: bool) -> None:
+        """Have a row hold a new block, which may be written at once."""
         if self.memory.find(key) is not None:
             return
         room = self.memory.room
@@ -40,6 +41,9 @@ class Memory(RuleBasedStateMachine):
         self.content[block] = key
         self.written.discard(block)
         self.forgotten.discard(block)
+        if at_once:
+            self.memory.written(block)
+            self.written.add(block)
 
     @precondition(lambda self: self.holds)
     @rule(pick=st.randoms(use_true_random=False))
@@ -66,15 +70,23 @@ class Memory(RuleBasedStateMachine):
         self.forgotten.add(block)
         assert self.memory.find(self.content[block]) != block
 
-    @precondition(lambda self: self.content)
-    @rule(key=keys, pick=st.randoms(use_true_random=False))
-    def find(self, key: int, pick: Callable[..., int]) -> None:
-        there = [self.content[block] for block in sorted({*self.holds, *self.written} - self.forgotten)]
-        key = pick.choice([key, *there, *there])  # type: ignore[attr-defined]  mostly one that should be there
+    @rule(key=keys)
+    def find(self, key: int) -> None:
+        self.hold(self.memory.find(key), key)
+
+    @precondition(lambda self: self.written - self.forgotten)
+    @rule(pick=st.randoms(use_true_random=False))
+    def find_what_was_written(self, pick: Callable[..., int]) -> None:
+        there = sorted(self.written - self.forgotten)
+        key = self.content[pick.choice(there)]  # type: ignore[attr-defined]
         block = self.memory.find(key)
-        if not reached("a block is found", block is not None):
+        if reached("a block is found", block is not None):
+            self.hold(block, key)
+
+    def hold(self, block: int | None, key: int) -> None:
+        """Have a row hold the block that was found for a key."""
+        if block is None:
             return
-        assert block is not None
         assert self.content[block] == key
         assert block in self.holds or block in self.written
         self.memory.hold(block)
