@@ -79,7 +79,9 @@ def closed_pipe() -> Iterator[int]:
 
 
 @pytest.fixture
-def job(write_input: WriteInput) -> str:
+def job(write_input: WriteInput, monkeypatch: pytest.MonkeyPatch) -> str:
+    # A doctor that loads the library would take seconds, of four doctors here.
+    monkeypatch.setattr("conserve.engine.vllm.launching.loading.WORDS", ("-c", "print('device: cpu')"))
     job_id = submit(write_input(q=["a", "b"]))
     assert conserve("run", "--endpoint", "fake:").returncode == 0
     submit(write_input("third.parquet", q=["a"]))
