@@ -87,6 +87,14 @@ class Harness:
             return commands.start(["-m", "tests.acceptance.aimed", *aim], env=self.env)
         return commands.start(["-m", "conserve", *arguments], env=self.env)
 
+    def started(self, *shots: Shot, **constants: int) -> "subprocess.Popen[str] | Forked":
+        """The same as a fork, if there is a process to fork off."""
+        if self.forks is None:
+            return self.start(*shots, **constants)
+        errors = self.home.parent / f"errors-{self.seed}-{self.kills}"
+        aim = aimed.command(shots, *self.arguments(), **{**self.constants, **constants})
+        return self.forks.start(aim, env=self.env, errors=errors)
+
     def arguments(self, options: Sequence[str] = ()) -> list[str]:
         """The command, as a user would give it."""
         if self.server is not None:
@@ -95,8 +103,9 @@ class Harness:
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables that lead it to the store."""
-        return {"CONSERVE_HOME": str(self.home), "CONSERVE_FAKE": "1"}
+        """The variables that lead it to the store, and to no settings of the developer's."""
+        folders = {"CONSERVE_HOME": self.home, "XDG_CONFIG_HOME": self.home.parent / "config"}
+        return {**{name: str(path) for name, path in folders.items()}, "CONSERVE_FAKE": "1"}
 
     def traced(self, *shots: Shot, fresh: bool = True) -> Traced:
         """Start a process that says where it is; a fork unless it is to be a fresh interpreter."""
@@ -110,7 +119,7 @@ class Harness:
 
     def kill(self, *shots: Shot, **constants: int) -> None:
         """Work until the shot that kills; what is in the store by then is right."""
-        done = commands.ended(self.start(*shots, **constants))
+        done = commands.ended(self.started(*shots, **constants))
         assert done.returncode == -signal.SIGKILL, (shots, done)
         self.kills += 1
         self.check_so_far(shots)

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -33,9 +32,9 @@ SAVED = Shot(at=WRITE, since=f"{TOKENS}:save_tokens", after=True)
 """Tokens of rows in mid-generation are durable: the write that saves them has ended."""
 
 
-def test_a_kill_between_claim_and_answer_loses_no_row_and_no_token(tmp_path: Path) -> None:
+def test_a_kill_between_claim_and_answer_loses_no_row_and_no_token(tmp_path: Path, forks: Forks) -> None:
     prompts = [f"question {n}" + (" REJECT" if n % 50 == 7 else "") for n in range(96)]
-    harness = Harness(tmp_path / "home", prompts, script="token_ms=2&tokens=200&capacity=32")
+    harness = Harness(tmp_path / "home", prompts, script="token_ms=2&tokens=200&capacity=32", forks=forks)
     harness.submit()
     for shot in (
         Shot(at=f"{QUEUE}:claim", after=True),  # rows leased, not committed
@@ -53,8 +52,8 @@ def test_a_kill_between_claim_and_answer_loses_no_row_and_no_token(tmp_path: Pat
     assert harness.reading().resumed_tokens > 0, "rows went on from the tokens that were saved"
 
 
-def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path) -> None:
-    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(5_000)], script="tokens=4")
+def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path, forks: Forks) -> None:
+    harness = Harness(tmp_path / "home", [f"q{n}" for n in range(5_000)], script="tokens=4", forks=forks)
     harness.submit()
     for shot in (
         Shot(at=f"{SHARDS}:to_arrow"),  # before there is a file
@@ -65,6 +64,7 @@ def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path) -> None:
         harness.kill(shot, conserve__store__books__shards__SHARD_ROWS=600)
     harness.kill(Shot(at=f"{SHARDS}:compact"))  # the job has just been completed
     harness.check()
+    # No fork: it has bound the name of `sweep` before a shot can be put around it.
     other = Harness(tmp_path / "home", ["one more"], script="tokens=4", seed=1)
     other.submit()
     other.kill(Shot(at=f"{SHARDS}:register", after=True))  # in the recovery, which compacts what is left
@@ -74,7 +74,7 @@ def test_a_kill_in_compaction_loses_and_doubles_no_row(tmp_path: Path) -> None:
     other.check()
 
 
-def three_jobs(home: Path, rows: int, script: str) -> list[Harness]:
+def three_jobs(home: Path, rows: int, script: str, forks: Forks | None = None) -> list[Harness]:
     """Submit jobs of so many rows each, whose prompts share prefixes within a job and across them."""
     subjects = [f"{subject} " * 20 for subject in ("algebra", "anatomy", "law", "logic")]
     jobs = [
@@ -83,6 +83,7 @@ def three_jobs(home: Path, rows: int, script: str) -> list[Harness]:
             [f"{subjects[(n * (job + 1)) % 4]}{job}.{n}" for n in range(rows)],
             script=script,
             seed=job,
+            forks=forks,
         )
         for job in range(3)
     ]
@@ -91,8 +92,8 @@ def three_jobs(home: Path, rows: int, script: str) -> list[Harness]:
     return jobs
 
 
-def test_a_kill_while_rows_of_several_jobs_are_chosen_loses_no_row(tmp_path: Path) -> None:
-    jobs = three_jobs(tmp_path / "home", 300, "token_ms=1&tokens=8&capacity=64")
+def test_a_kill_while_rows_of_several_jobs_are_chosen_loses_no_row(tmp_path: Path, forks: Forks) -> None:
+    jobs = three_jobs(tmp_path / "home", 300, "token_ms=1&tokens=8&capacity=64", forks)
     jobs[0].kill(Shot(at=f"{CHOICE}:choose", after=True))  # leased by the window, not committed
     jobs[0].kill(Shot(at=f"{CHOICE}:remember", call=2, after=True))  # nor is the window's place
     jobs[0].kill(Shot(at=WRITE, since=f"{CHOICE}:remember", call=2, after=True))
@@ -133,10 +134,10 @@ def stopped(pid: int) -> None:
     assert os.WIFSTOPPED(status), status
 
 
-def test_a_killed_harvest_leaves_its_tokens_to_the_next(tmp_path: Path) -> None:
+def test_a_killed_harvest_leaves_its_tokens_to_the_next(tmp_path: Path, forks: Forks) -> None:
     with ScriptedServer(Script(tokens=150, pause_at=100, max_num_seqs=16)) as server:
         prompts = [f"question {n}" for n in range(40)]
-        harness = Harness(tmp_path / "home", prompts, script="tokens=150", server=server.url)
+        harness = Harness(tmp_path / "home", prompts, script="tokens=150", server=server.url, forks=forks)
         harness.submit()
         harness.kill(SAVED)
         server.script.pause_at = None
@@ -197,13 +198,6 @@ PHASES = (
     (Phase.REGISTERING, Shot(at=f"{SHARDS}:chunks", since=f"{SHARDS}:register")),
     (Phase.ENDING, Shot(at="conserve.jobs.harvest.ledger:Ledger.close")),
 )
-
-
-@pytest.fixture
-def forks() -> Iterator[Forks]:
-    """A process that commands are forked off."""
-    with closing(Forks()) as opened:
-        yield opened
 
 
 def test_a_kill_is_recorded_in_the_phase_of_the_work_that_it_hits(tmp_path: Path, forks: Forks) -> None:
