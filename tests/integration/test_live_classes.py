@@ -26,8 +26,7 @@ Make = Callable[..., Any]
 @pytest.fixture
 def make(tmp_path: Path, clock: Any) -> Make:
     def make(classes: Any = None, *, rows: int = 0, **more: Any) -> Any:
-        from tests.simulated_engine import SimulatedEngine
-
+        from conserve.engine.vllm.simulation.engine import SimulatedEngine
         from tests.bare_scheduler import MODEL, engine_config
 
         section = {"policy": "conserve", "ttft_slo_ms": 1000, "tbt_slo_ms": 400, **more}
