@@ -29,7 +29,7 @@ def test_no_made_up_request_is_answered_with_a_500(tmp_path: Path) -> None:
     api = serve(tmp_path / "home", port)
     words = ["--exclude-path-regex", STREAMS, "--checks", CHECKS, "-n", EXAMPLES, "--seed", "7", "--no-color"]
     done = subprocess.run(
-        [program, "run", f"http://127.0.0.1:{port}/openapi.json", *words, "--continue-on-failure", "-w", "4"],
+        [program, "run", f"http://127.0.0.1:{port}/openapi.json", *words, "--continue-on-failure"],
         capture_output=True, text=True, cwd=tmp_path, timeout=7000,
     )  # fmt: skip
     api.send_signal(signal.SIGTERM)
