@@ -12,8 +12,8 @@ if [ "$(cat .venv/.locked 2>/dev/null || true)" = "$wanted" ]; then
     exit 0
 fi
 
-if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-    echo "setup: the lock file is for CPython 3.11 and '$python' is not; run: make setup PYTHON=/path/to/python3.11" >&2
+if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+    echo "setup: the lock file is for CPython 3.11 to 3.13 and '$python' is not; run: make setup PYTHON=/path/to/python3.12" >&2
     exit 2
 fi
 

@@ -13,8 +13,8 @@ if [ ! -f "$lock" ]; then
 fi
 shift
 base=${PYTHON:-python3}
-if ! "$base" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-    echo "test-vllm: the lock files are for CPython 3.11 and '$base' is not; run: make test-vllm VERSION=$version PYTHON=/path/to/python3.11" >&2
+if ! "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+    echo "test-vllm: the lock files are for CPython 3.11 to 3.13 and '$base' is not; run: make test-vllm VERSION=$version PYTHON=/path/to/python3.12" >&2
     exit 2
 fi
 
