@@ -16,7 +16,7 @@ from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import catalog, journal, leases, saved_tokens, shards
+from conserve.store.books import catalog, harvested, journal, leases, saved_tokens, shards
 from conserve.store.books.journal import Finished
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.states import JobState
@@ -376,3 +376,25 @@ def test_a_share_that_a_group_does_not_use_is_the_others(store: Store, write_inp
     assert len({work.job_id for work in alike.claim(3)}) == 3
     party.ledger.close()
     alike.ledger.close()
+
+
+def test_time_without_rows_is_not_counted_as_harvested(
+    store: Store, party: Party, write_input: WriteInput, job_id: str
+) -> None:
+    works = party.claim()
+    party.tally.in_flight = len(works)
+    party.clock.now += 100
+    assert party.claim() == []  # while rows are in flight
+    party.tally.in_flight = 0
+    assert party.claim() == []  # what the last rows took is not written yet
+    party.finish(*works)
+    party.clock.now += 36_000
+    assert party.claim() == []
+    given = Input(names=[str(write_input(q=["e"]))], keep=Keep.REFERENCE)
+    later = submit(store, given, TASK).job_id
+    (work,) = party.claim()
+    party.clock.now += 10
+    party.finish(work)
+    assert work.job_id == later
+    with store.read() as tx:
+        assert sum(slot.busy_s for slot in harvested.slots(tx)) == pytest.approx(110)

@@ -76,6 +76,7 @@ class Ledger:
         """Open new connections, and check that the store exists and can be written."""
         self._close_lookahead()
         self._alone = None
+        self._recorder.pause()
         self._file = StoreFile.of(self._store)
         self._store.close()
         with self._store.write() as tx:
@@ -102,6 +103,7 @@ class Ledger:
         if self._rebind:
             self._bind_all()
         if self._fruitless and not self.claimable():
+            self._note_busy(False)
             return []
         if self._shares is None or suspect:
             works = self._claim_whole(limit, suspect, identity)

@@ -20,17 +20,19 @@ class Recorder:
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = store, clock
         self._uncompacted: Counter[str] = Counter()
-        self._busy_since: float | None = None  # rows run since, or since the last note; None: none run
-        self._tokens = 0  # computed since
+        self._busy_since: float | None = None  # rows have run since then, or since the last note; None: never
+        self._idle_since: float | None = None  # no row runs since; None: rows run
+        self._tokens = 0  # computed since the last note
 
     def begin(self) -> None:
         """Note that rows are in flight from now on."""
-        if self._busy_since is None:
-            self._busy_since, self._tokens = self._clock(), 0
+        if self._busy_since is None or self._idle_since is not None:
+            self._busy_since, self._idle_since, self._tokens = self._clock(), None, 0
 
     def pause(self) -> None:
-        """Note that no row is in flight."""
-        self._busy_since = None
+        """Note that no row is in flight from now on; what the last ones took may still be written."""
+        if self._idle_since is None:
+            self._idle_since = self._clock()
 
     def write(self, outbox: Outbox) -> Committed:
         """Write the outbox in one transaction, then shards where enough results have gathered."""
@@ -51,20 +53,21 @@ class Recorder:
             leases.end_if_empty(tx, {work.epoch for work, _ in outbox.returned})
             committed = journal.commit(tx, outbox.finished, now=now)
             tokens = self._tokens + computed(committed)
-            noted = self._note(tx, tokens, now)
+            until = now if self._idle_since is None else min(now, self._idle_since)
+            noted = self._note(tx, tokens, until)
         self._tokens = 0 if noted else tokens
-        self._busy_since = now if noted else self._busy_since
+        self._busy_since = until if noted else self._busy_since
         self._uncompacted.update(f.job_id for f in committed.written)
         self._compact(committed.completed)
         return committed
 
-    def _note(self, tx: Any, tokens: int, now: float) -> bool:
-        """Write down the tokens since the last note if it is time; returns True if they count anew from now on."""
+    def _note(self, tx: Any, tokens: int, until: float) -> bool:
+        """Write down the tokens since the last note if it is time; returns True if they count anew from then on."""
         since = self._busy_since
-        if since is None or since <= now < since + NOTE_S:
+        if since is None or since <= until < since + NOTE_S:
             return False
-        if since < now:  # else the clock was set back
-            harvested.note(tx, tokens, since=since, now=now)
+        if since < until:  # else the clock was set back
+            harvested.note(tx, tokens, since=since, now=until)
         return True
 
     def _compact(self, completed: list[str]) -> None:
