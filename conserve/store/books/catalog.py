@@ -222,6 +222,7 @@ _MOVES = {
 def move(tx: Connection, job_id: str, verb: str, *, now: float) -> Job:
     """Pause, resume or cancel a job, unless it is in that state already; raises `JobRefused` from other states."""
     target, allowed = _MOVES[verb]
+    lock_job(tx, get_id(tx, job_id))
     current = get(tx, job_id)
     if current.state is target:
         return current
@@ -246,10 +247,12 @@ def move(tx: Connection, job_id: str, verb: str, *, now: float) -> Job:
 
 def expire(tx: Connection, *, now: float) -> list[str]:
     """End the jobs whose deadline has passed with rows left; returns their ids."""
-    if ended := late(tx, now=now):
-        expired = {"state": JobState.EXPIRED.value, "finished_at": now, "error": None}
-        tx.execute(update(job).where(job.c.id.in_(ended), is_late(now)).values(expired))
-        events.of_jobs(tx, ended, now=now)
+    if not late(tx, now=now):
+        return []
+    expired = {"state": JobState.EXPIRED.value, "finished_at": now, "error": None}
+    # Another process may have ended some since: each is told of once.
+    ended = list(tx.scalars(update(job).where(is_late(now)).values(expired).returning(job.c.id)))
+    events.of_jobs(tx, ended, now=now)
     return ended
 
 
@@ -316,7 +319,7 @@ DAMAGED = ("the requests ", "the record ")
 
 def fail(tx: Connection, job_id: str, reason: str, *, now: float) -> bool:
     """Let a job fail that cannot run any more; returns True if it had unfinished rows and was not cancelled."""
-    before = tx.scalar(select(job.c.state).where(job.c.id == job_id))
+    before = tx.scalar(select(job.c.state).where(job.c.id == job_id).with_for_update())
     left = job.c.succeeded + job.c.failed < job.c.num_rows
     open_states = [JobState.QUEUED.value, JobState.PAUSED.value, JobState.FAILED.value]
     failed = tx.execute(
