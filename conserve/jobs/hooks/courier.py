@@ -117,20 +117,25 @@ class Courier:
 
     def send(self, mine: Message) -> None:
         """Try to send a message that this process holds, and write down what came of it."""
-        with self._store.read() as tx:
-            hook = hooks.get(tx, mine.hook_id)
-        answer, error = self._tried(hook, mine)
+        try:
+            with self._store.read() as tx:
+                hook = hooks.get(tx, mine.hook_id)
+            answer, error = self._tried(hook, mine)
+        except StoreError:
+            raise
+        except Exception as fault:  # a hook that is gone or damaged: its messages are given up in their time
+            answer, error = None, f"{type(fault).__name__}: {one_line(fault, most=200)}"
         attempt = Attempt(at=self._clock(), status=answer.status if answer else None, error=error)
         state, next_at = verdict(mine, attempt, answer.retry_after_s if answer else None)
         with self._store.write() as tx:
             outbox.record(tx, mine, attempt, state=state, next_at=next_at)
             if attempt.status == GONE:
-                hooks.end(tx, hook.id, "its receiver answered 410 Gone", now=attempt.at)
+                hooks.end(tx, mine.hook_id, "its receiver answered 410 Gone", now=attempt.at)
         with self._counting:
             self.delivered += error is None
             self.failed += error is not None
         if state is MessageState.GIVEN_UP:
-            log.warning("the message %s to %s is given up: %s", mine.id, hook.id, error)
+            log.warning("the message %s to %s is given up: %s", mine.id, mine.hook_id, error)
 
     def _tried(self, hook: Hook, mine: Message) -> tuple[Answer | None, str | None]:
         """Answer of the receiver, and why the attempt failed; None if it did not."""

@@ -80,7 +80,8 @@ def any_due(tx: Connection, *, now: float) -> bool:
 
 def holders(tx: Connection) -> set[str]:
     """Processes that hold messages."""
-    found = select(message.c.owner).where(message.c.owner.is_not(None)).distinct()
+    waiting = message.c.state == MessageState.WAITING.value  # as all that are held; the index knows these
+    found = select(message.c.owner).where(waiting, message.c.owner.is_not(None)).distinct()
     return {str(owner) for owner in tx.scalars(found)}
 
 
