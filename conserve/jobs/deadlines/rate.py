@@ -6,7 +6,7 @@ more. It begins at the present rate, whose difference to the earlier day's fades
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, sqrt
 from random import Random
 from statistics import fmean
@@ -42,6 +42,7 @@ class Rates:
     """Harvested tokens per second by slot; slots in which hardly any row ran are left out."""
 
     by_slot: Mapping[int, float]
+    _usual: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # asked for before
 
     @classmethod
     def of(cls, seen: Sequence[tuple[int, float, float]]) -> "Rates":
@@ -63,9 +64,14 @@ class Rates:
 
     def usual(self, slot: int) -> float:
         """Mean rate at this time of day, the same weekday counting more; the mean of all if it was never seen."""
+        if slot not in self._usual:
+            self._usual[slot] = self._mean_at(slot)
+        return self._usual[slot]
+
+    def _mean_at(self, slot: int) -> float:
         weighted = [(weight, self.by_slot[slot - back]) for back, weight in self.days_before(slot)]
         if not weighted:
-            return fmean(self.by_slot.values())
+            return sum(self.by_slot.values()) / len(self.by_slot)
         return sum(weight * rate for weight, rate in weighted) / sum(weight for weight, _ in weighted)
 
     def days_before(self, slot: int) -> list[tuple[int, float]]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, case, delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 
+from conserve.store.books.states import is_slot
 from conserve.store.database import schema
 
 harvested = schema.harvested
@@ -59,7 +60,7 @@ def larger(column: ColumnElement[float], value: float) -> ColumnElement[float]:
 def slots(tx: Connection) -> list[Slot]:
     """All slots, the oldest first."""
     columns = harvested.c.slot, harvested.c.tokens, harvested.c.busy_s
-    return [Slot(*row) for row in tx.execute(select(*columns).order_by(harvested.c.slot))]
+    return [Slot(*row) for row in tx.execute(select(*columns).order_by(harvested.c.slot)) if is_slot(row)]
 
 
 def forget_old(tx: Connection, *, now: float) -> None:

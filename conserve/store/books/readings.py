@@ -14,7 +14,7 @@ from typing import Any
 
 from conserve.config import Settings
 from conserve.errors import JobNotFound, StoreError, StoreReadOnly, StoreTooNew
-from conserve.store.books.states import JobState, OnLate
+from conserve.store.books.states import JobState, OnLate, is_slot
 from conserve.store.database.reader import reader
 from conserve.store.database.versions import (
     LATEST,
@@ -130,11 +130,6 @@ def read_harvested(settings: Settings) -> list[tuple[int, float, float]]:
         if rows and number(rows[0][0]) < WITH_FORECASTS:
             return []
         return [(row[0], row[1], row[2]) for row in query(HARVESTED, {}) if is_slot(row)]
-
-
-def is_slot(row: tuple[Any, ...]) -> bool:
-    """True unless a damaged page put values of other kinds into a row of `HARVESTED`."""
-    return isinstance(row[0], int) and all(isinstance(value, int | float) for value in row[1:])
 
 
 def to_reading(row: tuple[Any, ...]) -> JobReading:
