@@ -80,7 +80,7 @@ class Streams:
 
     def enter(self, key: str | None, batch_id: str, now: Snapshot) -> None:
         """Take a place for a stream; raises `Refused` if the key or the server has too many."""
-        if (key is not None and self._open[key] >= MOST_OF_KEY) or self.open >= MOST:
+        if self._open[key] >= MOST_OF_KEY or self.open >= MOST:
             raise too_many()
         self._open[key] += 1
         self._watched[batch_id] += 1
