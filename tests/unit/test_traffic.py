@@ -201,22 +201,34 @@ def test_quantiles_and_shares_of_nothing() -> None:
     assert share([1.0, 2.0], inf) == 1.0
 
 
-def test_requests_after_a_quiet_minute_are_rare_until_one_has_come_and_again_after_200() -> None:
+def test_requests_that_meet_a_quiet_iteration_are_rare_until_one_has_come_and_again_after_200() -> None:
     traffic, at = Traffic(), 1000.0
     assert traffic.rare_starts
+    traffic.planned_quiet = True
     answer(traffic, "first", at=at)
     assert not traffic.rare_starts
+    traffic.planned_quiet = False
     for n in range(199):
-        at += WINDOW_S / 2
-        answer(traffic, f"next-{n}", at=at)
+        answer(traffic, f"next-{n}", at=at + n)
         assert traffic.rare_starts == (n == 198)
+    traffic.planned_quiet = True
     answer(traffic, "later", at=at + 2 * WINDOW_S)
     assert not traffic.rare_starts
 
 
-def test_a_request_beside_another_ends_no_quiet_minute() -> None:
+def test_every_request_of_a_burst_in_a_quiet_iteration_counts() -> None:
     traffic = Traffic()
-    traffic.arrived("long", 10, at=0.0)
+    traffic.planned_quiet = True
+    for n in range(10):
+        traffic.arrived(f"burst-{n}", 10, at=1000.0)
+    traffic.planned_quiet = False
+    for n in range(1000):
+        answer(traffic, f"next-{n}", at=1001.0)
+        assert traffic.rare_starts == (n >= 994), "five of ten are forgotten by then"
+
+
+def test_a_request_beside_an_iteration_that_is_not_quiet_waits_for_no_long_one() -> None:
+    traffic = Traffic()
     for n in range(199):
         traffic.arrived(f"next-{n}", 10, at=(n + 1) * 2 * WINDOW_S)
     assert traffic.rare_starts

@@ -122,7 +122,7 @@ def harmless_wait_ms(view: View) -> float:
 
     An arrival waits a share `harm` of a typical prompt's own time at most: for the whole iteration where rows
     cannot leave, for a layer where they join again, and for nothing where they begin anew. In batching mode only
-    the constant part of an iteration limits it; where rows cannot leave, the request that ends a quiet minute waits
+    the constant part of an iteration limits it; where rows cannot leave, the requests that end a quiet minute wait
     for all of it, so it is that long only while such requests are rare.
     """
     harm = view.slo.harm

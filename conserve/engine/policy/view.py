@@ -112,7 +112,7 @@ class View:
     classes: Mapping[str, str] = field(default_factory=dict)  # online request -> class, unless the default
     served: Mapping[str, float] = field(default_factory=dict)  # class -> cost of its tokens (policy/fairness)
     prompt_tokens: int = 0  # median prompt of recent online requests
-    rare_starts: bool = False  # hardly any online request comes after a quiet minute
+    rare_starts: bool = False  # hardly any online request arrives in an iteration after a quiet minute
     arrivals_per_s: float = 0.0  # online requests, mean of the last 60 s
     rows_leave: bool = False  # offline rows can leave the iteration when an online request arrives
     rows_join: bool = False  # and join a later iteration at the layer where they left

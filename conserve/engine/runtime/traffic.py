@@ -20,7 +20,7 @@ from conserve.engine.runtime.class_traffic import (
 from conserve.engine.runtime.receipt import Receipt
 
 RECENT_PROMPTS = 64  # prompts whose median is the typical prompt
-RECENT_STARTS = 1000  # requests among which the ones after a quiet minute are counted
+RECENT_STARTS = 1000  # requests among which the ones that met a quiet iteration are counted
 RARE = 1 / 200  # share of them below which their waits stay out of the P99
 
 
@@ -49,8 +49,9 @@ class Traffic:
         self._arrivals: deque[Moment] = deque()
         self._prompts: deque[int] = deque(maxlen=RECENT_PROMPTS)
         self._typical_prompt = 0
-        self._starts: deque[bool] = deque(maxlen=RECENT_STARTS)  # True for a request after a quiet minute
+        self._starts: deque[bool] = deque(maxlen=RECENT_STARTS)  # True: met a quiet iteration
         self.rare_starts = True  # such requests are rare; as yet there was none
+        self.planned_quiet = False  # the newest iteration was planned after a quiet minute, as a long one
         self._prompt_at = 0.0
         self.offline_tokens = 0
 
@@ -116,7 +117,7 @@ class Traffic:
 
     def arrived(self, request: str, prompt_tokens: int, *, at: float, live_class: str | None = None) -> None:
         """Note an online request that has arrived; one of an unknown class is of the default one."""
-        self._starts.append(not self.online_now and not self.arrivals_per_s(now=at))
+        self._starts.append(self.planned_quiet)  # all of a burst wait for that iteration's end
         self.rare_starts = sum(self._starts) <= RARE * len(self._starts)
         self._enter(request, live_class, at)
         self._arrived_at[request] = at

@@ -213,6 +213,7 @@ class CoServing:
         alone = self._policy_name == "paced" or self._traffic.classified  # no offline request is needed
         decides = policy.decides and (self._offline or alone)
         self._reserve(0)
+        self._traffic.planned_quiet = False
         if not decides or (model is None and not policy.holds_offline):
             return None
         if self._last.stalled and not self._last_was_a_turn:
@@ -234,6 +235,7 @@ class CoServing:
         picture = Picture(self, self._traffic, surcharge_ms=surcharge_ms)
         view = picture.view(self._slo, model)
         plan = self._planner.plan(view)
+        self._traffic.planned_quiet = plan is not None and bool(plan.tokens) and view.quiet
         if plan is not None:
             self.row_terms.began(self.requests[name] for name in plan.admitted if name in self._offline)
         self._reserve(view.reserved_blocks)
