@@ -48,7 +48,8 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
         if _holds_up(composer, request, first_tokens, view):
             return OnlineShare(False, limit_ms, rows_left(view, composer))
         late_ms = others_limit_ms(view, request, decodes) if tbt_ms is None else inf
-        behind = max(0, view.queued_online - len(composer.admitted) - waiting)
+        # With classes the queue is mostly that of others, which this class's turns overtake.
+        behind = 0 if view.slos else max(0, view.queued_online - len(composer.admitted) - waiting)
         tokens = chunk(composer, request, limit_ms, slo, late_ms, behind=behind)
         if not tokens or not place(composer, victims, request, tokens, waiting=waiting):
             return OnlineShare(False, limit_ms, rows_left(view, composer))
