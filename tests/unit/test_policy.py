@@ -18,7 +18,7 @@ from conserve.engine.policy.conserve import (
 from conserve.engine.policy.offline import MOST_DEFERRED
 from conserve.engine.policy.online_only import OnlineOnly
 from conserve.engine.policy.paced import Paced
-from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Slo, View
 from conserve.profiles.conserve import ConServeModel
 from tests.policy_views import FRESH, ROW, decodes, plan_of, view_of
 
@@ -350,6 +350,16 @@ class TestOnlinePrompts:
         slo = Slo(tbt_ms=25.0, ttft_ms=1000.0)
         plan = plan_of(online=decodes(1), waiting_online=[self.prompt], queued_online=queued, slo=slo)
         assert plan.tokens["prompt"] == tokens
+
+    @pytest.mark.parametrize(
+        "changes", [{"prompt_tokens": 10}, {"slos": {DEFAULT_CLASS: Slo(tbt_ms=25.0, ttft_ms=1000.0)}}]
+    )
+    def test_short_prompts_and_those_of_other_classes_do_not_hurry_a_long_one(
+        self, changes: dict[str, Any]
+    ) -> None:
+        slo = Slo(tbt_ms=25.0, ttft_ms=1000.0)
+        waiting = {"waiting_online": [self.prompt], "queued_online": 20}
+        assert plan_of(online=decodes(1), slo=slo, **waiting, **changes).tokens["prompt"] == 14
 
     @pytest.mark.parametrize(("age_ms", "tokens"), [(0, 0), (879, 0), (880, 100)])
     def test_where_not_even_a_token_fits_it_waits_one_iteration_if_it_can(

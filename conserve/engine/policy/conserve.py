@@ -10,7 +10,6 @@ from conserve.engine.policy.online import OnlineShare, serve_online
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.turns import mixed_limit_ms, offline_turn_ms
 from conserve.engine.policy.view import View
-from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import smallest_ms
 
 LARGEST_LOSS = 0.1  # largest share of throughput given up for short iterations
@@ -106,15 +105,10 @@ def bearable_ms(view: View, constant_ms: float) -> float:
     slack for queueing, so the limit is at most the length at which the constant part of an iteration costs
     `LARGEST_LOSS` of throughput. After a minute without online requests that length alone is the limit.
     """
-    slack_ms = view.slo.ttft_ms - typical_prompt_ms(view)
+    slack_ms = view.slo.ttft_ms - view.typical_prompt_ms
     enough_ms = constant_ms / LARGEST_LOSS
     idle = not view.online and not view.prompt_tokens
     return enough_ms if idle else max(0.0, min(slack_ms, enough_ms))
-
-
-def typical_prompt_ms(view: View) -> float:
-    """Predicted time of a typical prompt alone, in ms."""
-    return view.model.predict(Batch.of([Slice(view.prompt_tokens, 0)] if view.prompt_tokens else []))
 
 
 def harmless_wait_ms(view: View) -> float:
@@ -132,7 +126,7 @@ def harmless_wait_ms(view: View) -> float:
     longest_ms, enough_ms = constant_ms / LEAST_LOSS, constant_ms / LARGEST_LOSS
     if view.quiet:
         return constant_ms / QUIET_LOSS if view.rows_leave or view.rare_starts else enough_ms
-    wait_ms = harm * typical_prompt_ms(view)
+    wait_ms = harm * view.typical_prompt_ms
     if view.rows_join:
         return min(longest_ms, max(enough_ms, view.layers * wait_ms / 2))
     if view.rows_leave:

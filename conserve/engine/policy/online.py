@@ -34,6 +34,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
         limit_ms = slo.online_tbt_ms - view.online_waited_ms if tbt_ms is None else tbt_ms
         gap_ms = slo.tbt_ms - view.online_waited_ms
         add_steps(composer, victims, decodes)
+    typical_ms = view.typical_prompt_ms if view.prompt_tokens else inf
     first_tokens = 0  # of requests whose prompt ends in this iteration
     for request, waiting in prompts_in_turn(view):
         slo = view.slo_of(request)
@@ -50,7 +51,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
         late_ms = others_limit_ms(view, request, decodes) if tbt_ms is None else inf
         # With classes the queue is mostly that of others, which this class's turns overtake.
         behind = 0 if view.slos else max(0, view.queued_online - len(composer.admitted) - waiting)
-        tokens = chunk(composer, request, limit_ms, slo, late_ms, behind=behind)
+        tokens = chunk(composer, request, limit_ms, slo, late_ms, behind=behind, typical_ms=typical_ms)
         if not tokens or not place(composer, victims, request, tokens, waiting=waiting):
             return OnlineShare(False, limit_ms, rows_left(view, composer))
         if tokens < request.tokens:
@@ -103,16 +104,18 @@ def chunk(
     late_ms: float = inf,
     *,
     behind: int = 0,
+    typical_ms: float = inf,
 ) -> int:
     """Number of tokens of an online prompt to compute.
 
     As many as fit into `limit_ms` if the prompt still keeps its TTFT that way, and so would it behind as many
-    others as are `behind` it; else as many as the iteration takes within `late_ms`.
+    others as are `behind` it, each of which takes as long as this one or a typical prompt, whichever is shorter;
+    else as many as the iteration takes within `late_ms`.
     """
     tokens = composer.token_budget(request, limit_ms)
     left_ms = slo.online_ttft_ms - request.age_ms
     if tokens:
-        queue_ms = behind * composer.alone_ms(request) if behind else 0.0
+        queue_ms = behind * min(composer.alone_ms(request), typical_ms) if behind else 0.0
         in_time = chunks_ms(composer, request, tokens, limit_ms) + queue_ms <= left_ms
     else:
         # It can wait for one more iteration. Without a TTFT promise it would wait for all decoding requests.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
+from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
 T = TypeVar("T")
@@ -142,6 +143,11 @@ class View:
             return False
         seen = self.online or self.queued_online or self.prompt_tokens or self.arrivals_per_s
         return not seen and not any(True for _ in self.waiting_online)
+
+    @property
+    def typical_prompt_ms(self) -> float:
+        """Predicted time of a typical prompt alone, in ms."""
+        return self.model.predict(Batch.of([Slice(self.prompt_tokens, 0)] if self.prompt_tokens else []))
 
     def class_of(self, request: Candidate) -> str:
         """Class of an online request."""
