@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.fairness import fair_order
 from conserve.engine.policy.faults import fault_of
+from conserve.engine.policy.promises import Promises
 from conserve.engine.policy.recorded import line_of, recorded
 from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Slo, View, tightest
+from conserve.engine.runtime.traffic import CREDIT, Traffic
 from conserve.profiles.batch import Batch, Slice
 from tests.conftest import examples
 from tests.property.test_policy import usual, views
@@ -150,3 +152,22 @@ def test_no_class_overtakes_a_better_priority(waiting: list[tuple[int, str]]) ->
 
 def test_the_tightest_of_no_promises_is_none() -> None:
     assert tightest([]) == Slo(largest_ttft_ms=inf, largest_tbt_ms=inf)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 20_000)), min_size=1, max_size=60))
+def test_a_class_that_always_decodes_saves_up_no_more_than_an_iteration(
+    steps: list[tuple[bool, float]],
+) -> None:
+    """`steps`: an agent's cost, and whether a chat arrives after it. A chat decodes all the time."""
+    traffic = Traffic(classes={"chat": Promises(harm=0.1), "agent": Promises(harm=0.1)})
+    for name in ("chat", "agent"):
+        traffic.arrived(name, 10, at=0.0, live_class=name)
+    traffic.tokens(["chat"], at=0.1)
+    for number, (arrives, cost) in enumerate(steps):
+        traffic.computed({"agent": cost, "chat": 1.0})
+        before = traffic.served["chat"]
+        if arrives:
+            traffic.arrived(f"chat-{number}", 10, at=1.0, live_class="chat")
+            assert traffic.served["chat"] == max(before, traffic.served["agent"] - CREDIT)
+            traffic.finished(f"chat-{number}")
+    reached("a chat was brought nearer", traffic.served["chat"] > len(steps))

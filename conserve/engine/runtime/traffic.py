@@ -21,6 +21,7 @@ from conserve.engine.runtime.receipt import Receipt
 
 RECENT_PROMPTS = 64  # prompts whose median is the typical prompt
 RECENT_STARTS = 1000  # requests among which the ones that met a quiet iteration are counted
+CREDIT = 8192.0  # cost that a busy class may be behind all others at most: about an iteration's tokens
 RARE = 1 / 200  # share of them below which their waits stay out of the P99
 
 
@@ -215,16 +216,20 @@ class Traffic:
         return self._classes[self.class_of.get(request, DEFAULT_CLASS)]
 
     def _enter(self, request: str, live_class: str | None, at: float) -> None:
-        """Note the request's class. One that was idle starts level with the least served: it saves nothing up."""
+        """Note the request's class. One that was idle starts level with the least served: it saves nothing up.
+
+        One that was busy may be `CREDIT` behind: where it always has a request, it would save up without end.
+        """
         if request in self._arrived_at:
             return
         if live_class is not None and live_class != DEFAULT_CLASS and live_class in self._classes:
             self.class_of[request] = live_class
         one = self._class(request)
-        busy = [other for other in self._classes.values() if other.busy]
-        if not one.busy:
-            for idle in self._classes.values() if not busy else ():
+        others = [other for other in self._classes.values() if other.busy and other is not one]
+        if not one.busy and not others:
+            for idle in self._classes.values():
                 idle.served = 0.0
-            one.served = max(one.served, min((other.served for other in busy), default=0.0))
+        least = min((other.served for other in others), default=0.0)
+        one.served = max(one.served, least - (CREDIT if one.busy else 0.0))
         one.waiting += 1
         one.arrived_at = at
