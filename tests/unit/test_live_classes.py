@@ -287,6 +287,18 @@ def test_a_class_that_was_idle_saves_nothing_up() -> None:
     assert traffic.served == {"chat": 0, "agent": 0, DEFAULT_CLASS: 0}, "after a pause all begin alike"
 
 
+def test_the_default_class_keeps_its_own_ttft_beside_a_tighter_class() -> None:
+    own = Promises.of({"ttft_ms": 1000.0})
+    traffic = Traffic(own, classes={"chat": Promises.of({"ttft_ms": 300.0})})
+    assert [traffic.ttft_ms(name) for name in ("chat", None, DEFAULT_CLASS, "unknown")] == [
+        300,
+        1000,
+        1000,
+        1000,
+    ]
+    assert Traffic(own).ttft_ms(None) is None, "without classes all have the bounds of the next iteration"
+
+
 SAID: dict[str, Any] = {
     "url": "http://s", "policy": "conserve", "slo": {"ttft_ms": None, "tbt_ms": None, "harm": 0.1},
     "online": {"requests": 5, "ttft_ms": {"p50": 90.0, "p99": 900.0}, "tbt_ms": {"p50": 9.0, "p99": 30.0},

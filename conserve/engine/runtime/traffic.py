@@ -92,9 +92,9 @@ class Traffic:
         return replace(tightest(self.bounds_by_class().values()), harm=harm)
 
     def ttft_ms(self, live_class: str | None) -> float | None:
-        """Largest TTFT that is promised to a class; None for the default one."""
+        """Largest TTFT that is promised to a class; None where there are no classes."""
         one = self._classes.get(live_class or DEFAULT_CLASS, self._default)
-        return None if one is self._default else one.promises.slo.ttft_ms
+        return one.promises.slo.ttft_ms if self.classified else None
 
     def typical_prompt(self, *, now: float) -> int:
         """Median number of tokens in recent online prompts; 0 after 60 s without one."""
