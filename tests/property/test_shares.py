@@ -1,5 +1,6 @@
 """Groups that always have rows get tokens by their weights, within a bound that no number of rows moves."""
 
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.errors import SettingsError
-from conserve.jobs.window.shares import USUAL_TOKENS, Group, Shares, Weights
+from conserve.jobs.window.shares import QUANTA, USUAL_TOKENS, Group, Shares, Weights
 from tests.reach import reached
 
 MOST_TOKENS = 2000  # of a row
@@ -43,7 +44,17 @@ def test_tokens_follow_the_weights_within_the_rows_in_flight(
             apart = abs(served[one] / its - served[other] / others)
             assert apart <= bound * (1 / its + 1 / others)
     if reached("the bound is less than what was served", sum(served.values()) > 50_000):
-        assert all(shares.allot(groups, 1000)[group] for group in groups), "none is starved"
+        assert all(deal(shares, groups, 1000)[group] for group in groups), "none is starved"
+
+
+def deal(shares: Shares, groups: Sequence[Group], rows: int) -> Counter[Group]:
+    """Rows of each group when so many are claimed one by one."""
+    dealt: Counter[Group] = Counter()
+    for number in range(rows):
+        for group, count in shares.allot(groups, 1).items():
+            shares.claimed(group, [("dealt", number)])
+            dealt[group] += count
+    return dealt
 
 
 def test_the_first_rows_follow_the_weights_exactly() -> None:
@@ -59,7 +70,7 @@ def test_short_rows_make_up_for_long_ones() -> None:
     for group, tokens in ((long, 1000), (short, 100)):
         shares.claimed(group, [("job", group.priority)])
         shares.settled(("job", group.priority), tokens)
-    rows = shares.allot([long, short], 110)
+    rows = deal(shares, [long, short], 110)
     assert rows[short] == pytest.approx(10 * rows[long], abs=12)
 
 
@@ -70,6 +81,31 @@ def test_a_group_that_had_no_rows_saves_nothing_up() -> None:
         shares.settled(("job", row), 1000)
         shares.claimed(idle, [])
     assert shares.allot([busy, idle], 10) == {busy: 5, idle: 5}
+
+
+def test_a_group_whose_jobs_are_gone_holds_nothing_up() -> None:
+    """A new job begins level with those that have rows, and not with the old count of one that has none."""
+    shares = Shares(Weights.of("jobs"))
+    jobs = [SimpleNamespace(seq=seq, priority=0) for seq in range(3)]
+    first, second, new = shares.groups(jobs)
+    shares.claimed(first, [("first", 0)])
+    shares.claimed(second, [("second", row) for row in range(100)])
+    assert shares.groups(jobs[1:]) == [second, new]
+    assert shares.allot([second, new], 8) == {second: 4, new: 4}
+
+
+@pytest.mark.parametrize(("jobs", "rows"), [(64, 64), (64, 256), (3, 64), (64, 7)])
+def test_a_claim_is_of_few_groups_and_the_next_ones_are_of_the_others(jobs: int, rows: int) -> None:
+    shares, groups = Shares(Weights.of("jobs")), [Group(0, seq) for seq in range(jobs)]
+    dealt: Counter[Group] = Counter()
+    for claim in range(3 * jobs):
+        allotted = shares.allot(groups, rows)
+        assert sum(allotted.values()) == rows
+        assert len(allotted) <= QUANTA + 1
+        for group, count in allotted.items():
+            shares.claimed(group, [(f"{group.job}", 1000 * claim + row) for row in range(count)])
+        dealt += Counter(allotted)
+    assert max(dealt.values()) - min(dealt[group] for group in groups) <= max(1, rows // QUANTA)
 
 
 def test_rows_that_are_claimed_again_are_charged_once() -> None:

@@ -14,6 +14,7 @@ from conserve.errors import SettingsError
 
 JOBS = "jobs"
 USUAL_TOKENS = 500.0  # of a row before any has ended
+QUANTA = 8  # parts that the rows of a claim are dealt in: each group that gets some costs a transaction
 REST = 1.0  # weight of priorities that are not named
 
 RowKey = tuple[str, int]
@@ -78,23 +79,31 @@ class Shares:
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self._counts: dict[Group, float] = {}
-        self._busy: set[Group] = set()  # groups that had a row at their last claim
+        self._busy: set[Group] = set()  # groups that had a row at their last claim, or wait for one
         self._in_flight: dict[RowKey, Charge] = {}
         self._ended: dict[Group, tuple[int, float]] = {}  # rows and their tokens
 
     def groups(self, runnable: Iterable[Any]) -> list[Group]:
-        """Groups of these jobs, in their order."""
-        return list(dict.fromkeys(map(self.weights.group_of, runnable)))
+        """Groups of these jobs, in their order; the others have no rows from now on."""
+        found = dict.fromkeys(map(self.weights.group_of, runnable))
+        self._busy &= found.keys()
+        return list(found)
 
     def allot(self, groups: Sequence[Group], rows: int) -> dict[Group, int]:
-        """Number of the next `rows` rows that each group gets, the one whose turn it is first."""
+        """Number of the next `rows` rows that each group gets, the one whose turn it is first.
+
+        They are dealt several at a time; what a group has too many of is in its count at the next claim.
+        """
         counts = {group: self._count(group) for group in groups}
         self._counts |= counts
+        self._busy |= counts.keys()  # those without a row this time are not levelled again: they come next
         allotted: dict[Group, int] = {}
-        for _ in range(rows if counts else 0):
-            group = min(counts, key=lambda one: counts[one])
-            allotted[group] = allotted.get(group, 0) + 1
-            counts[group] += self._usual(group) / self.weights.of_group(group)
+        quantum, left = max(1, rows // QUANTA), rows if counts else 0
+        while left > 0:
+            group, dealt = min(counts, key=lambda one: counts[one]), min(quantum, left)
+            allotted[group] = allotted.get(group, 0) + dealt
+            counts[group] += dealt * self._usual(group) / self.weights.of_group(group)
+            left -= dealt
         return allotted
 
     def claimed(self, group: Group, rows: Collection[RowKey]) -> None:
