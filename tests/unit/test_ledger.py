@@ -5,12 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 from conserve.errors import StoreError
+from conserve.jobs.deadlines.slack import SHARE, is_others_turn
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.outage import StoreFile
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.retry import RetryDecision
 from conserve.jobs.harvest.tally import Tally
+from conserve.jobs.harvest.turns import Turns
 from conserve.jobs.harvest.workload import Work
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
@@ -398,3 +400,27 @@ def test_time_without_rows_is_not_counted_as_harvested(
     assert work.job_id == later
     with store.read() as tx:
         assert sum(slot.busy_s for slot in harvested.slots(tx)) == pytest.approx(110)
+
+
+def test_windows_of_groups_that_are_gone_are_closed(store: Store, write_input: WriteInput) -> None:
+    given = Input(names=[str(write_input(q=["a", "b", "c", "d"]))], keep=Keep.REFERENCE)
+    jobs = [submit(store, given, TASK).job_id for _ in range(2)]
+    party = Party(store, share="jobs")
+    assert len(party.claim(4)) == 4
+    assert len(party.ledger._windows) == 2
+    with store.write() as tx:
+        catalog.refuse(tx, jobs[0], "as it is", now=0.0)
+    assert {work.job_id for work in party.claim(2)} == {jobs[1]}
+    assert len(party.ledger._windows) == 1
+    party.ledger.close()
+
+
+def test_each_group_has_turns_of_its_own(store: Store) -> None:
+    """One claim in five is for jobs without a deadline, in the claims of each group and not of all together."""
+    turns = Turns(store, lambda: 0.0)
+    given: dict[int, int] = {}
+    for number in range(50):
+        group = number % 5
+        turns.ordered([], now=0.0, group=group)
+        given[group] = given.get(group, 0) + is_others_turn(turns._turn, SHARE)
+    assert given == dict.fromkeys(range(5), 2)

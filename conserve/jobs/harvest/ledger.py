@@ -123,6 +123,8 @@ class Ledger:
         """Lease rows of several groups by their weights."""
         with self._store.read() as tx:
             groups = shares.groups(queue.runnable_jobs(tx, self._only, self.model, locked=False))
+        for gone in self._windows.keys() - set(groups):
+            self._close_window(gone)
         works = claim_by_shares(
             shares, groups, limit, lambda group, rows: self._claim_of(group, rows, identity)
         )
@@ -158,7 +160,7 @@ class Ledger:
             with self._store.write() as tx:
                 self._note_expired(catalog.expire(tx, now=now))
                 runnable = self._of_group(queue.runnable_jobs(tx, self._only, self.model), group)
-                runnable = self._turns.ordered(runnable, now=now)
+                runnable = self._turns.ordered(runnable, now=now, group=group)
                 jobs = [] if suspect else choice.contenders(tx, runnable)
                 if windowed := self._is_to_choose(tx, jobs):
                     back = self._turns.of_this_claim(runnable)
@@ -361,7 +363,10 @@ class Ledger:
         if self._lookahead is not None:
             self._lookahead.close()
             self._lookahead = None
-        for lookahead, _ in self._windows.values():
-            if lookahead is not None:
-                lookahead.close()
-        self._windows.clear()
+        for group in list(self._windows):
+            self._close_window(group)
+
+    def _close_window(self, group: Group) -> None:
+        lookahead, _ = self._windows.pop(group)
+        if lookahead is not None:
+            lookahead.close()

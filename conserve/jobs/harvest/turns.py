@@ -1,6 +1,7 @@
 """Turns of jobs at a claim: by priority, then by deadline, as the slack order says."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from conserve.jobs.deadlines.rate import Rates
@@ -29,20 +30,24 @@ class Turns:
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store, self._clock = store, clock
-        self._claims = 0
+        self._claims: Counter[Hashable] = Counter()  # of each group that shares tokens with others
+        self._turn = 0  # number of the newest claim among its group's
         self._tokens_per_s: float | None = None
         self._look_at = 0.0
 
-    def ordered(self, runnable: Sequence[Any], *, now: float) -> list[Candidate]:
-        """Jobs in the order of this claim."""
-        self._claims += 1
+    def ordered(
+        self, runnable: Sequence[Any], *, now: float, group: Hashable | None = None
+    ) -> list[Candidate]:
+        """Jobs in the order of this claim, which is of a group of its own, or of all jobs."""
+        self._claims[group] += 1
+        self._turn = self._claims[group]
         usual = usual_row_tokens(runnable)
-        return claim_order([candidate(job, usual, now) for job in runnable], self._claims)
+        return claim_order([candidate(job, usual, now) for job in runnable], self._turn)
 
     def of_this_claim(self, ordered: Sequence[Candidate]) -> list[Candidate]:
         """Jobs whose rows that came back go now: without deadlines only on the turns kept for them."""
         dated = [job for job in ordered if job.deadline is not None]
-        return dated if dated and not is_others_turn(self._claims, SHARE) else list(ordered)
+        return dated if dated and not is_others_turn(self._turn, SHARE) else list(ordered)
 
     def order(self, jobs: Sequence[Candidate]) -> SlackOrder:
         """Slack order among jobs of one priority."""
