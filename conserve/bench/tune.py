@@ -107,6 +107,11 @@ class Tuning:
 
         return run
 
+    async def measure(self, reduced: Candidate) -> Candidate:
+        """The candidate with this value of its parameter, and the harvest of a test run of its own."""
+        await self.test_run(reduced.parameter)(reduced.value)
+        return self.runs[-1]
+
     def _candidate(
         self, parameter: Parameter, value: float, blocks: Sequence[Block], found: Latencies
     ) -> Candidate:

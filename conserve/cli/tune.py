@@ -114,7 +114,11 @@ def tune(
         from conserve.cli.tune_server import confirm
 
         wanted = Wanted(model=words[0], flags=words[1:], preset=preset, rounds=rounds, seed=seed)
-        found, confirmed = confirm(settings, wanted, tuning, found)
+        tried, confirmed = confirm(settings, wanted, tuning, found)
+        if not confirmed:
+            output.say(refused(found, tried, promised))
+            raise typer.Exit(exits.FAILED)
+        found = found if tried.value == found.value else asyncio.run(tuning.measure(tried))
     tuned = Tuned(
         model=words[0],
         promises=dict(found.promises),
@@ -176,6 +180,14 @@ def start(
     simulated = Simulator(machine=machine, simulate=simulator(), block_s=block_s, seed=seed)
     mix = Mix.of(machine.rows(1000, seed=seed), machine.engine)
     return Tuning(simulator=simulated, blocks=blocks, promised=promised, mix=mix, say=output.say)
+
+
+def refused(found: "Candidate", tried: "Candidate", promised: "Any") -> str:
+    """Sentence where the engine kept none of the values, from the one found to the last one tried."""
+    return (
+        f"the engine kept {named(promised)} with none of the values tried, from {flags(found)} down to "
+        f"{flags(tried)}: nothing is kept; allow more harm, or give a lower --rate"
+    )
 
 
 def expected(found: "Candidate") -> dict[str, float]:

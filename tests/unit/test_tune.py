@@ -3,11 +3,13 @@
 import asyncio
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
 from conserve.bench import recorded
 from conserve.bench.bound import Mix
@@ -17,7 +19,7 @@ from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Arrival, Trace
 from conserve.bench.tune import Tuning, words
 from conserve.cli import tuned
-from conserve.cli.tune import blocks_of, conclude
+from conserve.cli.tune import blocks_of, conclude, tune
 from conserve.cli.tuned import Tuned, tuned_promises
 from conserve.config import Settings
 from conserve.engine.runtime.recording import ARRIVALS_BYTES, FULL, Recording, arrival_line, arrivals_at
@@ -135,6 +137,41 @@ def test_without_a_promise_that_keeps_it_the_nearest_is_told() -> None:
     search = tuning(Harmful(), Promise("p99", "tbt", 0.05))
     found = asyncio.run(search.best())
     assert found.excess == min(run.excess for run in search.runs) > 1
+
+
+def test_a_reduced_value_has_the_harvest_of_its_own_test_run() -> None:
+    search = tuning(Engine(), Promise("p99", "tbt", 0.1))
+    found = asyncio.run(search.best())
+    reduced = asyncio.run(search.measure(replace(found, value=0.7 * found.value)))
+    assert reduced.value == 0.7 * found.value
+    assert reduced.rows_per_s < found.rows_per_s
+    assert reduced.excess < found.excess
+
+
+@pytest.mark.parametrize(("kept", "code"), [(True, 0), (False, 1)])
+def test_what_the_engine_refuses_is_not_kept(
+    kept: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def confirm(settings: Any, wanted: Any, search: Any, found: Any) -> Any:
+        return replace(found, value=0.7 * found.value), kept
+
+    monkeypatch.setattr("conserve.cli.tune.machine_of", lambda settings, model: MACHINE)
+    monkeypatch.setattr("conserve.cli.tune.blocks_of", lambda *given: tuning(Engine()).blocks)
+    monkeypatch.setattr(
+        "conserve.cli.tune.start", lambda *given: tuning(Engine(), Promise("p99", "tbt", 0.1))
+    )
+    monkeypatch.setattr("conserve.cli.tune_server.confirm", confirm)
+    context = SimpleNamespace(obj=SimpleNamespace(settings=lambda **given: Settings(home=tmp_path)))
+    with pytest.raises(typer.Exit) as ended:
+        tune(
+            context, ["a/model"], None, None, 1.0, None, "p99=10%", simulated_only=False, dry_run=False,
+            preset="full", rounds=3, block_s=30.0, seed=0, as_json=False,
+        )  # fmt: skip
+    said = capsys.readouterr()
+    assert ended.value.exit_code == code
+    assert ("keeps" in said.out) == kept == bool(list(tmp_path.rglob("*.json")))
+    if not kept:
+        assert "kept p99 TBT +10% with none of the values tried, from --harm" in said.err
 
 
 def test_promises_are_flags_of_serve() -> None:
