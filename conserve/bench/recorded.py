@@ -11,18 +11,27 @@ LEAST = 50  # requests; fewer tell nothing about a P99
 
 
 def read(folder: Path, *, now: float) -> Trace:
-    """The last day's live requests in order of their arrival; raises `InputError` if there are too few."""
+    """The last day's live requests of a model in order of their arrival; raises `InputError` if there are too few.
+
+    `folder` is the model's, beside those of the others.
+    """
     since = now - DAY_S
     found = sorted(one for one in _requests(folder) if since <= one.at_s <= now)
     if len(found) < LEAST:
         raise InputError(
-            f"servers of this store have recorded {len(found)} live requests in the last day, and {LEAST} are the "
-            "fewest to tune by; name a trace with --trace, or tune after a day of conserve serve"
+            f"servers of this model have recorded {len(found)} live requests in the last day, and {LEAST} are the "
+            f"fewest to tune by{_others(folder)}; name a trace with --trace, or tune after a day of conserve serve"
         )
     first_s = found[0].at_s
     arrivals = tuple(one._replace(at_s=one.at_s - first_s) for one in found)
     gap_s = arrivals[-1].at_s / (len(arrivals) - 1)
     return Trace(name="the last day", duration_s=arrivals[-1].at_s + max(gap_s, 1e-3), arrivals=arrivals)
+
+
+def _others(folder: Path) -> str:
+    """What has been recorded for other models, in parentheses."""
+    names = sorted(path.name for path in folder.parent.glob("*/") if path.is_dir() and path != folder)
+    return f" (there are requests of {', '.join(names)} too)" if names else ""
 
 
 def _requests(folder: Path) -> Iterator[Arrival]:

@@ -219,7 +219,7 @@ def serve(
     section |= shares(harm, receipt)
     if tuned:
         section |= tuned_promises(settings, words[0], given=(ttft_slo, tbt_slo, harm))
-    section |= recorded(settings, port, record_views, arrivals=record_arrivals and not print_flags)
+    section |= recorded(settings, words[0], port, record_views, arrivals=record_arrivals and not print_flags)
     if not preemption or not (preempts(policy) or allow_control):  # others never preempt
         section["preemption"] = OFF
     if named := live_classes(classes, live_class or [], class_for or []):

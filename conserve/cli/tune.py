@@ -100,7 +100,7 @@ def tune(
     context: Context = ctx.obj
     settings, promised = context.settings(model=words[0]), harmed(harm_ttft, harm_tbt)
     machine = machine_of(settings, words[0])
-    blocks = blocks_of(settings, trace, rate, lengths, block_s, machine)
+    blocks = blocks_of(settings, words[0], trace, rate, lengths, block_s, machine)
     tuning = start(machine, blocks, promised, block_s, seed)
     found = asyncio.run(tuning.best())
     if found.excess > 1:
@@ -135,6 +135,7 @@ def tune(
 
 def blocks_of(
     settings: Settings,
+    model: str,
     name: str | None,
     rate: float | None,
     lengths: float,
@@ -146,7 +147,7 @@ def blocks_of(
     from conserve.bench.forecast import play
 
     if name is None:
-        trace = recorded.read(arrivals_folder(settings), now=time.time())
+        trace = recorded.read(arrivals_folder(settings, model), now=time.time())
     else:
         trace = traces.read(traces.find_trace(name))
     if rate is not None:

@@ -40,8 +40,13 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
 
 def tuned_file(settings: Settings, model: str) -> Path:
     """File of a model's promises."""
+    return settings.home / "tuned" / f"{slug_of(model)}.json"
+
+
+def slug_of(model: str) -> str:
+    """The model's name as a file has it."""
     slug = "".join(c if c.isalnum() or c in "-." else "-" for c in model.strip("/"))
-    return settings.home / "tuned" / f"{slug.strip('-.') or 'model'}.json"
+    return slug.strip("-.") or "model"
 
 
 def write(settings: Settings, tuned: Tuned) -> Path:
@@ -76,19 +81,21 @@ def tuned_promises(settings: Settings, model: str, *, given: tuple[str | None, .
     return {SECTION[name]: value for name, value in found.promises.items()}
 
 
-def recorded(settings: Settings, port: int, views: Path | None, *, arrivals: bool) -> dict[str, str]:
+def recorded(
+    settings: Settings, model: str, port: int, views: Path | None, *, arrivals: bool
+) -> dict[str, str]:
     """Entries of the engine's section for the files that it writes."""
-    said = {"record_arrivals": str(arrivals_file(settings, port))} if arrivals else {}
+    said = {"record_arrivals": str(arrivals_file(settings, model, port))} if arrivals else {}
     return said if views is None else {**said, "record_views": str(recording_at(views))}
 
 
-def arrivals_file(settings: Settings, port: int) -> Path:
-    """File that `conserve serve` at this port keeps its arrivals in; its folder exists."""
-    path = arrivals_folder(settings) / f"{port}.csv"
+def arrivals_file(settings: Settings, model: str, port: int) -> Path:
+    """File that `conserve serve` of this model at this port keeps its arrivals in; its folder exists."""
+    path = arrivals_folder(settings, model) / f"{port}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def arrivals_folder(settings: Settings) -> Path:
-    """Folder of the arrivals that servers of this store have recorded."""
-    return settings.home.absolute() / "serving" / "arrivals"
+def arrivals_folder(settings: Settings, model: str) -> Path:
+    """Folder of the arrivals that servers of this store have recorded for a model."""
+    return settings.home.absolute() / "serving" / "arrivals" / slug_of(model)

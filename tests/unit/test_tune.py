@@ -200,6 +200,19 @@ def test_too_few_are_said_with_what_to_do(tmp_path: Path) -> None:
         recorded.read(tmp_path / "none", now=NOW)
 
 
+def test_requests_of_other_models_are_left_out_and_named(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    lines = b"\n".join(arrival_line(NOW - 10.0 * n, 100, 20) for n in range(60))
+    tuned.arrivals_file(settings, "its/other", 8000).write_bytes(lines)
+    folder = tuned.arrivals_folder(settings, "a/model")
+    with pytest.raises(
+        InputError, match=r"recorded 0 live requests .* \(there are requests of its-other too\)"
+    ):
+        recorded.read(folder, now=NOW)
+    tuned.arrivals_file(settings, "a/model", 8000).write_bytes(lines)
+    assert len(recorded.read(folder, now=NOW)) == 60
+
+
 def test_blocks_go_from_the_quietest_to_the_busiest() -> None:
     at_s = [10.0 * block + n / 10 for block in range(20) if block % 4 for n in range(block + 1)]
     trace = Trace(name="t", duration_s=200.0, arrivals=tuple(Arrival(at, 1, 1) for at in at_s))
@@ -234,8 +247,8 @@ def test_engines_that_share_a_server_write_files_of_their_own(tmp_path: Path) ->
 def test_a_trace_that_leaves_nothing_to_harvest_is_refused_with_a_rate(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
     with pytest.raises(Overloaded, match=r"give a lower --rate, such as \d"):
-        blocks_of(settings, "azure_conv_2023_10min", 50.0, 0.25, 10.0, MACHINE)
-    assert len(blocks_of(settings, "azure_conv_2023_10min", 0.5, 0.125, 30.0, MACHINE)) == 12
+        blocks_of(settings, "a/model", "azure_conv_2023_10min", 50.0, 0.25, 10.0, MACHINE)
+    assert len(blocks_of(settings, "a/model", "azure_conv_2023_10min", 0.5, 0.125, 30.0, MACHINE)) == 12
 
 
 # The file
