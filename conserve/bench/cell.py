@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from conserve.bench.bound import Mix
@@ -97,8 +98,9 @@ def ratio(measured: Mapping[str, Any], policy: str, name: str) -> float | None:
 
 
 def worst(measured: Mapping[str, Any], policy: str) -> float:
-    """Larger of the two P99s to online-only's."""
-    return max((ratio(measured, policy, name) or 0.0 for name in ("ttft_p99", "tbt_p99")), default=0.0)
+    """Larger of the two P99s to online-only's; infinite where the policy answered no request."""
+    ttft = ratio(measured, policy, "ttft_p99")
+    return inf if ttft is None else max(ttft, ratio(measured, policy, "tbt_p99") or 0.0)
 
 
 def limits(blocks: Sequence[Block], scale: float) -> LatencyLimits | None:

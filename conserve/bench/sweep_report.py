@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from math import inf
 from typing import Any, NamedTuple
 
 from conserve.bench.cell import RATIOS, ratio, worst
@@ -13,6 +14,7 @@ from conserve.bench.svg import figure
 from conserve.bench.sweep import ranked
 
 NOTHING = "-"
+FAILED = "failed"
 LATENCIES = {
     "ttft_p50": "TTFT P50",
     "ttft_p99": "TTFT P99",
@@ -26,10 +28,11 @@ QUEUE = {
     "of_non_preemptive": "of non-preemptive",
     "of_bound": "of the bound",
 }
-HEADER = ["", "policy", *LATENCIES.values(), "TTFT in SLO", "TBT in SLO", *QUEUE.values()]
+HEADER = ["", "policy", *LATENCIES.values(), "TTFT in SLO", "TBT in SLO", "failed", *QUEUE.values()]
 NOTE = (
     "Latencies are times online-only's, in brackets the 95 % interval of the bootstrap. In SLO: share of requests, "
-    "and of token gaps, within the cell's SLO. Rows/s: offline work per second, by the cost of a mean row. Of "
+    "and of token gaps, within the cell's SLO. Failed: live requests without an answer. Rows/s: "
+    "offline work per second, by the cost of a mean row. Of "
     "non-preemptive: that work to non-preemptive scheduling's. Of the bound: the same to what a scheduler that "
     "knows the future would have harvested with every live answer within the SLO; a policy that breaks the SLO can "
     "exceed 1."
@@ -89,7 +92,8 @@ def _row(heading: str, policy: str, measured: Mapping[str, Any]) -> list[str]:
     latencies = [_interval((said["ratios"] or {}).get(name)) for name in RATIOS]
     kept = said["attainment"] or {}
     shares = [_percent(kept.get("ttft")), _percent(kept.get("tbt"))]
-    return [heading, policy, *latencies, *shares, *(_queue(name, said[name]) for name in QUEUE)]
+    failed = _count(said.get("failed"))
+    return [heading, policy, *latencies, *shares, failed, *(_queue(name, said[name]) for name in QUEUE)]
 
 
 def _over(measured: Sequence[Mapping[str, Any]], policy: str, of: Any) -> list[str]:
@@ -101,7 +105,8 @@ def _over(measured: Sequence[Mapping[str, Any]], policy: str, of: Any) -> list[s
         for name in ("ttft", "tbt")
     ]
     queue = [_queue(name, _fold([one[name] for one in said], of or min)) for name in QUEUE]
-    return [*latencies, *kept, *queue]
+    failed = _count(_fold([one.get("failed") for one in said], of or max))
+    return [*latencies, *kept, failed, *queue]
 
 
 def _fold(values: Iterable[float | None], of: Any) -> float | None:
@@ -122,6 +127,10 @@ def _times(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1%}"
+
+
+def _count(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}"
 
 
 def _queue(name: str, value: float | None) -> str:
@@ -169,6 +178,8 @@ def _square(cell: Cell, one: Any, of: Any, good: float, bad: float) -> Square:
     value = of(one) if one is not None else None
     if value is None:
         return Square("", None, "")
+    if value == inf:
+        return Square(FAILED, 1.0, f"{cell.name}: no request was answered")
     heat = min(1.0, max(0.0, (value - good) / (bad - good)))
     return Square(f"{value:.2f}", heat, f"{cell.name}: {value:.3f}")
 
@@ -224,8 +235,10 @@ def sentence(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> 
     }
     share = _fold([one["policies"][lead]["of_non_preemptive"] for one in measured], statistics.median)
     queue = f"; the queue got {share:.0%} of what non-preemptive gave it" if share is not None else ""
+    times = worst(first, lead)
+    has = "answers no live request" if times == inf else f"has a P99 {times:.2f} times online-only's"
     return (
-        f"Under {lead} the worst of {len(measured)} cells ({Cell.of(first).name}) has a P99 "
-        f"{worst(first, lead):.2f} times online-only's. In the middle P99 TTFT is {middle['ttft_p99']} and P99 TBT "
+        f"Under {lead} the worst of {len(measured)} cells ({Cell.of(first).name}) {has}. "
+        f"In the middle P99 TTFT is {middle['ttft_p99']} and P99 TBT "
         f"{middle['tbt_p99']} times{queue}."
     )

@@ -286,6 +286,22 @@ def test_the_worst_cell_is_the_first_row_everywhere() -> None:
     assert f"| the worst cell: {cells[1].name} | conserve | 1.00 [0.90, 1.10] |" in text
 
 
+def test_a_cell_in_which_nothing_was_answered_is_the_worst() -> None:
+    measured = [told(cell, 1.7) for cell in PLAN.wanted()]
+    ours = dict(measured[2]["policies"]["conserve"])
+    measured[2]["policies"] = {
+        **measured[2]["policies"],
+        "conserve": {**ours, "ratios": dict.fromkeys(RATIOS), "failed": 1234},
+    }
+    name = Cell.of(measured[2]).name
+    table = sweep_report.first_table(measured, PLAN.policies)
+    assert table.rows[0][0] == f"the worst cell: {name}"
+    assert table.rows[0][table.header.index("failed")] == "1,234"
+    assert f"({name}) answers no live request" in sweep_report.sentence(measured, PLAN.policies)
+    squares = [one for _, row in sweep_report.heat_maps(measured, PLAN.policies)[0].rows for one in row]
+    assert [one.heat for one in squares if one.text == "failed"] == [1.0]
+
+
 def test_a_stopped_sweep_reports_the_cells_that_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
