@@ -88,6 +88,8 @@ def show(ctx: typer.Context, as_json: Json = False) -> None:
     context: Context = ctx.obj
     home = context.settings().home
     found: list[Document] = [run_document(home, run) for run in reversed(keeping.runs(home))]
+    for folder in keeping.unreadable(home):
+        output.warn(f"the run {folder.name} is left out, since its record cannot be read; remove {folder}")
     if as_json:
         output.data_json(found)
         return

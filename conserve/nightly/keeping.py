@@ -63,6 +63,12 @@ def readable(record: dict[str, Any]) -> RunRecord | None:
         return None
 
 
+def unreadable(home: Path) -> list[Path]:
+    """Folders of runs whose records cannot be read, which `runs` leaves out."""
+    known = {run.id for run in runs(home)}
+    return sorted(folder for folder in nights.runs_folder(home).glob("*/") if folder.name not in known)
+
+
 def unfinished(home: Path, evaluation: str) -> RunRecord | None:
     """The run of an evaluation that was begun and has not ended; the newest of several."""
     left = [run for run in runs(home, evaluation) if run.state is RunState.RUNNING]

@@ -19,7 +19,7 @@ from conserve.evals.records import RunRecord, RunState, Score, SuiteRecord
 from conserve.nightly import keeping
 from conserve.nightly.asking import Answering, Asked, SuiteNight
 from conserve.nightly.facts import facts_of
-from conserve.nightly.items import Scored, scores_of
+from conserve.nightly.items import Key, Scored, scores_of
 from conserve.nightly.kinds import kind_of
 from conserve.nightly.rounds import Rounds
 from conserve.store.files import nights
@@ -187,12 +187,14 @@ def all_facts(settings: Settings, night: SuiteNight, outcome: Outcome) -> dict[s
 
 
 def means(suite: SuitePlan, known: Scored) -> list[Score]:
-    """Mean of each metric with its interval; raises `UsageError` if no item has a score."""
+    """Mean of each metric with its interval; raises `UsageError` for no score, or one that is no finite number."""
     if not known.by_metric:
         raise UsageError(f"suite {suite.name} has no scores: none of its {known.items:,} items got one")
     found = []
     for metric, scores in known.by_metric.items():
         values = np.array(list(scores.values()), float)
+        if not np.isfinite(values).all():
+            raise UsageError(not_finite(suite, metric, scores))
         clusters = np.unique([known.sources[item] for item in scores], return_inverse=True)[1]
         mean, low, high = interval(values, clusters, suite.metric(metric).standard.confidence)
         found.append(
@@ -206,6 +208,15 @@ def means(suite: SuitePlan, known: Scored) -> list[Score]:
             )
         )
     return found
+
+
+def not_finite(suite: SuitePlan, metric: str, scores: Mapping[Key, float]) -> str:
+    """Sentence about scores that are no finite numbers, which no mean and no record can hold."""
+    bad = [key.item for key, score in scores.items() if not np.isfinite(score)]
+    return (
+        f"suite {suite.name}: the score {metric!r} of {len(bad):,} items ({one_line(bad[0], most=60)} for one) "
+        "is no finite number; return null instead"
+    )
 
 
 def failed(label: str, suite: SuitePlan, target: Target, error: Exception, say: Say) -> SuiteRecord:

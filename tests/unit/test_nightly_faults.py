@@ -1,0 +1,56 @@
+"""`conserve eval` where a part of the night goes wrong: no verdict rests on what is missing."""
+
+from pathlib import Path
+
+import pytest
+
+import conserve
+from conserve.evals.records import RunRecord
+from conserve.nightly import keeping
+from tests import commands, nightly_files
+from tests.commands import Done
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CONSERVE_FAKE", "1")
+    monkeypatch.setenv("CONSERVE_ENDPOINT", "fake:?tokens=8")
+    return nightly_files.written(tmp_path, suites=["python"], rows=6, top="worse.effect = 0.1")
+
+
+def night(file: Path, *more: str) -> Done:
+    return commands.conserve("eval", "run", str(file), *more)
+
+
+def home() -> Path:
+    return conserve.open().path
+
+
+def last() -> RunRecord:
+    return keeping.resolve(home(), "last")
+
+
+def scorer(file: Path, body: str) -> None:
+    (file.parent / "scorers.py").write_text(f"def words(answer, row):\n    {body}\n")
+
+
+def error_of(run: RunRecord) -> str:
+    (suite,) = run.suites
+    assert suite.error is not None
+    return suite.error
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+def test_a_score_that_is_no_finite_number_is_an_error_of_the_suite(file: Path, bad: str) -> None:
+    scorer(file, f"return float('{bad}') if row['topic'] else 1.0")
+    assert night(file).returncode == 1
+    assert "is no finite number; return null instead" in error_of(last())
+
+
+def test_a_record_that_cannot_be_read_is_named_in_the_list() -> None:
+    run = nightly_files.kept(home(), [1.0], began_at=1e9)
+    record = home() / "evals" / "runs" / run.id / "run.json"
+    record.write_text(record.read_text().replace('"mean":1.0', '"mean":null'))
+    done = commands.conserve("eval", "list")
+    assert done.returncode == 0
+    assert f"the run {run.id} is left out" in done.stderr
