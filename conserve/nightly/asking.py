@@ -13,6 +13,7 @@ from conserve.api.portal import portal
 from conserve.api.runs import RunArguments, drained_together
 from conserve.api.store import Store
 from conserve.config import Settings
+from conserve.errors import JobRefused
 from conserve.evals.plan import SuitePlan, Target
 from conserve.evals.records import Harm
 from conserve.nightly.beside import await_served
@@ -21,6 +22,8 @@ from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
 
 RUN, SUITE, ASK = "eval", "eval_suite", "eval_ask"  # tags
+STEPS = {JobState.PAUSED: "resume", JobState.FAILED: "resume", JobState.EXPIRED: "retry"}
+"""Command that goes on with a job in this state; a cancelled one is asked anew."""
 
 
 class Asked(NamedTuple):
@@ -58,16 +61,26 @@ class SuiteNight:
         return job
 
     def answered(self, *jobs: Job) -> None:
-        """Wait until each row of these jobs has a result."""
+        """Wait until each row of these jobs has a result; raises `JobRefused` for a job that ends otherwise."""
         wanted = [Asked(job.id, self._targets.get(job.id, self.target)) for job in jobs]
         if any(job.status is not JobState.COMPLETED for job in jobs):
             self._rounds.wait(*wanted)
+        for job in jobs:
+            if (state := job.status) is not JobState.COMPLETED:
+                raise JobRefused(unanswered(job.id, state))
 
     def _new(self, source: Source, tags: Mapping[str, str], task: Mapping[str, Any]) -> Job:
         given = {"name": self._label.replace("@", "-"), "unknown_params": True, **task}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rows that cannot be sent are items with an error
             return self.store.submit(source, tags=tags, **given)
+
+
+def unanswered(job_id: str, state: JobState) -> str:
+    """Sentence about a job that has rows without a result, with the command that goes on with it."""
+    gone_on = f"`conserve {STEPS.get(state, 'status')} {job_id}`"
+    step = "" if state is JobState.CANCELLED else f"run {gone_on}, then "
+    return f"job {job_id} is {state} and has rows without a result; {step}run the evaluation again"
 
 
 def found(settings: Settings, tags: Mapping[str, str]) -> JobReading | None:

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from conserve.api.job import Job
 from conserve.errors import SettingsError
 from conserve.evals.outcome import Item, Outcome
 from conserve.evals.plan import SuitePlan, Target
 from conserve.evals.plan_file import Table
+from conserve.nightly.harness.asking import row_missing
 from conserve.nightly.options import Options, asking_of
-from conserve.nightly.questions import Answer, Questions, digest_of
+from conserve.nightly.questions import Answer, Questions, digest_of, whole
 from conserve.nightly.scored import METRIC, parsed, scored
 from conserve.nightly.suite import Night
 
@@ -46,9 +48,9 @@ class Judged:
         night.answered(job)
 
         def items() -> Iterator[Item]:
-            verdicts = iter(job.results())
+            verdicts = whole(job, job.results())
             for one in asked.answers():
-                yield judge.item(one, next(verdicts) if one.text is not None else None)
+                yield judge.item(one, verdict_of(job, verdicts) if one.text is not None else None)
 
         facts = asked.facts | {"judge": digest_of(judge.asking), "judge_model": target.model or "the same"}
         return Outcome(items=items(), facts=facts, job_ids=[*asked.job_ids, job.id])
@@ -104,6 +106,14 @@ class Judge:
             return self._grades[word] if word in self._grades else float(word) / self._scale
         except ValueError:
             return None
+
+
+def verdict_of(job: Job, verdicts: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Next verdict of the judge's job; raises `RowsFailed` if it has none."""
+    verdict = next(verdicts, None)
+    if verdict is None:
+        raise row_missing(job, job.progress().rows)
+    return verdict
 
 
 def grades_of(table: Table) -> dict[str, float]:

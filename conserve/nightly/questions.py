@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from conserve.api.job import Job
 from conserve.evals.outcome import Item
+from conserve.nightly.harness.asking import row_missing
 from conserve.nightly.options import Options
 from conserve.nightly.samples import DataSet, data_set
 from conserve.nightly.suite import Night
@@ -36,9 +37,9 @@ class Questions:
             return self.night.submitted(key, source, id=self.options.table.text("id"), **asking)
 
     def answers(self) -> Iterator["Answer"]:
-        """Yield the answers of all epochs, in the order of the data set."""
+        """Yield the answers of all epochs, in the order of the data set; raises `RowsFailed` for a missing row."""
         for epoch, job in enumerate(self.jobs):
-            for row in job.results(with_inputs=True, with_prompts=True):
+            for row in whole(job, job.results(with_inputs=True, with_prompts=True)):
                 yield Answer(row, epoch, self.data, self.options)
 
     @property
@@ -115,6 +116,18 @@ class Answer:
         column = self._options.table.text(option)
         value = None if column is None else self.columns.get(column)
         return None if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def whole(job: Job, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a job's results; raises `RowsFailed` where one is missing, so that none takes its place."""
+    expected = 0
+    for row in rows:
+        if int(row["row_index"]) != expected:
+            raise row_missing(job, expected)
+        yield row
+        expected += 1
+    if expected != job.progress().rows:
+        raise row_missing(job, expected)
 
 
 def digest_of(*values: object) -> str:

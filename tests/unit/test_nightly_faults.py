@@ -1,12 +1,18 @@
 """`conserve eval` where a part of the night goes wrong: no verdict rests on what is missing."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import conserve
+from conserve.config import load
+from conserve.errors import JobRefused, RowsFailed
+from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
+from conserve.nightly.asking import SuiteNight
+from conserve.nightly.questions import whole
 from tests import commands, nightly_files
 from tests.commands import Done
 
@@ -54,3 +60,25 @@ def test_a_record_that_cannot_be_read_is_named_in_the_list() -> None:
     done = commands.conserve("eval", "list")
     assert done.returncode == 0
     assert f"the run {run.id} is left out" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "says"), [("pause", "conserve resume"), ("cancel", "run the evaluation again")]
+)
+def test_a_job_that_is_stopped_in_the_night_has_no_scores(verb: str, says: str, tmp_path: Path) -> None:
+    job = conserve.open().submit([{"text": "a"}, {"text": "b"}], prompt="{{ text }}")
+    stop = Mock(wait=lambda *wanted: getattr(job, verb)())
+    plan = plan_of(nightly_files.PLAN)
+    (suite,), (target,) = plan.suites, plan.targets
+    night = SuiteNight(load(), stop, run_id="r", label="sql", suite=suite, target=target, folder=tmp_path)
+    with pytest.raises(JobRefused, match=says):
+        night.answered(job)
+
+
+def test_a_missing_row_gives_its_place_to_no_other() -> None:
+    job = Mock(id="j", status="completed", progress=lambda: Mock(rows=3))
+    rows = [{"row_index": index} for index in range(3)]
+    assert list(whole(job, rows)) == rows
+    for lacking in (rows[:2], rows[1:], [rows[0], rows[2]]):
+        with pytest.raises(RowsFailed, match="has no result"):
+            list(whole(job, lacking))
