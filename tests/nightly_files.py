@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from conserve.endpoints.fake import WORDS
@@ -63,8 +64,10 @@ def written(folder: Path, *, suites: Sequence[str] = ("sql",), rows: int = 40, t
     return file
 
 
-def kept(home: Path, scores: Sequence[float], *, began_at: float, plan: str = PLAN) -> RunRecord:
-    """Keep a finished run of one suite whose items have these scores."""
+def kept(
+    home: Path, scores: Sequence[float], *, began_at: float, plan: str = PLAN, unanswered: int = 0
+) -> RunRecord:
+    """Keep a finished run of one suite whose items have these scores; the first ones may lack an answer."""
     run = RunRecord(
         id=keeping.new_id(home, "small", now=began_at),
         evaluation="small",
@@ -78,6 +81,7 @@ def kept(home: Path, scores: Sequence[float], *, began_at: float, plan: str = PL
         Item(id=str(n), prompt=f"question {n}", answer=f"answer {score:g}", scores={"score": score})
         for n, score in enumerate(scores)
     ]
+    items[:unanswered] = [replace(item, answer=None, scores={}, error="none") for item in items[:unanswered]]
     keeping.write_items(home, run.id, "items-sql.parquet", "sql", items)
     mean = sum(scores) / len(scores)
     score = Score(metric="score", mean=mean, low=mean - 0.05, high=mean + 0.05, items=len(scores))

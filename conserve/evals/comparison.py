@@ -1,6 +1,6 @@
 """Comparison of two runs: the facts in which they differ, then a verdict on each suite and metric. Pure."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,10 +24,11 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SuiteScores:
-    """Scores of a suite by metric and item, and the source of each item."""
+    """Scores of a suite by metric and item, the source of each item, and the items with an error."""
 
     by_metric: Mapping[str, Mapping[Hashable, float]]
     sources: Mapping[Hashable, str]
+    unanswered: Set[Hashable] = frozenset()
 
 
 class Difference(NamedTuple):
@@ -101,6 +102,19 @@ def compared(
     standards = {key_of(name): metric.standard for name, metric in metrics.items()}
     found = judge({key_of(name): one for name, one in pairs.items()}, standards, np.random.default_rng(seed))
     return {name: found[key_of(name)] for name in pairs}, metrics
+
+
+def lacking(
+    before: Mapping[str, SuiteScores], after: Mapping[str, SuiteScores], metrics: Mapping[Named, Metric]
+) -> dict[str, str]:
+    """Suites whose items lack an answer where 0 is the best score: what is left of them may look better."""
+    found = {}
+    for (suite, metric), known in metrics.items():
+        then, now = before[suite].by_metric[metric], after[suite].by_metric[metric]
+        left_out = (after[suite].unanswered & then.keys()) - now.keys()
+        if known.lower_is_better and left_out:
+            found[suite] = f"has {len(left_out):,} items without an answer, which have no {metric}"
+    return found
 
 
 def key_of(name: Named) -> str:

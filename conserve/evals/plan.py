@@ -1,6 +1,6 @@
 """Plan of a night, as nightly.toml says it: targets, suites, and what counts as worse. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,6 +51,10 @@ class SuitePlan:
     def metric(self, name: str) -> Metric:
         """Metric of this name; one without an entry of its own has the suite's standard, and higher is better."""
         return self.metrics.get(name, Metric(standard=self.standard))
+
+    def unanswered(self, metrics: Iterable[str]) -> dict[str, float]:
+        """Scores of an item without an answer: 0, and none by a metric of which less is better."""
+        return {name: 0.0 for name in metrics if not self.metric(name).lower_is_better}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

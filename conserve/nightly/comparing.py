@@ -12,6 +12,7 @@ from conserve.evals.comparison import (
     SuiteScores,
     compared,
     differences,
+    lacking,
     metric_of,
     missing,
 )
@@ -44,8 +45,9 @@ def comparison(home: Path, run: RunRecord, against: str) -> Comparison | None:
 def with_run(home: Path, before: RunRecord, after: RunRecord) -> Comparison:
     """Comparison of two runs, item by item; what counts as worse is as the later run's file says."""
     plans = plans_of(after)
-    judged, metrics = compared(scores(home, before), scores(home, after), plans)
-    absent = missing(before, after, plans)
+    then, now = scores(home, before), scores(home, after)
+    judged, metrics = compared(then, now, plans)
+    absent = missing(before, after, plans) | lacking(then, now, metrics)
     return Comparison(
         before=before.id,
         after=after.id,
@@ -79,8 +81,9 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
         return None
     plans = plans_of(after)
     level = level_scores(home, earlier)
-    judged, metrics = compared(level, scores(home, after), plans)
-    absent = missing(earlier[-1], after, plans)
+    now = scores(home, after)
+    judged, metrics = compared(level, now, plans)
+    absent = missing(earlier[-1], after, plans) | lacking(level, now, metrics)
     return Comparison(
         before=HISTORY,
         after=after.id,
@@ -154,7 +157,7 @@ def suite_scores(home: Path, run: RunRecord, suite: SuiteRecord | None) -> Suite
     assert suite is not None
     assert suite.file is not None
     found = scores_of(nights.folder_of(home, run.id) / suite.file)
-    return SuiteScores(dict(found.by_metric), dict(found.sources))  # type: ignore[arg-type]
+    return SuiteScores(dict(found.by_metric), dict(found.sources), found.unanswered)  # type: ignore[arg-type]
 
 
 def plans_of(run: RunRecord) -> dict[str, SuitePlan]:

@@ -23,6 +23,7 @@ class Scored:
 
     by_metric: dict[str, dict[Key, float]] = field(default_factory=dict)
     sources: dict[Key, str] = field(default_factory=dict)
+    unanswered: set[Key] = field(default_factory=set)  # items with an error
     items: int = 0
     failed: int = 0
     prompt_tokens: int = 0
@@ -40,7 +41,9 @@ def scores_of(path: Path) -> Scored:
         key = Key(row["item"], row["epoch"])
         found.sources[key] = f"source {row['source']}" if row["source"] is not None else f"item {key.item}"
         found.items += 1
-        found.failed += row["error"] is not None
+        if row["error"] is not None:
+            found.failed += 1
+            found.unanswered.add(key)
         found.prompt_tokens += row["prompt_tokens"]
         found.answer_tokens += row["answer_tokens"]
         for metric, score in row["scores"]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from conserve.api.job import Job
 from conserve.evals.outcome import Item
+from conserve.evals.plan import SuitePlan
 from conserve.nightly.harness.asking import row_missing
 from conserve.nightly.options import Options
 from conserve.nightly.samples import DataSet, data_set
@@ -66,6 +67,11 @@ class Answer:
         self._data, self._options = data, options
 
     @property
+    def suite(self) -> SuitePlan:
+        """Suite that asked."""
+        return self._options.suite
+
+    @property
     def row_index(self) -> int:
         """Row of the job."""
         return int(self.row["row_index"])
@@ -93,7 +99,7 @@ class Answer:
         return found
 
     def item(self, scores: Scores, error: str | None = None) -> Item:
-        """Item with these scores. One without an answer scores 0 by each metric that it has."""
+        """Item with these scores. One without an answer has its error."""
         return Item(
             id=self._id,
             prompt=str(self.row.get("prompt") or ""),

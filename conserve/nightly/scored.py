@@ -91,8 +91,8 @@ class SchemaScored:
 
 
 def scored(answer: Answer, scores: Scores, metrics: Iterable[str] = (METRIC,)) -> Scores:
-    """Scores of an answer; a question without an answer scores 0 by each metric."""
-    return scores if answer.error is None else dict.fromkeys(metrics, 0.0)
+    """Scores of an answer; a question without one scores 0 (`SuitePlan.unanswered`)."""
+    return scores if answer.error is None else answer.suite.unanswered(metrics)
 
 
 def select_of(options: Options) -> str:

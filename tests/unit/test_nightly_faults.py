@@ -8,10 +8,12 @@ import pytest
 import conserve
 from conserve.config import load
 from conserve.errors import JobRefused, RowsFailed
+from conserve.evals.outcome import Item
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
 from conserve.nightly.asking import SuiteNight
+from conserve.nightly.harness.inspect_suite import with_failed
 from conserve.nightly.questions import whole
 from tests import commands, nightly_files
 from tests.commands import Done
@@ -82,3 +84,23 @@ def test_a_missing_row_gives_its_place_to_no_other() -> None:
     for lacking in (rows[:2], rows[1:], [rows[0], rows[2]]):
         with pytest.raises(RowsFailed, match="has no result"):
             list(whole(job, lacking))
+
+
+LESS = "[suites.sql.metrics.score]\nlower_is_better = true\n"
+
+
+def test_items_without_an_answer_are_not_the_best_where_less_is_better() -> None:
+    plan = nightly_files.PLAN + LESS
+    for day, unanswered in enumerate((0, 20)):
+        nightly_files.kept(home(), [1.0] * 60, began_at=1e9 + day, plan=plan, unanswered=unanswered)
+    done = commands.conserve("eval", "gate", "last", "--against", "previous")
+    assert done.returncode == 7
+    assert "20 items without an answer, which have no score" in done.stderr
+    assert plan_of(plan).suites[0].unanswered(["score", "other"]) == {"other": 0.0}
+
+
+def test_failed_samples_of_inspect_score_nothing() -> None:
+    (suite,) = plan_of(nightly_files.PLAN + LESS).suites
+    good = Item(id="1", prompt="", answer="a", scores={"score": 0.5, "exact": 1.0})
+    failed = Item(id="2", prompt="", answer=None, scores={}, error="no")
+    assert with_failed(suite, [good, failed])[1].scores == {"exact": 0.0}

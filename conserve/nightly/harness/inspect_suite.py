@@ -1,7 +1,8 @@
 """Suites of nightly.toml by inspect_ai: its tasks, solvers, tools and scorers; our queue's answers."""
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ class InspectSuite:
                 raise EvaluationUnready(
                     f"suites.{night.suite.name}: inspect_ai ended with {log.status}: {said}"
                 )
-            items = [item_of(sample, night.suite.options.get("group")) for sample in log.samples]
+            items = with_failed(
+                night.suite, [item_of(sample, night.suite.options.get("group")) for sample in log.samples]
+            )
             facts = facts_of(log)
         items.sort(key=lambda item: item.epoch)  # a stable sort: by epoch, then in the order of the data set
         return Outcome(items=items, facts=facts, job_ids=recorded.job_ids)
@@ -113,7 +116,7 @@ def task_of(name: str, folder: Path) -> str:
 
 
 def item_of(sample: Any, group: str | None) -> Item:
-    """Item of one sample and epoch; one that failed has its error and no scores."""
+    """Item of one sample and epoch; one that failed has its error."""
     usage = list((sample.model_usage or {}).values())
     source = (sample.metadata or {}).get(group) if group else None
     return Item(
@@ -128,6 +131,12 @@ def item_of(sample: Any, group: str | None) -> Item:
         prompt_tokens=sum(one.input_tokens for one in usage),
         answer_tokens=sum(one.output_tokens for one in usage),
     )
+
+
+def with_failed(suite: SuitePlan, items: Sequence[Item]) -> list[Item]:
+    """Items in which samples that failed have the scores of a question without an answer."""
+    metrics = list(dict.fromkeys(metric for item in items for metric in item.scores))
+    return [item if item.error is None else replace(item, scores=suite.unanswered(metrics)) for item in items]
 
 
 def scores_of(sample: Any) -> Iterator[tuple[str, float]]:
