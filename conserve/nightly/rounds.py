@@ -73,6 +73,8 @@ class Rounds(Generic[T, R]):
             return
         except Exception as error:
             found = error
+        except BaseException as error:  # as sys.exit in code of the user's: an error of this suite alone
+            found = RuntimeError(f"it ended by {type(error).__name__}: {error}")
         with self._changed:
             outcomes.append((name, found))
             self._working -= 1

@@ -151,7 +151,7 @@ def function_of(options: Options) -> tuple[Callable[[str, dict[str, Any]], objec
     try:
         module = module_of(options.folder, module_name)
         function = getattr(module, name) if colon else None
-    except Exception as error:  # a module of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
         raise SettingsError(
             f"{options.where}.score: {given!r} cannot be imported: {one_line(error)}"
         ) from error

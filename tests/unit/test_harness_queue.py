@@ -179,6 +179,14 @@ def test_answers_of_an_earlier_try_are_not_asked_for_again(store: conserve.Store
     assert sorted(row["custom_id"] for row in rows) == names[:4]
 
 
+def test_a_sample_that_is_cancelled_takes_no_answer_from_others(store: conserve.Store) -> None:
+    gatherer = Gatherer(alone(store), name="gathered")
+    futures = [gatherer.ask(chat(name, name)) for name in ("first", "second")]
+    assert not futures[0].cancel()
+    assert all(future.result(timeout=60).text for future in futures)
+    gatherer.close()
+
+
 def test_a_request_that_can_never_succeed_fails_alone(store: conserve.Store) -> None:
     gatherer = Gatherer(alone(store), name="gathered")
     bad, good = gatherer.ask(chat("REJECT", "bad")), gatherer.ask(chat("good", "good"))

@@ -104,3 +104,13 @@ def test_failed_samples_of_inspect_score_nothing() -> None:
     good = Item(id="1", prompt="", answer="a", scores={"score": 0.5, "exact": 1.0})
     failed = Item(id="2", prompt="", answer=None, scores={}, error="no")
     assert with_failed(suite, [good, failed])[1].scores == {"exact": 0.0}
+
+
+def test_a_scorer_that_exits_ends_its_suite_and_not_the_night(file: Path) -> None:
+    scorer(file, "raise SystemExit(3)")
+    assert night(file).returncode == 1
+    assert "it ended by SystemExit: 3" in error_of(last())
+    (file.parent / "scorers.py").write_text("raise SystemExit(3)\n")
+    done = night(file)
+    assert done.returncode == 2
+    assert "cannot be imported" in done.stderr

@@ -52,6 +52,7 @@ class Gatherer:
         """Answer of a request, once it is durable; the line has a name."""
         assert line.name is not None
         waiting = Waiting(line, Future())
+        waiting.answer.set_running_or_notify_cancel()  # a sample that ends early cancels no answer of others
         self._arrived.put(waiting)
         if self._thread is None:
             self._thread = threading.Thread(target=self._gather, name="conserve-gathering", daemon=True)
