@@ -1,5 +1,6 @@
 """Kinds of suites, by the name that nightly.toml gives them."""
 
+from collections.abc import Mapping
 from importlib import import_module
 
 from conserve.errors import SettingsError
@@ -13,6 +14,16 @@ KINDS = {
     "lm-eval": "conserve.nightly.harness.lm_eval_suite:LmEvalSuite",
     "inspect": "conserve.nightly.harness.inspect_suite:InspectSuite",
 }
+ONE_AT_A_TIME = ("inspect",)  # inspect_ai refuses a second evaluation while one runs
+
+
+def waves(kinds: Mapping[str, str]) -> list[list[str]]:
+    """Suites by kind, in the lists that run together: all but those of a kind that runs one at a time, first."""
+    later: list[str] = []
+    for one in ONE_AT_A_TIME:
+        later += [label for label, kind in kinds.items() if kind == one][1:]
+    first = [label for label in kinds if label not in later]
+    return [wave for wave in (first, *([label] for label in later)) if wave]
 
 
 def kind_of(name: str) -> SuiteKind:

@@ -20,7 +20,7 @@ from conserve.nightly import keeping
 from conserve.nightly.asking import Answering, Asked, SuiteNight
 from conserve.nightly.facts import facts_of
 from conserve.nightly.items import Key, Scored, scores_of
-from conserve.nightly.kinds import kind_of
+from conserve.nightly.kinds import kind_of, waves
 from conserve.nightly.rounds import Rounds
 from conserve.store.files import nights
 
@@ -132,8 +132,7 @@ def of_target(
     before_s: float,
     say: Say,
 ) -> RunRecord:
-    """Run suites on one target, in rounds."""
-    rounds: Rounds[Asked, SuiteRecord] = Rounds(answering.answer)
+    """Run suites on one target, in rounds; those of a kind that runs one at a time after the others."""
     current = [run]
 
     def ended(label: str, found: SuiteRecord | Exception) -> None:
@@ -143,19 +142,21 @@ def of_target(
         keeping.write(settings.home, current[0])
         say(sentence(record))
 
-    def work(label: str, suite: SuitePlan) -> Callable[[], SuiteRecord]:
+    def work(label: str, rounds: Rounds[Asked, SuiteRecord]) -> Callable[[], SuiteRecord]:
         night = SuiteNight(
             settings,
             rounds,
             run_id=run.id,
             label=label,
-            suite=suite,
+            suite=suites[label],
             target=target,
             folder=Path(run.folder),
         )
         return lambda: recorded(settings, night, label)
 
-    rounds.run({label: work(label, suite) for label, suite in suites.items()}, ended)
+    for labels in waves({label: suite.kind for label, suite in suites.items()}):
+        rounds: Rounds[Asked, SuiteRecord] = Rounds(answering.answer)
+        rounds.run({label: work(label, rounds) for label in labels}, ended)
     return current[0]
 
 

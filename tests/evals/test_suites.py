@@ -71,6 +71,16 @@ def test_both_kinds_have_items_with_scores_and_share_the_queue(file: Path) -> No
     }  # fmt: skip
 
 
+def test_suites_of_inspect_run_one_after_the_other(file: Path) -> None:
+    begin, agents = file.read_text().split("[suites.agents]")
+    other = agents.replace("count = 5", "count = 2")
+    file.write_text(f"{begin.split('[suites.')[0]}[suites.agents]{agents}[suites.others]{other}")
+    done = commands.conserve("eval", "run", str(file), CONSERVE_FAKE="1")
+    assert done.returncode == 0, done.stderr
+    counts = conserve.open().sql("select suite, count(*) from eval_items group by 1 order by 1").fetchall()
+    assert counts == [("agents", 10), ("others", 4)]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -14,6 +14,7 @@ from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
 from conserve.nightly.asking import SuiteNight
 from conserve.nightly.harness.inspect_suite import with_failed
+from conserve.nightly.kinds import waves
 from conserve.nightly.questions import whole
 from tests import commands, nightly_files
 from tests.commands import Done
@@ -114,3 +115,9 @@ def test_a_scorer_that_exits_ends_its_suite_and_not_the_night(file: Path) -> Non
     done = night(file)
     assert done.returncode == 2
     assert "cannot be imported" in done.stderr
+
+
+def test_suites_of_inspect_are_waves_of_their_own() -> None:
+    kinds = {"a": "inspect", "b": "sql", "c": "inspect", "d": "lm-eval", "e": "inspect"}
+    assert waves(kinds) == [["a", "b", "d"], ["c"], ["e"]]
+    assert waves({}) == []
