@@ -1,6 +1,6 @@
 """Comparison of two runs: the facts in which they differ, then a verdict on each suite and metric. Pure."""
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,6 +102,25 @@ def compared(
     standards = {key_of(name): metric.standard for name, metric in metrics.items()}
     found = judge({key_of(name): one for name, one in pairs.items()}, standards, np.random.default_rng(seed))
     return {name: found[key_of(name)] for name in pairs}, metrics
+
+
+def unpaired(
+    before: Mapping[str, SuiteScores],
+    after: Mapping[str, SuiteScores],
+    plans: Mapping[str, SuitePlan],
+    judged: Collection[Named],
+    named: str,
+) -> dict[str, str]:
+    """Suites of both with a metric of the earlier night's that is not judged, though it should be."""
+    found = {}
+    for suite in (name for name in after if name in before and name in plans):
+        wanted = [one for one in before[suite].by_metric if plans[suite].metric(one).judged]
+        lost = [one for one in wanted if one not in after[suite].by_metric]
+        if lost:
+            found[suite] = f"has no {', '.join(lost)}, which {named} has; say judged = false of what is gone"
+        elif any(Named(suite, one) not in judged for one in wanted):
+            found[suite] = f"has no item in common with {named}"
+    return found
 
 
 def lacking(

@@ -2,8 +2,8 @@
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 from pathlib import Path
-from typing import Any
 
 from conserve.errors import UsageError
 from conserve.evals.comparison import (
@@ -15,6 +15,7 @@ from conserve.evals.comparison import (
     lacking,
     metric_of,
     missing,
+    unpaired,
 )
 from conserve.evals.history import ChangePoint, change_point
 from conserve.evals.plan import SuitePlan
@@ -54,21 +55,9 @@ def with_run(home: Path, before: RunRecord, after: RunRecord) -> Comparison:
         differences=differences(before, after),
         judged=judged,
         metrics=metrics,
-        missing=absent | unpaired(after, judged, absent, before),
+        missing=unpaired(then, now, plans, judged, before.id) | absent,
         new=[suite.name for suite in after.suites if before.suite(suite.name) is None],
     )
-
-
-def unpaired(
-    after: RunRecord, judged: Mapping[Named, Any], absent: Mapping[str, str], before: RunRecord
-) -> dict[str, str]:
-    """Suites of both runs that share no item and metric."""
-    seen = {name.suite for name in judged}
-    return {
-        suite.name: f"has no item in common with {before.id}"
-        for suite in after.suites
-        if suite.name not in seen and suite.name not in absent and before.suite(suite.name) is not None
-    }
 
 
 def with_history(home: Path, after: RunRecord) -> Comparison | None:
@@ -90,7 +79,7 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
         differences=differences(earlier[-1], after),
         judged=judged,
         metrics=metrics,
-        missing=absent,
+        missing=unpaired(level, now, plans, judged, "its history") | absent,
         new=[suite.name for suite in after.suites if suite.name not in level],
         changes=declines([*earlier, after], plans),
         nights=[run.id for run in earlier],
@@ -140,11 +129,16 @@ def level_scores(home: Path, earlier: Sequence[RunRecord]) -> dict[str, SuiteSco
                     collected.setdefault(item, []).append(score)
     return {
         suite: SuiteScores(
-            {m: {item: sum(s) / len(s) for item, s in items.items()} for m, items in metrics.items()},
+            {m: {item: mean(s) for item, s in items.items()} for m, items in metrics.items()},
             sources[suite],
         )
         for suite, metrics in sums.items()
     }
+
+
+def mean(nights: Sequence[float]) -> float:
+    """Mean of an item's scores; of equal ones their very number, since a rounding would be a difference."""
+    return nights[0] if min(nights) == max(nights) else fsum(nights) / len(nights)
 
 
 def scores(home: Path, run: RunRecord) -> dict[str, SuiteScores]:

@@ -8,11 +8,14 @@ import pytest
 import conserve
 from conserve.config import load
 from conserve.errors import JobRefused, RowsFailed
+from conserve.evals.comparison import Named, SuiteScores, compared, unpaired
 from conserve.evals.outcome import Item
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
+from conserve.evals.verdict import Judged, Verdict
 from conserve.nightly import keeping
 from conserve.nightly.asking import SuiteNight
+from conserve.nightly.comparing import mean
 from conserve.nightly.harness.inspect_suite import with_failed
 from conserve.nightly.kinds import waves
 from conserve.nightly.questions import whole
@@ -121,3 +124,37 @@ def test_suites_of_inspect_are_waves_of_their_own() -> None:
     kinds = {"a": "inspect", "b": "sql", "c": "inspect", "d": "lm-eval", "e": "inspect"}
     assert waves(kinds) == [["a", "b", "d"], ["c"], ["e"]]
     assert waves({}) == []
+
+
+HIT = {"score": 1.0}
+BOTH = {"score": 1.0, "other": 0.5}
+
+
+def against(
+    before: dict[str, float], after: dict[str, float], plan: str = ""
+) -> tuple[dict[str, str], dict[Named, Judged]]:
+    """Suites that cannot be judged, and verdicts, on sixty items with the same scores."""
+    plans = {"sql": plan_of(nightly_files.PLAN + plan).suites[0]}
+    then, now = (
+        {"sql": SuiteScores({m: dict.fromkeys(range(60), s) for m, s in each.items()}, {})}
+        for each in (before, after)
+    )
+    judged, _ = compared(then, now, plans)
+    return unpaired(then, now, plans, judged, "monday"), judged
+
+
+def test_a_metric_that_only_the_earlier_night_has_leaves_a_doubt() -> None:
+    missing, judged = against(BOTH, HIT)
+    assert missing["sql"].startswith("has no other, which monday has")
+    assert judged[Named("sql", "score")].verdict is Verdict.NO_WORSE
+    assert against(HIT, BOTH)[0] == {}
+    assert against(BOTH, HIT, "[suites.sql.metrics.other]\njudged = false\n")[0] == {}
+
+
+def test_a_suite_that_is_only_reported_is_not_missing() -> None:
+    assert against(HIT, HIT, "[suites.sql.metrics.score]\njudged = false\n") == ({}, {})
+
+
+@pytest.mark.parametrize("score", [0.1, 0.3, 0.7, 1 / 3])
+def test_the_level_of_equal_nights_is_their_very_score(score: float) -> None:
+    assert all(mean([score] * nights) == score for nights in range(1, 15))
