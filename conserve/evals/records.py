@@ -28,6 +28,7 @@ class Score:
     high: float
     items: int
     lower_is_better: bool = False
+    same: bool = False  # every item has this very score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -206,6 +206,7 @@ def means(suite: SuitePlan, known: Scored) -> list[Score]:
                 high=high,
                 items=len(scores),
                 lower_is_better=suite.metric(metric).lower_is_better,
+                same=len(values) > 1 and bool(values.min() == values.max()),
             )
         )
     return found
@@ -236,4 +237,13 @@ def sentence(suite: SuiteRecord) -> str:
         f"{score.metric} {score.mean:.4g} ({score.low:.3g} to {score.high:.3g})" for score in suite.scores
     )
     lost = f", {suite.failed:,} without an answer" if suite.failed else ""
-    return f"{suite.name}: {scores}, {suite.items:,} items{lost}"
+    return f"{suite.name}: {scores}, {suite.items:,} items{lost}{''.join(map(sameness, suite.scores))}"
+
+
+def sameness(score: Score) -> str:
+    """Doubt about a score that every item has, as where it compares with the wrong column."""
+    if not score.same:
+        return ""
+    none = score.mean == 0 and not score.lower_is_better
+    doubt = "this suite can find no decline" if none else "see that it tells right from wrong"
+    return f"; every item scores {score.mean:.4g} by {score.metric}: {doubt}"

@@ -20,7 +20,7 @@ from conserve.nightly.suite import Night
 METRIC = "score"
 ROW = "row_index"
 EXAMPLE = (
-    "\"select avg(r.text ilike '%' || i.answer || '%') from results r "
+    '"select avg(contains(lower(r.text), lower(i.answer))) from results r '
     'join inputs i using (job_id, row_index)"'
 )
 

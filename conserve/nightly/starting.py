@@ -51,7 +51,7 @@ def text_of(wishes: Wishes) -> str:
         f"{limit}"
         f"params = {{ max_tokens = {wishes.max_tokens} }}\n"
         f'score = """\n'
-        f"select avg(r.text ilike '%' || i.{column} || '%')\n"
+        f"select avg(contains(lower(r.text), lower(split_part(i.{column}::varchar, '#### ', -1))))\n"
         f"from results r join inputs i using (job_id, row_index)\n"
         f'"""\n'
     )

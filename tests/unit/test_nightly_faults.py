@@ -3,6 +3,7 @@
 from pathlib import Path
 from unittest.mock import Mock
 
+import duckdb
 import pytest
 
 import conserve
@@ -19,6 +20,8 @@ from conserve.nightly.comparing import mean
 from conserve.nightly.harness.inspect_suite import with_failed
 from conserve.nightly.kinds import waves
 from conserve.nightly.questions import whole
+from conserve.nightly.starting import Wishes, text_of
+from conserve.store.sql.per_row import by_row
 from tests import commands, nightly_files
 from tests.commands import Done
 
@@ -158,3 +161,23 @@ def test_a_suite_that_is_only_reported_is_not_missing() -> None:
 @pytest.mark.parametrize("score", [0.1, 0.3, 0.7, 1 / 3])
 def test_the_level_of_equal_nights_is_their_very_score(score: float) -> None:
     assert all(mean([score] * nights) == score for nights in range(1, 15))
+
+
+def test_the_first_score_finds_the_answer_behind_a_solution(tmp_path: Path) -> None:
+    wishes = Wishes(name="x", data="q.jsonl", prompt="{{ q }}", expected="answer")
+    select = by_row(plan_of(text_of(wishes)).suites[0].options["score"])
+    duck = duckdb.connect()
+    duck.execute(
+        "create table results as from (values (1, 0, 'So it is FIVE.'), (1, 1, '7')) t(job_id, row_index, text)"
+    )
+    duck.execute(
+        "create table inputs as from (values (1, 0, '2+3\n#### five'), (1, 1, '5')) t(job_id, row_index, answer)"
+    )
+    assert sorted(duck.execute(select).fetchall()) == [(0, 1.0), (1, 0.0)]
+
+
+def test_a_suite_that_can_find_no_decline_says_so(file: Path) -> None:
+    scorer(file, "return 0.0")
+    done = night(file)
+    assert done.returncode == 0
+    assert "every item scores 0 by score: this suite can find no decline" in done.stderr
