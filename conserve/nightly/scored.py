@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,8 @@ from conserve.nightly.suite import Night
 
 METRIC = "score"
 ROW = "row_index"
+EXPRESSION = re.compile(r"""\(|'|[\w."]+\(|case  |-?[\d.]+$""", re.IGNORECASE)
+"""Beginning of a name that DuckDB makes of an expression."""
 EXAMPLE = (
     '"select avg(contains(lower(r.text), lower(i.answer))) from results r '
     'join inputs i using (job_id, row_index)"'
@@ -116,15 +119,23 @@ def scores_by_row(night: Night, job: Job, select: str) -> dict[int, Scores]:
         if number_of is None:
             raise UsageError(f"{where} selects no column row_index; add it")
         values.pop("job_id", None)
+        check_names(where, values)
         scores = {metric_of(name): number(value, name) for name, value in values.items() if value is not None}
         if found.setdefault(int(number_of), scores) is not scores:
             raise UsageError(f"{where} selects row {number_of} twice; group it by row_index")
     return found
 
 
+def check_names(where: str, columns: Iterable[str]) -> None:
+    """Raise `UsageError` for score columns that would be one metric."""
+    found = [metric_of(name) for name in columns]
+    if len(set(found)) < len(found):
+        raise UsageError(f"{where} selects several scores without a name; name each: avg(...) as exact")
+
+
 def metric_of(column: str) -> str:
     """Metric of a column; DuckDB names one without a name by its expression."""
-    return column if column.isidentifier() else METRIC
+    return METRIC if EXPRESSION.match(column) else column
 
 
 def number(value: object, metric: str) -> float:
