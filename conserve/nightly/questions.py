@@ -91,12 +91,8 @@ class Answer:
     @property
     def columns(self) -> dict[str, Any]:
         """The data set's own columns, by their own names."""
-        found = {}
-        for name, value in self.row.items():
-            bare = name.removeprefix("input_")
-            if name.lower() not in TAKEN:
-                found[bare if bare.lower() in TAKEN else name] = value
-        return found
+        names = self._data.names
+        return {names.get(name, name): value for name, value in self.row.items() if name.lower() not in TAKEN}
 
     def item(self, scores: Scores, error: str | None = None) -> Item:
         """Item with these scores. One without an answer has its error."""

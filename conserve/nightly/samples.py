@@ -20,16 +20,22 @@ from conserve.jobs.inputs.parquet_rows import Columns
 from conserve.jobs.inputs.source import Input, InputRows, open_input
 from conserve.jobs.requests.admission import check_input, check_task
 from conserve.jobs.task import Task
+from conserve.store.sql.export import PROMPT
+from conserve.store.sql.input_columns import RESULT_COLUMNS, shown_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """Files of a suite, their digest, and the rows that are asked; None for all of them."""
+    """Files of a suite, their digest, and the rows that are asked; None for all of them.
+
+    `names` are the columns' own names by those that they have beside results.
+    """
 
     paths: Sequence[str]
     digest: str
     rows: int
     chosen: Sequence[int] | None
+    names: Mapping[str, str]
 
     @property
     def asked(self) -> int:
@@ -55,13 +61,21 @@ def data_set(suite: SuitePlan, names: Sequence[str], folder: Path) -> DataSet:
     paths = located(names, folder)
     marks = [fingerprint(path) for path in spelled_out(paths).paths]
     with opened(paths) as rows:
-        count = number_of(rows)
+        count, names = number_of(rows), own_names(list(rows.columns))
     return DataSet(
         paths=paths,
         digest=together(marks)[2],
         rows=count,
         chosen=sample(count, suite.limit, suite.seed),
+        names=names,
     )
+
+
+def own_names(columns: Sequence[str]) -> dict[str, str]:
+    """Columns by their names beside results and prompts, which the store gives in two steps."""
+    in_view = shown_names(columns)
+    shown = shown_names(list(in_view.values()), (*RESULT_COLUMNS, PROMPT))
+    return {shown[alias]: name for name, alias in in_view.items()}
 
 
 def check_data(
