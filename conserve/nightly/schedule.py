@@ -1,5 +1,6 @@
 """Schedules: the crontab line, or the systemd timer and service, that run an evaluation every night."""
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -88,8 +89,9 @@ def quoted(word: str) -> str:
 def install_crontab(schedule: Schedule) -> str:
     """Add the line to the user's crontab, in place of an earlier one of this evaluation; returns a sentence."""
     mark = f"# conserve eval {schedule.name}"
-    known = ran(["crontab", "-l"], may_fail=True)
-    kept = [line for line in known.splitlines() if not line.endswith(mark)]
+    known = ran(["crontab", "-l"], unless="no crontab for")
+    known_lines = known.removesuffix("\n").split("\n") if known else []
+    kept = [line for line in known_lines if not line.endswith(mark)]
     lines = [*kept, f"{crontab_line(schedule)} {mark}"]
     ran(["crontab", "-"], stdin="\n".join(lines) + "\n")
     return "added to your crontab; look with: crontab -l"
@@ -106,15 +108,24 @@ def install_units(schedule: Schedule, folder: Path | None = None) -> str:
     return f"the timer runs; look with: systemctl --user list-timers {schedule.unit}.timer"
 
 
-def ran(words: list[str], *, stdin: str = "", may_fail: bool = False) -> str:
-    """Output of a command; raises `ConserveError` if it fails."""
+def ran(words: list[str], *, stdin: str = "", unless: str | None = None) -> str:
+    """Output of a command, byte for byte; raises `ConserveError` if it fails, unless it says that there is none."""
     try:
-        done = subprocess.run(words, input=stdin, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            words,
+            input=stdin,
+            capture_output=True,
+            check=False,
+            timeout=60,
+            encoding="utf-8",
+            errors="surrogateescape",
+            env={**os.environ, "LC_ALL": "C"},
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConserveError(
             f"{words[0]} cannot be called ({error}); copy the printed lines instead"
         ) from error
-    if done.returncode and not may_fail:
+    if done.returncode and (unless is None or unless not in done.stderr.lower()):
         raise ConserveError(
             f"{shlex.join(words)} failed ({one_line(done.stderr)}); copy the printed lines instead"
         )

@@ -5,6 +5,7 @@ import hmac
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import duckdb
 import pytest
 
-from conserve.errors import QueryError
+from conserve.errors import ConserveError, QueryError
 from conserve.evals.plan import Reports
 from conserve.evals.records import Harm
 from conserve.nightly.beside import worst
@@ -98,6 +99,34 @@ def test_installing_twice_leaves_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         "1 2 3 4 5 other",
         f"{crontab_line(NIGHT)} # conserve eval small",
     ]
+
+
+@pytest.mark.parametrize(("said", "kept"), [("no crontab for me", False), ("permission denied", True)])
+def test_only_a_crontab_that_is_not_there_is_empty(
+    said: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "table"
+    table.write_text("1 2 3 4 5 other\n")
+    script = tmp_path / "crontab"
+    script.write_text(f'#!/bin/sh\nif [ "$1" = -l ]; then echo {said} >&2; exit 1; fi; cat > {table}\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(ConserveError, match=said) if kept else nullcontext():
+        install_crontab(NIGHT)
+    assert ("other" in table.read_text()) is kept
+
+
+def test_lines_of_a_crontab_stay_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "table"
+    table.write_bytes(b"# caf\xe9 \xc3\xa9\n")
+    script = tmp_path / "crontab"
+    script.write_text(
+        f'#!/bin/sh\nif [ "$1" = -l ]; then cat {table}; else cat > {table}.new; mv {table}.new {table}; fi\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    install_crontab(NIGHT)
+    assert table.read_bytes().startswith(b"# caf\xe9 \xc3\xa9\n")
 
 
 def test_units_are_written_and_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
