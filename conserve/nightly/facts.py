@@ -9,6 +9,7 @@ from pathlib import Path
 from conserve import __version__
 from conserve.config import DEMO_MODEL, Settings
 from conserve.evals.plan import Target
+from conserve.nightly.redacted import address_of, flags_of
 from conserve.nightly.rows import rows_of
 
 ANSWER_S = 5.0
@@ -19,13 +20,14 @@ def facts_of(settings: Settings, target: Target, job_ids: Sequence[str]) -> dict
     given = {
         "model": target.model or settings.model,
         "endpoint": target.endpoint or settings.endpoint,
-        "flags": " ".join((settings.engine_args, *target.engine_args)).strip(),
+        "flags": flags_of((settings.engine_args, *target.engine_args)),
         "conserve": __version__,
         **answered_with(settings, job_ids),
     }
     given |= served_by(given["endpoint"]) if given["endpoint"] else embedded(given["model"] or "", settings)
     if given["endpoint"] and target.model is None:
         del given["model"]  # the settings' own, which the endpoint does not serve
+    given["endpoint"] = address_of(given["endpoint"] or "")
     return {name: value for name, value in given.items() if value}
 
 

@@ -81,11 +81,16 @@ def signed(file: IO[str]) -> tuple[str, int]:
 
 
 def end(file: IO[str], evaluation: str) -> None:
-    """Ask the holder to save its rows and to end; raises `JobRefused` if it is on another machine."""
+    """Ask the holder to save its rows and to end; raises `JobRefused` if it is another machine's or user's."""
     machine, pid = signed(file)
     if not pid or machine != socket.gethostname():
         raise JobRefused(
             f"a run of {evaluation} is going on {machine or 'another machine'}; end it there first"
         )
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    except PermissionError as error:
+        raise JobRefused(
+            f"a run of {evaluation} is going in process {pid} of another user; let them end it first"
+        ) from error

@@ -12,6 +12,7 @@ from conserve.config import Settings
 from conserve.errors import SettingsError, UsageError, one_line
 from conserve.evals.plan import Plan, Reports
 from conserve.evals.records import RunRecord
+from conserve.nightly.redacted import host_of
 from conserve.nightly.report.document import Document, against_of, document
 from conserve.nightly.report.forms import SUFFIXES, written
 from conserve.whole import write_whole
@@ -62,14 +63,14 @@ def post(
         try:
             answer = httpx.post(address, content=body, headers=headers, timeout=POST_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            said = one_line(error) or type(error).__name__
+            said = one_line(str(error).replace(address, host_of(address))) or type(error).__name__
             continue
         if answer.is_success:
-            return f"posted the verdict to {address}"
+            return f"posted the verdict to {host_of(address)}"
         said = f"it answered {answer.status_code}"
         if answer.status_code < 500:
             break
-    return f"the verdict was not posted to {address}: {said}"
+    return f"the verdict was not posted to {host_of(address)}: {said}"
 
 
 def key_of(reports: Reports) -> str | None:

@@ -9,15 +9,18 @@ from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import duckdb
 import pytest
 
-from conserve.errors import ConserveError, QueryError
+from conserve.errors import ConserveError, JobRefused, QueryError
 from conserve.evals.plan import Reports
 from conserve.evals.records import Harm
 from conserve.nightly.beside import worst
+from conserve.nightly.holding import end, sign
 from conserve.nightly.publishing import SIGNATURE, post
+from conserve.nightly.redacted import address_of, flags_of, host_of
 from conserve.nightly.schedule import Schedule, crontab_line, install_crontab, install_units, service, timer
 from conserve.store.sql.per_row import by_row
 from tests import commands, nightly_files
@@ -219,6 +222,7 @@ def test_a_webhook_that_refuses_is_asked_once(hook: Any) -> None:
     server = hook(403)
     said = post(DOCUMENT, server.address, Reports(), sleep=lambda s: None)
     assert "was not posted" in said
+    assert "/hook" not in said, "the path of a webhook is its key"
     assert "403" in said
     assert SIGNATURE not in server.posted[0][1]
 
@@ -230,3 +234,21 @@ def test_of_what_servers_say_the_worst_minute_is_kept() -> None:
         "harm": {"ttft_ms": {"p99": {"ratio": 1.1}}, "tbt_ms": {"p99": None}},
     }
     assert worst(worst(None, said), later) == Harm(ttft_p99_ms=80.0, tbt_p99_ms=9.0, ttft_p99_ratio=1.1)
+
+
+def test_records_and_messages_hold_no_secret() -> None:
+    words = ("--api-key k1 k2 --dtype float32", "--api_key=k3", "--seed 3")
+    assert flags_of(words) == "--api-key=*** --dtype float32 --api_key=*** --seed 3"
+    assert flags_of(("--dtype  float32",)) == "--dtype float32"
+    assert address_of("http://me:pass@host:8/v1") == "http://***@host:8/v1"
+    assert address_of("http://host/v1@2") == "http://host/v1@2"
+    assert address_of("fake:?tokens=8") == "fake:?tokens=8"
+    assert host_of("https://me:pass@hooks.example/T0/B0?key=k") == "https://hooks.example"
+
+
+def test_a_run_of_another_user_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.kill", Mock(side_effect=PermissionError))
+    with (tmp_path / "lock").open("a+") as file:
+        sign(file)
+        with pytest.raises(JobRefused, match="of another user"):
+            end(file, "small")

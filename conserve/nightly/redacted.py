@@ -1,0 +1,39 @@
+"""Addresses and flags without what is secret in them, for messages and records."""
+
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+HIDDEN = "***"
+SECRET_FLAGS = ("--api-key", "--hf-token")
+
+
+def address_of(given: str) -> str:
+    """Address without user and password."""
+    begin, at, end = given.rpartition("@")
+    scheme, slashes, _ = begin.partition("//")
+    return f"{scheme}//{HIDDEN}@{end}" if at and slashes and "/" not in begin[len(scheme) + 2 :] else given
+
+
+def host_of(given: str) -> str:
+    """Scheme and host of an address: the path and the query of a webhook are its key."""
+    try:
+        parts = urlsplit(given)
+        host = parts.netloc.rpartition("@")[2]
+    except ValueError:
+        return HIDDEN
+    return f"{parts.scheme}://{host}" if parts.scheme and host else HIDDEN
+
+
+def flags_of(words: Sequence[str]) -> str:
+    """Flags as a line, with the values of secret ones hidden."""
+    shown: list[str] = []
+    hiding = False
+    for word in " ".join(words).split():
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") in SECRET_FLAGS:
+            shown.append(f"{name}={HIDDEN}")
+            hiding = not equals
+        elif not hiding or word.startswith("-"):
+            shown.append(word)
+            hiding = False
+    return " ".join(shown)
