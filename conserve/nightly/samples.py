@@ -61,13 +61,13 @@ def data_set(suite: SuitePlan, names: Sequence[str], folder: Path) -> DataSet:
     paths = located(names, folder)
     marks = [fingerprint(path) for path in spelled_out(paths).paths]
     with opened(paths) as rows:
-        count, names = number_of(rows), own_names(list(rows.columns))
+        count, own = number_of(rows), own_names(list(rows.columns))
     return DataSet(
         paths=paths,
         digest=together(marks)[2],
         rows=count,
         chosen=sample(count, suite.limit, suite.seed),
-        names=names,
+        names=own,
     )
 
 
