@@ -179,3 +179,14 @@ def test_a_server_measures_its_harm_in_pauses(make: Make) -> None:
     said = receipt.report()
     assert said["pauses"]
     assert said["tbt_ms"]["p50"]["with_ms"] > 5 * said["tbt_ms"]["p50"]["without_ms"]
+
+
+def test_a_burst_counts_where_it_meets_a_quiet_iteration(make: Make) -> None:
+    engine = make("never")
+    engine.go_on_until(engine.clock.now + 2.0)
+    traffic = engine.scheduler._traffic
+    assert traffic.planned_quiet
+    engine.play([Arrival(0.05, PROMPT, 4) for _ in range(3)])
+    assert [*traffic._starts] == [True] * 3
+    assert not traffic.planned_quiet, "the last minute had requests"
+    assert not traffic.rare_starts
