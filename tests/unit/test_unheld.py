@@ -1,4 +1,4 @@
-"""Times in inputs that DuckDB cannot hold: they cost `conserve sql` one job's inputs, and no other job anything."""
+"""Times and texts in inputs that DuckDB cannot hold: they cost `conserve sql` the inputs of one job alone."""
 
 from pathlib import Path
 
@@ -24,6 +24,11 @@ UNHELD = {
     "a negative time of day": pa.array([-1], pa.time64("ns")),
     "one in a list": pa.array([[0, LATEST_MS + 1]], pa.list_(pa.timestamp("ms"))),
 }
+BYTES = [b"noon", b"no\xff"]
+OFFSETS = pa.array([0, *map(len, BYTES)], pa.int32()).to_numpy().cumsum().astype("int32")
+NOT_UTF8 = pa.Array.from_buffers(
+    pa.string(), 2, [None, pa.py_buffer(OFFSETS.tobytes()), pa.py_buffer(b"".join(BYTES))]
+)
 HELD = {
     "the latest": pa.array([LATEST_MS], pa.timestamp("ms")),
     "the earliest": pa.array([-LATEST_MS + 1], pa.timestamp("ms")),
@@ -87,3 +92,20 @@ def test_a_jobs_inputs_are_left_out_of_the_view(store: Store, tmp_path: Path) ->
         assert opened.duck.execute("select * from inputs").fetchall() == []
         (left_out,) = opened.left_out
     assert (left_out.view, left_out.job_id) == ("inputs", bad)
+
+
+def test_a_text_that_is_not_utf8_costs_its_jobs_inputs_alone(store: Store, tmp_path: Path) -> None:
+    good = queue(store, written(tmp_path / "good.parquet", pa.array(["noon"])))
+    bad = queue(store, written(tmp_path / "bad.parquet", NOT_UTF8))
+    for job_id in (good, bad):
+        answer(store, job_id)
+    done = conserve(
+        "sql", "--csv", 'select job_id, "seen at" from inputs join results using (job_id, row_index)'
+    )
+    assert (done.returncode, done.stdout) == (0, f"job_id,seen at\n{good},noon\n"), done.stderr
+    assert done.stderr.startswith(f"warning: the view inputs leaves out rows of job {bad}: ")
+    assert "has a text in the column seen at that is not UTF-8; mend the file" in done.stderr
+    assert conserve("sql", "select q from inputs").stderr == "", "columns that are sound are read"
+    done = conserve("results", bad, "--with-inputs")
+    assert done.returncode == 2
+    assert "leave out --with-inputs" in done.stderr

@@ -21,10 +21,12 @@ from conserve.store.sql.named_files import NamedFile
 from conserve.store.sql.readable import REPAIR, LeftOut
 from conserve.store.sql.requests_view import Wording
 from conserve.store.sql.snapshot import Snapshot
+from conserve.store.sql.unheld import fix_of, text_fault
 
 STREAMED = re.compile(
     r"[A-Z][A-Za-z /-]* Error: "
 )  # how DuckDB's messages begin, once rows flow through Arrow
+HELD_BYTES = 4 << 20  # of an answer, before any is sent: a file that fails until then can be left out
 PERHAPS_DAMAGE = (duckdb.Error, pa.ArrowException, OSError)
 BLAMELESS = (  # errors of DuckDB that no damaged file can cause
     duckdb.ParserException,
@@ -166,12 +168,14 @@ class Attempt:
                     if used is None or view in used
                     for path in paths
                 ]
-                found = {path: reason for path in files if (reason := readable.damage(path))}
+                found = {
+                    path: reason for path in files if (reason := readable.damage(path) or text_fault(path))
+                }
                 if not found:
                     raise
                 if self._begun:
                     path, reason = next(iter(found.items()))
-                    raise StoreError(f"{path} {reason}; {REPAIR}") from error
+                    raise StoreError(f"{path} {reason}; {fix_of(reason, REPAIR)}") from error
                 self._damaged |= found
                 return False
         self._send(DONE, b"")
@@ -183,13 +187,17 @@ class Attempt:
         self._send(LEFT_OUT, msgspec.json.encode(new))
 
     def _send_rows(self, rows: RowBatches) -> None:
-        batches = iter(rows.batches)
-        first = next(batches, None)
+        frames, held, held_bytes = map(to_ipc, rows.batches), list[bytes](), 0
+        for frame in frames:
+            held.append(frame)
+            held_bytes += len(frame)
+            if held_bytes > HELD_BYTES:
+                break
         schema = rows.schema.serialize().to_pybytes()
         self._send(SCHEMA, msgspec.msgpack.encode((schema, sorted(rows.documents))))
         self._begun = True
-        for batch in chain([] if first is None else [first], batches):
-            self._send(ROWS, to_ipc(batch))
+        for frame in chain(held, frames):
+            self._send(ROWS, frame)
 
 
 def described(error: BaseException, question: SnapshotQuery) -> bytes:

@@ -1,4 +1,4 @@
-"""Times in input files that DuckDB cannot hold: one of them ends every query that reads its column."""
+"""Values in input files that DuckDB cannot hold: one of them ends every query that reads its column."""
 
 import json
 from collections.abc import Collection
@@ -14,6 +14,7 @@ from conserve.store.sql.quoting import parquet, quoted
 from conserve.store.sql.readable import BATCH_ROWS
 
 SUBMIT_AGAIN = "mend the file and submit the file again, to join it; the view results has this job's answers"
+NOT_UTF8 = "that is not UTF-8"
 PER_SECOND = {"milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}
 DAY_S = 24 * 3600
 MOST = 2**63 - 1  # of a 64-bit number; DuckDB's times are such numbers of microseconds
@@ -38,6 +39,18 @@ def time_fault(path: Path) -> str | None:
             elif any(not held[0] <= extreme <= held[1] for extreme in extremes):
                 return f"has a time in the column {column} that SQL cannot hold"
     return read_fault(path, unknown) if unknown else None
+
+
+def text_fault(path: Path) -> str | None:
+    """Reason why DuckDB cannot read a text in a Parquet file; None if there is none. Reads the whole file."""
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=BATCH_ROWS, use_threads=False):
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    column.validate(full=True)
+                except pa.ArrowInvalid:
+                    return f"has a text in the column {name} {NOT_UTF8}"
+    return None
 
 
 def held_range(kind: dict[str, Any]) -> tuple[int, int] | None:
@@ -69,3 +82,8 @@ def read_fault(path: Path, columns: Collection[str]) -> str | None:
         except (duckdb.Error, pa.ArrowException, OSError) as error:  # Arrow's and OSError once rows flow
             return f"has a value that SQL cannot hold ({first_line(error)})"
     return None
+
+
+def fix_of(reason: str, fix: str) -> str:
+    """Next command for a file that cannot be read: this one, unless the file has always been so."""
+    return SUBMIT_AGAIN if reason.endswith(NOT_UTF8) else fix

@@ -23,7 +23,7 @@ from conserve.store.sql.input_parts import InputPart, changed, parts_of
 from conserve.store.sql.quoting import parquet, quoted
 from conserve.store.sql.readable import CHECK, REPAIR, LeftOut
 from conserve.store.sql.snapshot import Snapshot
-from conserve.store.sql.unheld import SUBMIT_AGAIN, time_fault
+from conserve.store.sql.unheld import SUBMIT_AGAIN, fix_of, time_fault
 from conserve.store.upkeep.damage import Damage, StorePart
 
 Fault = Callable[[Path], str | None]  # reason why a file cannot be read; None if it can
@@ -128,6 +128,7 @@ def readable_inputs(taken: Snapshot, fault: Fault) -> tuple[dict[str, list[Input
         parts = parts_of(taken.home, job.id, job.source)
         if reason := input_fault(job.source, parts, fault):
             fix = CHECK if job.source.copied else "put back the file that was submitted, to join it"
+            fix = fix_of(reason, fix)
             left_out.append(LeftOut(view="inputs", job_id=job.id, reason=reason, fix=fix))
         else:
             readable[job.id] = parts
