@@ -198,7 +198,9 @@ def test_keys_are_in_no_command_line_log_or_report(service: Service) -> None:
     children = psutil.Process(service.process.pid).children(recursive=True)
     assert any("harvest" in child.cmdline() for child in children)
     seen = [" ".join(child.cmdline()) for child in children]
-    seen += [path.read_text(errors="replace") for path in (service.home / "serving").iterdir()]
+    seen += [
+        path.read_text(errors="replace") for path in (service.home / "serving").rglob("*") if path.is_file()
+    ]
     seen += [service.said.read_text(), json.dumps(service.report())]
     assert not [text for text in seen if KEY in text or HARVEST_KEY in text]
 
