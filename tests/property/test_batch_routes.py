@@ -27,6 +27,7 @@ from tests.conftest import examples
 
 LIMITS = Limits(file_bytes=2000, requests=5)
 DOCUMENT = openapi.document(ROUTES)
+ASKED = [route for route in ROUTES if not route.path.endswith("/events")]  # a stream is read as it comes
 TEXTS = st.one_of(
     st.text(max_size=30),
     st.sampled_from([CHAT, "24h", "1d", "batch", "created_at", "asc", "10", "0", "-1", "é", "\0", "9" * 400]),
@@ -88,7 +89,7 @@ def test_any_of_ten_thousand_requests_is_answered(asked: Asked, data: st.DataObj
 
 def send_any(asked: Asked, data: st.DataObject) -> None:
     """Send a request that Hypothesis makes up, and check the answer."""
-    route = data.draw(st.sampled_from(ROUTES))
+    route = data.draw(st.sampled_from(ASKED))
     method = data.draw(st.sampled_from(sorted((route.methods or set()) - {"HEAD"})))
     name = data.draw(st.one_of(st.sampled_from([asked.file_id, asked.batch_id]), TEXTS))
     if method == "DELETE":

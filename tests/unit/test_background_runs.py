@@ -107,7 +107,7 @@ def test_a_cancelled_stop_leaves_the_run_its_result(
         except asyncio.CancelledError:
             stopping.set()
             await asyncio.to_thread(may_end.wait)
-        return runs.nothing_left(job.progress())
+        return runs.nothing_left([job.progress()])
 
     monkeypatch.setattr(runs, "drained", stubborn)
     job.start()

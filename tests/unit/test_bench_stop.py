@@ -19,7 +19,7 @@ from conserve.bench.answers import Answer, Status
 from conserve.bench.deployment import Deployment
 from conserve.bench.load import LoadPlan
 from conserve.bench.stock import StockServer
-from conserve.cli import bench
+from conserve.cli import bench_server
 from conserve.config import Settings
 from conserve.errors import ServiceFailed
 from tests import virtual_time
@@ -260,7 +260,7 @@ def test_rows_that_are_still_being_made_do_not_hold_the_end_up(
         os.kill(os.getpid(), number)
         raise AssertionError("the signal ends this")
 
-    monkeypatch.setattr(bench, "make_rows", endless)
+    monkeypatch.setattr(bench_server, "make_rows", endless)
     before = signal.getsignal(signal.SIGTERM)
     done = stopped(World())
     assert done.returncode == 130, done.stderr

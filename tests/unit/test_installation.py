@@ -35,7 +35,7 @@ GIT: dict[str, Any] = {
 def test_the_distribution_has_a_name_of_its_own() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION == "conserve-llm"
-    assert project["scripts"] == {"conserve": "conserve.__main__:main"}
+    assert project["scripts"]["conserve"] == "conserve.__main__:main"
 
 
 @pytest.mark.parametrize(
