@@ -1,5 +1,6 @@
 """`conserve serve` on the real engine over HTTP: live clients, rows, a killed engine, an orderly end."""
 
+import contextlib
 import json
 import os
 import signal
@@ -195,9 +196,16 @@ def test_without_the_key_nothing_is_answered(service: Service) -> None:
 
 
 def test_keys_are_in_no_command_line_log_or_report(service: Service) -> None:
-    children = psutil.Process(service.process.pid).children(recursive=True)
-    assert any("harvest" in child.cmdline() for child in children)
-    seen = [" ".join(child.cmdline()) for child in children]
+    commands: list[list[str]] = []
+
+    def harvester_runs() -> bool:
+        children = psutil.Process(service.process.pid).children(recursive=True)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands[:] = [child.cmdline() for child in children]
+        return any("harvest" in command for command in commands)
+
+    service.until(harvester_runs)
+    seen = [" ".join(command) for command in commands]
     seen += [
         path.read_text(errors="replace") for path in (service.home / "serving").rglob("*") if path.is_file()
     ]
