@@ -1,0 +1,146 @@
+"""Every panel of the dashboard on a real Prometheus, which scrapes the program's metrics with made-up figures."""
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+from tools.deploy.dashboard import dashboard
+
+SCRAPE_S = 1
+WITHIN_S = 60.0  # for the first scrapes
+CHOICES = {"$job": ".*", "$instance": ".*", "$__rate_interval": "5s"}
+
+
+def page(seconds: float) -> str:
+    """Metrics of a server with classes of live traffic and of the API, this long after a start."""
+    from prometheus_client import generate_latest
+
+    from conserve.batch_api.metrics import lines
+    from conserve.engine.vllm.server.metrics import COUNTS, Report
+    from conserve.jobs.deadlines.backlog import Backlog
+
+    said = report()
+    for number, count in enumerate(COUNTS, 1):
+        put(said, count.place, seconds * number)
+    backlog = Backlog(due_s=((3600, 1800.0), (86400, 7200.0)), total_s=9000.0, load=0.6, jobs=3)
+    return generate_latest(Report(said)).decode() + "".join(f"{line}\n" for line in lines(backlog))  # type: ignore[arg-type]
+
+
+def report() -> dict[str, Any]:
+    """The gauges of a scheduler's report."""
+    ratio = {"ratio": 1.04, "low": 0.98, "high": 1.1}
+    latencies = {"ttft_ms": {"p50": 90.0, "p99": 280.0}, "tbt_ms": {"p50": 9.0, "p99": 30.0}}
+    chat = {
+        "requests": 4,
+        "attainment": 0.995,
+        "promises": {"ttft_ms": {"p99": {"promised_ms": 300.0, "seen_ms": 280.0}}},
+        **latencies,
+    }
+    return {
+        "slo": {"harm": 0.1},
+        "harm": {"ttft_ms": {"p50": ratio, "p99": ratio}, "tbt_ms": {"p50": ratio}},
+        "classes": {"chat": chat},
+        "preemption": {"reaction_ms": {"p50": 2.0, "p99": 9.0}},
+    }
+
+
+def put(said: dict[str, Any], place: tuple[str, ...], value: float) -> None:
+    """Put a figure at its place of the report."""
+    for name in place[:-1]:
+        said = said.setdefault(name, {})
+    said[place[-1]] = value
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """Title and PromQL of each query, with the dashboard's choices made."""
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", []):
+            query = target["expr"]
+            for name, value in CHOICES.items():
+                query = query.replace(name, value)
+            yield panel["title"], query
+
+
+def without_figures(program: str, folder: Path) -> list[str]:
+    """Panels for which Prometheus has no figure after some scrapes; raises `OSError` if it does not start."""
+    with exporter() as target, prometheus(program, folder, target) as url:
+        left, until = list(queries()), time.monotonic() + WITHIN_S
+        while left and time.monotonic() < until:
+            time.sleep(SCRAPE_S)
+            left = [(title, query) for title, query in left if not answered(url, query)]
+    return [f"{title}: {query}" for title, query in left]
+
+
+def answered(url: str, query: str) -> bool:
+    """True if Prometheus answers the query with figures."""
+    try:
+        with urlopen(f"{url}/api/v1/query?{urlencode({'query': query})}", timeout=10) as answer:
+            found = json.load(answer)["data"]["result"]
+    except OSError:
+        return False
+    return any(one["value"][1] != "NaN" for one in found)
+
+
+@contextmanager
+def exporter() -> Iterator[str]:
+    """Address of a server with the made-up metrics."""
+    begun = time.monotonic()
+
+    class Exporter(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = page(time.monotonic() - begun).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *words: Any) -> None:
+            pass
+
+    page(0)  # imports now, and not while Prometheus waits
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Exporter)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def prometheus(program: str, folder: Path, target: str) -> Iterator[str]:
+    """URL of a Prometheus that scrapes the target every second and reads the alert rules."""
+    rules = Path(__file__).parents[2] / "deploy/prometheus/rules.yaml"
+    settings = {
+        "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"},
+        "rule_files": [str(rules)],
+        "scrape_configs": [{"job_name": "conserve-server", "static_configs": [{"targets": [target]}]}],
+    }
+    (folder / "prometheus.yaml").write_text(json.dumps(settings))
+    port = free_port()
+    words = [
+        program,
+        f"--config.file={folder / 'prometheus.yaml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with (folder / "log").open("w") as log, subprocess.Popen(words, stdout=log, stderr=log) as process:
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        return int(server.server_port)
