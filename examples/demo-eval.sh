@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export CONSERVE_HOME=${CONSERVE_HOME:-$PWD/.demo/eval-store}
 export CONSERVE_MODELS=${CONSERVE_MODELS:-$PWD/.demo/models}
+export PYTHONPATH=$PWD/.evals HF_HUB_OFFLINE=1
 PATH=$PWD/.venv/bin:$PATH
 model=$CONSERVE_MODELS/smollm2-135m-instruct
 worse=$PWD/.demo/worse
