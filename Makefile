@@ -9,8 +9,11 @@ PATHS ?=
 SINCE ?=
 BREAK ?=
 SCHEMA_EXAMPLES ?= 100
+DEPLOY ?=
+ENGINE ?= none
+BASE ?=
 
-.PHONY: help setup demo demo-eval test test-full test-notebook test-clients test-evals test-vllm soak break mutants rehearse-gpu check format bench bench-serve reference docs clean
+.PHONY: help setup demo demo-eval harnesses test test-full test-notebook test-clients test-evals test-objects test-vllm soak break mutants rehearse-gpu check deploy-check image format bench bench-serve reference docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,10 +24,10 @@ setup:  ## Make .venv with the locked CPU dependencies
 demo: setup  ## Run 200 GSM8K questions through the embedded engine and query the answers
 	@bash examples/demo.sh
 
-demo-eval: setup  ## Run three nights of an evaluation, one with worse weights, which the gate finds
+demo-eval: harnesses  ## Run three nights of an evaluation, one with worse weights, which the gate finds
 	@bash examples/demo-eval.sh
 
-test: setup  ## Run the tests, the real engine included (about 15 minutes on two slow cores)
+test: setup  ## Run the tests, the real engine included (about 20 minutes on two slow cores)
 	$(BIN)/pytest -n $(WORKERS) -m "not soak and not full"
 
 test-full: setup  ## Also run what is statistical or exhaustive, before a release
@@ -38,10 +41,17 @@ test-clients: setup  ## Run programs that use OpenAI's batches, fetched into .ba
 	@bash tools/batch_clients.sh
 	SCHEMA_EXAMPLES=$(SCHEMA_EXAMPLES) $(BIN)/pytest tests/acceptance/test_batch_clients.py tests/acceptance/test_api_description.py
 
-test-evals: setup  ## Run what needs lm-eval and inspect_ai, which are fetched into .evals
+harnesses: setup  # lm-eval and inspect_ai
 	@grep -vE '^(fsspec|python-dateutil|urllib3)==' requirements/cpu.lock > .venv/.evals-constraints
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --target .evals --constraint .venv/.evals-constraints -r requirements/evals.txt
+	@$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --target .evals --constraint .venv/.evals-constraints -r requirements/evals.txt
+
+test-evals: harnesses  ## Run what needs lm-eval and inspect_ai, which are fetched into .evals
 	PYTHONPATH=$(CURDIR):$(CURDIR)/.evals $(BIN)/pytest tests/evals
+
+test-objects: setup  ## Run what needs an S3 server, which is fetched into .objects
+	@grep -vE '^(python-dateutil|urllib3|requests|responses|werkzeug|cryptography)==' requirements/cpu.lock > .venv/.objects-constraints
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --target .objects --constraint .venv/.objects-constraints -r requirements/objects.txt
+	PYTHONPATH=$(CURDIR):$(CURDIR)/.objects $(BIN)/pytest tests/unit/test_objects.py tests/unit/test_buckets.py tests/acceptance/test_bucket_kills.py
 
 test-vllm:  ## Run what touches the engine on another version of vLLM: make test-vllm VERSION=0.31.0
 	@PYTHON=$(PYTHON) bash tools/test_vllm.sh "$(VERSION)"
@@ -64,6 +74,13 @@ check: setup  ## Lint, formatting, types, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+deploy-check: setup  ## Check deploy/ with Helm, Kubernetes's schemas, promtool, hadolint and more, as far as they are there
+	@bash tools/deploy/fetch.sh
+	PYTHONPATH=$(CURDIR):$(CURDIR)/.deploy $(BIN)/python -m tools.deploy.check $(DEPLOY)
+
+image:  ## Build the container image with docker, podman or buildah: make image ENGINE=cuda (or cpu, or none)
+	@bash tools/deploy/image.sh "$(ENGINE)" $(BASE)
+
 format: setup  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -81,4 +98,4 @@ docs:  ## Build the documentation into site/; a broken link fails
 	@PYTHON=$(PYTHON) bash tools/site.sh
 
 clean:  ## Remove .venv, the built documentation, the demo's store and all caches
-	rm -rf .venv .vllm .notebook .batch-clients .evals .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .vllm .notebook .batch-clients .evals .objects .deploy .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

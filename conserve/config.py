@@ -13,6 +13,7 @@ DEMO_MODEL = "smollm2-demo"
 PROJECT_FILE = "conserve.toml"
 SQLITE = "sqlite:///"
 UTILITY = 0.9
+LOG_FORMATS = ("text", "json")
 LINUX = sys.platform == "linux"  # its folders need no platformdirs, which takes 20 ms to import
 
 
@@ -24,10 +25,14 @@ class Settings:
     """Folder of the store: its database, job folders and result shards."""
     store: str | None = None
     """Database URL of the store; an SQLite file in `home` unless set."""
+    data: str | None = None
+    """Folder or bucket of the files of its jobs, as s3://BUCKET/PREFIX; `home` unless set."""
     model: str = DEMO_MODEL
     """Model of the embedded engine: local path, hub id, or smollm2-demo."""
     endpoint: str | None = None
     """OpenAI-compatible server to use instead of the embedded engine."""
+    endpoints: str | None = None
+    """Lists of servers to harvest on, with spaces between: file://LIST, dns://HOST:PORT, k8s://NAMESPACE/LABEL=VALUE."""
     api_key: str | None = None
     """Bearer token for `endpoint`."""
     harvest_key: str | None = None
@@ -60,6 +65,14 @@ class Settings:
     """Threads of a query; one for each core, at most 8, unless set."""
     sql_timeout_s: float = 300.0
     """Seconds that a query may compute; 0 for any time."""
+    log_format: str = "text"
+    """What long-running commands say beside their data: `text`, or `json`, one object a line."""
+    metrics_port: int | None = None
+    """Port at which a harvester answers /metrics; 0 for a free one."""
+    metrics_host: str = "127.0.0.1"
+    """Address at which a harvester answers /metrics."""
+    otlp_endpoint: str | None = None
+    """OpenTelemetry collector that a trace of each row is sent to, over HTTP."""
 
     def __post_init__(self) -> None:
         if self.lease_s < 1:
@@ -76,6 +89,15 @@ class Settings:
             raise SettingsError(f"sql_timeout_s must be 0 or more seconds, not {self.sql_timeout_s:g}")
         if self.sql_threads is not None and self.sql_threads < 1:
             raise SettingsError(f"sql_threads must be at least 1, not {self.sql_threads}")
+        if self.log_format not in LOG_FORMATS:
+            raise SettingsError(f"log_format is {' or '.join(LOG_FORMATS)}, not {self.log_format!r}")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65_535:
+            raise SettingsError(f"metrics_port goes from 0 to 65535, not {self.metrics_port}")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise SettingsError(
+                f"otlp_endpoint takes an http:// or https:// address, not {self.otlp_endpoint!r}; "
+                "try: --otlp-endpoint http://localhost:4318"
+            )
         if not 0 <= self.utility <= 1:  # nor if it is no number
             raise SettingsError(
                 "utility goes from 0 (the stalest row first) to 1 (always the longest shared prefix), "
@@ -130,7 +152,8 @@ def load(
     values: dict[str, Any] = {}
     for path in reversed(settings_files(environ, cwd or Path.cwd())):
         values |= read_toml(path)
-    values |= {name: environ[var] for name, var in variables().items() if environ.get(var)}
+    # A secret that was made from a file may end in a line break.
+    values |= {name: said for name, var in variables().items() if (said := environ.get(var, "").strip())}
     values |= {name: value for name, value in (flags or {}).items() if value is not None}
     if "home" not in values:
         values["home"] = default_home()
@@ -182,6 +205,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise SettingsError(f"{path} sets {name!r}, which is no setting; there are {', '.join(known)}")
     for name in {"home", "models"} & values.keys():  # relative to this file
         values[name] = path.parent / Path(str(values[name])).expanduser()
+    if "data" in values and "://" not in str(values["data"]):
+        values["data"] = str(path.parent / Path(str(values["data"])).expanduser())
     return values
 
 

@@ -26,6 +26,9 @@ ConserveError                  one sentence for the user, with the next command;
 │   ├── StoreTooNew            made by a newer version
 │   ├── StoreReadOnly          no permission to write
 │   ├── StoreFull              no space left
+│   ├── StoreMoved             the store is in another database now, or on its way there
+│   ├── StoreInUse             harvesters hold rows, and the command needs the store for itself
+│   ├── StoreUnreachable       the bucket with the files of its jobs cannot be reached
 │   └── StoreDamaged           a file or a record of a job is missing or not what was written
 └── EndpointError              an endpoint's answer that is no completion
     ├── EndpointUnusable       cannot serve at all (no engine installed, no such model); stops the run
@@ -176,6 +179,18 @@ class StoreReadOnly(StoreError):
 
 class StoreFull(StoreError):
     """The disk under the store is full."""
+
+
+class StoreMoved(StoreError):
+    """The store is in another database now, or on its way there."""
+
+
+class StoreInUse(StoreError):
+    """Harvesters hold rows, and the command needs the store for itself."""
+
+
+class StoreUnreachable(StoreError):
+    """The bucket that holds the files of the store cannot be reached, or refuses; nothing is damaged by that."""
 
 
 class StoreDamaged(StoreError):

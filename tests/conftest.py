@@ -16,12 +16,28 @@ from xdist.scheduler import LoadScopeScheduling
 
 from conserve.config import Settings, load
 from conserve.store.database.store import Store
-from tests import commands, reach
+from tests import commands, postgres, reach
+
+ON_BOTH = frozenset(
+    {
+        *(
+            "test_catalog",
+            "test_choice",
+            "test_hooks",
+            "test_journal",
+            "test_ledger",
+            "test_models",
+        ),
+        *("test_queue", "test_removal", "test_shards", "test_spans", "test_views"),
+    }
+)
+"""Modules whose tests with a store run on SQLite and on PostgreSQL."""
 
 SERVERS = frozenset(
     {
         "test_clients",
         "test_embedded_engine",
+        "test_fleet_engines",
         "test_gpu_rehearsal",
         "test_parallel",
         "test_profiled_engine",
@@ -78,6 +94,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("breakage")
     group.addoption("--break-rounds", type=int, default=os.environ.get("BREAK_ROUNDS", 1))
     group.addoption("--break-seed", type=int, default=os.environ.get("BREAK_SEED", 1))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests of the store on both databases."""
+    both = metafunc.module.__name__.rpartition(".")[2] in ON_BOTH and "store" in metafunc.fixturenames
+    if both and not metafunc.definition.get_closest_marker("sqlite"):
+        metafunc.parametrize("database", ["sqlite", "postgresql"], indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -142,8 +165,30 @@ def no_process_is_left() -> Iterator[None]:
     commands.end_all()
 
 
+@pytest.fixture(scope="session")
+def databases() -> Iterator[postgres.Databases]:
+    """Databases of a PostgreSQL server that runs for this process of the tests."""
+    if reason := postgres.missing():
+        pytest.skip(reason)
+    with postgres.databases() as found:
+        yield found
+
+
 @pytest.fixture
-def settings() -> Settings:
+def database(
+    request: pytest.FixtureRequest, clean_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Kind of the store's database, which is empty."""
+    kind = getattr(request, "param", "sqlite")
+    if kind == "sqlite":
+        yield kind
+        return
+    monkeypatch.setenv("CONSERVE_STORE", request.getfixturevalue("databases").emptied())
+    yield kind
+
+
+@pytest.fixture
+def settings(database: str) -> Settings:
     return load()
 
 

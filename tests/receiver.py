@@ -22,7 +22,7 @@ class Received:
 
 @dataclass(slots=True)
 class Receiver:
-    """What came so far, and how the next message is answered."""
+    """Messages that came so far, and the answer to the next one."""
 
     url: str = ""
     got: list[Received] = field(default_factory=list)

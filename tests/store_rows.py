@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import text
 
-from conserve.store.books import catalog, journal, queue
+from conserve.store.books import catalog, journal, queue, spans
 from conserve.store.books.catalog import Source
 from conserve.store.books.journal import Committed, Finished
 from conserve.store.books.leases import Lease
@@ -86,3 +86,13 @@ def select(store: Store, query: str) -> list[tuple[Any, ...]]:
     """Rows of a query on the database."""
     with store.read() as tx:
         return [tuple(row) for row in tx.execute(text(query))]
+
+
+def live(store: Store, job_id: str = "job-1") -> dict[int, int | None]:
+    """Epoch of the lease of each live row, None of a waiting one; of rows with a record and without."""
+    with store.read() as tx:
+        held = {p: span.epoch for span in spans.of_jobs(tx, [job_id]) for p in span.positions}
+        records = tx.execute(
+            text("select position, epoch from request where job_id = :job_id"), {"job_id": job_id}
+        )
+        return held | {row.position: row.epoch for row in records}

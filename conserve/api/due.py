@@ -4,9 +4,7 @@ import time
 from datetime import UTC, datetime, timedelta
 
 from conserve.errors import UsageError
-from conserve.store.books.states import OnLate
-
-LONGEST_S = 365 * 86_400.0
+from conserve.store.books.states import LONGEST_DEADLINE_S, OnLate
 
 
 def moment_of(deadline: datetime | timedelta | None) -> float | None:
@@ -20,13 +18,13 @@ def moment_of(deadline: datetime | timedelta | None) -> float | None:
         moment = deadline.timestamp()
     else:
         raise UsageError(f"deadline is a datetime or a timedelta, not {type(deadline).__name__}")
-    if not now < moment <= now + LONGEST_S:
+    if not now < moment <= now + LONGEST_DEADLINE_S:
         raise UsageError("a deadline lies in the future, at most 365 days away")
     return moment
 
 
 def on_late_of(text: str | None, deadline: datetime | timedelta | None) -> OnLate | None:
-    """What becomes of a job at its deadline."""
+    """Fate of a job at its deadline, by the name that a caller gives; raises `UsageError`."""
     if text is None:
         return None
     if deadline is None:

@@ -3,16 +3,24 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from conserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from conserve.store.files.objects import ObjectPath
 
 
 @contextmanager
 def file_sink(path: Path) -> Iterator[BinaryIO]:
-    """Open the file at this path for writing; a pipe or a device is written as it is."""
+    """Open the file at this path for writing; a pipe or a device is written as it is, a URL names an object."""
     from conserve.store.files.home import explained
+    from conserve.store.files.objects import object_at
 
+    if (there := object_at(path)) is not None:
+        with uploaded(there) as stream:
+            yield stream
+        return
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder} to write {path.name} to; make it first")
@@ -37,3 +45,14 @@ def whole(path: Path) -> Iterator[BinaryIO]:
         with temporary.open("xb") as stream:
             yield stream
         write_durably(path, temporary)
+
+
+@contextmanager
+def uploaded(there: "ObjectPath") -> Iterator[BinaryIO]:
+    """Open a temporary file that is uploaded once it is complete."""
+    from conserve.store.sql import scratch
+
+    with scratch.place() as temporary:
+        with temporary.open("xb") as stream:
+            yield stream
+        there.replace_by(temporary)

@@ -58,7 +58,7 @@ class Job:
 
     @blocking
     def forecast(self) -> "Forecast | None":
-        """When the job will be done, with 50 and 90 %; None if no row waits or hardly any was answered."""
+        """Moments at which the job is done with 50 and 90 %; None if no row waits or hardly any was answered."""
         from conserve.jobs.deadlines.queue import forecast_queue
         from conserve.store.books.readings import read_harvested
 

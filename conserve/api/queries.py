@@ -35,7 +35,7 @@ def results_query(
         taken = snapshot(store, now=time.time(), only=[found.id])
     uses = {"results"} | ({"inputs"} if with_inputs else set()) | ({"requests"} if with_prompts else set())
     if with_urls:
-        ask = lambda duck: export.with_urls(duck, taken.home, found.id)  # noqa: E731
+        ask = lambda duck: export.with_urls(duck, taken.data, found.id)  # noqa: E731
     else:
         ask = lambda duck: export.ordered(  # noqa: E731
             duck, found.id, with_inputs=with_inputs, with_prompts=with_prompts

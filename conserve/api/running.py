@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint
     from conserve.engine.vllm.settings import Pacing
     from conserve.jobs.harvest.harvester import Harvester
+    from conserve.jobs.harvest.observer import Observer
     from conserve.store.database.store import Store
 
 FAKE = "CONSERVE_FAKE"  # 1 where rows may be answered with made-up words: in tests
@@ -153,7 +154,13 @@ def make_endpoint(
 
 
 def harvester_of(
-    store: "Store", endpoint: "Endpoint", settings: Settings, only: Collection[str] | None, *, rebind: bool
+    store: "Store",
+    endpoint: "Endpoint",
+    settings: Settings,
+    only: Collection[str] | None,
+    *,
+    rebind: bool,
+    observer: "Observer | None" = None,
 ) -> "Harvester":
     """Harvester that drains these jobs, or all, into an endpoint of its own."""
     from conserve.jobs.harvest.harvester import Harvester
@@ -167,6 +174,7 @@ def harvester_of(
         utility=settings.utility,
         share=settings.share,
         rebind=rebind,
+        observer=observer,
     )
 
 

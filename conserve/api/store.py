@@ -70,7 +70,7 @@ class Store:
         frame, a DuckDB relation; or dicts. `prompt` is a Jinja template over a row's columns, `messages` a column
         of chats; without both the rows are OpenAI Batch lines. `params` are fields of each request, as
         `{"max_tokens": 128}`. `schema` is a JSON schema that answers obey. `deadline` is a moment, or a length of
-        time from now; `on_late` is "expire" or "best-effort". The others are the flags of `conserve submit`. A
+        time from now; `on_late` is "expire", "best-effort" or "push". The others are flags of `conserve submit`. A
         table and dicts are copied into the store. Warns with `RowsUnanswerable` of rows that cannot be sent.
         """
         from conserve.jobs.requests.submit import submit

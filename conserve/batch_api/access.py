@@ -89,9 +89,12 @@ class Access:
             return caller_with_key(headers, known) if known else caller_of_this_machine(headers)
         if path == WHO:
             return uses(headers, known)
-        if headers.get(SAID_OF) == "keyed":
+        said_of = headers.get(SAID_OF)
+        if said_of == "keyed":
             return Caller()
-        return caller_with_key(headers, known) if known else caller_of_this_machine(headers)
+        if known:
+            return caller_with_key(headers, known)
+        return keys_required() if said_of == "far" else caller_of_this_machine(headers)
 
 
 def uses(headers: Headers, known: Sequence[Key]) -> Response:
@@ -129,6 +132,11 @@ def caller_of_this_machine(headers: Headers) -> Caller | Response:
     named += [urlsplit(origin).hostname] if origin is not None else []
     if all(is_loopback(host or "") for host in named):
         return Caller()
+    return keys_required()
+
+
+def keys_required() -> Response:
+    """Answer to a caller that is not known to be of this machine."""
     said = "without keys this API answers this machine alone; make one: conserve keys add NAME"
     return refusal(HTTPStatus.FORBIDDEN, said, "keys_required")
 

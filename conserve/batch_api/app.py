@@ -80,16 +80,22 @@ def application(
             for worker in workers:
                 worker.stop(STOP_S)
 
+    routes = [
+        Route("/health", health),
+        Route("/openapi.json", description),
+        Route(metrics.PATH, metrics.show),
+        *ROUTES,
+    ]
+    paths = {route.endpoint: route.path for route in routes}
+    measured = metrics.ApiMetrics(lambda: api.foresight.now().queue, paths, beside=beside)
     free = FREE | {metrics.PATH} if open_metrics else FREE
     app = Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/openapi.json", description),
-            Route(metrics.PATH, metrics.show),
-            *ROUTES,
-        ],
+        routes=routes,
         lifespan=working,
-        middleware=[Middleware(Access, ring=KeyRing(store), beside=beside, free=free)],
+        middleware=[
+            Middleware(metrics.Measured, metrics=measured),
+            Middleware(Access, ring=KeyRing(store), beside=beside, free=free),
+        ],
         exception_handlers={
             Refused: refusals.refused,
             ConserveError: refusals.failed,
@@ -99,4 +105,5 @@ def application(
     )
     app.router.redirect_slashes = False  # a path that ends in a slash is another path
     app.state.conserve_api = api
+    app.state.conserve_metrics = measured
     return app

@@ -9,12 +9,11 @@ from starlette.requests import Request
 from conserve.batch_api.refusals import Refused
 from conserve.endpoints.protocol import Url
 from conserve.errors import one_line
-from conserve.store.books.states import OnLate
+from conserve.store.books.states import LONGEST_DEADLINE_S, OnLate
 
 BODY_BYTES = 1 << 20
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 WINDOW = re.compile(r"([1-9]\d{0,8})([smhd])")
-LONGEST_WINDOW_S = 365 * 86_400
 ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 KEY = re.compile(r"[ -~]{1,255}")
 
@@ -56,6 +55,9 @@ async def create_batch(request: Request) -> CreateBatch:
         raise Refused.invalid(said, param="endpoint", code="invalid_value")
     if ID.fullmatch(asked.input_file_id) is None:
         raise no_input(asked.input_file_id)
+    if asked.on_late is OnLate.PUSH:
+        said = "on_late is 'expire' or 'best-effort': live requests give way only to jobs of conserve submit"
+        raise Refused.invalid(said, param="on_late", code="invalid_value")
     window_s(asked.completion_window)
     return asked
 
@@ -87,7 +89,7 @@ def window_s(text: str) -> float:
     """Seconds of a completion window such as "24h"; raises `Refused` for other text."""
     found = WINDOW.fullmatch(text)
     length = int(found[1]) * SECONDS[found[2]] if found else 0
-    if not 0 < length <= LONGEST_WINDOW_S:
+    if not 0 < length <= LONGEST_DEADLINE_S:
         said = f"Invalid value: {one_line(text, most=40)!r}. It is '24h', or a number with s, m, h or d."
         raise Refused.invalid(said, param="completion_window", code="invalid_value")
     return float(length)

@@ -1,19 +1,24 @@
 """Routes of files: upload, list, show, download, delete."""
 
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from http import HTTPStatus
+from urllib.parse import quote
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from conserve.batch_api import bodies, objects
 from conserve.batch_api.api import Api, caller_of
 from conserve.batch_api.refusals import Refused
 from conserve.batch_api.upload import Form, Upload, form_of
+from conserve.errors import StoreUnreachable
 from conserve.store.books import uploads
 from conserve.store.books.uploads import File, NewFile
 from conserve.store.files import home
+from conserve.store.files.objects import BLOCK_BYTES, ObjectPath, below
 
 PURPOSE = "batch"
 OUTPUT = "batch_output"
@@ -28,7 +33,7 @@ async def create(request: Request) -> Response:
     folder = await run_in_threadpool(uploads.make_folder, api.store)
     file_id = uploads.new_file_id()
     with home.explained(folder):
-        upload = Upload(folder / f"{file_id}.jsonl")
+        upload = Upload(folder / f"{file_id}.jsonl", api.store.local)
     with upload:
         await form.read(request, upload)
         now = time.time()
@@ -53,7 +58,7 @@ def new_file(api: Api, form: Form, upload: Upload, key: str | None, *, now: floa
         bytes=upload.bytes,
         num_lines=upload.num_lines,
         digest=upload.digest,
-        path=str(upload.path.relative_to(api.store.home)),
+        path=below(upload.path, api.store.data),
         expires_at=now + (life.seconds if life else LIFE_S),
         idempotency_key=key,
     )
@@ -64,7 +69,7 @@ def store(api: Api, request: Request, file_id: str, upload: Upload, new: NewFile
     project = caller_of(request).project
     if (earlier := same_upload(api, project, new, now=now)) is not None:
         return earlier
-    with home.explained(api.store.home):
+    with home.explained(api.store.data):
         upload.keep()
     try:
         with api.store.write() as tx:
@@ -76,7 +81,8 @@ def store(api: Api, request: Request, file_id: str, upload: Upload, new: NewFile
             uploads.add(tx, project, file_id, new, now=now)
             found = uploads.get(tx, project, file_id, now=now)
     except Refused:
-        upload.path.unlink(missing_ok=True)
+        with suppress(StoreUnreachable):
+            upload.path.unlink(missing_ok=True)
         raise  # after any other error the record may be there: `sweep_uploads` takes a file without one
     assert found is not None
     return found
@@ -161,10 +167,29 @@ async def show(request: Request) -> Response:
 async def content(request: Request) -> Response:
     """Download a file, or a range of it."""
     file = await wanted(request)
-    path = Api.of(request).store.home / file.path
+    path = Api.of(request).store.data / file.path
     if not await run_in_threadpool(path.is_file):
         raise Refused.missing("file", file.id)
+    if isinstance(path, ObjectPath):
+        return StreamingResponse(
+            blocks(path),
+            media_type="application/octet-stream",
+            headers=attachment(file),
+        )
     return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
+
+
+def blocks(path: ObjectPath) -> Iterator[bytes]:
+    """Yield the contents of an object."""
+    with path.open() as file:
+        while block := file.read(BLOCK_BYTES):
+            yield block
+
+
+def attachment(file: File) -> dict[str, str]:
+    """Headers of a download, as of a file of this machine."""
+    name = quote(file.filename, safe="")
+    return {"content-disposition": f"attachment; filename*=utf-8''{name}", "content-length": str(file.bytes)}
 
 
 async def delete(request: Request) -> Response:

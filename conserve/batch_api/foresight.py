@@ -2,15 +2,18 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conserve.jobs.deadlines.backlog import Backlog, backlog
-from conserve.jobs.deadlines.forecast import Forecast
-from conserve.jobs.deadlines.queue import forecast_queue, queued
+from conserve.jobs.deadlines.backlog import backlog
+from conserve.jobs.deadlines.forecast import Forecast, forecasts
+from conserve.jobs.deadlines.queue import queued
 from conserve.jobs.deadlines.rate import Rates
-from conserve.store.books import catalog, harvested
+from conserve.jobs.telemetry.queue_metrics import QueueSeen, rows_waiting
+from conserve.store.books import catalog, harvested, leases
+from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 
 KEPT_S = 30.0  # for which forecasts that were made are shown
@@ -23,7 +26,7 @@ class Foreseen:
 
     at: float
     forecasts: Mapping[str, Forecast] = field(default_factory=dict)
-    backlog: Backlog | None = None
+    queue: QueueSeen = QueueSeen()  # noqa: RUF009  immutable
 
 
 class Foresight:
@@ -57,14 +60,22 @@ class Foresight:
         with self._store.read() as tx:
             jobs: Sequence[catalog.Job] = catalog.everything(tx)
             slots = harvested.slots(tx)
-        waiting = queued(jobs, now=now)
-        if not waiting:
-            return Foreseen(at=now, backlog=backlog([], Rates.of(slots).mean(now), now=now))
+            leased = leases.jobs(tx, now=now)
+        waiting, rates = queued(jobs, now=now), Rates.of(slots)
         return Foreseen(
             at=now,
-            forecasts=forecast_queue(jobs, slots, now=now, courses=COURSES),
-            backlog=backlog(waiting, Rates.of(slots).mean(now), now=now),
+            forecasts=forecasts(waiting, rates, now=now, courses=COURSES),
+            queue=QueueSeen(
+                states=Counter(shown_state(job, leased) for job in jobs),
+                rows_waiting=rows_waiting(jobs),
+                backlog=backlog(waiting, rates.mean(now), now=now),
+            ),
         )
+
+
+def shown_state(job: catalog.Job, leased: Collection[str]) -> JobState:
+    """State of a job as `conserve status` shows it: running while rows of it are under a lease."""
+    return JobState.RUNNING if job.state is JobState.QUEUED and job.id in leased else job.state
 
 
 def whole(moment: float | None) -> int | None:

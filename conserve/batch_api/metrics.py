@@ -1,43 +1,96 @@
-"""Route /metrics: the backlog by deadline in Prometheus's text format, for programs that add engines."""
+"""Route /metrics: the queue and the requests to this API, in Prometheus's text format."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
-from conserve.batch_api.api import Api
-from conserve.jobs.deadlines.backlog import Backlog
+from conserve.jobs.telemetry.queue_metrics import QueueCollector, QueueSeen
+from conserve.metrics_page import new_registry
 
 PATH = "/metrics"
-FORMAT = "text/plain; version=0.0.4; charset=utf-8"
-HOUR_S = 3600
+REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+"""Of a request: a listing reads a few rows of the store, an upload may take a minute."""
+OTHER = "other"
+METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
+BROKEN = 500
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class ApiMetrics:
+    """Metrics of one application, whose routes have these paths.
+
+    With `beside`, a live server's page has the process's own figures already.
+    """
+
+    def __init__(
+        self, look: Callable[[], QueueSeen | None], routes: Mapping[Any, str], *, beside: bool = False
+    ) -> None:
+        self._routes = routes
+        self.registry = new_registry(None if beside else "api", [QueueCollector(look)])
+        self._requests = Counter(
+            "conserve_api_requests",
+            "Requests to the Batch API.",
+            ["method", "route", "status"],
+            registry=self.registry,
+        )
+        self._seconds = Histogram(
+            "conserve_api_request_seconds",
+            "Time of a request to the Batch API until its answer has begun.",
+            ["route"],
+            buckets=REQUEST_S,
+            registry=self.registry,
+        )
+
+    def answered(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count a request; labels have no ids and no words of a client, of which there are many."""
+        route = self._routes.get(scope.get("endpoint"), OTHER)
+        method = scope["method"] if scope["method"] in METHODS else OTHER
+        self._requests.labels(method, route, status).inc()
+        self._seconds.labels(route).observe(seconds)
+
+
+class Measured:
+    """Outermost layer: times each request."""
+
+    def __init__(self, app: App, metrics: ApiMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        since, begun = time.perf_counter(), False
+
+        def count(status: int) -> None:
+            self._metrics.answered(scope, status, time.perf_counter() - since)
+
+        async def counted(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                count(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            if not begun:  # the server's own layer answers, outside of this one
+                count(BROKEN)
+            raise
 
 
 async def show(request: Request) -> Response:
-    """Show the seconds of work that wait, by deadline."""
-    found = await run_in_threadpool(Api.of(request).foresight.now)
-    return PlainTextResponse("".join(f"{line}\n" for line in lines(found.backlog)), media_type=FORMAT)
-
-
-def lines(found: Backlog | None) -> Iterator[str]:
-    """Lines of the page; none of the backlog before anything was harvested."""
-    if found is None:
-        return
-    yield from head("conserve_backlog_seconds", "Predicted seconds of work that is due within so many hours.")
-    for within_s, due_s in found.due_s:
-        yield f'conserve_backlog_seconds{{due_within="{within_s // HOUR_S}h"}} {due_s:.1f}'
-    yield f'conserve_backlog_seconds{{due_within="any"}} {found.total_s:.1f}'
-    yield from head(
-        "conserve_deadline_load",
-        "Largest share, over all deadlines, of the time until it that the work due by then takes.",
-    )
-    yield f"conserve_deadline_load {found.load:.4f}"
-    yield from head("conserve_backlog_jobs", "Jobs with rows to run.")
-    yield f"conserve_backlog_jobs {found.jobs}"
-
-
-def head(name: str, says: str) -> Iterator[str]:
-    """Lines in front of a gauge."""
-    yield f"# HELP {name} {says}"
-    yield f"# TYPE {name} gauge"
+    """Show the page."""
+    metrics: ApiMetrics = request.app.state.conserve_metrics
+    page = await run_in_threadpool(generate_latest, metrics.registry)
+    return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})

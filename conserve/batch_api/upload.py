@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from conserve.batch_api.refusals import Refused
 from conserve.errors import one_line
 from conserve.store.files import home
+from conserve.store.files.objects import FilePath
 
 FLUSH_BYTES = 1 << 20
 FIELD_BYTES = 4096
@@ -26,10 +27,10 @@ NAMELESS = "upload"
 class Upload:
     """A file on its way to disk, under a scratch name until `keep`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: FilePath, local: Path) -> None:
         self.path = path
         self.bytes = self.num_lines = 0
-        self._scratch = path.with_suffix(".tmp")
+        self._scratch = home.sending(path, local)
         self._file: BinaryIO = self._scratch.open("wb")
         self._digest = hashlib.blake2b(digest_size=16)
         self._ended = True  # with a newline

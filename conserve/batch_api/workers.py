@@ -99,7 +99,7 @@ def expire(store: Store, now: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Later:
-    """When a batch that was not delivered is tried again."""
+    """Moments at which a batch that was not delivered is tried again."""
 
     at: float
     pause_s: float

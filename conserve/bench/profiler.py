@@ -76,24 +76,22 @@ def harmed(ttft: str | None, tbt: str | None) -> Sequence[Promise]:
 
 def _harmed(metric: str, text: str) -> Promise:
     found = re.fullmatch(rf"({'|'.join(STATISTICS)})=(\d+(?:\.\d+)?)%", text)
-    tolerance = float(found[2]) / 100 if found else 0.0
-    if found is None or not LEAST <= tolerance <= MOST:
-        raise SettingsError(
-            f"--harm-{metric} takes {', '.join(STATISTICS)} and {LEAST:.0%} to {MOST:.0%}, such as "
-            f"p99=5%,mean=10%, not {text!r}"
-        )
+    if found is None or not LEAST <= (tolerance := float(found[2]) / 100) <= MOST:
+        raise _unreadable(f"--harm-{metric}", ", ".join(STATISTICS), "p99=5%,mean=10%", text)
     return Promise(found[1], metric, tolerance)
 
 
 def _promise(text: str) -> Promise:
     found = re.fullmatch(r"(mean|p99)-(ttft|tbt)=(\d+(?:\.\d+)?)%", text)
-    tolerance = float(found[3]) / 100 if found else 0.0
-    if found is None or not LEAST <= tolerance <= MOST:
-        raise SettingsError(
-            f"--tolerance takes mean or p99 of ttft or tbt and {LEAST:.0%} to {MOST:.0%}, such as "
-            f"p99-ttft=5%,mean-tbt=10%, not {text!r}"
-        )
+    if found is None or not LEAST <= (tolerance := float(found[3]) / 100) <= MOST:
+        raise _unreadable("--tolerance", "mean or p99 of ttft or tbt", "p99-ttft=5%,mean-tbt=10%", text)
     return Promise(found[1], found[2], tolerance)
+
+
+def _unreadable(flag: str, names: str, example: str, text: str) -> SettingsError:
+    return SettingsError(
+        f"{flag} takes {names} and {LEAST:.0%} to {MOST:.0%}, such as {example}, not {text!r}"
+    )
 
 
 def excess(found: Latencies, alone: Latencies, promised: Iterable[Promise]) -> float:

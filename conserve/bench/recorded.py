@@ -29,7 +29,7 @@ def read(folder: Path, *, now: float) -> Trace:
 
 
 def _others(folder: Path) -> str:
-    """What has been recorded for other models, in parentheses."""
+    """Models with recorded requests beside this one, in parentheses."""
     names = sorted(path.name for path in folder.parent.glob("*/") if path.is_dir() and path != folder)
     return f" (there are requests of {', '.join(names)} too)" if names else ""
 

@@ -79,11 +79,11 @@ def table_rows(comparison: Comparison) -> Table:
                 *_latencies(outcome),
                 figure(outcome.offline_tokens_per_s),
                 figure(outcome.offline_work_per_s),
-                _cell(ratios.ttft_p50_to_online_only),
-                _cell(ratios.ttft_p99_to_online_only),
-                _cell(ratios.tbt_p50_to_online_only),
-                _cell(ratios.tbt_p99_to_online_only),
-                _cell(ratios.offline_tokens_to_non_preemptive),
+                times(ratios.ttft_p50_to_online_only),
+                times(ratios.ttft_p99_to_online_only),
+                times(ratios.tbt_p50_to_online_only),
+                times(ratios.tbt_p99_to_online_only),
+                times(ratios.offline_tokens_to_non_preemptive),
                 f"{outcome.left.iterations:,}",
                 _fine_share(outcome.left.wasted_share),
                 f"{outcome.evicted.tokens_restored:,}",
@@ -97,7 +97,7 @@ def table_rows(comparison: Comparison) -> Table:
 def attainment_rows(comparison: Comparison) -> Table:
     """Table with a row per policy and a column per scale; no rows without a reference."""
     rows = [
-        [name, *(_share(outcome.attainment[str(scale)].attainment) for scale in SCALES)]
+        [name, *(percent(outcome.attainment[str(scale)].attainment) for scale in SCALES)]
         for name, outcome in comparison.policies.items()
         if outcome.attainment
     ]
@@ -196,11 +196,13 @@ def _latencies(outcome: PolicyOutcome) -> list[str]:
     ]
 
 
-def _cell(value: float | None) -> str:
+def times(value: float | None) -> str:
+    """Ratio in a table."""
     return NOTHING if value is None else f"{value:.2f}"
 
 
-def _share(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """Share in a table."""
     return NOTHING if value is None else f"{value:.1%}"
 
 

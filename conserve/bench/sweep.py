@@ -114,7 +114,7 @@ def _lines(path: Path) -> Iterator[Document]:
 
 
 class Estimate:
-    """How long the missing cells will take, from those that were measured just now."""
+    """Time that the missing cells will take, from those that were measured just now."""
 
     def __init__(self, each_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`each_s` is for as long as none is."""

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 from conserve.bench.cell import RATIOS, ratio, worst
 from conserve.bench.names import alone_of
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell
-from conserve.bench.report import Table
+from conserve.bench.report import NOTHING, Table, percent, times
 from conserve.bench.svg import figure
 from conserve.bench.sweep import ranked
 
-NOTHING = "-"
 FAILED = "failed"
 LATENCIES = {
     "ttft_p50": "TTFT P50",
@@ -91,17 +90,17 @@ def _row(heading: str, policy: str, measured: Mapping[str, Any]) -> list[str]:
     said = measured["policies"][policy]
     latencies = [_interval((said["ratios"] or {}).get(name)) for name in RATIOS]
     kept = said["attainment"] or {}
-    shares = [_percent(kept.get("ttft")), _percent(kept.get("tbt"))]
+    shares = [percent(kept.get("ttft")), percent(kept.get("tbt"))]
     failed = _count(said.get("failed"))
     return [heading, policy, *latencies, *shares, failed, *(_queue(name, said[name]) for name in QUEUE)]
 
 
 def _over(measured: Sequence[Mapping[str, Any]], policy: str, of: Any) -> list[str]:
     """Figures of a policy over all cells; with `of` None each column's worst."""
-    latencies = [_times(_fold([ratio(one, policy, name) for one in measured], of or max)) for name in RATIOS]
+    latencies = [times(_fold([ratio(one, policy, name) for one in measured], of or max)) for name in RATIOS]
     said = [one["policies"][policy] for one in measured]
     kept = [
-        _percent(_fold([(one["attainment"] or {}).get(name) for one in said], of or min))
+        percent(_fold([(one["attainment"] or {}).get(name) for one in said], of or min))
         for name in ("ttft", "tbt")
     ]
     queue = [_queue(name, _fold([one[name] for one in said], of or min)) for name in QUEUE]
@@ -119,14 +118,6 @@ def _interval(said: Sequence[float | None] | None) -> str:
         return NOTHING
     value, low, high = said
     return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None else "")
-
-
-def _times(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.2f}"
-
-
-def _percent(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.1%}"
 
 
 def _count(value: float | None) -> str:
@@ -230,13 +221,12 @@ def sentence(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> 
     lead = lead_of(policies)
     first = ranked(measured, lead)[0]
     middle = {
-        name: _times(_fold([ratio(one, lead, name) for one in measured], statistics.median))
-        for name in RATIOS
+        name: times(_fold([ratio(one, lead, name) for one in measured], statistics.median)) for name in RATIOS
     }
     share = _fold([one["policies"][lead]["of_non_preemptive"] for one in measured], statistics.median)
     queue = f"; the queue got {share:.0%} of what non-preemptive gave it" if share is not None else ""
-    times = worst(first, lead)
-    has = "answers no live request" if times == inf else f"has a P99 {times:.2f} times online-only's"
+    larger = worst(first, lead)
+    has = "answers no live request" if larger == inf else f"has a P99 {larger:.2f} times online-only's"
     return (
         f"Under {lead} the worst of {len(measured)} cells ({Cell.of(first).name}) {has}. "
         f"In the middle P99 TTFT is {middle['ttft_p99']} and P99 TBT "

@@ -11,6 +11,8 @@ from conserve.api.sizes import size_bytes
 from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.listening import require_free, url_of
+from conserve.cli.options import LogFormat
+from conserve.cli.telemetry import begin_logging
 from conserve.errors import SettingsError
 from conserve.hosts import is_loopback
 
@@ -39,6 +41,7 @@ def api(
     open_metrics: Annotated[
         bool, typer.Option("--open-metrics", help="Answer /metrics without a key.")
     ] = False,
+    log_format: LogFormat = None,
 ) -> None:
     """Serve OpenAI's files and batches over this store; `conserve run`, `serve` or `harvest` computes them.
 
@@ -49,6 +52,7 @@ def api(
     from conserve.jobs.batches.lines import Limits
 
     context: Context = ctx.obj
+    begin_logging(context.settings(log_format=log_format))
     limits = Limits(file_bytes=size_bytes("--max-file", max_file), requests=max_requests)
     if socket is None:
         require_free(host, port)

@@ -70,11 +70,14 @@ class LazyCommands(Mapping[str, Any]):
         if name == "profile":
             return measuring(module, entry.summary)
         if name == "store":
-            return grouped(name, module, entry.summary, size=module.show_size)
+            return grouped(name, module, entry.summary, size=module.show_size, **module.VERBS)
         if name == "keys":
             return grouped(
                 name, module, entry.summary, add=module.add, list=module.show, revoke=module.revoke
             )
+        if name == "fleet":
+            verbs = {"list": module.show, "drain": module.drain, "undrain": module.undrain}
+            return grouped(name, module, entry.summary, ListingGroup, **verbs)
         if name == "eval":
             return grouped(name, module, entry.summary, **module.COMMANDS)
         if name == "hooks":
@@ -128,17 +131,28 @@ def measuring(module: Any, summary: str) -> Any:
     return typer.main.get_command(profiles)
 
 
-def grouped(name: str, module: Any, summary: str, /, **commands: Any) -> Any:
-    """`conserve store`, `keys`, `hooks` or `eval`, a group of its own."""
+class ListingGroup(ExampleGroup):
+    """`conserve fleet` is short for `conserve fleet list`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+def grouped(
+    name: str, module: Any, summary: str, cls: type[ExampleGroup] = ExampleGroup, /, **commands: Any
+) -> Any:
+    """`conserve store`, `keys`, `hooks`, `fleet` or `eval`, a group of its own."""
     group = typer.Typer(
         name=name,
-        cls=ExampleGroup,
+        cls=cls,
         help=summary,
         short_help=summary,
         epilog=module.EXAMPLE,
         rich_markup_mode=None,
         add_completion=False,
-        no_args_is_help=True,
+        no_args_is_help=cls is ExampleGroup,
     )
     group.callback()(lambda: None)  # makes typer keep a group also where it has one command
     examples = getattr(module, "EXAMPLES", {})

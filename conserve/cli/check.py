@@ -12,7 +12,16 @@ import typer
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.config import Settings
-from conserve.errors import SettingsError, SpillRefused, StoreError, StoreFull, StoreReadOnly, StoreTooNew
+from conserve.errors import (
+    SettingsError,
+    SpillRefused,
+    StoreError,
+    StoreFull,
+    StoreMoved,
+    StoreReadOnly,
+    StoreTooNew,
+    StoreUnreachable,
+)
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store
@@ -76,7 +85,7 @@ def find(
             checked = checking.check(store, only=only, judge=task_fault)
             checked.damages += unnamed_jobs(store) if only is None else []
             return checked, only
-    except (StoreTooNew, StoreReadOnly, StoreFull):
+    except (StoreTooNew, StoreReadOnly, StoreFull, StoreMoved, StoreUnreachable):
         raise
     except StoreError as error:
         return checking.Checked(damages=[checking.database_is("the database", str(error))]), None
@@ -121,7 +130,7 @@ def mend_database(settings: Settings) -> list[str]:
             said = mending.mend_database(store)
             if not checking.database_damage(store):
                 return said + rebuild.adopt(store, rebuild.strangers(store), now=now)
-    except (StoreTooNew, StoreReadOnly, StoreFull):
+    except (StoreTooNew, StoreReadOnly, StoreFull, StoreMoved, StoreUnreachable):
         raise
     except StoreError:
         pass

@@ -38,12 +38,6 @@ class Context:
             yield store
 
 
-def bearer(settings: Settings) -> dict[str, str]:
-    """Authorization header for a server's own routes, with the API key, else the harvester's key."""
-    key = settings.api_key or settings.harvest_key
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
     """Split a command's own words from vLLM's flags behind them; no job id or model begins with a dash."""
     first_flag = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))

@@ -1,12 +1,15 @@
 """`conserve pause`, `resume`, `cancel` and `retry`."""
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from conserve.cli import output
 from conserve.cli.context import Context, job_ids
+
+if TYPE_CHECKING:
+    from conserve.store.books.catalog import Job
 
 EXAMPLES = {
     "pause": "conserve pause gsm8k-k3f9",
@@ -53,10 +56,14 @@ def retry(ctx: typer.Context, jobs: Jobs) -> None:
 
 
 def move(context: Context, jobs: list[str], verb: str) -> None:
-    """Apply the verb to all these jobs, or to none if one of them refuses it."""
+    """Apply the verb to all these jobs and print their states."""
+    for job in moved(context, jobs, verb):
+        output.data(f"{job.id}: {job.state}")
+
+
+def moved(context: Context, jobs: list[str], verb: str) -> list["Job"]:
+    """Apply the verb to all these jobs, or to none if one of them refuses it; returns them as they are then."""
     from conserve.store.books import catalog
 
     with context.store() as store, store.write() as tx:
-        moved = [catalog.move(tx, job, verb, now=time.time()) for job in jobs]
-    for job in moved:
-        output.data(f"{job.id}: {job.state}")
+        return [catalog.move(tx, job, verb, now=time.time()) for job in jobs]

@@ -12,10 +12,10 @@ from conserve.cli.context import Context
 from conserve.cli.control import Jobs
 from conserve.cli.lengths import seconds_of
 from conserve.errors import UsageError, one_line
+from conserve.store.books.states import LONGEST_DEADLINE_S, OnLate
 
 if TYPE_CHECKING:
     from conserve.store.books.catalog import Job
-    from conserve.store.books.states import OnLate
 
 EXAMPLE = """
 conserve deadline gsm8k-k3f9 --by 06:00
@@ -33,11 +33,11 @@ OnLateFlag = Annotated[
     str | None,
     typer.Option(
         "--on-late",
-        metavar="expire|best-effort",
-        help="At the deadline with rows left: end, or go on behind jobs that have time.",
+        metavar="expire|best-effort|push",
+        help="At the deadline with rows left: end, or go on behind jobs that have time. Push: rows take more of "
+        "what live requests bear before it, up to the server's --push-slo-scale.",
     ),
 ]
-LONGEST_S = 365 * 86_400.0  # as for a batch's completion window
 
 
 def deadline(
@@ -77,13 +77,12 @@ def shown(job: "Job") -> str:
         return "no deadline"
     if job.on_late == "best-effort":
         return f"due {output.moment(job.deadline)}, best-effort"
-    return f"{'expired' if job.state == 'expired' else 'expires'} {output.moment(job.deadline)}"
+    pushes = ", push" if job.on_late == "push" and job.state != "expired" else ""
+    return f"{'expired' if job.state == 'expired' else 'expires'} {output.moment(job.deadline)}{pushes}"
 
 
-def on_late_of(text: str | None) -> "OnLate | None":
-    """What --on-late names."""
-    from conserve.store.books.states import OnLate
-
+def on_late_of(text: str | None) -> OnLate | None:
+    """Choice that --on-late names; None without it."""
     if text is None:
         return None
     if text not in tuple(OnLate):
@@ -105,7 +104,7 @@ def length_s(text: str) -> float:
     length = seconds_of(text)
     if not length:
         raise UsageError(f"--within {text!r} is no length; write a number with s, m, h, d or w, as 8h")
-    if length > LONGEST_S:
+    if length > LONGEST_DEADLINE_S:
         raise UsageError(f"--within {one_line(text, most=40)} is too long; a deadline is at most 365d away")
     return length
 
@@ -125,6 +124,6 @@ def clock_time(text: str, *, now: float) -> float:
         raise UsageError(f"--by {text!r} is no time; write 06:00, or 2026-11-24 06:00") from error
     if moment <= now:
         raise UsageError(f"--by {text} has passed; name a moment to come")
-    if moment > now + LONGEST_S:
+    if moment > now + LONGEST_DEADLINE_S:
         raise UsageError(f"--by {text} is too far away; a deadline is at most 365 days away")
     return moment

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from conserve import __version__
-from conserve.cli import doctor_engine, doctor_machine, exits, output
+from conserve.cli import doctor_engine, doctor_files, doctor_machine, exits, output
 from conserve.cli.context import Context
 from conserve.cli.doctor_finding import Finding
 from conserve.cli.doctor_machine import Clocks
@@ -144,12 +144,13 @@ def store(settings: Settings) -> tuple[list[Finding], float | None]:
         commit_ms = 1e3 * (time.perf_counter() - commit_began)
         with opened.read() as tx:
             server_s, here_s = server_time_s(tx), time.time()
+        of_files = list(doctor_files.files(opened))
     finally:
         opened.close()
     jobs = read_jobs(settings, now=time.time())
     unfinished = sum(not job.state.final for job in jobs)
     what = f"{output.count(len(jobs), 'job')}, {unfinished} unfinished, a commit takes {commit_ms:.3g} ms"
-    findings = [Finding("store", f"{where(settings)}: {what}")]
+    findings = [Finding("store", f"{where(settings)}: {what}"), *of_files]
     if server_s is not None:
         findings.append(doctor_machine.database_clock(server_s - here_s, settings.lease_s))
     times = [
@@ -160,7 +161,9 @@ def store(settings: Settings) -> tuple[list[Finding], float | None]:
 
 def where(settings: Settings) -> str:
     """URL of the store, without its password."""
-    return re.sub(r"(//[^:/@]*):[^@]*@", r"\1:***@", settings.store) if settings.store else str(settings.home)
+    if not settings.store:
+        return str(settings.home)
+    return re.sub(r"(//[^:/@]*):[^@]*@", r"\1:***@", settings.store.partition("?")[0])
 
 
 def store_fix(settings: Settings) -> str:
@@ -171,6 +174,6 @@ def store_fix(settings: Settings) -> str:
 
     if settings.store is None:
         return "set CONSERVE_HOME to a folder that can be written"
-    if settings.store.startswith("postgresql") and find_spec("psycopg") is None:
+    if settings.store.startswith("postgres") and find_spec("psycopg") is None:
         return f"run: {install_line('postgres')}"
     return "correct CONSERVE_STORE, or start its database server"

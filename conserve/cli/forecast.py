@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from conserve.cli import output
-from conserve.cli.context import Context, job_ids
+from conserve.cli.context import Context
 from conserve.cli.forecast_report import document, header, row
+from conserve.cli.options import JOB
 from conserve.jobs.deadlines.queue import GOING, forecast_queue
 from conserve.store.books.readings import read_harvested, read_jobs, resolve
 
@@ -20,12 +21,7 @@ conserve forecast --json
 
 def forecast(
     ctx: typer.Context,
-    job: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids
-        ),
-    ] = None,
+    job: Annotated[str | None, JOB] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Forecast when jobs are done, with 50 and 90 % probability, if rows go on running as in the days before."""

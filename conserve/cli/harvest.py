@@ -4,6 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,11 +15,12 @@ from conserve.api.running import Pace, make_endpoint, outcome, unfinished, unfin
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.cli.idle_jobs import nothing_to_run
-from conserve.cli.options import Rebind, Share, Utility
+from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Rebind, Share, Utility
 from conserve.cli.progress import RunProgress
 from conserve.cli.run import report, supervise
+from conserve.cli.telemetry import Telemetry, begin_logging, telemetry
 from conserve.config import DEMO_MODEL, Settings
-from conserve.errors import ConserveError, SettingsError, StoreError, StoreTooNew
+from conserve.errors import ConserveError, SettingsError, StoreError, StoreMoved, StoreTooNew
 from conserve.store.books.readings import read_jobs
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 EXAMPLE = """
 conserve harvest --endpoint http://localhost:8000
 conserve harvest gsm8k-k3f9 --endpoint http://localhost:8000 --until-empty
+conserve harvest --endpoint http://gpu-1:8000 --endpoint http://gpu-2:8000
+conserve harvest --endpoints dns://vllm:8000
 """
 
 LOOK_S = 0.5  # between two looks for jobs that began or ended
@@ -40,7 +44,17 @@ def harvest(
         list[str] | None, typer.Argument(metavar="JOB...", help="Only these jobs.", autocompletion=job_ids)
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="The server that the rows go to (CONSERVE_ENDPOINT).")
+        list[str] | None,
+        typer.Option(
+            metavar="URL", help="A server that rows go to (CONSERVE_ENDPOINT); may be given several times."
+        ),
+    ] = None,
+    endpoints: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LIST",
+            help="A list of servers that may change: file://, dns:// or k8s:// (CONSERVE_ENDPOINTS).",
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="One of its models; the first by default.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Bearer token for it (CONSERVE_API_KEY).")] = None,
@@ -61,35 +75,60 @@ def harvest(
     utility: Utility = None,
     share: Share = None,
     rebind: Rebind = False,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = None,
+    otlp_endpoint: OtlpEndpoint = None,
+    log_format: LogFormat = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON at the end.")] = False,
 ) -> None:
     """Send queued rows to a server that serves live requests too, behind them, until it is stopped."""
     context: Context = ctx.obj
     settings = context.settings(
         model=model,
-        endpoint=endpoint,
+        endpoint=endpoint[0] if endpoint else None,
         api_key=api_key,
         harvest_key=api_key,  # a flag wins over a variable
         lease_s=lease_s,
         max_attempts=max_attempts,
         utility=utility,
         share=share,
+        metrics_port=metrics_port,
+        metrics_host=metrics_host,
+        otlp_endpoint=otlp_endpoint,
+        log_format=log_format,
     )
-    if settings.endpoint is None:
+    begin_logging(settings)
+    urls, lists = targets(settings, endpoint or [], endpoints or [])
+    if not urls and not lists:
         raise SettingsError(
             "there is no server to harvest on; run: conserve harvest --endpoint http://localhost:8000"
         )
     if steady and window is None:
         raise SettingsError("--steady keeps as many rows in flight as --window says; give --window N too")
-    store = open_store(settings, wait=not until_empty)
-    try:
-        endpoint_of = partial(server, window=window, steady=steady)
-        binding = Binding(named=model is not None, rebind=rebind)
-        raise typer.Exit(
-            work(store, settings, jobs or [], endpoint_of, binding, until_empty=until_empty, as_json=as_json)
+    endpoint_of = partial(servers, urls, lists, window=window, steady=steady, follow=not until_empty)
+    binding = Binding(named=model is not None, rebind=rebind)
+    with (
+        telemetry(settings, "harvest") as watching,
+        closing(open_store(settings, wait=not until_empty)) as store,
+    ):
+        code = work(
+            store,
+            settings,
+            jobs or [],
+            endpoint_of,
+            binding,
+            watching,
+            until_empty=until_empty,
+            as_json=as_json,
         )
-    finally:
-        store.close()
+    raise typer.Exit(code)
+
+
+def targets(settings: Settings, urls: list[str], lists: list[str]) -> tuple[list[str], list[str]]:
+    """URLs and lists of servers: flags of either kind win over the variables of both."""
+    if urls or lists:
+        return urls, lists
+    return [settings.endpoint] if settings.endpoint else [], (settings.endpoints or "").split()
 
 
 def open_store(settings: Settings, *, wait: bool) -> "Store":
@@ -102,7 +141,7 @@ def open_store(settings: Settings, *, wait: bool) -> "Store":
         try:
             store = Store.open(settings)
         except StoreError as error:
-            if not wait or isinstance(error, StoreTooNew):
+            if not wait or isinstance(error, (StoreTooNew, StoreMoved)):
                 raise
             time.sleep(outage.begin(error))
         else:
@@ -116,6 +155,7 @@ def work(
     jobs: list[str],
     endpoint_of: Callable[[Settings], "Endpoint"],
     binding: Binding,
+    watching: Telemetry,
     *,
     until_empty: bool,
     as_json: bool,
@@ -144,7 +184,9 @@ def work(
         rebind=binding.rebind,
         follow=not until_empty,
         say=output.say,
+        observer=watching.observer,
     )
+    watching.watch(harvester)
     begun = time.monotonic()
     lines = until_empty or output.colourful(sys.stderr)
     with sending(store):
@@ -154,21 +196,50 @@ def work(
     return code if until_empty else exits.DONE  # a harvester that follows the queue ends by a signal only
 
 
-def server(settings: Settings, window: int | None, *, steady: bool = False) -> "Endpoint":
-    """Endpoint of the settings, as one that live requests use too."""
-    address = settings.endpoint or ""
-    if not address.startswith(("http://", "https://")):
+def servers(
+    urls: list[str],
+    lists: list[str],
+    settings: Settings,
+    *,
+    window: int | None,
+    steady: bool = False,
+    follow: bool = False,
+) -> "Endpoint":
+    """The servers as one endpoint, which live requests use too."""
+    if not lists and not urls[0].startswith(("http://", "https://")):
         return make_endpoint(settings, [], Pace(), say=output.say)
+    from conserve.endpoints.roster import rosters_of
+    from conserve.jobs.fleet.fleet import Fleet
+
+    several = len(urls) > 1 or bool(lists)
+    model = None if settings.model == DEMO_MODEL else settings.model
+    one = partial(server, settings=settings, window=window, steady=steady, listed_only=several)
+    patient = bool(lists) or (follow and several)
+    return Fleet(
+        rosters_of(urls, lists), one, model=model if several else None, patient=patient, say=output.say
+    )
+
+
+def server(
+    url: str,
+    *,
+    settings: Settings,
+    window: int | None,
+    steady: bool = False,
+    listed_only: bool = False,
+) -> "Endpoint":
+    """One server, which live requests use too."""
     from conserve.endpoints.exchange import AnswerLimits
     from conserve.endpoints.http import HttpEndpoint
 
     return HttpEndpoint(
-        address,
+        url,
         api_key=settings.harvest_key or settings.api_key,
         model=None if settings.model == DEMO_MODEL else settings.model,
         most_rows=window,
         considerate=True,
         steady=steady,
+        listed_only=listed_only,
         limits=AnswerLimits.of(settings),
     )
 
@@ -214,12 +285,12 @@ class Announcer:
     def _look_at_jobs(self) -> None:
         tally = self._harvester.tally
         for job_id in tally.refused.keys() - self._refused:
-            output.say(f"left alone: {tally.refused[job_id]}")
+            output.say(f"left alone: {tally.refused[job_id]}", job=job_id)
         self._refused = set(tally.refused)
         ended = {*tally.completed, *tally.cancelled}
         running = set(tally.jobs) - ended
         for job_id in sorted(running - self._running):
-            output.say(f"{job_id}: harvesting")
+            output.say(f"{job_id}: harvesting", job=job_id)
         if news := ended - self._ended:
             self._say_how_they_ended(news)
         self._running, self._ended = running, ended
@@ -232,6 +303,7 @@ class Announcer:
         for reading in readings:
             if reading.id in job_ids:
                 failed = f", {reading.failed:,} failed" if reading.failed else ""
-                output.say(
+                said = (
                     f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}"
                 )
+                output.say(said, job=reading.id)

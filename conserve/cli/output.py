@@ -34,14 +34,23 @@ CODES = {
 }  # of ANSI
 
 
+json_lines = False  # set once a command logs JSON (conserve.logs, which is imported then)
+
+
 def colourful(stream: TextIO) -> bool:
     """True if colour and animation belong on this stream."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or json_lines
+    return stream.isatty() and not plain
 
 
-def say(message: str) -> None:
-    """Print a message on stderr."""
-    print(message, file=sys.stderr, flush=True)
+def say(message: str, *, level: str = "info", **fields: Any) -> None:
+    """Print a message on stderr; JSON logs have its level and these fields too."""
+    if json_lines:
+        from conserve import logs
+
+        logs.say(message, level=level, **fields)
+    else:
+        print(message, file=sys.stderr, flush=True)
 
 
 def visible(text: str, stream: TextIO) -> str:
@@ -53,12 +62,13 @@ def visible(text: str, stream: TextIO) -> str:
 
 def warn(message: str) -> None:
     """Print a warning on stderr."""
-    say(f"warning: {visible(message, sys.stderr)}")
+    say(message if json_lines else f"warning: {visible(message, sys.stderr)}", level="warning")
 
 
 def failed(error: ConserveError) -> int:
     """Print an error on stderr; returns its exit code."""
-    say(f"{coloured('conserve:', 'red', sys.stderr)} {visible(str(error), sys.stderr)}")
+    said = f"{coloured('conserve:', 'red', sys.stderr)} {visible(str(error), sys.stderr)}"
+    say(str(error) if json_lines else said, level="error", event=type(error).__name__)
     return error.exit_code
 
 

@@ -8,7 +8,8 @@ import typer
 
 from conserve.api.queries import check_join, results_query
 from conserve.cli import exits, output
-from conserve.cli.context import Context, job_ids
+from conserve.cli.context import Context
+from conserve.cli.options import JOB
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,25 +22,28 @@ EXAMPLE = """
 conserve results last
 conserve results gsm8k-k3f9 -o answers.parquet --with-inputs
 conserve results gsm8k-k3f9 --format openai > output.jsonl
+conserve results gsm8k-k3f9 --format dataset -o s3://team/answers
 """
 
 FORMATS = ("parquet", "jsonl", "csv", "openai")
+TABLES = ("dataset", "delta")  # folders of files
 
 
 def results(
     ctx: typer.Context,
-    job: Annotated[
-        str,
-        typer.Argument(
-            metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids
-        ),
-    ],
+    job: Annotated[str, JOB],
     out: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File to write; its ending names the format.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="File or s3://BUCKET/NAME to write; its ending names the format."
+        ),
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option(metavar="|".join(FORMATS), help="As the file's ending says; jsonl without a file."),
+        typer.Option(
+            metavar="|".join((*FORMATS, *TABLES)),
+            help="As the file's ending says; jsonl without a file. dataset and delta write a folder for many jobs.",
+        ),
     ] = None,
     with_inputs: Annotated[
         bool, typer.Option("--with-inputs", help="Add the input's own columns to every row.")
@@ -55,8 +59,11 @@ def results(
     from conserve.cli.sink import sink
     from conserve.store.sql.export import Format
 
-    wanted = wanted_format(out, format, as_json=as_json, more=with_inputs or with_prompts)
     context: Context = ctx.obj
+    if format in TABLES:
+        table_of(context, job, format, out, with_inputs=with_inputs, with_prompts=with_prompts)
+        return
+    wanted = wanted_format(out, format, as_json=as_json, more=with_inputs or with_prompts)
     found, asked = results_query(
         context.settings(),
         job,
@@ -71,11 +78,46 @@ def results(
         sink(out) as stream,
     ):
         rows = write(answers, found, wanted, stream)
-    if rows < found.num_rows:
-        so_far = f"{rows:,} of {output.count(found.num_rows, 'row')} so far"
-        output.say(f"job {found.id} is {found.state}: {so_far}")
+    tell(found, rows, out)
+    if left_out:
+        raise typer.Exit(exits.FAILED)
+
+
+def tell(job: "Job", rows: int, out: Path | None) -> None:
+    """Say how many rows were written, and if that is not all of the job."""
+    if rows < job.num_rows:
+        so_far = f"{rows:,} of {output.count(job.num_rows, 'row')} so far"
+        output.say(f"job {job.id} is {job.state}: {so_far}")
     if out is not None:
-        output.say(f"wrote {output.count(rows, 'row')} to {out}")
+        output.say(f"wrote {output.count(rows, 'row')} to {shown(out)}")
+
+
+def shown(out: Path) -> str:
+    """Path or URL of a file."""
+    from conserve.store.files.objects import object_at
+
+    return str(object_at(out) or out)
+
+
+def table_of(
+    context: Context, job: str, kind: str | None, out: Path | None, *, with_inputs: bool, with_prompts: bool
+) -> None:
+    """Write the results into a folder that other programs read as a table; the job's earlier rows there go."""
+    from conserve.cli.queries import answer
+    from conserve.cli.signals import ended_in_order
+    from conserve.store.files.objects import object_at
+    from conserve.store.sql import tables
+
+    if out is None or out.is_file():
+        raise UsageError(f"--format {kind} writes a folder; name it with -o")
+    found, asked = results_query(context.settings(), job, with_inputs=with_inputs, with_prompts=with_prompts)
+    place, left_out = object_at(out) or out.absolute(), list["LeftOut"]()
+    with ended_in_order(), answer(asked, lambda gap: accept(gap, left_out)) as answers:
+        if kind == "delta":
+            rows = tables.write_delta(answers, place, found.id)
+        else:
+            rows = tables.write_dataset(answers, place)
+    tell(found, rows, out)
     if left_out:
         raise typer.Exit(exits.FAILED)
 

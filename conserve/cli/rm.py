@@ -76,10 +76,12 @@ def prune(
     now = time.time()
     with context.store_to_read() as store:
         chosen = [] if age_s is None else removal.finished_before(removal.usage(store), now - age_s)
-    trash_bytes = removal.trash_bytes(store.home)
+    places = {store.data, store.local}  # a bucket, and this machine
+    trash_bytes = sum(map(removal.trash_bytes, places))
     if not agreed(chosen, trash_bytes, yes=yes, as_json=as_json):
         return
-    trash.empty(store.home, now=now, older_than_s=0.0)  # needs no free space, unlike the removals that follow
+    for place in places:
+        trash.empty(place, now=now, older_than_s=0.0)  # needs no free space, unlike the removals that follow
     if chosen:
         with context.store() as store:
             for usage in chosen:

@@ -1,6 +1,7 @@
 """`conserve run`: run queued rows until none is left."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -26,8 +27,9 @@ from conserve.api.running import (
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids, split_flags
 from conserve.cli.idle_jobs import left_paused, nothing_to_run
-from conserve.cli.options import Rebind, Share, Utility
+from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Rebind, Share, Utility
 from conserve.cli.progress import RunProgress
+from conserve.cli.telemetry import begin_logging, telemetry
 from conserve.config import Settings
 from conserve.store.books.readings import JobReading, read_jobs, resolve
 from conserve.store.books.states import JobState
@@ -88,6 +90,10 @@ def run(
         bool,
         typer.Option("--forget-correction", help="Begin without what the profile learned in earlier runs."),
     ] = False,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = None,
+    otlp_endpoint: OtlpEndpoint = None,
+    log_format: LogFormat = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON at the end.")] = False,
 ) -> None:
     """Run queued rows until none is left. Ctrl-C saves progress and stops; a second one stops at once."""
@@ -101,7 +107,12 @@ def run(
         max_attempts=max_attempts,
         utility=utility,
         share=share,
+        metrics_port=metrics_port,
+        metrics_host=metrics_host,
+        otlp_endpoint=otlp_endpoint,
+        log_format=log_format,
     )
+    begin_logging(settings)
     pace = Pace(tbt_ms, profile, forget_correction)
     binding = Binding(named=model is not None, rebind=rebind)
     code = drain(settings, wanted, flags, pace, binding, dry_run=dry_run, as_json=as_json)
@@ -145,18 +156,18 @@ def drain(
     from conserve.jobs.hooks.courier import sending
     from conserve.store.database.store import Store
 
-    store = Store.open(settings)
-    try:
+    with telemetry(settings, "run") as watching, contextlib.closing(Store.open(settings)) as store:
         endpoint = make_endpoint(settings, flags, pace, say=output.say)
-        harvester = harvester_of(store, endpoint, settings, only, rebind=binding.rebind)
+        harvester = harvester_of(
+            store, endpoint, settings, only, rebind=binding.rebind, observer=watching.observer
+        )
+        watching.watch(harvester)
         begun = time.monotonic()
         progress = RunProgress(harvester, lambda: unfinished_rows(settings, only), sys.stderr, said=said)
         with sending(store):
             interrupted = asyncio.run(supervise(harvester, progress.show))
         done = outcome(harvester, settings, begun=begun, interrupted=interrupted)
         return report(done, settings, only=only, as_json=as_json)
-    finally:
-        store.close()
 
 
 def begin(settings: Settings) -> str | None:
@@ -194,11 +205,12 @@ def report(done: Outcome, settings: Settings, *, only: list[str] | None = None, 
     """Print the outcome; returns the exit code. `only` are the jobs that the command line names."""
     readings = {reading.id: reading for reading in read_jobs(settings, now=time.time())}
     ours = [readings[job_id] for job_id in done.jobs if job_id in readings]
-    for reason in done.refused.values():
-        output.say(f"refused: {reason}")
+    for job_id, reason in done.refused.items():
+        output.say(f"refused: {reason}", job=job_id)
     for reading in ours:
         failed = f", {reading.failed:,} failed" if reading.failed else ""
-        output.say(f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}")
+        said = f"{reading.id}: {reading.state}, {reading.done:,} of {reading.rows:,} rows done{failed}"
+        output.say(said, job=reading.id)
     if any(reading.failed for reading in ours):
         output.say(
             'why rows failed: conserve sql "select error_type, error from results where error is not null"'

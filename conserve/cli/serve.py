@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.api.running import engine_flags
+from conserve.api.servers import bearer
 from conserve.cli import exits, output
-from conserve.cli.context import Context, bearer
+from conserve.cli.context import Context
 from conserve.cli.listening import require_free, url_of
-from conserve.cli.options import Share, Utility
+from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Share, Utility
 from conserve.cli.serve_batches import VLLMS_KEY, batch_api, open_batches, told_of, with_store_keys
 from conserve.cli.serve_classes import live_classes, require_keys
 from conserve.cli.serve_flags import (
@@ -31,6 +32,7 @@ from conserve.cli.serve_flags import (
     shares,
 )
 from conserve.cli.serve_notices import batches_left_out, open_to_all, warnings
+from conserve.cli.telemetry import begin_logging, harvesters_telemetry, servers_logging
 from conserve.cli.tuned import recorded, tuned_promises
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
@@ -111,6 +113,15 @@ def serve(
             "or off.",
         ),
     ] = None,
+    push_slo_scale: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            min=1.0,
+            max=10.0,
+            help="Largest scale of the promises for rows of --on-late push jobs that would miss their deadline.",
+        ),
+    ] = None,
     policy: Annotated[
         str,
         typer.Option(
@@ -178,6 +189,10 @@ def serve(
     max_requests: Annotated[int, typer.Option(metavar="N", min=1, help="Most requests of a batch.")] = 50_000,
     utility: Utility = None,
     share: Share = None,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = None,
+    otlp_endpoint: OtlpEndpoint = None,
+    log_format: LogFormat = None,
     allow_control: Annotated[
         bool,
         typer.Option(
@@ -196,15 +211,15 @@ def serve(
 
     Stop it with Ctrl-C or SIGTERM: requests under way are finished, progress of rows is saved.
     """
-    words = model or []
-    if not words or words[0].startswith("-"):
-        raise SettingsError("name the model first: conserve serve MODEL --ttft-slo 1500ms --tbt-slo 100ms")
+    words = named_model(model)
     require_policy(policy)
     from conserve.engine.runtime.spill_file import claim
     from conserve.engine.service import Service
 
     context: Context = ctx.obj
-    settings = context.settings(model=words[0], api_key=api_key, utility=utility, share=share)
+    watched = {"metrics_port": metrics_port, "metrics_host": metrics_host, "otlp_endpoint": otlp_endpoint}
+    shared = {"api_key": api_key, "utility": utility, "share": share, "log_format": log_format}
+    settings = begin_logging(context.settings(model=words[0], **shared, **watched))
     require_weights(settings)
     settings = keyed(settings if print_flags else with_store_keys(settings, batches=batches))
     front = front_of(max_body, max_file, max_connections, open_metrics=open_metrics)
@@ -216,7 +231,7 @@ def serve(
         "profiles": str(settings.profiles_folder),
         "control": allow_control,
     }
-    section |= shares(harm, receipt)
+    section |= shares(harm, receipt, push_slo_scale)
     if tuned:
         section |= tuned_promises(settings, words[0], given=(ttft_slo, tbt_slo, harm))
     section |= recorded(settings, words[0], port, record_views, arrivals=record_arrivals and not print_flags)
@@ -229,8 +244,8 @@ def serve(
     flags = engine_flags(settings, words[1:])
     refuse_ours(flags)
     checkpoint = kv_checkpoint or (ADAPTIVE if preempts(policy) or allow_control else NO_CHECKPOINTS)
-    flags = checkpointing(flags, checkpoint, kv_host_memory, kv_spill)
-    flags += ["--host", host, "--port", str(port)]
+    kept = checkpointing(flags, checkpoint, kv_host_memory, kv_spill)
+    flags = [*kept, "--host", host, "--port", str(port)]
     if print_flags:
         raise typer.Exit(print_command(settings, section, flags))
     require_free(host, port)
@@ -252,6 +267,13 @@ def serve(
             batch_api=beside,
         )
         raise typer.Exit(asyncio.run(supervise(service, settings, section, url)))
+
+
+def named_model(words: list[str] | None) -> list[str]:
+    """Words of the command line, the model first; raises without one."""
+    if not words or words[0].startswith("-"):
+        raise SettingsError("name the model first: conserve serve MODEL --ttft-slo 1500ms --tbt-slo 100ms")
+    return words
 
 
 def supervised(server: "ProcessCommand") -> "ProcessCommand":
@@ -303,6 +325,7 @@ def server_command(
             "CONSERVE_SERVED": "1",
             VLLMS_KEY: settings.api_key or "",
             HARVEST_KEY: settings.harvest_key or "",
+            **servers_logging(),
         },
         log=Path(log).expanduser() if log else settings.home / "serving" / f"{port}.log",
     )
@@ -317,6 +340,7 @@ def harvester_command(settings: Settings, url: str, *more: str) -> "ProcessComma
         "CONSERVE_MODEL": DEMO_MODEL,
         "CONSERVE_STORE": settings.store_url,
         HARVEST_KEY: settings.harvest_key or "",
+        **harvesters_telemetry(settings),
     }
     what = ("harvest", "--endpoint", url, "--utility", str(settings.utility))
     shared = ("--share", settings.share) if settings.share is not None else ()

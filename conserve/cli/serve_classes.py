@@ -45,7 +45,7 @@ def live_classes(file: Path | None, said: Sequence[str], uses: Sequence[str]) ->
 def of_flag(text: str) -> tuple[str, dict[str, Any]]:
     """Read `chat=ttft:p50=100ms,p99=300ms,tbt:50ms,harm:10%`: the name, and its promises."""
     flag = f"{CLASS} {text}"
-    name, equals, promises = text.partition("=")
+    name, _, promises = text.partition("=")
     said: dict[str, list[str]] = {}
     current: list[str] | None = None
     for part in promises.split(","):
@@ -57,8 +57,6 @@ def of_flag(text: str) -> tuple[str, dict[str, Any]]:
         if current is None:
             raise SettingsError(f"{flag} promises nothing; write e.g. {EXAMPLE}")
         current.append(part)
-    if not equals:
-        raise SettingsError(f"{flag} promises nothing; write e.g. {EXAMPLE}")
     return name.strip(), promised(
         f"{CLASS} {name.strip()}", {kind: ",".join(parts) for kind, parts in said.items()}
     )

@@ -61,6 +61,7 @@ def refuse_ours(flags: list[str]) -> None:
     ours = ("--scheduler-cls", "--worker-cls", "--scheduling-policy", "--additional-config")
     if any(flag.split("=")[0].replace("_", "-") == "--api-key" for flag in flags):
         raise SettingsError("a key among vLLM's flags can be read by all; set CONSERVE_API_KEY instead")
+    refuse_machines(flags)
     others = ("--api-server-count", "--headless", "--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile")
     for flag in flags:
         name = flag.split("=")[0].replace("_", "-")
@@ -71,6 +72,20 @@ def refuse_ours(flags: list[str]) -> None:
         if name in others:
             raise SettingsError(
                 f"conserve serve cannot run with {name}; start vllm serve with ConServe's plug-in"
+            )
+
+
+def refuse_machines(flags: list[str]) -> None:
+    """Raise for flags of a model that spans machines, which share no memory with the scheduler."""
+    for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
+        name, _, joined = flag.partition("=")
+        name, value = name.replace("_", "-"), joined or value
+        ray = name in ("--distributed-executor-backend", "--data-parallel-backend") and value == "ray"
+        if ray or (name == "--nnodes" and value not in ("", "1")):
+            raise SettingsError(
+                f"conserve serve cannot run with {name} {value}: rows leave an iteration by a flag in shared "
+                "memory, which reaches no other machine; start vllm serve with it, and feed that: "
+                "conserve harvest --endpoint URL"
             )
 
 
@@ -134,10 +149,12 @@ def promise(flag: str, text: str | None) -> float | dict[str, float] | None:
         raise SettingsError(f"{flag} {text}: {error}; write e.g. {flag} p50=40ms,p99=150ms") from error
 
 
-def shares(harm: str | None, receipt: str | None) -> dict[str, float | None]:
-    """Entries of the engine's section for `--harm` and `--receipt`, as far as they are given."""
+def shares(harm: str | None, receipt: str | None, push: float | None) -> dict[str, float | None]:
+    """Entries of the engine's section for `--harm`, `--receipt` and `--push-slo-scale`, as far as given."""
     said: dict[str, float | None] = {} if harm is None else {"harm": share("--harm", harm)}
-    return said if receipt is None else {**said, "receipt": share("--receipt", receipt) or 0.0}
+    if receipt is not None:
+        said["receipt"] = share("--receipt", receipt) or 0.0
+    return said if push is None else {**said, "push_slo_scale": push}
 
 
 def share(flag: str, text: str) -> float | None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from conserve.cli.context import bearer
+from conserve.api.servers import bearer
 from conserve.config import Settings
 from conserve.engine.policy.policies import CONSERVE
 from conserve.engine.policy.preemption import OFF

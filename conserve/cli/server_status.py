@@ -2,40 +2,15 @@
 
 from typing import Any
 
+from conserve.api.servers import STOCK, ask
 from conserve.cli import output
-from conserve.cli.context import bearer
 from conserve.config import Settings
-from conserve.jobs.harvest.services import RunningServer, running
-
-ANSWER_S = 2.0
+from conserve.jobs.harvest.services import running
 
 
 def read_servers(settings: Settings) -> list[dict[str, Any]]:
     """Answer of each server's `GET /v1/conserve`; its address alone if it does not answer."""
-    return [{"url": server.url, **ask(server, settings)} for server in running(settings)]
-
-
-def ask(server: RunningServer, settings: Settings) -> dict[str, Any]:
-    """Ask a server for `GET /v1/conserve`, through the standard library, which imports faster than httpx."""
-    import json
-    import urllib.error
-    import urllib.request
-
-    request = urllib.request.Request(f"{server.url}/v1/conserve", headers=bearer(settings))
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=ANSWER_S) as answer:
-            said: dict[str, Any] = json.load(answer)
-            return said
-    except (OSError, ValueError) as error:
-        return {"error": unanswered(error)}
-
-
-def unanswered(error: Exception) -> str:
-    """Reason that a server did not answer."""
-    if getattr(error, "code", None) in (401, 403):  # an HTTPError's
-        return "wants another key; set CONSERVE_API_KEY"
-    return "does not answer (starting, or starting again)"
+    return [{"url": server.url, **ask(server.url, settings)} for server in running(settings)]
 
 
 def lines(servers: list[dict[str, Any]]) -> list[str]:
@@ -44,6 +19,9 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
     for server in servers:
         if "error" in server:
             shown.append(f"{server['url']}  {server['error']}")
+            continue
+        if server.get(STOCK):
+            shown.append(f"{server['url']}  runs another scheduler")
             continue
         online, offline, slo = server["online"], server["offline"], server["slo"]
         shown += [

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conserve.cli import output
-from conserve.cli.context import Context, job_ids
+from conserve.cli.context import Context
+from conserve.cli.options import JOB
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,12 +26,7 @@ conserve show gsm8k-k3f9 17 --json
 
 def show(
     ctx: typer.Context,
-    job: Annotated[
-        str,
-        typer.Argument(
-            metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids
-        ),
-    ],
+    job: Annotated[str, JOB],
     row: Annotated[
         int | None, typer.Argument(metavar="ROW", min=0, help="Row of the input file, from 0.")
     ] = None,

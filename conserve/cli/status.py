@@ -5,7 +5,8 @@ from typing import Annotated
 import typer
 
 from conserve.cli import status_report
-from conserve.cli.context import Context, job_ids
+from conserve.cli.context import Context
+from conserve.cli.options import JOB
 
 EXAMPLE = """
 conserve status
@@ -16,12 +17,7 @@ conserve status --json
 
 def status(
     ctx: typer.Context,
-    job: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="JOB", help="A job's id, the beginning of one, or last.", autocompletion=job_ids
-        ),
-    ] = None,
+    job: Annotated[str | None, JOB] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Keep showing it until the work is done and nothing serves.")
     ] = False,

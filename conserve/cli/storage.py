@@ -1,17 +1,29 @@
-"""`conserve store size`: the bytes of each job and of the rest of the store."""
+"""`conserve store`: its size; its move to another database, backup and restore are in modules of their own."""
 
 from typing import Annotated
 
 import typer
 
-from conserve.cli import output
+from conserve.cli import backups, moving, output
 from conserve.cli.context import Context
 from conserve.cli.sizes import document, size, table
 
 EXAMPLE = """
 conserve store size
+conserve store move sqlite:////home/ann/conserve/conserve.db postgresql://ann@db/conserve
+conserve store backup /backups/monday
+"""
+SIZE_EXAMPLE = """
+conserve store size
 conserve store size --json
 """
+EXAMPLES = {
+    "size": SIZE_EXAMPLE,
+    "move": moving.EXAMPLE,
+    "backup": backups.BACKUP_EXAMPLE,
+    "restore": backups.RESTORE_EXAMPLE,
+}
+VERBS = {"move": moving.move, "backup": backups.backup, "restore": backups.restore}
 
 
 def show_size(

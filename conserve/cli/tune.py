@@ -208,7 +208,7 @@ def flags(found: "Candidate") -> str:
 
 
 def named(promised: "Any") -> str:
-    """What may be harmed, in words."""
+    """Latencies that may be harmed, in words."""
     return ", ".join(map(str, promised))
 
 

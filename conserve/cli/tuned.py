@@ -1,4 +1,4 @@
-"""What `conserve tune` has found for a model: a file beside the store, read by `conserve serve --tuned`."""
+"""Promises that `conserve tune` has found for a model: a file in the store, read by `conserve serve --tuned`."""
 
 import time
 from pathlib import Path

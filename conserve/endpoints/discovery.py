@@ -46,6 +46,7 @@ class Server:
     has_metrics: bool = False  # True: vLLM's metrics are there
     resumes: bool = False  # True: rows continue from saved tokens
     kv_cache: KvCache = field(default_factory=KvCache)
+    version: str | None = None  # of ConServe
 
     def notice(self, base_url: str, *, steady: bool = False) -> str:
         """One sentence on the server for the user; `steady` if its load changes nothing."""
@@ -66,7 +67,12 @@ class Server:
 
 
 async def discover(
-    client: httpx.AsyncClient, *, model: str | None, most_rows: int | None, considerate: bool
+    client: httpx.AsyncClient,
+    *,
+    model: str | None,
+    most_rows: int | None,
+    considerate: bool,
+    listed_only: bool = False,
 ) -> Server:
     """Find out what kind of server answers; raises `EndpointUnusable` if it completes no requests.
 
@@ -75,7 +81,7 @@ async def discover(
     ones accept all, and heed them under that policy only.
     """
     served = await served_models(client)
-    found = model or served[0]
+    found = served[0] if model is None or (listed_only and model not in served) else model
     ours = await coserving(client)
     if ours is not None:
         await healthy(client)
@@ -89,6 +95,7 @@ async def discover(
             most_rows=min(bears, most_rows or bears),
             priority=ours.offline_priority,
             kv_cache=await kv_cache(client),
+            version=ours.version,
         )
     has_metrics = await metrics(client) is not None
     if has_metrics:
@@ -161,6 +168,7 @@ class CoServingReport:
     max_num_seqs: Annotated[int, Meta(ge=1, le=1_000_000)]
     offline_priority: Whole
     resumes: bool = True  # True if our key is the harvester's; servers without keys do not say
+    version: Annotated[str, Meta(max_length=100, pattern="^[^\\x00]*$")] | None = None
 
 
 async def coserving(client: httpx.AsyncClient) -> CoServingReport | None:
@@ -174,6 +182,23 @@ async def coserving(client: httpx.AsyncClient) -> CoServingReport | None:
         return msgspec.json.decode(reply.content, type=CoServingReport) if reply.status == 200 else None
     except UNREADABLE:
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmVersion:
+    """The answer to vLLM's ``GET /version``."""
+
+    version: Annotated[str, Meta(max_length=100, pattern="^[^\\x00]*$")]
+
+
+async def vllm_version(client: httpx.AsyncClient) -> str | None:
+    """Version of vLLM; None if the server is another, or does not tell."""
+    try:
+        reply = await look(client, "GET", "/version", seconds=LOOK_S)
+        told = msgspec.json.decode(reply.content, type=VllmVersion) if reply.status == 200 else None
+    except (httpx.HTTPError, *UNREADABLE):
+        return None
+    return None if told is None else f"vLLM {one_line(told.version)}"
 
 
 async def metrics(client: httpx.AsyncClient) -> ServerMetrics | None:

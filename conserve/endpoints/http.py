@@ -10,7 +10,17 @@ from typing import Any
 import httpx
 
 from conserve.endpoints.answers import UNREADABLE
-from conserve.endpoints.discovery import MOST_ROWS, Mode, Server, discover, healthy, metrics, served_models
+from conserve.endpoints.discovery import (
+    LOOK_S,
+    MOST_ROWS,
+    Mode,
+    Server,
+    discover,
+    healthy,
+    metrics,
+    served_models,
+    vllm_version,
+)
 from conserve.endpoints.exchange import (
     SILENT_S,
     AnswerLimits,
@@ -39,6 +49,7 @@ from conserve.errors import (
 
 log = logging.getLogger(__name__)
 
+PUSH = "conserve_push"  # in `vllm_xargs`, as in the engine's plug-in, which is not imported here
 LOOK_EVERY_S = 1.0  # between two reads of vLLM's metrics
 PROBE_S = 30.0  # for the answer to a probe request
 PROBE_EVERY_S = 5.0  # between two probes, each of which is a request
@@ -50,7 +61,8 @@ class HttpEndpoint:
 
     A co-serving server shows tokens, and rows continue from them; on other servers rows cut short start over. With
     `considerate`, rows give way to live requests as far as the server allows. `most_rows` limits the rows in
-    flight, `limits` each answer and all that are under way.
+    flight, `limits` each answer and all that are under way. With `listed_only`, a server that does not list `model`
+    is one of the model that it lists first.
     """
 
     def __init__(
@@ -62,13 +74,14 @@ class HttpEndpoint:
         most_rows: int | None = None,
         considerate: bool = False,
         steady: bool = False,
+        listed_only: bool = False,
         limits: AnswerLimits | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.notice: str | None = None  # sentence on the server for the user, once started
         self._model, self._most_rows, self._considerate = model, most_rows, considerate
-        self._steady = steady
+        self._steady, self._listed_only = steady, listed_only
         self._limits = limits or AnswerLimits()
         self._memory = AnswerMemory(self._limits)
         self._server: Server | None = None
@@ -140,6 +153,19 @@ class HttpEndpoint:
             if not self._in_flight and self.server.mode is Mode.COSERVING:
                 self._look_again = True  # a restart now would break no row, so go unnoticed
 
+    async def alive(self) -> bool:
+        """True if the server answers at all, whatever its answer."""
+        try:
+            await look(self._client, "GET", "/health", seconds=LOOK_S)
+        except httpx.HTTPError:
+            return False
+        return True
+
+    async def version(self) -> str | None:
+        """Versions of ConServe and of vLLM, as far as the server tells them."""
+        told = [self.server.version and f"conserve {self.server.version}", await vllm_version(self._client)]
+        return ", ".join(filter(None, told)) or None
+
     async def close(self) -> None:
         for task in (self._watch, self._health):
             if task is not None:
@@ -152,7 +178,11 @@ class HttpEndpoint:
 
     async def _discover(self) -> None:
         server = await discover(
-            self._client, model=self._model, most_rows=self._most_rows, considerate=self._considerate
+            self._client,
+            model=self._model,
+            most_rows=self._most_rows,
+            considerate=self._considerate,
+            listed_only=self._listed_only,
         )
         if self._server is None or server.most_rows != self._window.high:
             self._window = CongestionWindow(high=server.most_rows)
@@ -188,6 +218,10 @@ class HttpEndpoint:
             del body["stream"]  # strict servers reject it on that route
         if self.server.priority is not None:
             body["priority"] = self.server.priority
+        if call.url is not Url.EMBEDDINGS:  # the other routes take vllm_xargs
+            put_push(
+                body, on=call.pushes and self.server.resumes
+            )  # it wants the harvester's key, as resuming does
         return body
 
     async def _in_one_piece(self, call: Call) -> Completion:
@@ -208,7 +242,7 @@ class HttpEndpoint:
             "return_token_ids": True,
         }
         if call.resume_from:
-            body["vllm_xargs"] = {"conserve_resume": list(call.resume_from)}
+            body["vllm_xargs"] = {**body.get("vllm_xargs", {}), "conserve_resume": list(call.resume_from)}
         pieces = Pieces(call.url, on_tokens)
         self._streamed.add(pieces)
         try:
@@ -236,7 +270,7 @@ class HttpEndpoint:
         """A response of status 200, with its body in time; raises `TimeoutError` if it is late."""
         async with (
             asyncio.timeout(self._limits.seconds),
-            self._client.stream("POST", call.url, json=body) as answer,
+            self._client.stream("POST", call.url, json=body, headers=trace_headers(call)) as answer,
         ):
             if answer.status_code != httpx.codes.OK:
                 said = await complaint(answer)
@@ -321,3 +355,16 @@ class HttpEndpoint:
         message = {"role": "user", "content": "a"}
         body = {"model": self.server.model, "messages": [message], "max_tokens": 1}
         return await look(self._client, "POST", Url.CHAT, json=body, seconds=PROBE_S)
+
+
+def put_push(body: dict[str, Any], *, on: bool) -> None:
+    """Say whether a row's job would miss its deadline; what a row says of itself does not count."""
+    said = body.get("vllm_xargs")
+    if on or (isinstance(said, dict) and PUSH in said):
+        others = {name: value for name, value in (said or {}).items() if name != PUSH}
+        body["vllm_xargs"] = {**others, PUSH: 1} if on else others
+
+
+def trace_headers(call: Call) -> dict[str, str]:
+    """Headers that join the server's spans to the row's trace; none without a trace."""
+    return {"traceparent": call.traceparent} if call.traceparent else {}

@@ -1,7 +1,7 @@
 """The seam between jobs and engines: a request goes in; its completion, or its tokens so far, come out."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ class Call:
     attempt on the same endpoint generated; the completion covers them too, as if it had not been interrupted.
     It is set only if `resumable(body)`. `identity` is the endpoint's when the call was made: an endpoint that has
     become another must neither continue tokens of the first, nor report its own under the first one's name.
+    `pushes` is for a row whose job would miss its deadline: a server may let it take more than other rows.
     """
 
     key: str  # unique among the calls in flight
@@ -32,6 +33,12 @@ class Call:
     body: Mapping[str, Any]
     resume_from: Sequence[int] = ()
     identity: str | None = None
+    pushes: bool = False
+    traceparent: str | None = None  # W3C trace context, which an HTTP endpoint sends along
+
+    def traced(self, traceparent: str | None) -> "Call":
+        """The call with this trace context; itself without one."""
+        return self if traceparent is None else replace(self, traceparent=traceparent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,7 @@ class Completion:
     completion_tokens: int  # over all choices
     cached_tokens: int  # prompt tokens found in the engine's prefix cache
     model: str
+    engine: str | None = None  # identity that generated it, if not the one that the call names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +91,11 @@ OnTokens = Callable[[Sequence[int]], None]
 class Endpoint(Protocol):
     """Completes requests, many at a time, in one event loop.
 
-    An endpoint may have three more attributes. `kv_cache: KvCache` is the size of its prefix cache. `model: str`
+    An endpoint may have more attributes. `kv_cache: KvCache` is the size of its prefix cache. `model: str`
     is the name of the model, which jobs are bound to; see `model_of`. For the display, `doing: str | None` is the
     step it is at while it is not ready ("starting MODEL: loading the weights"), and `in_flight: InFlight` its
-    tokens; both are read a few times a second and must be cheap.
+    tokens; both are read a few times a second and must be cheap. A fleet of servers has `sightings()`, what it
+    sees of each, and `drain(urls)`. A server of a fleet may have `alive()` and `version()`.
 
     `complete` raises `RequestRejected` for a request that can never succeed and a `RetryableError` for one that
     may; cancelling it withdraws the request.

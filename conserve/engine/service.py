@@ -16,6 +16,7 @@ import httpx
 from conserve.engine.runtime.parent import follow_parent
 from conserve.engine.vllm.launching.environment import last_error
 from conserve.errors import ServiceFailed
+from conserve.logs import plain
 
 READY_S = 0.5  # between two checks of the starting server
 LONGEST_BACKOFF_S = 60.0
@@ -221,6 +222,7 @@ def why_ended(child: SupervisedProcess, code: int) -> str:
         with command.log.open("rb") as file:
             file.seek(max(child.log_begins, command.log.stat().st_size - 65_536))
             tail = file.read().decode(errors="replace")
+    tail = plain(tail)
     ours = re.findall(r"^conserve: (.+)$", tail, re.MULTILINE)
     if ours:
         return str(ours[-1])

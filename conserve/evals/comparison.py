@@ -142,7 +142,7 @@ def key_of(name: Named) -> str:
 
 
 def metric_of(plans: Mapping[str, SuitePlan], suite: str, metric: str) -> Metric | None:
-    """What counts as worse; None for a suite that is in the plan no more."""
+    """Measure of worse; None for a suite that is in the plan no more."""
     plan = plans.get(suite)
     return None if plan is None else plan.metric(metric)
 

@@ -3,18 +3,20 @@
 Right or wrong answers of independent items have exact tests: McNemar's (Psychometrika 12, 1947), and Tango's score
 test for differences of paired proportions (Statistics in Medicine 17, 1998). All other scores have a paired
 bootstrap of clusters, studentised by clustered standard errors (Cameron, Gelbach and Miller, Review of Economics
-and Statistics 90, 2008; Miller, arXiv 2411.00640, for evaluations).
+and Statistics 90, 2008; Miller, arXiv 2411.00640, for evaluations). Where hardly any cluster differs, tests of the
+number and the signs of the differences are exact.
 """
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.stats import binom, binomtest, norm, t
+from scipy.stats import beta, binom, binomtest, norm, t
 
 from conserve.errors import UsageError
 
@@ -23,6 +25,7 @@ Floats = NDArray[np.float64]
 DRAWS = 2000  # resamples of a bootstrap
 MOST_DRAWN = 10_000  # clusters; of more the mean is normal enough
 AT_ONCE = 4_000_000  # clusters that are drawn at once: 32 MB
+FEW = 8  # clusters that differ; of fewer most resamples have hardly any, and a bootstrap says nothing
 MOST_FALL = 1 - 1e-9  # share of items: of right or wrong answers no mean falls by more
 MOST_ITEMS = 10_000_000  # an answer beyond that is "no number of items"
 
@@ -108,7 +111,7 @@ class Evidence:
     p_decline: float  # of this decline, or a larger one, if there were none
     p_effect: float  # of this difference, or a better one, if the fall were what counts
     needed: int | None  # items that could tell; None if no number could
-    test: str  # "McNemar", "bootstrap" or "t"
+    test: str  # "McNemar", "bootstrap", "exact" or "t"
 
 
 def evidence(pairs: Pairs, standard: Standard, rng: np.random.Generator, *, among: int = 1) -> Evidence:
@@ -116,7 +119,7 @@ def evidence(pairs: Pairs, standard: Standard, rng: np.random.Generator, *, amon
     if not np.isfinite(pairs.differences).all():
         raise UsageError("a score is no number; leave out items without a score, or score them 0")
     seen = of_answers(pairs, standard, among) if pairs.are_answers else of_scores(pairs, standard, rng, among)
-    return replace(seen, needed=to_tell(seen, standard, among))
+    return seen if seen.test == "exact" else replace(seen, needed=to_tell(seen, standard, among))
 
 
 def of_answers(pairs: Pairs, standard: Standard, among: int) -> Evidence:
@@ -214,7 +217,10 @@ def of_scores(pairs: Pairs, standard: Standard, rng: np.random.Generator, among:
     if clusters < 2:
         return summary(pairs, low=-inf, high=inf, p_decline=1.0, p_effect=1.0, needed=inf, test="t")
     if error == 0:
-        return of_equal_differences(pairs, standard, mean, clusters)
+        return of_equal_differences(pairs, standard, mean, sizes)
+    if np.count_nonzero(sums) < FEW:
+        needed = needed_scores(n, clusters, error, standard, among)
+        return of_few_differences(pairs, standard, sums, sizes, needed)
     alpha = standard.alpha
     found: _Student | _Drawn
     if clusters > MOST_DRAWN:
@@ -241,14 +247,13 @@ def needed_scores(n: int, clusters: int, error: float, standard: Standard, among
     return float(n * (factor * error / standard.effect) ** 2)
 
 
-def of_equal_differences(pairs: Pairs, standard: Standard, mean: float, clusters: int) -> Evidence:
+def of_equal_differences(pairs: Pairs, standard: Standard, mean: float, sizes: Floats) -> Evidence:
     """Evidence where all clusters differ alike, mostly not at all: the chance to have missed the others.
 
     A mean that falls by a share of the scores' range needs as large a share of items that fall.
     """
-    scores = np.concatenate([pairs.before, pairs.after])
-    share = min(0.999, standard.effect / max(1.0, float(np.ptp(scores))))
-    unseen = (1 - share) ** clusters
+    share = min(0.999, standard.effect / largest_fall(pairs, sizes))
+    unseen = (1 - share) ** len(sizes)
     return summary(
         pairs,
         low=mean,
@@ -258,6 +263,50 @@ def of_equal_differences(pairs: Pairs, standard: Standard, mean: float, clusters
         needed=np.log(standard.alpha) / np.log(1 - share),
         test="t",
     )
+
+
+def of_few_differences(
+    pairs: Pairs, standard: Standard, sums: Floats, sizes: Floats, needed: float
+) -> Evidence:
+    """Exact evidence where hardly any cluster differs: by their number, and by the signs of their differences.
+
+    A mean that falls by a share of the scores' range needs as large a share of clusters that fall.
+    """
+    clusters, alpha = len(sums), standard.alpha
+    differing = sums[sums != 0]
+    lost, gained = int((differing < 0).sum()), int((differing > 0).sum())
+    reach = largest_fall(pairs, sizes)
+    share = min(0.999, standard.effect / reach)
+    signs = np.array(list(product((-1.0, 1.0), repeat=len(differing)))) @ np.abs(differing)
+    return summary(
+        pairs,
+        low=-reach * most_of(lost, clusters, alpha),
+        high=reach * most_of(gained, clusters, alpha),
+        p_decline=float((signs <= differing.sum() + 1e-12).mean()),
+        p_effect=float(binom.cdf(lost, clusters, share)),
+        needed=max(needed, needed_to_clear(lost / clusters, share, alpha) * len(pairs.before) / clusters),
+        test="exact",
+    )
+
+
+def needed_to_clear(falling: float, share: float, alpha: float) -> float:
+    """Number of clusters of which so many would have to fall, if this share falls, that the others clear them."""
+    count, found = 1, False
+    while not found and count <= MOST_ITEMS:
+        count = ceil(1.1 * count)
+        found = float(binom.cdf(ceil(falling * count), count, share)) <= alpha
+    return count if found else inf
+
+
+def most_of(count: int, clusters: int, alpha: float) -> float:
+    """Largest share of clusters of which so few are no surprise (Clopper and Pearson)."""
+    return float(beta.isf(alpha, count + 1, clusters - count)) if count < clusters else 1.0
+
+
+def largest_fall(pairs: Pairs, sizes: Floats) -> float:
+    """Fall of the mean if all clusters fall as the largest one may: by the scores' range, or by 1."""
+    scores = np.concatenate([pairs.before, pairs.after])
+    return max(1.0, float(np.ptp(scores))) * float(sizes.max() / sizes.mean())
 
 
 def clustered_error(sums: Floats, sizes: Floats) -> Floats:

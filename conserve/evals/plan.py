@@ -14,7 +14,7 @@ RESUME_S = 20 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is asked: a model in an engine of the run's own, or an endpoint; with neither, the settings decide.
+    """Model that is asked: in an engine of the run's own, or an endpoint; with neither, the settings decide.
 
     With `answered_by` "serve" the run asks nothing itself: a `conserve serve` of the store answers its rows.
     """
@@ -59,7 +59,7 @@ class SuitePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reports:
-    """Where the reports of a run go, and in which forms."""
+    """Folder and forms of a run's reports, and the webhook of its verdict."""
 
     folder: str | None = None
     forms: tuple[str, ...] = ("html",)

@@ -104,7 +104,7 @@ class Table:
         )
 
     def metric(self, standard: Standard) -> Metric:
-        """What counts as worse by one metric."""
+        """Measure of worse by one metric."""
         self.only(("effect", "confidence", "power", "lower_is_better", "judged"))
         lower, judged = self.get("lower_is_better", bool), self.get("judged", bool)
         return Metric(
@@ -112,7 +112,7 @@ class Table:
         )
 
     def standard(self, otherwise: Standard) -> Standard:
-        """What counts as worse."""
+        """Measure of worse."""
         self.only(("effect", "confidence", "power"))
         return self._standard(otherwise)
 
@@ -124,7 +124,7 @@ class Table:
             raise SettingsError(f"{self._path}: {error}") from error
 
     def reports(self) -> Reports:
-        """Where reports go."""
+        """Table of the reports."""
         self.only(("folder", "forms", "webhook", "secret_variable"))
         forms = self.texts("forms") or ("html",)
         for form in forms:

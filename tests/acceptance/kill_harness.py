@@ -88,7 +88,7 @@ class Harness:
         return commands.start(["-m", "conserve", *arguments], env=self.env)
 
     def started(self, *shots: Shot, **constants: int) -> "subprocess.Popen[str] | Forked":
-        """The same as a fork, if there is a process to fork off."""
+        """Command as a fork, if there is a process to fork off."""
         if self.forks is None:
             return self.start(*shots, **constants)
         errors = self.home.parent / f"errors-{self.seed}-{self.kills}"

@@ -112,7 +112,7 @@ STORE_WORK: dict[str, Phase | Callable[..., Phase]] = {
     "conserve.jobs.harvest.workload:Workload.load": Phase.LOADING,
     "conserve.jobs.harvest.recorder:Recorder.write": writing,
     "conserve.store.books.saved_tokens:save_tokens": Phase.SAVING,
-    "conserve.store.books.shards:compact": Phase.WRITING,
+    "conserve.store.books.shards:compact_oldest": Phase.WRITING,
     "conserve.store.books.shards:register": Phase.REGISTERING,
 }
 """Functions that run in the store's thread, and the phase that lasts from their entry to their exit."""

@@ -44,6 +44,7 @@ class Request:
     path: str
     body: dict[str, Any]
     text: str
+    traceparent: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +126,9 @@ class ScriptedServer:
         """Answer one request; False ends the connection."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         method, path, _ = head.split(" ", 2)
+        traceparent = next(
+            (h.split(": ")[1] for h in head.split("\r\n") if h.startswith("traceparent:")), None
+        )
         length = next(
             (int(h.split(":")[1]) for h in head.lower().split("\r\n") if h.startswith("content-length")), 0
         )
@@ -137,7 +141,7 @@ class ScriptedServer:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
-            return await self._complete(writer, path, body)
+            return await self._complete(writer, path, body, traceparent)
         finally:
             self.in_flight -= 1
 
@@ -153,9 +157,11 @@ class ScriptedServer:
             return await reply(writer, 200, {"version": "0", "offline_priority": 1000, **known})
         return await reply(writer, 404, {"detail": "Not Found"})
 
-    async def _complete(self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]) -> bool:
+    async def _complete(
+        self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any], traceparent: str | None
+    ) -> bool:
         text = request_text(body)
-        self.requests.append(Request(path, body, text))
+        self.requests.append(Request(path, body, text, traceparent))
         if body.get("priority") and not self.script.priorities:
             return await reply(writer, 400, {"error": {"message": "priority scheduling is not enabled"}})
         word = self._misbehaviour(text)

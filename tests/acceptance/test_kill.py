@@ -42,7 +42,9 @@ def test_a_kill_between_claim_and_answer_loses_no_row_and_no_token(tmp_path: Pat
         Shot(at=f"{TOKENS}:save_tokens", after=True),  # not committed
         SAVED,
         Shot(at=f"{LEASES}:abandon", after=True),  # the next process, while it takes the rows back
-        Shot(at=f"{JOURNAL}:end_requests", after=True),  # answered, gone from the queue, not committed
+        Shot(
+            at="conserve.store.books.spans:write", after=True
+        ),  # answered, gone from the queue, not committed
         Shot(at=f"{JOURNAL}:count", after=True),  # in the journal and counted, not committed
         Shot(at=WRITE, since=f"{JOURNAL}:count", after=True),  # committed, and the harvester was not told
     ):
@@ -195,7 +197,7 @@ PHASES = (
     (Phase.SAVING, Shot(at=f"{TOKENS}:save_tokens", after=True)),
     (Phase.COMMITTING, Shot(at=f"{JOURNAL}:count", after=True)),
     (Phase.WRITING, Shot(at=f"{HOME}:write_durably")),
-    (Phase.REGISTERING, Shot(at=f"{SHARDS}:chunks", since=f"{SHARDS}:register")),
+    (Phase.REGISTERING, Shot(at=f"{SHARDS}:slices", since=f"{SHARDS}:register")),
     (Phase.ENDING, Shot(at="conserve.jobs.harvest.ledger:Ledger.close")),
 )
 

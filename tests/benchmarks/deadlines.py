@@ -61,7 +61,7 @@ class Job:
 
 
 class Day(NamedTuple):
-    """What came of a day."""
+    """Outcome of a day."""
 
     late: float  # share of the dated rows that were not done at their deadline
     kept: float  # share of the dated jobs that were
@@ -219,7 +219,7 @@ class Simulation:
         return slack_order(demands, now=60.0 * minute, tokens_per_s=rate)
 
     def day(self) -> Day:
-        """What came of the day; rows of jobs whose deadline is later than it count as undated."""
+        """Outcome of the day; rows of jobs whose deadline is later than it count as undated."""
         dated = [
             job for job in self._jobs.values() if job.deadline_min is not None and job.deadline_min < DAY_MIN
         ]

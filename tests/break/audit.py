@@ -92,9 +92,21 @@ def check_leases(database: sqlite3.Connection) -> None:
     """Every row that is under a lease has one of its job, and no lease is without rows."""
     under = "select request.epoch, request.job_id from request where epoch is not null"
     held = {(row["epoch"], row["job_id"]) for row in rows(database, under)}
+    held |= {(epoch, job_id) for job_id, epoch, _ in in_spans(database)}
     leases = {(row["epoch"], row["job_id"]) for row in rows(database, "select epoch, job_id from lease")}
     assert held <= leases, f"rows under leases that are gone: {held - leases}"
     assert leases <= held, f"leases without rows: {leases - held}"
+
+
+def in_spans(database: sqlite3.Connection) -> Iterator[tuple[str, int, int]]:
+    """Job, epoch and position of each row in a span; none in a store of an earlier version."""
+    if not database.execute("select 1 from sqlite_master where name = 'span'").fetchall():
+        return
+    for row in rows(database, "select * from span"):
+        gone = int.from_bytes(row["gone"], "little")
+        there = [p for p in range(row["start"], row["stop"]) if not gone >> (p - row["start"]) & 1]
+        assert len(there) == row["held"] > 0, f"a span that counts {row['held']} rows has {there}"
+        yield from ((row["job_id"], row["epoch"], position) for position in there)
 
 
 def audited(database: sqlite3.Connection, home: Path, job: Mapping[str, Any]) -> Audited:
@@ -107,6 +119,7 @@ def audited(database: sqlite3.Connection, home: Path, job: Mapping[str, Any]) ->
     waiting = rows(database, "select position from request where job_id = ?", job_id)
     places = Counter(position for position, _ in found)
     places.update(row["position"] for row in waiting)
+    places.update(position for of_job, _, position in in_spans(database) if of_job == job_id)
     places.update(range(job["next_position"], num_rows))
     is_now = Audited(id=job_id, state=job["state"], rows=num_rows, results=dict(found), places=places)
     if not is_now.doubled:

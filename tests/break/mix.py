@@ -57,7 +57,7 @@ HARVESTED = (
     Shot(at="conserve.jobs.harvest.workload:Workload.load"),
     Shot(at=WRITE),
     SAVED,
-    Shot(at=f"{JOURNAL}:end_requests", after=True),
+    Shot(at="conserve.store.books.spans:write", after=True),
     Shot(at=WRITE, since=f"{JOURNAL}:count", after=True),
 )
 MIGRATED = Shot(at=f"{MIGRATIONS}:remember")
@@ -101,10 +101,10 @@ AIMS = {
 class Server(ScriptedServer):
     """Refuses the same rows as the fake endpoint does."""
 
-    async def _complete(self, writer: Any, path: str, body: dict[str, Any]) -> bool:
+    async def _complete(self, writer: Any, path: str, body: dict[str, Any], traceparent: str | None) -> bool:
         if "REJECT" in str(body.get("messages")):
             return await reply(writer, 400, {"error": {"message": "scripted rejection"}})
-        return await super()._complete(writer, path, body)
+        return await super()._complete(writer, path, body, traceparent)
 
 
 def server() -> Server:

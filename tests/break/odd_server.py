@@ -103,9 +103,11 @@ class OddServer(ScriptedServer):
         left = self._odd_left.setdefault(text, dice.choices(kinds, k=dice.randint(0, self.most_odd)))
         return left.pop() if left else None
 
-    async def _complete(self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]) -> bool:
+    async def _complete(
+        self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any], traceparent: str | None
+    ) -> bool:
         text = request_text(body)
-        self.requests.append(Request(path, body, text))
+        self.requests.append(Request(path, body, text, traceparent))
         kind = self._next(text)
         asked = Asked(path, body, text, random.Random(f"{self.seed} {text} {kind} {self._turn}"))
         if kind is None:

@@ -12,13 +12,13 @@ import pytest
 from conserve.store.files import home, marks
 from tests.commands import Done, conserve
 
+from .damaging import WAYS, hurt
 from .table import report
 
 pytestmark = pytest.mark.breakage
 
 PLACES = 4  # of each kind of file, in one round: one for each way
 ROWS = 25
-WAYS = ("truncated", "zeroed", "flipped", "removed")
 
 
 Row = tuple[int, str | None, str | None]  # row index, text, error type
@@ -88,25 +88,6 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
         expected = results()
     assert [len(rows) for rows in expected.values()] == [ROWS] * 4
     return Jobs(folder, expected)
-
-
-def hurt(path: Path, way: str, dice: random.Random) -> str:
-    """Damage a file somewhere; returns where."""
-    content = bytearray(path.read_bytes())
-    at = dice.randrange(len(content))
-    if way == "removed":
-        path.unlink()
-    elif way == "truncated":
-        path.write_bytes(content[:at])
-    else:
-        length = 1 if way == "flipped" else min(len(content) - at, dice.randrange(1, 2000))
-        before = bytes(content)
-        for index in range(at, at + length):
-            content[index] = content[index] ^ (1 << dice.randrange(8)) if way == "flipped" else 0
-        path.write_bytes(content)
-        if bytes(content) == before:
-            return "nowhere"
-    return f"{way} at {at}"
 
 
 def kinds_of_files(folder: Path) -> dict[str, list[Path]]:

@@ -95,7 +95,8 @@ def drain(server: OddServer, command: Sequence[str]) -> None:
             assert done.returncode in (0, 5), done.stderr
             return
         assert server.odd["redirect"] > redirects, done.stderr
-        assert done.stderr.count("--endpoint") == 1, done.stderr
+        # A second time if the harvester waited, with that sentence, before it gave up.
+        assert 1 <= done.stderr.count("--endpoint") <= 2, done.stderr
 
 
 def quiet(*arguments: str, **variables: str) -> Done:

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import shutil
-import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sqlalchemy import create_engine, text
 
 from conserve.config import load
 from conserve.store.books import catalog, choice, journal, leases, queue, saved_tokens, shards
@@ -28,6 +28,7 @@ from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.sql.query import views
+from tests.postgres import Databases
 from tests.reach import reached
 
 LEASE_S = 10.0
@@ -53,11 +54,10 @@ class Queue(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.store = Store.open(load({"home": self.folder}, environ={}))
+        url = self.url()
+        self.store = Store.open(load({"home": self.folder} | ({"store": url} if url else {}), environ={}))
         # What is asserted is read past the code under test.
-        self.database = sqlite3.connect(self.folder / "conserve.db", isolation_level=None)
-        self.database.row_factory = sqlite3.Row
-        self.database.execute("pragma synchronous = off")
+        self.database = create_engine(self.store.engine.url, isolation_level="AUTOCOMMIT").connect()
         self.now = 1000.0
         self.leases: list[Lease] = []  # also those that have ended: late writers try theirs
         self.expires: dict[int, float] = {}  # of leases that were renewed
@@ -66,9 +66,13 @@ class Queue(RuleBasedStateMachine):
         self.serial = itertools.count()
         self.reached: Counter[str] = Counter()  # steps of this run that came to what they are about
 
+    def url(self) -> str | None:
+        """URL of an empty database; None for SQLite in the folder."""
+        return None
+
     @initialize(rows=st.integers(1, MOST_ROWS))
     def submit(self, rows: int) -> None:
-        self.rows = rows
+        self.num_rows = rows
         home.job_folder(self.folder, JOB).mkdir(parents=True)
         with self.store.write() as tx:
             source = Source(path="gone.parquet", format="parquet")
@@ -91,7 +95,7 @@ class Queue(RuleBasedStateMachine):
     @rule(owner=st.sampled_from(OWNERS), wanted=st.lists(POSITIONS, unique=True, min_size=1, max_size=4))
     def choose(self, owner: str, wanted: list[int]) -> None:
         """A window wants these rows; what others have had of them it does not get."""
-        chosen = [(JOB, position) for position in wanted if position < self.rows]
+        chosen = [(JOB, position) for position in wanted if position < self.num_rows]
         free, runnable = self.never_leased(), self.state is JobState.QUEUED
         with self.store.write() as tx:
             leases = choice.choose(tx, chosen, Terms(owner, self.now, LEASE_S))
@@ -105,7 +109,7 @@ class Queue(RuleBasedStateMachine):
         before = self.never_leased()
         with self.store.write() as tx:
             terms = Terms(owner, self.now, LEASE_S)
-            lease = choice.reclaim(tx, queue.runnable_jobs(tx, None), 0, terms, limit=limit)
+            lease = choice.reclaim(tx, queue.runnable_jobs(tx, None, locked=False), 0, terms, limit=limit)
         assert self.never_leased() == before, "only what came back"
         if lease is not None:
             self.reached["rows that came back are leased again"] += 1
@@ -116,7 +120,7 @@ class Queue(RuleBasedStateMachine):
         free = self.never_leased()
         with self.store.read() as tx:
             found = choice.never_leased(tx, JOB, start=start, limit=limit)
-            contenders = choice.contenders(tx, queue.runnable_jobs(tx, None))
+            contenders = choice.contenders(tx, queue.runnable_jobs(tx, None, locked=False))
         assert bool(contenders) == bool(free and self.state is JobState.QUEUED)
         assert found == sorted(position for position in free if position >= start)[:limit]
 
@@ -133,7 +137,7 @@ class Queue(RuleBasedStateMachine):
             committed = journal.commit(tx, finished, now=self.now)
         assert (committed.written, committed.late) == (finished, [])
         self.written += finished
-        everything = len(self.results()) == self.rows
+        everything = len(self.results()) == self.num_rows
         assert committed.completed == ([JOB] if everything else [])
 
     @precondition(lambda self: self.never_leased() and self.state is JobState.QUEUED)
@@ -164,6 +168,8 @@ class Queue(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(self.alive()))
         position = data.draw(st.sampled_from(sorted(self.held(lease))))
         expected = self.requests()
+        if position not in expected:
+            expected[position] = self.first_record(lease.epoch, position)
         self.keep(lease, position, tokens)
         packed = saved_tokens.pack_tokens(tokens)
         checksum = saved_tokens.tokens_checksum(packed, "model")
@@ -267,18 +273,20 @@ class Queue(RuleBasedStateMachine):
     @invariant()
     def every_row_is_in_exactly_one_place(self) -> None:
         job, results = self.job, self.results()
-        untouched = range(job["next_position"], self.rows)
-        places = Counter([*untouched, *self.requests(), *(position for position, _ in results)])
-        assert places == Counter(range(self.rows))
+        untouched = range(job["next_position"], self.num_rows)
+        places = Counter(
+            [*untouched, *self.in_spans(), *self.requests(), *(position for position, _ in results)]
+        )
+        assert places == Counter(range(self.num_rows))
         assert sorted(results) == sorted((f.position, f.result.failed) for f in self.written)
         assert job["failed"] == sum(failed for _, failed in results)
         assert job["succeeded"] == len(results) - job["failed"]
-        assert (self.state is JobState.COMPLETED) == (len(results) == self.rows)
+        assert (self.state is JobState.COMPLETED) == (len(results) == self.num_rows)
 
     @invariant()
     def a_lease_is_there_as_long_as_it_holds_rows(self) -> None:
-        held = self.select("select distinct epoch from request where epoch is not null order by 1")
-        assert self.select("select epoch from lease order by 1") == held
+        held = {epoch for epoch in self.epochs().values() if epoch is not None}
+        assert {epoch for (epoch,) in self.select("select epoch from lease")} == held
 
     def teardown(self) -> None:
         try:
@@ -288,6 +296,7 @@ class Queue(RuleBasedStateMachine):
                     reached(what, self.reached[what])
         finally:
             self.database.close()
+            self.database.engine.dispose()
             self.store.close()
             shutil.rmtree(self.folder)
 
@@ -312,16 +321,19 @@ class Queue(RuleBasedStateMachine):
         wanted = sorted((f.position, f.result) for f in self.written)
         assert seen == [(position, result.text, result.error) for position, result in wanted]
 
+    def rows_of(self, query: str) -> list[dict[str, Any]]:
+        return [dict(row._mapping) for row in self.database.execute(text(query))]
+
     def select(self, query: str) -> list[tuple[Any, ...]]:
-        return [tuple(row) for row in self.database.execute(query)]
+        return [tuple(row.values()) for row in self.rows_of(query)]
 
     def everything(self) -> list[list[tuple[Any, ...]]]:
-        tables = ("meta", "job", "lease", "request", "journal", "shard")
-        return [self.select(f"select * from {table}") for table in tables]
+        tables = ("meta", "job", "lease", "span", "request", "journal", "shard")
+        return [sorted(self.select(f"select * from {table}"), key=repr) for table in tables]
 
     @property
-    def job(self) -> sqlite3.Row:
-        (row,) = self.database.execute("select * from job")
+    def job(self) -> dict[str, Any]:
+        (row,) = self.rows_of("select * from job")
         return row
 
     @property
@@ -329,11 +341,28 @@ class Queue(RuleBasedStateMachine):
         return JobState(self.job["state"])
 
     def requests(self) -> dict[int, dict[str, Any]]:
-        return {row["position"]: dict(row) for row in self.database.execute("select * from request")}
+        return {row["position"]: row for row in self.rows_of("select * from request")}
+
+    def first_record(self, epoch: int, position: int) -> dict[str, Any]:
+        """Record of a row that has just left its span."""
+        ((claimed_at,),) = self.select(f"select claimed_at from lease where epoch = {epoch}")
+        row = {"job_id": JOB, "position": position, "epoch": epoch, "attempts": 1, "started_at": claimed_at}
+        return row | {"failures": 0, "available_at": 0.0, "suspect": False, "deaths": None}
+
+    def in_spans(self) -> dict[int, int]:
+        """Epoch of the lease of each position that has no record."""
+        found: dict[int, int] = {}
+        for row in self.rows_of("select * from span"):
+            bits = f"{int.from_bytes(row['gone'], 'little'):b}"[::-1]
+            there = [p for p in range(row["start"], row["stop"]) if bits[p - row["start"] :][:1] != "1"]
+            assert len(there) == row["held"] > 0
+            assert not found.keys() & set(there)
+            found |= dict.fromkeys(there, row["epoch"])
+        return found
 
     def epochs(self) -> dict[int, int | None]:
         """Epoch of the lease of each live position."""
-        return dict(self.select("select position, epoch from request"))
+        return self.in_spans() | dict(self.select("select position, epoch from request"))
 
     def held(self, lease: Lease) -> set[int]:
         """Positions that are still under this lease."""
@@ -364,7 +393,7 @@ class Queue(RuleBasedStateMachine):
         passed_over = {
             row["position"] for row in rows if row["started_at"] is None and not row["available_at"]
         }
-        return passed_over | set(range(self.job["next_position"], self.rows))
+        return passed_over | set(range(self.job["next_position"], self.num_rows))
 
     def journalled(self) -> set[int]:
         return {position for (position,) in self.select("select position from journal")}
@@ -405,5 +434,22 @@ class Queue(RuleBasedStateMachine):
         return Finished(epoch, JOB, position, result)
 
 
+class QueueOnPostgreSQL(Queue):
+    """The same on a server that the tests started."""
+
+    databases: Databases
+
+    def url(self) -> str:
+        return self.databases.emptied()
+
+
+@pytest.fixture(autouse=True)
+def server(request: pytest.FixtureRequest) -> None:
+    if request.cls is TestQueueOnPostgreSQL:
+        QueueOnPostgreSQL.databases = request.getfixturevalue("databases")
+
+
+TestQueueOnPostgreSQL = QueueOnPostgreSQL.TestCase
+TestQueueOnPostgreSQL.settings = hypothesis_settings(max_examples=6, stateful_step_count=50)
 TestQueue = Queue.TestCase
 TestQueue.settings = hypothesis_settings(max_examples=30, stateful_step_count=50)

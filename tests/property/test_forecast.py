@@ -19,7 +19,7 @@ FIRST = int(NOW // SLOT_S)
 
 
 def steady(tokens_per_s: float = 100.0, days: int = 5) -> Rates:
-    """The same rate in every slot of the days before."""
+    """Equal rates in every slot of the days before."""
     return Rates({FIRST - back: tokens_per_s for back in range(1, days * DAY + 1)})
 
 

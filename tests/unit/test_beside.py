@@ -168,6 +168,26 @@ def test_without_keys_pages_of_other_sites_reach_nothing(store: Store, path: Pat
         assert httpx.get(f"{url}/files", headers={"Origin": "http://localhost:3000"}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "203.0.113.9", "::ffff:203.0.113.9"]
+)
+def test_without_keys_other_machines_reach_nothing_whatever_host_they_name(
+    store: Store, path: Path, address: str
+) -> None:
+    async def asked() -> int:
+        app = Starlette()
+        beside.attach(app)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app, client=(address, 40_000))
+        async with (
+            closing(app),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as caller,
+        ):
+            return (await caller.get("/v1/files")).status_code
+
+    with both(store, path, None):
+        assert asyncio.run(asked()) == (403 if "203" in address else 200)
+
+
 def test_with_a_key_of_its_own_a_server_has_any_name(url: str) -> None:
     headers = {"Authorization": f"Bearer {OWN}", "Host": "gpu-7.example"}
     assert httpx.get(f"{url}/files", headers=headers).status_code == 200

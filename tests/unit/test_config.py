@@ -76,3 +76,9 @@ def test_answers_are_bounded_as_the_settings_say(tmp_path: Path) -> None:
     assert AnswerLimits.of(load({}, {}, tmp_path)) == AnswerLimits(), (
         "the defaults are the same in both places"
     )
+
+
+def test_a_line_break_behind_a_secret_is_none_of_it(tmp_path: Path) -> None:
+    environ = {"CONSERVE_STORE": "postgresql://db/x\n", "CONSERVE_API_KEY": "key\n"}
+    said = load({}, environ, tmp_path)
+    assert (said.store, said.api_key) == ("postgresql://db/x", "key")

@@ -338,3 +338,8 @@ def test_only_one_process_migrates_a_postgresql_database_at_a_time() -> None:
     migrations.lock(tx)  # type: ignore[arg-type]
     (query,) = said
     assert "pg_advisory_xact_lock" in query
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
+def test_a_postgresql_url_needs_no_driver(scheme: str) -> None:
+    assert database.parse(f"{scheme}://me@there/store").drivername == "postgresql+psycopg"

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from conserve.batch_api.metrics import lines
 from conserve.jobs.deadlines.backlog import backlog
+from conserve.jobs.telemetry.queue_metrics import backlog_metrics
 from tools.docs.generated import DOCS
 
 yaml = pytest.importorskip("yaml")
@@ -18,8 +18,12 @@ METRIC = re.compile(r"(conserve_\w+)(?:\{due_within=\"(\w+)\"\})?")
 
 def shown() -> list[str]:
     """Names and labels of the gauges on the metrics page."""
-    found = backlog([], 1.0, now=0.0)
-    return [line.rsplit(" ", 1)[0] for line in lines(found) if not line.startswith("#")]
+    families = backlog_metrics(backlog([], 1.0, now=0.0))
+    return [
+        "".join([sample.name, *(f'{{{key}="{value}"}}' for key, value in sample.labels.items())])
+        for family in families
+        for sample in family.samples
+    ]
 
 
 def texts(value: Any) -> list[str]:
@@ -53,4 +57,4 @@ def test_the_rules_ask_for_metrics_that_exist(rule: dict[str, Any]) -> None:
 def test_the_page_of_metrics_names_them_all() -> None:
     page = (DOCS / "reference/metrics.md").read_text()
     assert all(METRIC.match(name) and METRIC.match(name)[1] in page for name in shown())  # type: ignore[index]
-    assert list(lines(None)) == []
+    assert list(backlog_metrics(None)) == []

@@ -1,6 +1,7 @@
-"""The files and commands of docs/how-to/deploy.md: they parse, and they ask the programs for what exists."""
+"""deploy/ and the pages on it: files parse, they agree, and they ask the programs for what exists."""
 
 import configparser
+import json
 import re
 import shlex
 import shutil
@@ -10,55 +11,53 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from conserve.cli.app import LazyCommands
 from conserve.cli.serve import SPILL_S
+from conserve.config import variables
 from conserve.engine.service import DRAIN_S, HARVESTER_S
+from tools.deploy.chart import CHART, SETS, values
+from tools.deploy.dockerfile import DOCKERFILE, ROOT, instructions, sent
 from tools.docs.generated import DOCS
 
 yaml = pytest.importorskip("yaml")
 
+DEPLOY = ROOT / "deploy"
 PAGE = (DOCS / "how-to/deploy.md").read_text()
-FENCED = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 SHELL = [line.strip() for line in PAGE.splitlines() if re.match(r" {4}\S.*\bconserve ", line)]
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+YAML = sorted(path for path in DEPLOY.rglob("*.yaml") if path.parent.name != "templates")
 PROGRAM = "/srv/conserve/.venv/bin/conserve"
 OPERATORS = {"<", ">", ">>", "|", "||", "&&"}
 STOP_S = HARVESTER_S + DRAIN_S + SPILL_S  # the longest stop, with --kv-spill
+TTFT = {"MODEL": "smollm2-demo", "TTFT_SLO": "1s", "TBT_SLO": "100ms", "SERVE_FLAGS": "--ttft-slo 2s"}
 
 
-def blocks(language: str) -> list[str]:
-    return [body for found, body in FENCED if found == language]
-
-
-def documents() -> list[dict[str, Any]]:
-    return [document for body in blocks("yaml") for document in yaml.safe_load_all(body)]
-
-
-def service(text: str) -> configparser.SectionProxy:
-    """The section `Service` of a unit; a fragment is one."""
+def service(path: Path) -> configparser.SectionProxy:
+    """The section `Service` of a unit."""
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str  # type: ignore[assignment, method-assign]  # systemd's names have capitals
-    unit.read_string(text.replace("\\\n", "") if text.startswith("[") else f"[Service]\n{text}")
+    unit.read_string(path.read_text().replace("\\\n", ""))
     return unit["Service"]
 
 
-def pods() -> Iterator[dict[str, Any]]:
-    """The specification of each pod."""
-    for document in documents():
-        spec = document.get("spec", {})
-        for template in (spec.get("template"), spec.get("jobTemplate", {}).get("spec", {}).get("template")):
-            if template:
-                yield template["spec"]
+def compose(name: str = "compose.yaml") -> dict[str, Any]:
+    """A Compose file."""
+    found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose" / name).read_text())
+    return found
+
+
+def filled(text: str) -> str:
+    """A command with its variables replaced, as systemd and Compose do."""
+    return re.sub(r"\$\{(\w+)[^}]*\}", lambda name: TTFT[name[1]], text)
 
 
 def asked_of_conserve() -> list[list[str]]:
-    """Words behind `conserve` of each command on the page."""
-    (compose,) = (document for document in documents() if "services" in document)
-    commands = [shlex.split(one["command"]) for one in compose["services"].values()]
-    commands += [container["args"] for pod in pods() for container in pod["containers"]]
-    lines = [service(text)["ExecStart"] for text in blocks("ini")] + SHELL
-    for line in lines:
+    """Words behind `conserve` of each command in the units, the Compose file and the page."""
+    commands = [shlex.split(filled(compose()["services"]["server"]["command"]))]
+    for line in [filled(service(path)["ExecStart"]) for path in UNITS] + SHELL:
         words = shlex.split(line)
         for at, word in enumerate(words):
             if word in ("conserve", PROGRAM) and words[at - 1] not in ("-u", "-s"):
@@ -69,14 +68,15 @@ def asked_of_conserve() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("words", asked_of_conserve(), ids=lambda words: " ".join(words[:2]))
-def test_every_command_is_one_of_conserves(words: list[str], tmp_path: Path) -> None:
+def test_every_command_is_one_of_conserves(words: list[str]) -> None:
     with LazyCommands()[words[0]].make_context(words[0], words[1:]) as context:
         assert context.command.name == words[0]
 
 
-def test_the_page_has_commands_of_every_kind() -> None:
-    assert {words[0] for words in asked_of_conserve()} == {"serve", "harvest", "submit", "status", "check"}
-    assert len(asked_of_conserve()) >= 10
+def test_there_are_commands_of_every_kind() -> None:
+    kinds = {words[0] for words in asked_of_conserve()}
+    assert kinds == {"serve", "harvest", "api", "submit", "status", "check"}
+    assert len(asked_of_conserve()) >= 9
 
 
 def test_an_unknown_flag_would_be_seen() -> None:
@@ -90,31 +90,239 @@ def test_every_line_for_a_shell_is_one(line: str) -> None:
     assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
 
 
+def test_the_page_names_every_folder_and_the_folders_that_are_there() -> None:
+    named = set(re.findall(r"`deploy/([\w/]+)`", PAGE.partition("`conserve serve` is one")[0]))
+    assert {name.split("/")[0] for name in named} == {path.name for path in DEPLOY.iterdir()}
+    assert all((DEPLOY / name).is_dir() for name in named)
+
+
+@pytest.mark.parametrize("path", YAML, ids=lambda path: str(path.relative_to(DEPLOY)))
+def test_every_file_is_yaml(path: Path) -> None:
+    assert list(yaml.safe_load_all(path.read_text()))
+
+
 def test_every_service_has_the_time_that_a_stop_takes() -> None:
-    unit, harvester = map(service, blocks("ini"))
-    (compose,) = (document for document in documents() if "services" in document)
-    server, job = pods()
+    server = (CHART / "templates/server.yaml").read_text()
     graces = [
-        unit["TimeoutStopSec"],
-        *(one["stop_grace_period"].removesuffix("s") for one in compose["services"].values()),
-        server["terminationGracePeriodSeconds"],
+        service(DEPLOY / "systemd/conserve-serve.service")["TimeoutStopSec"],
+        compose()["services"]["server"]["stop_grace_period"].removesuffix("s"),
+        *re.findall(r"terminationGracePeriodSeconds: (\d+)", server),
     ]
+    assert len(graces) == 3
     assert all(float(grace) >= STOP_S for grace in graces)
-    assert len(set(map(float, graces))) == 1
-    assert min(float(harvester["TimeoutStopSec"]), job["terminationGracePeriodSeconds"]) > HARVESTER_S
+    harvester = (CHART / "templates/harvester.yaml").read_text()
+    short = [
+        service(DEPLOY / "systemd/conserve-harvest.service")["TimeoutStopSec"],
+        *re.findall(r"terminationGracePeriodSeconds: (\d+)", harvester),
+    ]
+    assert len(short) == 2
+    assert all(float(grace) > HARVESTER_S for grace in short)
 
 
-def test_no_pod_gets_variables_that_vllm_takes_for_settings() -> None:
-    """A Kubernetes Service called vllm would set VLLM_PORT to a URL, at which vLLM ends."""
-    assert [pod.get("enableServiceLinks") for pod in pods()] == [False, False]
+def test_environment_files_set_variables_that_exist() -> None:
+    known = {*variables().values(), "MODEL", "TTFT_SLO", "TBT_SLO"}
+    for path in (DEPLOY / "systemd").glob("*.env"):
+        assert set(re.findall(r"^#?([A-Z_]+)=", path.read_text(), re.MULTILINE)) <= known, path.name
+        assert path.stem in {unit.stem.removeprefix("conserve-") for unit in UNITS}
+    used = set(re.findall(r"\$\{(\w+):\?", (DEPLOY / "compose/compose.yaml").read_text()))
+    given = set(re.findall(r"^(\w+)=", (DEPLOY / "compose/example.env").read_text(), re.MULTILINE))
+    assert used <= given
+
+
+def test_no_secret_has_a_value() -> None:
+    for path in [*(DEPLOY / "systemd").glob("*.env"), DEPLOY / "compose/example.env"]:
+        for name, value in re.findall(r"^(\w*(?:KEY|PASSWORD))=(.*)$", path.read_text(), re.MULTILINE):
+            assert value == "", f"{path.name}: {name}"
+
+
+def test_compose_mounts_files_that_exist() -> None:
+    for name, one in compose()["services"].items():
+        for volume in one.get("volumes", []):
+            place = volume.partition(":")[0]
+            if place.startswith("."):
+                assert (DEPLOY / "compose" / place).exists(), f"{name}: {place}"
+            else:
+                assert place in compose()["volumes"], f"{name}: {place}"
+    assert set(compose("gpu.yaml")["services"]) <= set(compose()["services"])
+    assert (DEPLOY / "compose" / compose()["services"]["server"]["build"]["context"]).resolve() == ROOT
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-@pytest.mark.parametrize("text", blocks("ini"))
-def test_systemd_has_nothing_to_say_against_a_unit(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "conserve.service"
-    path.write_text((text if text.startswith("[") else f"[Service]\n{text}").replace(PROGRAM, sys.executable))
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_systemd_has_nothing_to_say_against_a_unit(path: Path, tmp_path: Path) -> None:
+    unit = tmp_path / path.name
+    unit.write_text(path.read_text().replace(PROGRAM, sys.executable))
     done = subprocess.run(
-        ["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+# The image
+
+
+def test_the_image_runs_as_a_user_without_rights_and_writes_to_its_volume() -> None:
+    last = [one for one in instructions(DOCKERFILE.read_text()) if one.stage == 1]
+    said = {one.word: one.rest for one in last}
+    assert said["USER"] == "10001:10001"
+    assert said["VOLUME"] == said["WORKDIR"] == "/var/lib/conserve"
+    written = dict(word.split("=", 1) for word in said["ENV"].split())
+    for name in ("HOME", "XDG_CACHE_HOME", "CONSERVE_HOME"):
+        assert written[name].startswith("/var/lib/conserve")
+    assert said["ENTRYPOINT"] == '["conserve"]'
+    assert [one.word for one in last].index("USER") > max(
+        number for number, one in enumerate(last) if one.word == "RUN"
+    )
+
+
+def test_the_image_has_the_labels_of_oci() -> None:
+    labels = next(one.rest for one in instructions(DOCKERFILE.read_text()) if one.word == "LABEL")
+    for name in ("title", "description", "licenses", "version", "revision"):
+        assert f"org.opencontainers.image.{name}=" in labels
+
+
+def test_the_image_copies_what_exists_and_what_the_builder_is_sent() -> None:
+    copied = [one.rest for one in instructions(DOCKERFILE.read_text()) if one.word == "COPY"]
+    sources = [source for rest in copied if not rest.startswith("--from") for source in rest.split()[:-1]]
+    assert "conserve" in sources
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert sent(source), source
+    assert not sent("docs")
+
+
+def test_every_engine_is_an_extra_of_the_package() -> None:
+    install = (DOCKERFILE.parent / "install.sh").read_text()
+    assert subprocess.run(["bash", "-n"], input=install, text=True, check=False).returncode == 0
+    extras = set(re.findall(r"\[([\w,]+)\]\"", install))
+    assert extras == {"api,postgres", "cuda,api,postgres", "cpu,api,postgres"}
+    project = (ROOT / "pyproject.toml").read_text()
+    assert all(
+        re.search(rf"^{extra} = \[", project, re.MULTILINE) for each in extras for extra in each.split(",")
+    )
+
+
+def test_an_instruction_over_several_lines_is_one() -> None:
+    found = list(instructions("# c\nARG A=1\nFROM x\nRUN a \\\n # c\n  && b\nFROM y\nUSER 1\n"))
+    assert found == [
+        (-1, "ARG", "A=1"),
+        (0, "FROM", "x"),
+        (0, "RUN", "a && b"),
+        (1, "FROM", "y"),
+        (1, "USER", "1"),
+    ]
+
+
+# The chart
+
+
+def schema() -> dict[str, Any]:
+    """The schema of the chart's values."""
+    found: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+    return found
+
+
+def test_every_value_has_a_default_and_a_description() -> None:
+    found = list(values())
+    assert len(found) > 60
+    assert all(says for _, _, says in found)
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.Draft7Validator(schema()).validate(defaults)
+
+
+@pytest.mark.parametrize("path", SETS, ids=lambda path: path.stem)
+def test_the_sets_of_values_obey_the_schema(path: Path) -> None:
+    jsonschema.Draft7Validator(schema()).validate(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"harvester": {"endpoint": "http://vllm:8000"}},
+        {"harvester": {"endpoints": ["vllm:8000"]}},
+        {"harvester": {"replicas": -1}},
+        {"store": {"database": {"url": "postgresql://ann:secret@db/conserve"}}},
+        {"server": {"keySecret": {"value": "secret"}}},
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft7Validator(schema()).validate(given)
+
+
+def test_every_value_is_used_and_every_used_value_exists() -> None:
+    texts = "".join(path.read_text() for path in (CHART / "templates").iterdir())
+    roots = set(re.findall(r"\$?\w*\.Values\.(\w+)", texts))
+    assert roots == set(schema()["properties"])
+
+
+def test_the_chart_is_of_this_version() -> None:
+    import conserve
+
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == conserve.__version__
+
+
+def test_rules_and_dashboard_are_the_charts() -> None:
+    for name, place in (("dashboard.json", "grafana/conserve.json"), ("rules.yaml", "prometheus/rules.yaml")):
+        assert (DEPLOY / place).resolve() == CHART / "files" / name
+
+
+# Metrics
+
+
+def test_alerts_dashboard_and_examples_ask_for_metrics_that_exist() -> None:
+    page = (DOCS / "reference/metrics.md").read_text()
+    known = set(re.findall(r"`(conserve_\w+)", page))
+    asked = {metric for path in METRICS_IN for metric in re.findall(r"\bconserve_\w+", path.read_text())}
+    assert len(asked) > 15
+    assert asked <= known, asked - known
+
+
+METRICS_IN = [
+    DEPLOY / "prometheus/rules.yaml",
+    DEPLOY / "prometheus/rules.test.yaml",
+    DEPLOY / "grafana/conserve.json",
+    DOCS / "how-to/deadlines.md",
+    DOCS / "how-to/alerts.md",
+]
+
+
+def alerts() -> Iterator[dict[str, Any]]:
+    """The alert rules."""
+    for group in yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())["groups"]:
+        yield from group["rules"]
+
+
+def test_every_alert_has_its_lines_in_the_runbook() -> None:
+    page = (DOCS / "how-to/alerts.md").read_text()
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^#|\Z)", page, re.DOTALL | re.MULTILINE))
+    assert set(sections) == {alert["alert"] for alert in alerts()}
+    for alert in alerts():
+        name = alert["alert"]
+        assert alert["annotations"]["runbook"] == f"how-to/alerts.md#{name.lower()}"
+        assert alert["labels"]["severity"] in ("warning", "critical")
+        assert "**Means.** " in sections[name]
+        assert "**Do.** " in sections[name]
+
+
+def test_every_alert_is_tried_with_figures_at_which_it_fires() -> None:
+    tests = yaml.safe_load((DEPLOY / "prometheus/rules.test.yaml").read_text())["tests"]
+    tried = [one for test in tests for one in test["alert_rule_test"]]
+    assert {one["alertname"] for one in tried if one["exp_alerts"]} == {alert["alert"] for alert in alerts()}
+
+
+def test_panels_of_the_dashboard_lie_side_by_side() -> None:
+    panels = json.loads((DEPLOY / "grafana/conserve.json").read_text())["panels"]
+    taken = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(taken) == len(set(taken))
+    assert max(x for x, _ in taken) < 24
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert panels[0]["type"] == "row"
+    assert "harmed" in panels[0]["title"]

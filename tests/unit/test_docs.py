@@ -69,13 +69,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
 
 
-@pytest.mark.parametrize("name", ["deploy.md", "choose-an-slo.md"])
+@pytest.mark.parametrize("name", ["deploy.md", "kubernetes.md", "alerts.md", "choose-an-slo.md"])
 def test_flags_in_a_recipe_exist(name: str) -> None:
     known = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", (DOCS / "reference/commands.md").read_text()))
     others = {
         *("--max-model-len", "--shutdown-timeout"),  # vLLM
         *("--signal", "--kill-after"),  # timeout
-        *("--no-cache-dir", "--no-install-recommends"),  # pip, apt
+        *("--read-only", "--rm", "--tmpfs", "--volume", "--shm-size", "--build", "--detach"),  # docker
+        *("--from-file", "--namespace", "--now", "--set"),  # kubectl, helm, systemctl
     }
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (DOCS / "how-to" / name).read_text()))
     assert used & known

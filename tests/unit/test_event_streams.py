@@ -133,7 +133,7 @@ def queued(store: Store, job_id: str) -> batches.Batch:
 async def collected(
     streams: Streams, key: str | None, batch: batches.Batch, last: str | None = None
 ) -> list[str]:
-    """What a stream sends until it ends."""
+    """Events that a stream sends until it ends."""
     streams.enter(key, batch.id, Snapshot.of(batch))
     try:
         return [text async for text in streams.events(key, batch.id, last)]

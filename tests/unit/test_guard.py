@@ -243,6 +243,8 @@ RESUMED = {"conserve_resume": [1, 2]}
         (LIVE, -(10**9), {}, "send 0 or more"),
         (LIVE, 0, RESUMED, "conserve_resume wants the harvester's key"),
         (LIVE, 0, {"conserve_resume": []}, None),
+        (LIVE, 1000, {"conserve_push": 1}, "conserve_push wants the harvester's key"),
+        (ROWS, 1000, {"conserve_push": 1}, None),
         (LIVE, 0, {"conserve_ttft_ms": 1500}, None),
         (LIVE, 0, {"conserve_ttft_ms": 3000.5}, None),
         (LIVE, 0, {"conserve_ttft_ms": 1499.9}, "below the server's --ttft-slo, 1500 ms"),

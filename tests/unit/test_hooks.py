@@ -179,6 +179,7 @@ class TestOutbox:
         submitted(store)
         assert told(store) == []
 
+    @pytest.mark.sqlite
     def test_a_damaged_record_is_told_as_far_as_it_can_be_read(self, store: Store) -> None:
         hook(store)
         submitted(store)
@@ -197,7 +198,7 @@ class TestOutbox:
                 "journal.count",
                 "journal.fail_misfits",
             ),
-            *("leases.open_lease", "queue.fresh", "queue.put_back", "choice.pass_over"),
+            *("leases.begin_job", "queue.fresh", "queue.moved_by", "queue.count_retries", "choice.pass_over"),
         }
         found, tells = set(), set()
         for path in (Path(package.__file__).parent / "store").rglob("*.py"):
@@ -539,6 +540,7 @@ class TestCommands:
         done = conserve("hooks", *words)
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
+    @pytest.mark.sqlite
     def test_the_secret_outlives_a_rebuilt_database(self, store: Store) -> None:
         to = hook(store)
         submitted(store)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.endpoints.exchange import AnswerLimits
-from conserve.endpoints.http import HttpEndpoint
+from conserve.endpoints.http import HttpEndpoint, put_push
 from conserve.endpoints.protocol import Call, Completion, KvCache, Url
 from conserve.errors import (
     EndpointBusy,
@@ -53,6 +53,17 @@ def ask(handler: Handler, call: Call = CHAT) -> Completion:
             await endpoint.close()
 
     return asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "asked", [None, {"other": 2}, {"conserve_push": 1}, {"other": 2, "conserve_push": 1}]
+)
+@pytest.mark.parametrize("on", [True, False])
+def test_only_the_harvester_says_that_a_row_pushes(asked: dict[str, int] | None, on: bool) -> None:
+    body: dict[str, Any] = {} if asked is None else {"vllm_xargs": dict(asked)}
+    put_push(body, on=on)
+    others = {name: value for name, value in (asked or {}).items() if name == "other"}
+    assert body.get("vllm_xargs", {}) == ({**others, "conserve_push": 1} if on else others)
 
 
 def test_a_chat_is_sent_and_read_in_the_openai_form() -> None:
@@ -672,3 +683,16 @@ def test_answers_under_way_share_the_memory() -> None:
     assert "longer than 0.00238419 MiB (max_answers_mib) together" in str(busy[0])
     answers = [one.choices[0].text for one in (*first, *then) if not isinstance(one, EndpointBusy)]
     assert answers == [text] * 4
+
+
+@pytest.mark.parametrize("url", [Url.CHAT, Url.COMPLETIONS, Url.RESPONSES])
+def test_a_row_of_any_route_is_sent_without_a_push_of_its_own(url: Url) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        return httpx.Response(400, json={"error": {"message": "seen"}})
+
+    with pytest.raises(RequestRejected):
+        ask(handler, Call(key="1", url=url, body={"input": "a", "vllm_xargs": {"conserve_push": 1}}))
+    assert sent[0]["vllm_xargs"] == {}

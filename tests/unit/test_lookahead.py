@@ -94,7 +94,8 @@ def state(store: Store, job_id: str) -> JobState:
 
 def live(store: Store) -> int:
     with store.read() as tx:
-        return int(tx.scalar(text("select count(*) from request")) or 0)
+        records = "select (select count(*) from request) + (select coalesce(sum(held), 0) from span)"
+        return int(tx.scalar(text(records)) or 0)
 
 
 def test_rows_of_two_jobs_that_share_a_prefix_go_together(store: Store, queue_up: QueueUp) -> None:

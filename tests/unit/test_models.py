@@ -299,6 +299,7 @@ def without_models(settings: Settings) -> None:
     database.close()
 
 
+@pytest.mark.sqlite
 def test_an_older_store_is_read_as_it_is_and_brought_up_to_date_by_what_writes(
     store: Store, settings: Settings, write_input: WriteInput
 ) -> None:

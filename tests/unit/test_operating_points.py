@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from conserve.bench.traces import Arrival, Trace
 from conserve.cli.sweep import SETS, SIZES, Wanted, plan_of, policies_of, simulated
 from conserve.errors import InputError, SettingsError
 from conserve.profiles.book import Book
+from tests.made_up_blocks import Answered, MadeUp
 
 MACHINE = Machine.demo()
 PLAN = Plan(
@@ -165,21 +166,6 @@ def test_work_of_rows_is_what_their_tokens_take() -> None:
 
 
 # A sweep
-
-
-@dataclass
-class MadeUp:
-    """A simulated block of which every answer is as slow as the policy says."""
-
-    began_s: float
-    answers: list[Any]
-    first: dict[str, Any]
-    last: dict[str, Any]
-
-
-@dataclass
-class Answered:
-    token_at_s: list[float]
 
 
 def made_up(machine: Machine, policy: str, blocks: Iterable[Trace], **given: Any) -> Iterator[MadeUp]:

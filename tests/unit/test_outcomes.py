@@ -259,6 +259,7 @@ def test_only_a_row_that_was_alone_is_blamed_for_an_engines_death(
 
 def test_a_backoff_doubles_up_to_a_minute() -> None:
     assert [backoff_s(n) for n in range(8)] == [1, 2, 4, 8, 16, 32, LONGEST_BACKOFF_S, LONGEST_BACKOFF_S]
+    assert backoff_s(5000) == LONGEST_BACKOFF_S, "a weekend without a database"
 
 
 class Clock:

@@ -104,3 +104,12 @@ def test_what_dead_servers_left_is_swept_up(settings: Settings) -> None:
         (folder / "notes.txt").write_bytes(b"not ours")
         assert [found.url for found in services.running(settings)] == ["http://here"]
         assert sorted(path.name for path in folder.iterdir()) == sorted([f"{os.getpid()}.json", "notes.txt"])
+
+
+def test_of_another_container_with_this_hosts_name_nothing_is_known() -> None:
+    host, pid, started, nonce = owners.this_process().rsplit(":", 3)
+    token, _, namespace = nonce.rpartition("-")
+    assert namespace == owners.this_namespace()
+    assert owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{nonce}")
+    assert not owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{token}-{namespace}f")
+    assert owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{token}"), "of an earlier version"

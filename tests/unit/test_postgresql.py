@@ -1,45 +1,50 @@
-"""Tests that need PostgreSQL: transactions that see one moment, and locks of rows.
+"""What PostgreSQL alone does: transactions that see one moment, locks of rows, calls that wake harvesters."""
 
-POSTGRES_URL=postgresql+psycopg://user@host/empty_database pytest tests/unit/test_postgresql.py
-"""
-
-import os
+import asyncio
+import multiprocessing
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from select import select as select_files
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import Connection, text
 
 from conserve.config import Settings, load
+from conserve.endpoints.fake import FakeEndpoint
+from conserve.errors import StoreError
+from conserve.jobs.harvest import harvester
 from conserve.jobs.hooks.courier import Courier
-from conserve.store.books import batches, catalog, hooks, outbox, queue, shards
+from conserve.jobs.requests.submit import submit
+from conserve.jobs.task import Kind, Task
+from conserve.store.books import batches, catalog, hooks, leases, outbox, queue, shards, spans
 from conserve.store.books.events import Event
+from conserve.store.books.journal import Committed
 from conserve.store.books.readings import read_jobs
-from conserve.store.database import schema
+from conserve.store.database import bulk, schema
 from conserve.store.database.store import Store
+from conserve.store.database.versions import LATEST
+from conserve.store.database.wakeup import Listener
 from conserve.store.files import home
 from conserve.store.sql.query import views
 from conserve.store.upkeep.sweep import sweep
-from tests.commands import until
+from tests.commands import conserve, until
+from tests.postgres import Databases
 from tests.receiver import receiving
-from tests.store_rows import add_job, finish, job, leased, select
+from tests.store_rows import add_job, finish, job, leased, live, positions, select
+from tools.deploy.chart import CHART
 
-URL = os.environ.get("POSTGRES_URL", "")
 ROWS = 100
-
-pytestmark = pytest.mark.skipif(not URL, reason="POSTGRES_URL names no database")
 
 
 @pytest.fixture
-def postgres(tmp_path: Path) -> Settings:
+def postgres(tmp_path: Path, databases: Databases) -> Settings:
     """An empty store."""
-    engine = create_engine(URL)
-    schema.metadata.drop_all(engine)
-    engine.dispose()
-    return load({"home": tmp_path / "home", "store": URL}, environ={})
+    return load({"home": tmp_path / "home", "store": databases.emptied()}, environ={})
 
 
 @pytest.fixture
@@ -173,3 +178,179 @@ def test_two_couriers_send_each_message_once(store: Store) -> None:
             sent = outbox.page(tx, limit=100)
     assert {message.state for message in sent} == {"delivered"}
     assert sorted(got.id for got in receiver.got) == sorted(message.id for message in sent)
+
+
+def test_the_charts_migration_job_brings_the_tables_up_to_date(postgres: Settings) -> None:
+    template = (CHART / "templates/migration.yaml").read_text()
+    (words,) = re.findall(r"^ +args: \[(.*)\]$", template, re.MULTILINE)
+    done = conserve(*words.split(", "), CONSERVE_HOME=str(postgres.home), CONSERVE_STORE=postgres.store)
+    assert done.returncode == 0, done.stderr
+    store = Store.open(postgres)
+    assert select(store, "select value from meta where key = 'version'") == [(str(LATEST),)]
+    store.close()
+
+
+def open_at_once(settings: Settings, barrier: Any, ids: Any) -> None:
+    barrier.wait()
+    store = Store.open(settings)
+    ids.put(store.id)
+    store.close()
+
+
+def test_processes_that_open_an_empty_database_at_once_migrate_it_once(
+    databases: Databases, tmp_path: Path
+) -> None:
+    url = databases.new(empty=True)
+    settings = load({"home": tmp_path / "home", "store": url}, environ={})
+    fork = multiprocessing.get_context("fork")
+    barrier, ids = fork.Barrier(4), fork.Queue()
+    processes = [fork.Process(target=open_at_once, args=(settings, barrier, ids)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    found = {ids.get(timeout=60) for _ in processes}
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len(found) == 1
+    store = Store.open(settings)
+    assert {store.id} == found
+    assert select(store, "select value from meta where key = 'version'") == [(str(LATEST),)]
+    store.close()
+    databases.drop(url)
+
+
+def within_a_second(tx: Connection) -> None:
+    """A wait for a lock is an error."""
+    tx.execute(text("set local lock_timeout = '1s'"))
+
+
+def test_claims_of_two_jobs_do_not_wait_for_each_other(store: Store) -> None:
+    for name in ("one", "other"):
+        add_job(store, name)
+    with store.write() as first, store.write() as second:
+        within_a_second(second)
+        queue.claim(first, owner="ann", now=0.0, lease_s=9.0, limit=2, only=["one"])
+        lease = queue.claim(second, owner="ben", now=0.0, lease_s=9.0, limit=2, only=["other"])
+        assert positions(lease) == [0, 1]
+
+
+def test_a_claim_waits_for_no_result_that_is_just_written(store: Store) -> None:
+    """Up to the counters of the job, the last statement of a commit."""
+    add_job(store, rows=8)
+    lease = leased(store, limit=2)
+    with store.write() as first, store.write() as second:
+        within_a_second(second)
+        spans.locked(first, [lease.epoch])
+        first.execute(text("insert into journal values ('job-1', 0, false, '')"))
+        assert positions(queue.claim(second, owner="ben", now=0.0, lease_s=9.0, limit=2)) == [2, 3]
+
+
+def test_a_lease_that_is_just_renewed_is_not_ended_and_not_waited_for(store: Store) -> None:
+    add_job(store, rows=4)
+    kept, silent = leased(store, limit=1), leased(store, limit=1)
+    with store.write() as first, store.write() as second:
+        within_a_second(second)
+        over = leases.signs(second, but="nobody")
+        leases.renew(first, [kept.epoch], now=5.0, lease_s=9.0)
+        assert leases.end_silent(second, over) == 1
+    assert live(store) == {0: kept.epoch, 1: None}
+    assert finish(store, silent).written == []
+
+
+def test_a_commit_that_waited_for_the_end_of_its_lease_comes_late(store: Store) -> None:
+    """What it reads of the span is not older than its lock."""
+    add_job(store, rows=2)
+    lease = leased(store)
+    told: list[Committed] = []
+    with store.write() as tx:
+        leases.end(tx, list(spans.locked(tx, [lease.epoch])))
+        thread = threading.Thread(target=lambda: told.append(finish(store, lease)))
+        thread.start()
+        until(lambda: tx.scalar(text("select count(*) from pg_locks where not granted")) > 0)
+    thread.join()
+    assert (len(told[0].written), len(told[0].late)) == (0, 2)
+    assert live(store) == {0: None, 1: None}
+
+
+def test_a_row_that_is_in_the_journal_already_is_an_error_of_the_store(store: Store) -> None:
+    """Also by COPY, which SQLAlchemy knows nothing of."""
+    rows = [{"job_id": "job-1", "position": 1, "failed": False, "payload": b"", "checksum": 0}] * bulk.FEWEST
+    with pytest.raises(StoreError, match="duplicate key"), store.write() as tx:
+        bulk.insert_rows(tx, schema.journal, rows)
+
+
+def test_results_of_all_kinds_are_copied_as_they_are(store: Store) -> None:
+    add_job(store, rows=40)
+    finish(store, leased(store, limit=40), failed=range(20))
+    assert select(store, "select count(*), count(*) filter (where failed), sum(position) from journal") == [
+        (40, 20, 780)
+    ]
+    shards.compact(store, "job-1", now=0.0)
+    with views(store, now=0.0) as opened:
+        assert opened.duck.execute("select count(*), count(error) from results").fetchall() == [(40, 20)]
+
+
+def test_one_process_at_a_time_compacts_a_job(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_ROWS", 10)
+    finished_job(store)
+    with store.alone("compact job-1") as alone:
+        assert alone
+        assert shards.compact_full(store, "job-1", now=0.0) is None
+        with store.alone("compact job-2") as other:
+            assert other
+    assert shards.compact_full(store, "job-1", now=0.0) == 10
+
+
+def test_a_call_is_heard_once_its_rows_are_there(store: Store) -> None:
+    listener = Listener.of(store.engine)
+    assert listener is not None
+    add_job(store)
+    assert readable(listener)
+    assert listener.heard()
+    assert not readable(listener)
+    lease = leased(store)
+    finish(store, lease, of=[0])
+    assert not readable(listener), "a claim and a commit call nobody"
+    with store.write() as tx:
+        leases.end(tx, [lease.epoch])
+        assert not readable(listener), "not before the commit"
+    assert readable(listener)
+    listener.close()
+
+
+def readable(listener: Listener) -> bool:
+    return bool(select_files([listener], [], [], 0.2)[0])
+
+
+def test_a_connection_that_ends_is_noticed(store: Store) -> None:
+    listener = Listener.of(store.engine)
+    assert listener is not None
+    with store.write() as tx:
+        tx.execute(text("select pg_terminate_backend(pid) from pg_stat_activity where query like 'listen%'"))
+    assert select_files([listener], [], [], 60)[0]
+    until(lambda: not listener.heard())
+    listener.close()
+
+
+def test_a_waiting_harvester_is_woken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would look by itself in an hour."""
+    monkeypatch.setattr(harvester, "LISTENING_S", 3600.0)
+    store.home.mkdir(exist_ok=True)
+
+    async def run() -> int:
+        stop = asyncio.Event()
+        working = harvester.Harvester(store, FakeEndpoint(), follow=True)
+        running = asyncio.create_task(working.run(stop))
+        await asyncio.to_thread(until, lambda: working._calls.listening)
+        await asyncio.to_thread(submit_rows, store)
+        await asyncio.to_thread(until, lambda: working.tally.succeeded == 3)
+        stop.set()
+        return (await running).succeeded
+
+    assert asyncio.run(run()) == 3
+
+
+def submit_rows(store: Store) -> None:
+    path = store.home / "input.parquet"
+    pq.write_table(pa.table({"q": ["a", "b", "c"]}), path)
+    submit(store, str(path), Task(kind=Kind.PROMPT, template="{{ q }}"))

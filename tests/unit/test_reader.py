@@ -164,4 +164,4 @@ def test_looking_for_rows_to_claim_locks_nothing(store: Store, monkeypatch: pyte
     tx: Any = SimpleNamespace(execute=execute)
     for locked in (True, False):
         queue.runnable_jobs(tx, None, locked=locked)
-    assert ["FOR UPDATE" in query for query in said] == [True, False]
+    assert ["FOR NO KEY UPDATE" in query for query in said] == [True, False]

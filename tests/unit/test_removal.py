@@ -313,11 +313,11 @@ def test_a_removal_waits_for_a_compaction_and_takes_its_file_too(
         target=removal.remove, args=(other, job_id), kwargs={"now": 0.0, "force": True}
     )
 
-    def removed_meanwhile(*given: Any) -> Any:
+    def removed_meanwhile(*given: Any, **named: Any) -> Any:
         removing.start()
         while ids(store):
             time.sleep(0.001)
-        return write(*given)
+        return write(*given, **named)
 
     monkeypatch.setattr(shards, "write_file", removed_meanwhile)
     assert shards.compact(store, job_id, now=0.0) == 0

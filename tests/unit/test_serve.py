@@ -28,6 +28,33 @@ def test_what_conserve_serve_decides_is_refused(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--distributed-executor-backend", "ray"], "--distributed-executor-backend ray"),
+        (["--distributed_executor_backend=ray"], "--distributed-executor-backend ray"),
+        (["--data-parallel-backend", "ray"], "--data-parallel-backend ray"),
+        (["--dtype", "float32", "--nnodes", "2"], "--nnodes 2"),
+    ],
+)
+def test_a_model_that_spans_machines_is_refused_in_one_sentence(flags: list[str], named: str) -> None:
+    with pytest.raises(SettingsError, match=f"cannot run with {named}: .* conserve harvest --endpoint URL"):
+        serve_flags.refuse_machines(flags)
+
+
+def test_a_model_on_one_machine_is_not_refused() -> None:
+    serve_flags.refuse_machines(
+        ["--distributed-executor-backend", "mp", "--nnodes=1", "--tensor-parallel-size", "2"]
+    )
+
+
+def test_the_sentence_stands_on_the_page_of_modes() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs/reference/modes.md").read_text().split())
+    with pytest.raises(SettingsError) as refused:
+        serve_flags.refuse_machines(["--distributed-executor-backend", "ray"])
+    assert str(refused.value) in page
+
+
+@pytest.mark.parametrize(
     ("flags", "limit_s"),
     [
         ([], 45),

@@ -8,8 +8,9 @@ import pytest
 
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.jobs.deadlines.rate import Rates
+from conserve.jobs.deadlines.slack import late_jobs
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.harvest.turns import candidate
+from conserve.jobs.harvest.turns import Candidate, Turns, candidate
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import harvested, queue
@@ -105,6 +106,51 @@ def test_the_store_keeps_how_many_tokens_were_harvested(store: Store, queue_up: 
     assert found.tokens == pytest.approx(done.prompt_tokens + done.completion_tokens, rel=0.05)
     (rate,) = Rates.of([found]).by_slot.values()
     assert rate == pytest.approx(found.tokens / found.busy_s)
+
+
+def test_rows_of_a_job_that_would_be_late_push(store: Store, queue_up: QueueUp) -> None:
+    """A minute before the deadline is the margin; all rows together take hours."""
+    note(store, 100 * int(SLOT_S), BEGIN_S - SLOT_S, BEGIN_S)
+    near, far = BEGIN_S + 61.0, BEGIN_S + 3e6
+    pushed = queue_up("p", 3000, deadline=near, on_late=OnLate.PUSH)
+    queue_up("e", 3000, deadline=near)
+    queue_up("f", 3000, deadline=far, on_late=OnLate.PUSH)
+    turns = Turns(store, lambda: BEGIN_S)
+    with store.read() as tx:
+        runnable = queue.runnable_jobs(tx, None)
+    turns.ordered(runnable, now=BEGIN_S)
+    assert turns.pushing == {pushed}, "not one that expires without a push, nor one that has time"
+    turns.ordered(runnable, now=near)
+    assert turns.pushing == frozenset(), "its deadline is over"
+
+
+def test_calls_of_a_pushing_job_say_so(store: Store, queue_up: QueueUp) -> None:
+    class Pushed(Asked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.said: set[tuple[str, bool]] = set()
+
+        async def complete(self, call: Any, on_tokens: Any = None) -> Any:
+            self.said.add((call.body["messages"][-1]["content"][0], call.pushes))
+            return await super().complete(call, on_tokens)
+
+    note(store, 10 * int(SLOT_S), BEGIN_S - SLOT_S, BEGIN_S)
+    queue_up("p", 20, deadline=BEGIN_S + 62.0, on_late=OnLate.PUSH)
+    queue_up("n", 4)
+    endpoint = Pushed()
+    harvest(store, endpoint)
+    assert ("p", True) in endpoint.said
+    assert ("n", True) not in endpoint.said
+
+
+def test_without_a_known_rate_no_job_pushes() -> None:
+    due = candidate_of(deadline=10.0)
+    assert list(late_jobs([due], now=0.0, tokens_per_s=None)) == []
+    assert list(late_jobs([due], now=0.0, tokens_per_s=1000.0)) == ["a"]
+
+
+def candidate_of(deadline: float | None) -> Candidate:
+    return Candidate("a", 1, 0, 0, 10, deadline, 100.0)
 
 
 def note(store: Store, tokens: int, since: float, now: float) -> None:

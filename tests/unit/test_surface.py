@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from fastapi import FastAPI, Response
 from prometheus_client.parser import text_string_to_metric_families
 
+from conserve import __version__
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.vllm.profiling.learning import require_model, scheduler_says
 from conserve.engine.vllm.server import routes
@@ -26,6 +27,7 @@ from tests import virtual_time
 SAID: dict[str, Any] = {
     "policy": "conserve",
     "slo": {"ttft_ms": 1500.0, "tbt_ms": None, "harm": 0.1},
+    "pushing": {"largest_slo_scale": 1.25, "slo_scale": 1.25, "rows": 2},
     "latency_model": {"name": "conserve"},
     "online": {
         "requests": 12,
@@ -155,6 +157,7 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
     answer = virtual_time.run(get(app_for(client), "/metrics"))
     found = ours(answer)
     assert found == {
+        f"conserve_build_info/serve/{__version__}": 1,
         "conserve_online_requests_total": 12,
         "conserve_offline_tokens_total": 3456,
         "conserve_iterations_total": 100,
@@ -177,6 +180,7 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_slo_attainment": 0.75,
         "conserve_receipt_pauses_total": 8,
         "conserve_harm_limit": 0.1,
+        "conserve_slo_scale": 1.25,
         "conserve_harm_ratio/estimate/ttft/p50": 1.05,
         "conserve_harm_ratio/low/ttft/p50": 0.9,
         "conserve_promised_seconds/ttft/p99": 1.5,
@@ -196,6 +200,7 @@ def test_metrics_leave_out_what_a_report_lacks() -> None:
     said = {"iterations": 5, "preemption": {"iterations_left": 0, "reaction_ms": {"p50": None, "p99": None}}}
     found = ours(virtual_time.run(get(app_for(EngineClient(lambda: said)), "/metrics")))
     assert found == {
+        f"conserve_build_info/serve/{__version__}": 1,
         "conserve_iterations_total": 5,
         "conserve_iterations_left_total": 0,
         "conserve_preemptions_total": 0,
@@ -225,15 +230,16 @@ def test_a_scheduler_that_does_not_answer_in_time_is_asked_once_and_shown_as_it_
 
         client = EngineClient(reply)
         app = app_for(client)
-        assert ours(await get(app, "/metrics")) == {"conserve_iterations_total": 1}
+        build = {f"conserve_build_info/serve/{__version__}": 1.0}
+        assert ours(await get(app, "/metrics")) == {**build, "conserve_iterations_total": 1}
         slow.clear()
         for answer in await asyncio.gather(*(get(app, "/metrics") for _ in range(3))):
-            assert ours(answer) == {"conserve_iterations_total": 1}
+            assert ours(answer) == {**build, "conserve_iterations_total": 1}
         assert len(client.asked) == 2
         slow.set()
         await asyncio.sleep(0)
-        assert ours(await get(app, "/metrics")) == {"conserve_iterations_total": 2}
-        assert ours(await get(app, "/metrics")) == {"conserve_iterations_total": 3}
+        assert ours(await get(app, "/metrics")) == {**build, "conserve_iterations_total": 2}
+        assert ours(await get(app, "/metrics")) == {**build, "conserve_iterations_total": 3}
 
     virtual_time.run(go())
 

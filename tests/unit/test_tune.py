@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from conserve.cli.tuned import Tuned, tuned_promises
 from conserve.config import Settings
 from conserve.engine.runtime.recording import ARRIVALS_BYTES, FULL, Recording, arrival_line, arrivals_at
 from conserve.errors import InputError, Overloaded, SettingsError
+from tests.made_up_blocks import Answered, MadeUp
 
 MACHINE = Machine.demo()
 NOW = 1_763_900_000.0
@@ -66,19 +67,6 @@ def test_a_median_is_a_median() -> None:
 
 
 # The search
-
-
-@dataclass
-class MadeUp:
-    began_s: float
-    answers: list[Any]
-    first: dict[str, Any]
-    last: dict[str, Any]
-
-
-@dataclass
-class Answered:
-    token_at_s: list[float]
 
 
 class Engine:

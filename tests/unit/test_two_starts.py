@@ -3,7 +3,11 @@
 import asyncio
 import contextlib
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,3 +130,48 @@ def test_a_start_that_is_cancelled_ends_its_own_process_and_lets_the_next_begin(
         assert builder.alive() == [builder.cores[1]]
 
     asyncio.run(go())
+
+
+def test_a_child_that_is_forked_during_a_start_may_start_an_engine_itself() -> None:
+    async def start() -> int:
+        async with launch.one_at_a_time():
+            assert launch.STARTING.locked()
+            if (child := os.fork()) == 0:
+                os._exit(int(launch.STARTING.locked()))
+            return os.waitpid(child, 0)[1]
+
+    assert asyncio.run(start()) == 0
+    assert not launch.STARTING.locked()
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_without_a_guard_runs_once(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "from conserve.engine.vllm.launching.launch import without_main\n"
+        "print('begun', flush=True)\n"
+        "with without_main():\n"
+        f"    child = multiprocessing.get_context({method!r}).Process(target=print, args=('child',))\n"
+        "    child.start()\n"
+        "child.join()\n"
+        "print(child.exitcode)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.split(), done.stderr) == (["begun", "child", "0"], "")
+
+
+def test_a_process_in_which_an_engine_started_ends_without_warnings_of_duckdb() -> None:
+    """What an engine's start has frozen is collected all the same."""
+    script = (
+        "import atexit, gc, duckdb\n"
+        "from conserve.engine.vllm.launching.launch import thaw\n"
+        "class Held: pass\n"
+        "held = Held(); held.itself = held; held.relation = duckdb.sql('select 1')\n"
+        "gc.freeze(); atexit.register(thaw)\n"
+        "del held\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

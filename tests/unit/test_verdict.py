@@ -113,10 +113,42 @@ def test_answers_of_few_sources_prove_less_than_as_many_of_their_own() -> None:
     shared = Pairs.of(before, after, {item: item % 20 for item in before})
     assert verdict(alone).verdict is Verdict.WORSE
     found = verdict(shared)
-    assert found.evidence.test == "bootstrap"
+    assert found.evidence.test == "exact", "three of twenty sources differ"
     assert found.evidence.p_decline > verdict(alone).evidence.p_decline
     one = verdict(Pairs.of(before, after, dict.fromkeys(before, "book")))
     assert one.sentence == "cannot tell, and no number of items of these sources would"
+
+
+def test_one_score_that_differs_a_little_is_no_reason_to_doubt() -> None:
+    """Two nights of the same weights: one answer of a hundred took another turn."""
+    before = {item: 0.3 + 0.001 * item for item in range(100)}
+    found = judge({"f1": Pairs.of(before, before | {7: 0.2})}, {"f1": Standard(effect=0.1)}, rng())["f1"]
+    assert (found.verdict, found.evidence.test) == (Verdict.NO_WORSE, "exact")
+    assert -0.05 < found.evidence.low < found.evidence.difference < found.evidence.high < 0.05
+    few = {item: before[item] for item in range(20)}
+    found = judge({"f1": Pairs.of(few, few | {7: 0.2})}, {"f1": Standard(effect=0.1)}, rng())["f1"]
+    assert found.verdict is Verdict.CANNOT_TELL
+    assert 100 < (found.evidence.needed or 0) <= 150, "as many as clear one of twenty"
+
+
+def test_rare_falls_get_no_all_clear_more_often_than_stated() -> None:
+    dice, cleared = rng(5), 0
+    before = {item: 0.01 * (item % 90) for item in range(45)}
+    for _ in range(2000):
+        fell = dice.random(45) < 0.1
+        after = {item: score - 1.0 * fell[item] for item, score in before.items()}
+        found = evidence(Pairs.of(before, after), Standard(effect=0.1), dice)
+        cleared += found.p_effect <= 0.05 and found.test != "bootstrap"
+    assert cleared / 2000 <= 0.06
+
+
+def test_a_few_that_fall_far_are_a_decline_and_as_many_either_way_are_none() -> None:
+    before = {item: 0.5 + 0.002 * item for item in range(80)}
+    fallen = evidence(Pairs.of(before, before | dict.fromkeys(range(6), 0.0)), POINTS, rng())
+    assert fallen.test == "exact"
+    assert fallen.p_decline == pytest.approx(1 / 64)
+    even = before | dict.fromkeys(range(3), 0.0) | dict.fromkeys(range(3, 6), 1.2)
+    assert evidence(Pairs.of(before, even), POINTS, rng()).p_decline > 0.1
 
 
 def test_items_are_paired_by_name_and_others_are_left_out() -> None:

@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/: `python -m tools.docs`."""
+"""Write the generated parts of docs/ and deploy/: `python -m tools.docs`."""
 
 from tools.docs.generated import FILES
 

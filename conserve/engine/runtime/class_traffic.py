@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from conserve.engine.policy.promises import LATENCIES, MEAN, Promises, rank
 from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.accountant import Accountant
+from conserve.engine.runtime.histogram import TBT_MS, TTFT_MS, LatencyHistogram
 
 WINDOW_S = 60.0  # seconds that a report covers
 
@@ -27,6 +28,7 @@ class ClassTraffic:
         self.accountant = Accountant(promises)
         self.ttft_ms: deque[Moment] = deque()
         self.tbt_ms: deque[Moment] = deque()
+        self.ttft_counts, self.tbt_counts = LatencyHistogram(TTFT_MS), LatencyHistogram(TBT_MS)
         self.requests = 0  # that got a token
         self.waiting = self.decoding = 0  # in the engine, before and after their first token
         self.served = 0.0  # cost of the tokens computed for it, in prompt tokens
@@ -60,11 +62,13 @@ class ClassTraffic:
         self.waiting -= 1
         self.decoding += 1
         remember(self.ttft_ms, Moment(at, ms))
+        self.ttft_counts.note(ms)
         self.accountant.ttft.note(ms)
 
     def gap(self, ms: float, count: int, *, at: float) -> None:
         """Note `count` gaps of this length."""
         remember(self.tbt_ms, Moment(at, ms, count))
+        self.tbt_counts.note(ms, count)
         self.accountant.tbt.note(ms, count)
 
     def latencies(self, *, now: float) -> tuple[list[float], list[float]]:
@@ -85,6 +89,7 @@ class ClassTraffic:
                 name: kept(getattr(self.promises, name), ordered)
                 for name, ordered in zip(LATENCIES, (ttft_ms, tbt_ms), strict=True)
             },
+            "histograms": {"ttft_ms": self.ttft_counts.report(), "tbt_ms": self.tbt_counts.report()},
         }
 
 

@@ -7,7 +7,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from conserve.engine.policy.promises import Promises
+from conserve.engine.policy.promises import LATENCIES, Promises
 from conserve.engine.policy.view import DEFAULT_CLASS, Slo, tightest
 from conserve.engine.runtime.class_traffic import (
     WINDOW_S,
@@ -17,6 +17,8 @@ from conserve.engine.runtime.class_traffic import (
     quantiles,
     remember,
 )
+from conserve.engine.runtime.histogram import together
+from conserve.engine.runtime.pushing import Pushing
 from conserve.engine.runtime.receipt import Receipt
 
 RECENT_PROMPTS = 64  # prompts whose median is the typical prompt
@@ -41,6 +43,7 @@ class Traffic:
             for name, its in {**(classes or {}), DEFAULT_CLASS: promises or Promises()}.items()
         }
         self._default = self._classes[DEFAULT_CLASS]
+        self.pushing = Pushing()
         self.class_of: dict[str, str] = {}  # online request -> class, unless the default
         self._offline_tokens: deque[Moment] = deque()
         self._offline_since: float | None = None
@@ -77,7 +80,8 @@ class Traffic:
 
     def bounds_by_class(self) -> dict[str, Slo]:
         """Bounds on an iteration that requests of each class take part in; empty without classes."""
-        return {name: one.bounds() for name, one in self._classes.items()} if self.classified else {}
+        bounds = self.pushing.bounds
+        return {name: bounds(one.bounds()) for name, one in self._classes.items()} if self.classified else {}
 
     def bounds(self, *, now: float) -> Slo:
         """Bounds on the next iteration under which every promise can be kept, whichever class arrives.
@@ -86,9 +90,9 @@ class Traffic:
         default one where all requests have another, holds nothing up.
         """
         if not self.classified:
-            return self._default.bounds()
+            return self.pushing.bounds(self._default.bounds())
         seen = [one for one in self._classes.values() if one.expected(now=now)]
-        harm = tightest(one.bounds() for one in seen or self._classes.values()).harm
+        harm = self.pushing.bounds(tightest(one.bounds() for one in seen or self._classes.values())).harm
         return replace(tightest(self.bounds_by_class().values()), harm=harm)
 
     def ttft_ms(self, live_class: str | None) -> float | None:
@@ -204,6 +208,9 @@ class Traffic:
             "ttft_ms": quantiles(ttft_ms),
             "tbt_ms": quantiles(tbt_ms),
             "attainment": min(one["attainment"] for one in by_class.values()),
+            "histograms": {
+                name: together([one["histograms"][name] for one in by_class.values()]) for name in LATENCIES
+            },
         }
 
     def _told(self, by_class: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

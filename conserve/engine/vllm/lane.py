@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.request import Request, RequestStatus
 
-from conserve.engine.policy.view import CLASS_ARGUMENT, OFFLINE_PRIORITY, TTFT_ARGUMENT
+from conserve.engine.policy.view import CLASS_ARGUMENT, OFFLINE_PRIORITY, PUSH_ARGUMENT, TTFT_ARGUMENT
 
 
 def is_online(request: Request) -> bool:
@@ -21,6 +21,11 @@ def ttft_promise(request: Request) -> float | None:
     """The request's own TTFT promise in ms (`vllm_xargs: {"conserve_ttft_ms": ...}`); None without one."""
     promise = _argument(request, TTFT_ARGUMENT)
     return float(promise) if isinstance(promise, int | float) and promise > 0 else None
+
+
+def pushes(request: Request) -> bool:
+    """True for a row whose job would miss its deadline."""
+    return bool(_argument(request, PUSH_ARGUMENT))
 
 
 def class_named(request: Request) -> str | None:

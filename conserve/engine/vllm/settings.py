@@ -13,6 +13,7 @@ from conserve.engine.policy.classes import LiveClasses
 from conserve.engine.policy.policies import named
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.engine.policy.promises import HARM, Promises
+from conserve.engine.runtime.pushing import LARGEST_SCALE, NEVER
 from conserve.engine.runtime.receipt import LARGEST_SHARE, SHARE
 from conserve.engine.vllm.model.profile_key import key_of
 from conserve.errors import SettingsError
@@ -42,6 +43,7 @@ WRITTEN = (
     "tbt_slo_ms",
     "harm",
     "receipt",
+    "push_slo_scale",
     "profile",
     "profiles",
     "control",
@@ -65,6 +67,7 @@ class Pacing:
         False  # the promises are not the user's: an engine without a latency model starts with them
     )
     receipt: float = 0.0  # share of the time in which offline work pauses, to measure its harm
+    push_slo_scale: float = NEVER  # largest scale of the SLO that rows of urgent jobs may use
     profile: str | None = None
     keep_correction: bool = True  # start with the correction learned earlier
     control: bool = False  # True: policy and SLO may be changed over HTTP
@@ -89,6 +92,7 @@ class Pacing:
             "harm": self.promises.harm,
             "by_default": self.by_default,
             "receipt": self.receipt,
+            "push_slo_scale": self.push_slo_scale,
             "control": self.control,
             "preemption": self.preemption,
             "safepoint_every": self.safepoint_every,
@@ -139,6 +143,7 @@ class EngineSettings:
     classes: Mapping[str, Promises] = field(default_factory=dict)  # of live traffic, beside the default one
     record_arrivals: Path | None = None  # file that times and lengths of live requests are written to
     hygen: HyGenModel | None = None  # HyGen's predictor, of the same profile
+    push_slo_scale: float = NEVER  # largest scale of the SLO that rows of urgent jobs may use
 
     @classmethod
     def read(cls, config: VllmConfig) -> Self:
@@ -154,6 +159,7 @@ class EngineSettings:
         every = section.get("safepoint_every")
         views, arrivals = (Path(section[name]) if section.get(name) else None for name in RECORDED)
         classes = {name: one.promises for name, one in classes_of(section).named.items()}
+        scale = push_scale_of(section)
         if section["model"] is None:
             return cls(
                 policy=policy,
@@ -165,6 +171,7 @@ class EngineSettings:
                 record_views=views,
                 record_arrivals=arrivals,
                 classes=classes,
+                push_slo_scale=scale,
             )
         file = Path(section["correction"])
         model = MODELS[section["model"]](section["coefficients"])
@@ -185,6 +192,7 @@ class EngineSettings:
             record_arrivals=arrivals,
             classes=classes,
             hygen=HyGenModel(section["hygen"]) if section.get("hygen") else None,
+            push_slo_scale=scale,
         )
 
 
@@ -201,6 +209,16 @@ def promises_of(section: Mapping[str, Any]) -> Promises:
         return Promises.of({**said, "harm": section.get("harm")})
     except ValueError as error:
         raise SettingsError(f"additional_config.conserve: {error}") from error
+
+
+def push_scale_of(section: Mapping[str, Any]) -> float:
+    """Largest scale of the SLO for rows of urgent jobs; raises `SettingsError`."""
+    scale = section.get("push_slo_scale", NEVER)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not NEVER <= scale <= LARGEST_SCALE:
+        raise SettingsError(
+            f"additional_config.conserve.push_slo_scale is from {NEVER:g} to {LARGEST_SCALE:g}, not {scale!r}"
+        )
+    return float(scale)
 
 
 def classes_of(section: Mapping[str, Any]) -> LiveClasses:
@@ -257,6 +275,7 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
         control=bool(section.get("control")),
         preemption=preemption,
         safepoint_every=every,
+        push_slo_scale=push_scale_of(section),
         record_views=section.get("record_views"),
         record_arrivals=section.get("record_arrivals"),
         classes=classes_of(section),

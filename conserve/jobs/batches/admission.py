@@ -6,6 +6,8 @@ late and leaves nothing.
 """
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from conserve.endpoints.protocol import Url
 from conserve.errors import StoreError, UsageError, one_line
@@ -19,7 +21,9 @@ from conserve.store.books.batches import Batch, BatchState, Fault, Overtaken
 from conserve.store.books.uploads import File
 from conserve.store.database.migrations import DEFAULT_PROJECT
 from conserve.store.database.store import Store
+from conserve.store.files import home
 from conserve.store.files.locks import alone
+from conserve.store.files.objects import FilePath
 from conserve.store.sql.query import TROUBLE
 
 PASSING = (OSError, *TROUBLE)
@@ -35,9 +39,9 @@ def admit(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
     if upload is None:
         refuse(store, batch_id, [gone()], now=now)
         return
-    path = store.home / upload.path
+    path = store.data / upload.path
     try:
-        with alone(path):  # a second process waits, and then finds nothing to do
+        with alone_at(path):  # a second process waits, and then finds nothing to do
             if (waiting := find(store, batch_id, now=now)) is not None:
                 queue(store, waiting[0], upload, limits, now=now)
     except PASSING as error:
@@ -48,6 +52,11 @@ def admit(store: Store, batch_id: str, limits: Limits, *, now: float) -> None:
                 f"the input of batch {batch_id} cannot be read now: {one_line(error)}"
             ) from error
         refuse(store, batch_id, [gone()], now=now)
+
+
+def alone_at(path: FilePath) -> AbstractContextManager[None]:
+    """Hold a file against other processes; an object cannot be held, and the second job of a batch is overtaken."""
+    return alone(path) if isinstance(path, Path) else nullcontext()
 
 
 def find(store: Store, batch_id: str, *, now: float) -> tuple[Batch, File | None] | None:
@@ -61,7 +70,15 @@ def find(store: Store, batch_id: str, *, now: float) -> tuple[Batch, File | None
 
 def queue(store: Store, found: Batch, upload: File, limits: Limits, *, now: float) -> None:
     """Queue the job of a batch, or refuse its input."""
-    path, endpoint = store.home / upload.path, Url(found.endpoint or Url.CHAT)
+    endpoint = Url(found.endpoint or Url.CHAT)
+    with home.fetched(store.data / upload.path, store.local) as path:
+        queue_file(store, found, upload, path, endpoint, limits, now=now)
+
+
+def queue_file(
+    store: Store, found: Batch, upload: File, path: Path, endpoint: Url, limits: Limits, *, now: float
+) -> None:
+    """Queue the job of a batch whose input is on this machine, or refuse the input."""
     if why := faults(path, endpoint, limits):
         refuse(store, found.id, why, now=now)
         return

@@ -5,8 +5,8 @@ whose failed rows are tried again is delivered again, under new names.
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
-from conserve.errors import StoreDamaged, StoreError
+from conserve.errors import StoreDamaged, StoreError, StoreUnreachable
 from conserve.jobs.task import Task
 from conserve.store.books import batches, uploads
 from conserve.store.books.batches import Batch
@@ -24,6 +24,7 @@ from conserve.store.database.store import Store
 from conserve.store.files import home, marks
 from conserve.store.files.locks import alone
 from conserve.store.files.marks import Mark
+from conserve.store.files.objects import FilePath, below
 from conserve.store.sql import export
 from conserve.store.sql.batches import rows_of
 from conserve.store.sql.openai_lines import expired_line, openai_line
@@ -37,7 +38,7 @@ class Written:
     """A file of lines that is whole on disk."""
 
     id: str
-    path: Path
+    path: FilePath
     bytes: int
     num_lines: int
     digest: str
@@ -51,18 +52,18 @@ def deliver(store: Store, batch_id: str, *, now: float) -> None:
     if found.job.state is not JobState.COMPLETED:
         with store.write() as tx:
             batches.fence(tx, found.job.id)
-    folder = home.job_folder(store.home, found.job.id)
+    folder = home.job_folder(store.data, found.job.id)
     if not folder.is_dir():
         raise StoreDamaged(
             f"the folder of job {found.job.id} is gone; run: conserve check", job_id=found.job.id
         )
     with (
-        home.explained(store.home),
+        home.explained(store.data),
         marks.held(folder, Mark(store_id=store.id, registered=True), alone=False),
     ):
         into = folder / uploads.DELIVERIES
         home.make_folder(into)
-        with alone(into):
+        with alone(into) if isinstance(into, Path) else nullcontext():
             if (found := to_deliver(store, batch_id)) is not None:
                 put_in_place(store, found, into, now=now)
 
@@ -74,22 +75,29 @@ def to_deliver(store: Store, batch_id: str) -> Batch | None:
     return found if found is not None and found.unfinished else None
 
 
-def put_in_place(store: Store, found: Batch, into: Path, *, now: float) -> None:
+def put_in_place(store: Store, found: Batch, into: FilePath, *, now: float) -> None:
     """Write the files and name them in the database, then delete those of an earlier delivery."""
     written = write(store, found, into, now=now)
-    earlier = [path for path in into.iterdir() if path not in {one.path for one in written.values()}]
-    if not register(store, found, written, now=now):
-        earlier = [one.path for one in written.values()]
-    for path in earlier:
-        path.unlink(missing_ok=True)
+    mine = [one.path for one in written.values()]
+    earlier: Iterable[FilePath] = ()
+    if isinstance(
+        into, Path
+    ):  # of objects only those that the database named: another process may be writing
+        earlier = [path for path in into.iterdir() if path not in mine]
+    replaced = register(store, found, written, now=now)
+    if replaced is None:
+        earlier = mine
+    for path in {*earlier, *(store.data / name for name in replaced or ())}:
+        with suppress(StoreUnreachable):  # then the sweep takes it
+            path.unlink(missing_ok=True)
 
 
-def write(store: Store, found: Batch, into: Path, *, now: float) -> dict[str, Written]:
+def write(store: Store, found: Batch, into: FilePath, *, now: float) -> dict[str, Written]:
     """Write the answers and the errors of a job; a kind without a line gets no file."""
     assert found.job is not None
     job_id, url = found.job.id, Task.from_json(found.job.task).url
     with ExitStack() as opened:
-        sinks = {name: opened.enter_context(Lines(into)) for name in ("output", "error")}
+        sinks = {name: opened.enter_context(Lines(into, store.local)) for name in ("output", "error")}
         with views(store, now=now, only=[job_id], sealed=False) as found_rows:
             for row in result_rows(found_rows, store, job_id):
                 sinks["output" if row["error_type"] is None else "error"].write(openai_line(row, url))
@@ -107,21 +115,21 @@ def result_rows(opened: Views, store: Store, job_id: str) -> Iterator[dict[str, 
     for gap in opened.left_out:
         if gap.view == "results":
             raise StoreError(f"batch files of job {job_id} are not written: {gap.sentence}")
-    yield from export.documents_parsed(rows_of(export.with_urls(opened.duck, store.home, job_id)))
+    yield from export.documents_parsed(rows_of(export.with_urls(opened.duck, store.data, job_id)))
 
 
 def rows_left(opened: Views, store: Store, job_id: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a job that have no result."""
-    yield from export.documents_parsed(rows_of(export.unanswered(opened.duck, store.home, job_id)))
+    yield from export.documents_parsed(rows_of(export.unanswered(opened.duck, store.data, job_id)))
 
 
 class Lines:
     """A file of JSON lines, whole on disk once it is kept."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: FilePath, local: Path) -> None:
         self.id = uploads.new_file_id()
         self._path = folder / f"{self.id}.jsonl"
-        self._scratch = self._path.with_suffix(".tmp")
+        self._scratch = home.sending(self._path, local)
         self._file: BinaryIO = self._scratch.open("wb")
         self._digest = hashlib.blake2b(digest_size=16)
         self._bytes = self._lines = 0
@@ -157,16 +165,19 @@ class Lines:
         )
 
 
-def register(store: Store, found: Batch, written: dict[str, Written], *, now: float) -> bool:
-    """Name the files in the database, in place of an earlier delivery's; False if they are not wanted any more."""
+def register(store: Store, found: Batch, written: dict[str, Written], *, now: float) -> list[str] | None:
+    """Name the files in the database, in place of an earlier delivery's, whose paths are returned.
+
+    Returns None if the files are not wanted any more.
+    """
     assert found.job is not None
     job_id = found.job.id
     expires_at = None if found.output_expires_s is None else now + found.output_expires_s
     ids = {name: one.id for name, one in written.items()}
     with store.write() as tx:
         if not batches.deliver(tx, found, output=ids.get("output"), errors=ids.get("error"), now=now):
-            return False
-        uploads.forget_deliveries(tx, job_id)
+            return None
+        replaced = uploads.forget_deliveries(tx, job_id)
         for name, one in written.items():
             new = NewFile(
                 purpose=PURPOSE,
@@ -174,9 +185,9 @@ def register(store: Store, found: Batch, written: dict[str, Written], *, now: fl
                 bytes=one.bytes,
                 num_lines=one.num_lines,
                 digest=one.digest,
-                path=str(one.path.relative_to(store.home)),
+                path=below(one.path, store.data),
                 expires_at=expires_at,
                 job_id=job_id,
             )
             uploads.add(tx, found.project, one.id, new, now=now)
-    return True
+    return replaced

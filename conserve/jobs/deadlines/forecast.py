@@ -33,7 +33,7 @@ class QueuedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """When a job will be done if a harvester runs; a moment is None if it is weeks away."""
+    """Moments at which a job is done if a harvester runs; None for one that is weeks away."""
 
     done_50: float | None
     done_90: float | None

@@ -149,7 +149,10 @@ class Flights:
         if kind not in self._broke:
             self._broke.add(kind)
             row, said = f"row {work.request.row_index} of {work.job_id}", one_line(f"{kind}: {error}")
-            log.warning("%s has no usable answer (%s); others like it are only counted", row, said)
+            known = {"job": work.job_id, "row": work.request.row_index}
+            log.warning(
+                "%s has no usable answer (%s); others like it are only counted", row, said, extra=known
+            )
 
     def _token_saver(self, flight: Flight) -> Callable[[Sequence[int]], None]:
         """Callback for a row's tokens, which saves them every `SAVE_EVERY_TOKENS`."""

@@ -16,18 +16,22 @@ from typing import TypeVar
 
 from conserve.config import UTILITY
 from conserve.endpoints.protocol import Endpoint, InFlight, KvCache, model_of
-from conserve.errors import ConserveError, EndpointUnusable, StoreError
+from conserve.errors import ConserveError, EndpointUnusable, StoreError, StoreMoved, StoreUnreachable
+from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.expiry import WallClock
 from conserve.jobs.harvest.flights import Flights, cancelled
 from conserve.jobs.harvest.forecast import QueueProgress
 from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.notes import ServerNotes
+from conserve.jobs.harvest.observer import ObservedEndpoint, Observer
 from conserve.jobs.harvest.outage import Outage, elapsed_or_set
 from conserve.jobs.harvest.outbox import Outbox, Recording
 from conserve.jobs.harvest.retry import SUSPECT_FAILURES
 from conserve.jobs.harvest.tally import Tally as Tally
 from conserve.jobs.harvest.workload import Work
 from conserve.store.database.store import Store
+from conserve.store.database.wakeup import Listener
 from conserve.store.files import home
 
 log = logging.getLogger(__name__)
@@ -35,6 +39,7 @@ T = TypeVar("T")
 
 WATCH_S = 0.5  # how soon pause and cancel are noticed
 IDLE_S = 0.2  # how soon new rows are noticed
+LISTENING_S = 2.0  # how soon rows are noticed that the store does not call out, where it calls out new ones
 
 
 class Harvester:
@@ -54,10 +59,14 @@ class Harvester:
         rebind: bool = False,
         follow: bool = False,
         say: Callable[[str], None] = log.info,
+        observer: Observer | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] | None = None,
     ) -> None:
-        self.store, self.endpoint = store, endpoint
+        self.store, self.endpoint = (
+            store,
+            endpoint if observer is None else ObservedEndpoint(endpoint, observer),
+        )
         self.lease_s = lease_s
         self.clock = clock
         self.monotonic = monotonic or (time.monotonic if clock is time.time else clock)
@@ -75,14 +84,16 @@ class Harvester:
             rebind=rebind,
             clock=clock,
             monotonic=self.monotonic,
+            observer=observer,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._outage = Outage(say)
+        said = say if follow else log.warning  # a run that ends by itself says little else
+        self._outage = Outage(said, self.tally.outages)
         self._claim_at = 0.0  # next claim while rows are in flight; the last one found nothing
         self._hold = Hold(self.monotonic, say)
         self._recording = Recording(self._write, self._outage)
         self._flights = Flights(
-            endpoint,
+            self.endpoint,
             self._recording,
             self.tally,
             hold=self._hold,
@@ -91,8 +102,12 @@ class Harvester:
             max_deaths=max_deaths,
             clock=clock,
         )
+        self._calls = Calls(self._look_again)
         self._say = say
         self._started = False
+        self._notes = ServerNotes(
+            endpoint, store, self.owner, self._in_store, clock=clock, monotonic=self.monotonic
+        )
 
     @property
     def owner(self) -> str:
@@ -120,27 +135,35 @@ class Harvester:
         """Work until the queue is empty or `stop` is set; rows in flight then go back with their tokens.
 
         With `follow`, only `stop` ends the work: while the store or the endpoint is out of reach, the harvester
-        waits.
+        waits. A bucket out of reach is waited for without `follow` too.
         """
         try:
-            await (self._follow(stop) if self.follow else self._session(stop))
+            await self._sessions(stop)
         finally:
             await self.endpoint.close()
             self._thread.shutdown()
             self._ledger.close()
         return self.tally
 
-    async def _follow(self, stop: asyncio.Event) -> None:
-        """Run sessions until told to stop, with longer waits after each failure."""
+    async def _sessions(self, stop: asyncio.Event) -> None:
+        """Run sessions until one ends or told to stop, with longer waits after each failure that is waited out."""
         while not stop.is_set():
             try:
                 await self._session(stop)
                 return
+            except StoreMoved:
+                raise
             except (StoreError, EndpointUnusable) as error:
+                if not self._waits_out(error):
+                    raise
                 self._started = self._started and not isinstance(error, EndpointUnusable)
                 wait_s = self._outage.begin(error, until_answer=error is self._flights.unusable)
                 self.tally.waiting_for = str(error)
             await elapsed_or_set(stop, wait_s)
+
+    def _waits_out(self, error: BaseException) -> bool:
+        """True if the harvester goes on once the cause of an error is over."""
+        return self.follow or isinstance(error, StoreUnreachable)
 
     async def _session(self, stop: asyncio.Event) -> None:
         """Start the endpoint, recover the store and work; however the session ends, no row stays in flight."""
@@ -154,6 +177,8 @@ class Harvester:
             await self._in_store(self._ledger.reopen)
             await self._recording.flush()  # outcomes that an outage kept from the store
             await self._in_store(self._ledger.recover)
+            self._calls.begin(await self._in_store(Listener.of, self.store.engine))
+            await self._notes.look()
             self._recording.held.clear()
             self._outage.end()
             self.tally.waiting_for = None
@@ -185,9 +210,10 @@ class Harvester:
         In an outage of the store the outbox waits for the next session. The outcomes in a write that failed are
         dropped, since they may have been written; rows whose outcome was not are done again.
         """
+        self._calls.end()
         await self._flights.withdraw_all()
         self.ended_at = time.monotonic()
-        if self.follow and isinstance(failed, StoreError):
+        if self.follow and isinstance(failed, StoreError) and not isinstance(failed, StoreUnreachable):
             return
         try:
             await self._recording.flush()
@@ -216,15 +242,27 @@ class Harvester:
         """Claim rows if enough of the endpoint is free; a suspect only once no other row is left, and alone."""
         works: list[Work] = []
         self._ledger.model = model_of(self.endpoint)  # a server may come back with another model
+        if self.endpoint.capacity < 1:  # all servers are drained, or out of reach
+            return []
         free = self.endpoint.capacity - len(self._flights)
         due = not self._flights or self.monotonic() >= self._claim_at
         if due and free >= max(1, self.endpoint.capacity // 4) and not self._flights.has_suspect:
             works = await self._in_store(self._ledger.claim, free, False, self.endpoint.identity)
-            self._claim_at = 0.0 if works else self.monotonic() + IDLE_S
+            self._claim_at = 0.0 if works else self.monotonic() + self._idle_s
         if not works and not self._flights:
             await self._recording.flush()
             works = await self._in_store(self._ledger.claim, 1, True, self.endpoint.identity)
         return works
+
+    @property
+    def _idle_s(self) -> float:
+        """Seconds until the next look for rows if the store calls out none."""
+        return max(IDLE_S, self._ledger.wait_s(LISTENING_S)) if self._calls.listening else IDLE_S
+
+    def _look_again(self) -> None:
+        """Look for rows at once: the store has called."""
+        self._claim_at = 0.0
+        self._flights.landed.set()
 
     async def _held_off(self) -> None:
         """Wait for the end of a hold on the endpoint; raise if the endpoint is unusable."""
@@ -240,7 +278,7 @@ class Harvester:
         self._flights.landed.clear()
         full = len(self._flights) > self.endpoint.capacity * 3 // 4
         try:
-            await asyncio.wait_for(self._flights.landed.wait(), IDLE_S)
+            await asyncio.wait_for(self._flights.landed.wait(), IDLE_S if self._flights else self._idle_s)
         except TimeoutError:
             return
         if not full:
@@ -260,11 +298,13 @@ class Harvester:
                 epochs = set(self._recording.held)
                 alive = await self._in_store(self._ledger.renew, epochs)
                 self._flights.withdraw(epochs=epochs - alive, lost=True)
+                self.tally.leases_lost += len(epochs - alive)
                 for gone in epochs - alive:
                     del self._recording.held[gone]
                 renew_at = now + self.lease_s / 3
             stopped = await self._in_store(self._ledger.stopped_jobs)
             self._flights.withdraw(jobs=stopped, lost=False)
+            await self._notes.look()
 
     async def _write(self, outbox: Outbox) -> None:
         await self._in_store(self._ledger.write, outbox)

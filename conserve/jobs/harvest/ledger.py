@@ -7,6 +7,7 @@ from conserve.endpoints.protocol import KvCache
 from conserve.errors import JobNotFound, StoreDamaged
 from conserve.jobs.harvest import owner as owners
 from conserve.jobs.harvest.expiry import Expiry
+from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outage import StoreFile
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
@@ -16,10 +17,11 @@ from conserve.jobs.harvest.turns import Turns
 from conserve.jobs.harvest.workload import Work, Workload
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
-from conserve.store.books import catalog, choice, harvested, leases, queue, shards
+from conserve.store.books import catalog, choice, harvested, leases, queue, servers, shards
 from conserve.store.books.choice import Terms
 from conserve.store.books.leases import Lease
 from conserve.store.books.states import JobState
+from conserve.store.database import guard
 from conserve.store.database.connection import reserve_space
 from conserve.store.database.store import Store
 from conserve.store.upkeep.sweep import sweep
@@ -51,6 +53,7 @@ class Ledger:
         rebind: bool = False,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
+        observer: Observer | None = None,
     ) -> None:
         self.owner = owners.this_process()
         self._store, self._tally, self._lease_s, self._only, self._clock = store, tally, lease_s, only, clock
@@ -65,9 +68,11 @@ class Ledger:
         self._windows: dict[Group, tuple[Lookahead | None, str | None]] = {}  # these two of each group
         self._turns = Turns(store, clock)
         self._workload = Workload(store)
-        self._recorder = Recorder(store, clock)
+        self._observer = observer or Observer()
+        self._recorder = Recorder(store, clock, self._observer, monotonic)
         self._file: StoreFile | None = None
         self._fruitless = False  # the last claim found nothing
+        self._next_at: float | None = None  # when the first row in backoff may run
         self._recover_at = 0.0
         self._monotonic, self._expiry = monotonic, Expiry(lease_s, monotonic)
         self._ended: set[str] = set()  # jobs that had ended when last looked at
@@ -89,6 +94,7 @@ class Ledger:
             leases.abandon(tx, owners.dead(leases.owners(tx)) | {self.owner})
             self._end_silent(tx)
             harvested.forget_old(tx, now=now)
+            servers.forget_old(tx, now=now)
         shards.compact_finished(self._store, now=now)
         sweep(self._store, now=now)
 
@@ -96,10 +102,18 @@ class Ledger:
         """End this owner's leases; rows that are still under them wait for the next run."""
         with self._store.write() as tx:
             leases.abandon(tx, [self.owner])
+            servers.forget(tx, self.owner)
         self.stopped_jobs()
 
     def claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
         """Lease up to `limit` rows and load their requests; refuses a job whose requests cannot be read."""
+        begun, since = self._clock(), self._monotonic()
+        works = self._claim_any(limit, suspect, identity)
+        if works:
+            self._observer.claimed(works, begun=begun, seconds=self._monotonic() - since)
+        return works
+
+    def _claim_any(self, limit: int, suspect: bool, identity: str) -> list[Work]:
         if self._rebind:
             self._bind_all()
         if self._fruitless and not self.claimable():
@@ -122,7 +136,7 @@ class Ledger:
     def _claim_shared(self, shares: Shares, limit: int, identity: str) -> list[Work]:
         """Lease rows of several groups by their weights."""
         with self._store.read() as tx:
-            groups = shares.groups(queue.runnable_jobs(tx, self._only, self.model, locked=False))
+            groups = shares.groups(self._runnable(tx))
         for gone in self._windows.keys() - set(groups):
             self._close_window(gone)
         works = claim_by_shares(
@@ -159,7 +173,7 @@ class Ledger:
             terms = Terms(self.owner, now, self._lease_s, self.model)
             with self._store.write() as tx:
                 self._note_expired(catalog.expire(tx, now=now))
-                runnable = self._of_group(queue.runnable_jobs(tx, self._only, self.model), group)
+                runnable = self._of_group(self._runnable(tx), group)
                 runnable = self._turns.ordered(runnable, now=now, group=group)
                 jobs = [] if suspect else choice.contenders(tx, runnable)
                 if windowed := self._is_to_choose(tx, jobs):
@@ -190,6 +204,10 @@ class Ledger:
                 self._lookahead.forget(lease.job_id)
             if works := self._load(lease, identity):
                 return works
+
+    def _runnable(self, tx: Any) -> Sequence[Any]:
+        """Jobs that this harvester may take rows of."""
+        return queue.runnable_jobs(tx, self._only, self.model, locked=False)
 
     def _of_group(self, runnable: Sequence[Any], group: Group | None) -> Sequence[Any]:
         """The runnable jobs of a group, or all."""
@@ -235,7 +253,7 @@ class Ledger:
             return []
         self._tally.begin(lease.job_id)
         try:
-            return self._workload.load(lease, identity)
+            return self._workload.load(lease, identity, pushes=lease.job_id in self._turns.pushing)
         except StoreDamaged as error:
             self._refuse(lease.job_id, str(error), lease.epoch)
             return []
@@ -260,17 +278,22 @@ class Ledger:
     def claimable(self) -> bool:
         """True if a claim may find rows; it only reads, so that an idle harvester holds up no writer."""
         with self._store.read() as tx:
-            runnable = queue.runnable_jobs(tx, self._only, self.model, locked=False)
+            runnable = self._runnable(tx)
             if any(job.next_position < job.num_rows for job in runnable):
                 return True
             left = self._backlog(tx)
         return left.next_at is not None and not 0 < left.next_at - self._clock() <= queue.LONGEST_WAIT_S
+
+    def wait_s(self, most_s: float) -> float:
+        """Seconds until a row in backoff may run, `most_s` at most."""
+        return most_s if self._next_at is None else min(most_s, self._next_at - self._clock())
 
     def nothing_left(self) -> bool:
         """True if the queue is drained; notes in the tally what it waits for if not."""
         now = self._clock()
         with self._store.read() as tx:
             left, holders = self._backlog(tx), leases.owners(tx)
+            unleased = any(job.next_position < job.num_rows for job in self._runnable(tx))
             others = catalog.of_other_models(tx, self.model, self._only) if self.model else {}
         self._note_others(others)
         if holders and self._monotonic() >= self._recover_at:
@@ -284,11 +307,13 @@ class Ledger:
         elif left.leased:
             self._tally.waiting_for = f"{left.leased} rows are with another conserve run"
         else:
-            self._tally.waiting_for = None
-        return not left.leased and not left.waiting
+            self._tally.waiting_for = "no server takes rows" if unleased else None
+        return not (left.leased or left.waiting or unleased)
 
     def _backlog(self, tx: Any) -> queue.Backlog:
-        return queue.backlog(tx, only=self._only, model=self.model)
+        left = queue.backlog(tx, only=self._only, model=self.model)
+        self._next_at = left.next_at
+        return left
 
     def _note_others(self, others: Mapping[str, str]) -> None:
         """Count jobs that are bound to other models as refused, for as long as they are queued."""
@@ -328,6 +353,7 @@ class Ledger:
         if self._file is not None:
             self._file.check()
         with self._store.read() as tx:
+            guard.require_here(tx)
             late = catalog.late(tx, now=self._clock())
             states = catalog.states(tx, self._workload.seen())
         if late:

@@ -1,6 +1,7 @@
 """Outages of the store or the endpoint, which a harvester that follows the queue waits out."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,14 @@ from conserve.store.database.store import Store
 
 
 class Outage:
-    """Reports the beginning and the end of an outage once each; the wait doubles with each failure."""
+    """Reports the beginning and the end of an outage once each; the wait doubles with each failure.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    `counted` counts outages of the `store` and of the `endpoint`.
+    """
+
+    def __init__(self, say: Callable[[str], None], counted: Counter[str] | None = None) -> None:
         self._say = say
+        self._counted = Counter[str]() if counted is None else counted
         self._what: str | None = None
         self._until_answer = False
         self._failures = 0
@@ -28,6 +33,7 @@ class Outage:
         what = "store" if isinstance(error, StoreError) else "endpoint"
         if what != self._what:
             self._say(f"the {what} cannot be reached ({error}); harvesting waits")
+            self._counted[what] += 1
         self._what, self._until_answer = what, until_answer
         self._failures += 1
         return backoff_s(self._failures - 1)

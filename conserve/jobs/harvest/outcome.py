@@ -26,7 +26,7 @@ def success(work: Work, completion: Completion, *, now: float) -> Result:
         choices=to_json([choice_document(choice) for choice in completion.choices]) if more else None,
         finish_reason=first.finish_reason,
         model=completion.model,
-        engine=work.call.identity if work.call else None,
+        engine=completion.engine or (work.call.identity if work.call else None),
         prompt_tokens=completion.prompt_tokens,
         completion_tokens=completion.completion_tokens,
         cached_tokens=completion.cached_tokens,

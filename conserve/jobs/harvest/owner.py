@@ -22,6 +22,7 @@ def this_process() -> str:
     """
     pid, nonce = os.getpid(), secrets.token_hex(3)
     if boot := this_boot():
+        nonce += f"-{this_namespace()}"
         return f"{socket.gethostname()}:{pid}:{since_boot(pid):.2f}:{boot}.{nonce}"
     return f"{socket.gethostname()}:{pid}:{start_time(pid):.0f}:{nonce}"
 
@@ -30,6 +31,14 @@ def this_boot() -> str:
     """Id of this boot of the machine; empty where the system has none."""
     try:
         return BOOT_ID.read_text()[:8]
+    except OSError:
+        return ""
+
+
+def this_namespace() -> str:
+    """Id of this process's PID namespace: containers may share a host's name, and never its process ids."""
+    try:
+        return f"{Path('/proc/self/ns/pid').stat().st_ino:x}"
     except OSError:
         return ""
 
@@ -62,7 +71,10 @@ def is_dead(owner: str) -> bool:
     host, pid, started, nonce = owner.rsplit(":", 3)
     if host != socket.gethostname():
         return False
-    boot, dot, _ = nonce.rpartition(".")
+    boot, dot, rest = nonce.rpartition(".")
     if dot:
+        namespace = rest.partition("-")[2]
+        if boot == this_boot() and namespace and namespace != this_namespace():
+            return False  # another container's: nothing is known
         return boot != this_boot() or abs(since_boot(int(pid)) - float(started)) > TICK_S
     return abs(start_time(int(pid)) - float(started)) > SET_S

@@ -1,25 +1,41 @@
 """Makes an outbox durable: one transaction, in which `journal.commit` writes the results."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from conserve.errors import StoreUnreachable
 from conserve.jobs.deadlines.work import computed_tokens
+from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outbox import Outbox
-from conserve.store.books import harvested, journal, leases, queue, saved_tokens, shards
+from conserve.jobs.harvest.retry import RetryDecision
+from conserve.jobs.harvest.workload import Work
+from conserve.store.books import catalog, harvested, journal, leases, queue, saved_tokens, shards, spans
 from conserve.store.books.journal import Committed
+from conserve.store.books.queue import Returned
 from conserve.store.database.store import Store
 
+log = logging.getLogger(__name__)
 NOTE_S = 1.0  # between two notes of harvested tokens, which then cost a row nothing
+AGAIN_S = 30.0  # between two attempts to reach a bucket, each of which holds up the thread
 
 
 class Recorder:
     """Writes outboxes to the store; runs in the store's thread."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
-        self._store, self._clock = store, clock
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], float] = time.time,
+        observer: Observer | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._clock, self._observer = store, clock, observer or Observer()
         self._uncompacted: Counter[str] = Counter()
+        self._completed: set[str] = set()  # jobs whose last results are to reach a shard
+        self._monotonic, self._compact_at = monotonic, 0.0
         self._busy_since: float | None = None  # rows have run since then, or since the last note; None: never
         self._idle_since: float | None = None  # no row runs since; None: rows run
         self._tokens = 0  # computed since the last note
@@ -36,30 +52,33 @@ class Recorder:
 
     def write(self, outbox: Outbox) -> Committed:
         """Write the outbox in one transaction, then shards where enough results have gathered."""
-        now = self._clock()
+        now, since = self._clock(), time.perf_counter()
         with self._store.write() as tx:
+            if outbox.saved or outbox.returned:
+                self._lock(tx, outbox)
             if outbox.saved:
                 saved_tokens.save_tokens(tx, list(outbox.saved.values()))
-            for work, decision in outbox.returned:
-                queue.put_back(
-                    tx,
-                    epoch=work.epoch,
-                    job_id=work.job_id,
-                    position=work.row.position,
-                    available_at=now + decision.after_s if decision.after_s else 0.0,
-                    failed=decision.counts,
-                    suspect=decision.suspect,
-                )
-            leases.end_if_empty(tx, {work.epoch for work, _ in outbox.returned})
+            if outbox.returned:
+                queue.put_rows_back(tx, [returned(*row, now) for row in outbox.returned])
+                leases.end_if_empty(tx, {work.epoch for work, _ in outbox.returned})
             committed = journal.commit(tx, outbox.finished, now=now)
             tokens = self._tokens + computed(committed)
             until = now if self._idle_since is None else min(now, self._idle_since)
             noted = self._note(tx, tokens, until)
+        self._observer.committed(committed, begun=now, seconds=time.perf_counter() - since)
         self._tokens = 0 if noted else tokens
         self._busy_since = until if noted else self._busy_since
         self._uncompacted.update(f.job_id for f in committed.written)
-        self._compact(committed.completed)
+        self._completed.update(committed.completed)
+        self._compact()
         return committed
+
+    def _lock(self, tx: Any, outbox: Outbox) -> None:
+        """Lock the leases of an outbox whose parts would lock some each, then its jobs if retries are counted."""
+        spans.locked(tx, {*outbox.epochs, *(saved.epoch for saved in outbox.saved.values())})
+        if any(decision.counts for _, decision in outbox.returned):
+            ended = {finished.job_id for finished in outbox.finished}
+            catalog.lock_jobs(tx, ended | {work.job_id for work, _ in outbox.returned})
 
     def _note(self, tx: Any, tokens: int, until: float) -> bool:
         """Write down the tokens since the last note if it is time; returns True if they count anew from then on."""
@@ -70,15 +89,48 @@ class Recorder:
             harvested.note(tx, tokens, since=since, now=until)
         return True
 
-    def _compact(self, completed: list[str]) -> None:
-        """Move the journal of completed jobs to shards, and that of jobs that can fill one."""
-        for job_id, rows in list(self._uncompacted.items()):
-            if job_id in completed:
-                shards.compact(self._store, job_id, now=self._clock())
-                del self._uncompacted[job_id]
-            elif rows >= shards.SHARD_ROWS:
-                moved = shards.compact(self._store, job_id, now=self._clock(), at_least=shards.SHARD_ROWS)
-                self._uncompacted[job_id] -= moved
+    def _compact(self) -> None:
+        """Move the journal of completed jobs to shards, and that of jobs that can fill one.
+
+        While a bucket is out of reach the results stay in the journal, from which all commands read them too.
+        """
+        if self._monotonic() < self._compact_at:
+            return
+        try:
+            for job_id, rows in list(self._uncompacted.items()):
+                if job_id in self._completed:
+                    self._move(job_id, whole=True)
+                    del self._uncompacted[job_id]
+                elif rows >= shards.SHARD_ROWS:
+                    moved = self._move(job_id, whole=False)
+                    if moved is not None:  # else it is tried again
+                        self._uncompacted[job_id] -= moved or rows
+            self._completed.clear()
+        except StoreUnreachable as error:
+            self._compact_at = self._monotonic() + AGAIN_S
+            log.warning("results stay in the database for now: %s", error)
+
+    def _move(self, job_id: str, *, whole: bool) -> int | None:
+        """Move a job's whole journal to shards, or what fills one; None if another process is at it."""
+        now, since = self._clock(), time.perf_counter()
+        positions: list[int] = []
+        compact = shards.compact if whole else shards.compact_full
+        moved = compact(self._store, job_id, now=now, positions=positions)
+        if positions:
+            self._observer.moved(job_id, positions, begun=now, seconds=time.perf_counter() - since)
+        return moved
+
+
+def returned(work: Work, decision: RetryDecision, now: float) -> Returned:
+    """A row that goes back to the queue, as a decision says."""
+    return Returned(
+        epoch=work.epoch,
+        job_id=work.job_id,
+        position=work.row.position,
+        available_at=now + decision.after_s if decision.after_s else 0.0,
+        failed=decision.counts,
+        suspect=decision.suspect,
+    )
 
 
 def computed(committed: Committed) -> int:

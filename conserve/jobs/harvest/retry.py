@@ -66,4 +66,4 @@ def decide_suspect(error: EngineDied, *, deaths: int, alone: bool, max_deaths: i
 
 def backoff_s(failures: int) -> float:
     """Wait before the next attempt: 1, 2, 4, ... s with each failure, at most 60 s."""
-    return min(FIRST_BACKOFF_S * 2.0**failures, LONGEST_BACKOFF_S)
+    return min(FIRST_BACKOFF_S * 2.0 ** min(failures, 10), LONGEST_BACKOFF_S)

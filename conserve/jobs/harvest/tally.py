@@ -1,5 +1,6 @@
 """The tally: counts of a harvester's work, for its progress display and its summary."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from conserve.endpoints.protocol import Completion
@@ -16,7 +17,10 @@ class Tally:
     late: int = 0  # answers thrown away because the lease had gone
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
     resumed_tokens: int = 0
+    leases_lost: int = 0  # that others ended, since their end had passed
+    outages: Counter[str] = field(default_factory=Counter)  # of the `store` and of the `endpoint`
     in_flight: int = 0
     answered: int = 0  # rows, whether durable by now or not
     answered_tokens: int = 0  # of answered rows: prompts and answers
@@ -52,4 +56,5 @@ class Tally:
             self.succeeded += not result.failed
             self.prompt_tokens += result.prompt_tokens
             self.completion_tokens += result.completion_tokens
+            self.cached_tokens += result.cached_tokens
             self.resumed_tokens += result.resumed_tokens

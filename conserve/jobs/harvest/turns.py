@@ -5,9 +5,18 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from conserve.jobs.deadlines.rate import Rates
-from conserve.jobs.deadlines.slack import SHARE, Demand, SlackOrder, claim_order, is_others_turn, slack_order
+from conserve.jobs.deadlines.slack import (
+    SHARE,
+    Demand,
+    SlackOrder,
+    claim_order,
+    is_others_turn,
+    late_jobs,
+    slack_order,
+)
 from conserve.jobs.deadlines.work import usual_row_tokens, work_of
 from conserve.store.books import harvested
+from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
 
 LOOK_S = 60.0  # between two readings of the rate of harvested tokens
@@ -23,6 +32,7 @@ class Candidate(NamedTuple):
     num_rows: int
     deadline: float | None
     tokens_left: float
+    pushes: bool = False  # near its deadline it may take more of what live requests bear
 
 
 class Turns:
@@ -34,6 +44,7 @@ class Turns:
         self._turn = 0  # number of the newest claim among its group's
         self._tokens_per_s: float | None = None
         self._look_at = 0.0
+        self.pushing: frozenset[str] = frozenset()  # ids of jobs that do so now
 
     def ordered(
         self, runnable: Sequence[Any], *, now: float, group: Hashable | None = None
@@ -42,7 +53,13 @@ class Turns:
         self._claims[group] += 1
         self._turn = self._claims[group]
         usual = usual_row_tokens(runnable)
-        return claim_order([candidate(job, usual, now) for job in runnable], self._turn)
+        found = claim_order([candidate(job, usual, now) for job in runnable], self._turn)
+        if any(job.pushes for job in found):
+            late = set(late_jobs(found, now=now, tokens_per_s=self._rate(now)))
+            self.pushing = frozenset(job.id for job in found if job.pushes and job.id in late)
+        elif group is None:
+            self.pushing = frozenset()
+        return found
 
     def of_this_claim(self, ordered: Sequence[Candidate]) -> list[Candidate]:
         """Jobs whose rows that came back go now: without deadlines only on the turns kept for them."""
@@ -71,4 +88,5 @@ def candidate(job: Any, usual_tokens: float, now: float) -> Candidate:
     left = work_of(job, job.num_rows - job.succeeded - job.failed, usual_tokens).tokens
     to_come = job.deadline is not None and job.deadline > now
     deadline = job.deadline if to_come else None
-    return Candidate(job.id, job.seq, job.priority, job.next_position, job.num_rows, deadline, left)
+    pushes = deadline is not None and job.on_late == OnLate.PUSH
+    return Candidate(job.id, job.seq, job.priority, job.next_position, job.num_rows, deadline, left, pushes)

@@ -64,7 +64,7 @@ class Workload:
             return None
         with self._store.read() as tx:
             job = catalog.get(tx, job_id)
-        if (path := changed(self._store.home, job)) is not None:
+        if (path := changed(self._store.data, job)) is not None:
             return (
                 f"{path} changed after job {job_id} was submitted; restore it and run "
                 f"`conserve resume {job_id}`, or submit the new file"
@@ -73,7 +73,7 @@ class Workload:
             task = task_of(job)
             requests = self._requests(job, now)
         except StoreDamaged as error:
-            if not home.jobs_folder(self._store.home).is_dir():
+            if not home.jobs_folder(self._store.data).is_dir():
                 raise  # not this job alone: the whole store is out of reach
             return str(error)
         self._open[job_id] = OpenJob(job, task, requests)
@@ -81,19 +81,22 @@ class Workload:
 
     def _requests(self, job: catalog.Job, now: float) -> RequestFile:
         """The job's requests, compared with the digest that was taken at submit."""
-        for damage in unreadable(self._store.home, [job], [], now=now, parts=[StorePart.REQUESTS]):
+        for damage in unreadable(self._store.data, [job], [], now=now, parts=[StorePart.REQUESTS]):
             raise StoreDamaged(
                 f"the requests of job {job.id} cannot be read: {damage.sentence}", job_id=job.id
             )
-        return RequestFile(home.requests_file(self._store.home, job.id))
+        return RequestFile(home.requests_file(self._store.data, job.id))
 
-    def load(self, lease: Lease, identity: str) -> list[Work]:
-        """The lease's rows with their requests; saved tokens count only if `identity` generated them."""
+    def load(self, lease: Lease, identity: str, *, pushes: bool = False) -> list[Work]:
+        """The lease's rows with their requests; saved tokens count only if `identity` generated them.
+
+        `pushes` is for rows of a job that would miss its deadline.
+        """
         opened = self._open[lease.job_id]
-        with home.explained(self._store.home):
+        with home.explained(self._store.data):
             requests = opened.requests.read([row.position for row in lease.rows])
         return [
-            to_work(opened, lease.epoch, row, request, identity)
+            to_work(opened, lease.epoch, row, request, identity, pushes=pushes)
             for row, request in zip(lease.rows, requests, strict=True)
         ]
 
@@ -113,7 +116,15 @@ def task_of(job: catalog.Job) -> Task:
         ) from error
 
 
-def to_work(opened: OpenJob, epoch: int, row: LeasedRow, request: StoredRequest, identity: str) -> Work:
+def to_work(
+    opened: OpenJob,
+    epoch: int,
+    row: LeasedRow,
+    request: StoredRequest,
+    identity: str,
+    *,
+    pushes: bool = False,
+) -> Work:
     """Make the call for one leased row; saved tokens count only if `identity` generated them."""
     call = None
     can_resume = wants_json = False
@@ -131,6 +142,7 @@ def to_work(opened: OpenJob, epoch: int, row: LeasedRow, request: StoredRequest,
             body=body,
             resume_from=unpack_tokens(row.tokens) if usable and row.tokens else (),
             identity=identity,
+            pushes=pushes,
         )
     return Work(
         job_id=opened.job.id,

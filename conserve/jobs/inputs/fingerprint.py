@@ -6,6 +6,7 @@ from pathlib import Path
 
 from conserve.store.books.catalog import InputFile, Job, Source
 from conserve.store.files import home
+from conserve.store.files.objects import FilePath
 
 BLOCK_BYTES = 1 << 22
 
@@ -45,7 +46,7 @@ def is_other(part: InputFile, path: Path) -> bool:
         return False
 
 
-def changed(store_home: Path, job: Job) -> str | None:
+def changed(data: FilePath, job: Job) -> str | None:
     """First input file of a job that differs from its fingerprint at submit; None if all are the same.
 
     Rows that were copied into the store cannot change. A hard link changes when the file is written into.
@@ -53,16 +54,21 @@ def changed(store_home: Path, job: Job) -> str | None:
     source = job.source
     if source.copied and not source.linked:
         return None
-    folder = home.job_folder(store_home, job.id)
+    folder = home.job_folder(data, job.id)
     for part in source.files:
-        if is_other(part, folder / part.kept if part.kept else Path(part.path)):
+        if is_other(part, Path(str(folder / part.kept)) if part.kept else Path(part.path)):
             return part.path
     return None
 
 
 def written_meanwhile(source: Source) -> str | None:
-    """First file of an input that was written to since its fingerprint was taken; None if none was."""
+    """First file of an input that was written to since its fingerprint was taken; None if none was.
+
+    An object of a bucket was copied first.
+    """
     for part in source.files:
+        if "://" in part.path:
+            continue
         try:
             stat = Path(part.path).stat()
         except OSError:

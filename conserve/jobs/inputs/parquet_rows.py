@@ -13,6 +13,7 @@ from conserve.jobs.inputs.cells import python_rows
 from conserve.jobs.inputs.files import Partition
 from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.task import Kind, Task
+from conserve.store.files.objects import FilePath, source
 
 
 class Columns(ABC):
@@ -43,10 +44,10 @@ class Columns(ABC):
 class ParquetRows(Columns):
     """Rows of a Parquet file."""
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: FilePath, name: str) -> None:
         self.path, self.name = path, name
         try:
-            with pq.ParquetFile(path) as file:
+            with pq.ParquetFile(source(path)) as file:
                 self.schema = file.schema_arrow
                 meta = file.metadata
         except (OSError, pa.ArrowException) as error:
@@ -67,7 +68,7 @@ class ParquetRows(Columns):
     def arrow(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield the rows in file order, with these columns."""
         try:
-            with pq.ParquetFile(self.path) as file:
+            with pq.ParquetFile(source(self.path)) as file:
                 yield from file.iter_batches(self.batch_rows(), columns=list(names))
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{self.name} is damaged ({first_line(error)}); write it again") from error

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Protocol
 import pyarrow as pa
 
 from conserve.errors import InputError, TemplateError, UsageError, one_line
+from conserve.jobs.inputs import remote
 from conserve.jobs.inputs.files import Form, Named, form_of, partitions, spelled_out
 from conserve.jobs.inputs.fingerprint import fingerprint, together, written_meanwhile
 from conserve.jobs.inputs.held_rows import keep_batches, spool_rows
@@ -94,11 +95,11 @@ class Opened:
 
     def copy_text(self, folder: Path) -> None:
         """Copy the rows of text files into the job's folder as Parquet, in which SQL finds their types."""
-        if not isinstance(self.rows, TextRows):
-            return
-        self.rows.copy_to(folder / home.INPUTS)
-        (folder / SPOOLED).unlink(missing_ok=True)
-        check_unwritten(self.source)
+        if isinstance(self.rows, TextRows):
+            self.rows.copy_to(folder / home.INPUTS)
+            (folder / SPOOLED).unlink(missing_ok=True)
+            check_unwritten(self.source)
+        remote.drop(folder)
 
 
 def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
@@ -117,6 +118,8 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
     if given.rows is not None:
         spool_rows(given.rows, folder / SPOOLED, given.title)
         return open_text([folder / SPOOLED], given.title, Form.JSONL, openai=openai)
+    if any(map(remote.is_url, given.names)):
+        return open_objects(given, folder, openai=openai)
     from_stdin = STDIN in given.names
     if from_stdin and len(given.names) > 1:
         raise UsageError("- is standard input and goes with no other file")
@@ -131,6 +134,16 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
     marks = [] if from_stdin else marks_of(named.paths)
     opened = open_text(named.paths, given.title, form, openai=openai, several=named.several)
     return replace(opened, source=replace(source_of(named, marks, opened.source.format), copied=True))
+
+
+def open_objects(given: Input, folder: Path, *, openai: bool) -> Opened:
+    """Copy objects of buckets to this machine and open the copies; the source names the objects."""
+    fetched = remote.fetch(given.names, folder)
+    names = [str(path) for path in fetched.paths]
+    opened = open_input(replace(given, names=names, keep=Keep.COPY), folder, openai=openai)
+    parts = tuple(replace(part, path=fetched.urls[part.path]) for part in opened.source.parts)
+    path = given.names[0] if len(names) > 1 else fetched.urls[names[0]]
+    return replace(opened, source=replace(opened.source, path=path, parts=parts))
 
 
 def open_text(

@@ -1,7 +1,6 @@
 """Look-up of one row's request, by its row index or its custom id."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,6 +12,7 @@ from conserve.jobs.requests.wording import Tasks
 from conserve.store.books.catalog import Job
 from conserve.store.database.store import Store
 from conserve.store.files import home
+from conserve.store.files.objects import FilePath, source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ def asked(
     store: Store, job: Job, *, row_index: int | None = None, custom_id: str | None = None
 ) -> FoundRequest:
     """Find the request of a row by its row index or its custom id; raises `UsageError` if there is none."""
-    path = home.requests_file(store.home, job.id)
+    path = home.requests_file(store.data, job.id)
     requests = RequestFile(path)
     try:
         wanted = ("row_index", row_index) if custom_id is None else ("custom_id", custom_id)
@@ -53,10 +53,10 @@ def missing(job: Job, row_index: int | None, custom_id: str | None) -> str:
     return f"job {job.id} has no row {row_index}; its rows go from 0 to {job.num_rows - 1}"
 
 
-def position_of(path: Path, column: str, value: object) -> int | None:
+def position_of(path: FilePath, column: str, value: object) -> int | None:
     """Position of the one row with this value in a request file, None if absent; reads that column alone."""
     start = 0
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(source(path)) as file:
         for group in range(file.num_row_groups):
             found = pc.index(file.read_row_group(group, columns=[column])[column], pa.scalar(value)).as_py()
             if found >= 0:

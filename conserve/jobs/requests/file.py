@@ -20,6 +20,7 @@ from conserve.jobs.inputs.groups import GROUP_BYTES, ROWS_PER_GROUP
 from conserve.jobs.requests.rendering import RenderedRow
 from conserve.store.books import readings
 from conserve.store.files import home
+from conserve.store.files.objects import FilePath, ObjectPath, source
 
 SCHEMA = pa.schema(
     [
@@ -138,10 +139,10 @@ class RequestFile:
     Raises `StoreDamaged` for a file that is missing or damaged.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: FilePath) -> None:
         self._path = path
         with self._readable():
-            self._file = pq.ParquetFile(path, page_checksum_verification=True)
+            self._file = pq.ParquetFile(source(path), page_checksum_verification=True)
         meta = self._file.metadata
         self._starts = [0]
         for group in range(meta.num_row_groups):
@@ -208,10 +209,16 @@ class RequestFile:
 
 
 def first_waiting(settings: Settings, job_id: str) -> int | None:
-    """Smallest row index of a job's waiting rows; None if no row waits, or the file cannot be read."""
+    """Smallest row index of a job's waiting rows; None if no row waits, or the file cannot be read.
+
+    `status` asks no bucket, since its answer would take long, and none would come from one that is out of reach.
+    """
+    data = readings.data(settings)
+    if isinstance(data, ObjectPath):
+        return None
     *returned, start = readings.untaken(settings, job_id)
     try:
-        requests = RequestFile(home.requests_file(settings.home, job_id))
+        requests = RequestFile(home.requests_file(data, job_id))
         try:
             return requests.earliest(returned, start)
         finally:

@@ -72,7 +72,7 @@ class Rehearsal:
 async def rehearse(settings: Settings, job: JobReading, task: Task, tokens: Tokens | None) -> Rehearsal:
     """Make the request of each waiting row and count its prompt's tokens, if there is a tokenizer."""
     found = Rehearsal(job.id)
-    requests = RequestFile(home.requests_file(settings.home, job.id))
+    requests = RequestFile(home.requests_file(readings.data(settings), job.id))
     try:
         for positions in chunks(waiting(settings, job)):
             stored = requests.read(positions)

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,8 +31,10 @@ from conserve.store.books import batches, catalog
 from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
+from conserve.store.files.objects import ObjectPath
 from conserve.store.sql.query import first_duplicate
 
+KEEPS_S = 3600.0  # within that time the sweep takes no folder of a bucket
 ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # no characters that look alike
 
 
@@ -73,14 +75,16 @@ def submit(
     With `batch_id` the job is that batch's; raises `Overtaken` if the batch needs none any more.
     """
     given = Input(names=[given]) if isinstance(given, str) else given
+    if isinstance(store.data, ObjectPath) and given.keep is not Keep.REFERENCE:
+        given = replace(given, keep=Keep.COPY)  # a link would be to a file of this machine
     check_task(task)
     check_priority(priority)
     check_tags(tags or {})
-    with home.new_job_folder(store.home, store.id) as folder:
-        with home.explained(store.home):
+    with home.new_job_folder(store.local, store.id) as folder:
+        with home.explained(store.data):
             opened = open_input(given, folder, openai=task.kind is Kind.OPENAI)
         check_input(opened.rows, task, constant_prompt=constant_prompt)
-        with home.explained(store.home):
+        with home.explained(store.data):
             written = write_requests(folder / home.REQUESTS, opened.rows, task, on_rows)
             opened.copy_text(folder)
         check_ids(folder / home.REQUESTS, task)
@@ -202,14 +206,17 @@ def enqueue(
     with store.read() as tx:
         namesakes = catalog.named(tx, name)
         free = (i for i in new_ids(name) if not catalog.taken(tx, i))
-        job_id = next(i for i in free if not home.job_folder(store.home, i).exists())  # another store's
-    with home.explained(store.home):
+        job_id = next(i for i in free if not home.job_folder(store.data, i).exists())  # another store's
+    with home.explained(store.data):
         files = digests.seals([folder / home.REQUESTS, folder / home.INPUTS])
-    home.adopt(folder, store.home, job_id)
+    home.adopt(folder, store.data, job_id)
     now = time.time()
     try:
         with store.write() as tx:
+            store.check_place(tx)
             catalog.lock_ids(tx)
+            if time.time() - now > KEEPS_S:
+                raise StoreError("the database took too long to answer; submit again")
             catalog.add(
                 tx,
                 job_id=job_id,
@@ -232,7 +239,7 @@ def enqueue(
     except BaseException:
         discard_unregistered(store, job_id)
         raise
-    marks.register(home.job_folder(store.home, job_id), store.id, record)
+    marks.register(home.job_folder(store.data, job_id), store.id, record)
     return Submitted(
         job_id=job_id,
         rows=written.rows,
@@ -249,7 +256,7 @@ def discard_unregistered(store: Store, job_id: str) -> None:
     with suppress(StoreError), store.write() as tx:
         catalog.lock_ids(tx)
         if not catalog.taken(tx, job_id):
-            home.discard_job(store.home, job_id)
+            home.discard_job(store.data, job_id)
 
 
 def slug(label: str) -> str:

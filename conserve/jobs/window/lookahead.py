@@ -54,7 +54,7 @@ class Feed:
         self.whole = whole
         self._store, self._job_id, self._cache = store, job.id, cache
         self._task = Task.from_json(job.task)
-        self._requests = RequestFile(home.requests_file(store.home, job.id))
+        self._requests = RequestFile(home.requests_file(store.data, job.id))
         self._start = 0  # the next row's position is this or larger
         self._ended = False
         self._read: deque[tuple[int, Key]] = deque()
@@ -129,14 +129,14 @@ class Lookahead:
                 self._open(job.id, whole=whole)
         self._window.arrange(order)
         self._share = max(1, self._rows // max(1, len(self._feeds)))
-        with home.explained(self._store.home):
+        with home.explained(self._store.data):
             for seq in self._feeds:
                 self._fill(seq)
 
     def take(self, limit: int) -> list[tuple[str, int]]:
         """Give out the next rows (job id, position), at most `limit`; the window is refilled after each."""
         taken: list[tuple[str, int]] = []
-        with home.explained(self._store.home):
+        with home.explained(self._store.data):
             while len(taken) < limit and len(self._window):
                 before = self._window.cursor
                 row = self._window.pop()
@@ -182,10 +182,10 @@ class Lookahead:
         """Key of the row at this place; empty if the row is gone."""
         if not place.job_id:
             return ()
-        with suppress(StoreError, JobNotFound), home.explained(self._store.home):
+        with suppress(StoreError, JobNotFound), home.explained(self._store.data):
             with self._store.read() as tx:
                 task = Task.from_json(catalog.get(tx, place.job_id).task)
-            requests = RequestFile(home.requests_file(self._store.home, place.job_id))
+            requests = RequestFile(home.requests_file(self._store.data, place.job_id))
             try:
                 return key_of(requests.read([place.position])[0], task, self._cache)
             finally:

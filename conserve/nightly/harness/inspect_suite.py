@@ -12,6 +12,7 @@ from conserve.evals.outcome import Item, Outcome
 from conserve.evals.plan import SuitePlan
 from conserve.nightly.harness.asking import Recorded
 from conserve.nightly.harness.libraries import require
+from conserve.nightly.harness.options import typed
 from conserve.nightly.suite import Night
 
 OPTIONS = {
@@ -58,16 +59,10 @@ class InspectSuite:
 
 def checked(suite: SuitePlan) -> Mapping[str, Any]:
     """Options of a suite; raises `SettingsError` for unknown ones, ones of another type, and without a task."""
-    for name, value in suite.options.items():
-        if name not in OPTIONS:
-            raise SettingsError(f"suites.{suite.name}.{name} is no option; there are: {', '.join(OPTIONS)}")
-        if not isinstance(value, OPTIONS[name]):
-            raise SettingsError(
-                f"suites.{suite.name}.{name} is of type {OPTIONS[name].__name__}, not {value!r}"
-            )
-    if "task" not in suite.options:
+    options = typed(suite, OPTIONS)
+    if "task" not in options:
         raise SettingsError(f'suites.{suite.name} has no task; name one: task = "arithmetic.py@addition"')
-    return suite.options
+    return options
 
 
 def evaluated(night: Night, recorded: Recorded, options: Mapping[str, Any], scratch: str) -> Any:

@@ -1,5 +1,7 @@
 """Libraries of evaluation harnesses, which ConServe does not depend on."""
 
+import os
+import sys
 from importlib.util import find_spec
 
 from conserve.errors import PackageMissing
@@ -9,7 +11,13 @@ NAMES = {"lm_eval": "lm-eval", "inspect_ai": "inspect_ai"}
 
 
 def require(*modules: str) -> None:
-    """Raise `PackageMissing` if one of these is not installed; imports none."""
+    """Raise `PackageMissing` if one of these is not installed; imports none.
+
+    Off a terminal their progress bars, which are lines of a log there, stay away.
+    """
+    if not sys.stderr.isatty():
+        for variable in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(variable, "1")
     for module in modules:
         if find_spec(module) is None:
             raise PackageMissing(

@@ -13,6 +13,7 @@ from conserve.evals.outcome import Item, Outcome
 from conserve.evals.plan import SuitePlan
 from conserve.nightly.harness.asking import Recorded
 from conserve.nightly.harness.libraries import require
+from conserve.nightly.harness.options import typed
 from conserve.nightly.harness.place import model_tokens
 from conserve.nightly.suite import Night
 
@@ -69,16 +70,10 @@ class LmEvalSuite:
 
 def checked(suite: SuitePlan) -> Mapping[str, Any]:
     """Options of a suite; raises `SettingsError` for unknown ones, ones of another type, and without tasks."""
-    for name, value in suite.options.items():
-        if name not in OPTIONS:
-            raise SettingsError(f"suites.{suite.name}.{name} is no option; there are: {', '.join(OPTIONS)}")
-        if not isinstance(value, list | tuple if OPTIONS[name] is list else OPTIONS[name]):
-            raise SettingsError(
-                f"suites.{suite.name}.{name} is of type {OPTIONS[name].__name__}, not {value!r}"
-            )
-    if not suite.options.get("tasks"):
+    options = typed(suite, OPTIONS)
+    if not options.get("tasks"):
         raise SettingsError(f'suites.{suite.name} has no tasks; name them: tasks = ["gsm8k", "mmlu"]')
-    return suite.options
+    return options
 
 
 def task_manager(options: Mapping[str, Any], folder: Path) -> Any:

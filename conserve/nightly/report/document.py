@@ -189,7 +189,7 @@ def iso(seconds: float | None) -> str | None:
 
 
 def against_of(home: Path, run: RunRecord, wanted: str | None, by_file: str) -> str:
-    """What a run is compared with: as asked for, else as its file says where that run is known."""
+    """Name of the run to compare with: as asked for, else as its file says where that run is known."""
     if wanted is not None:
         return wanted
     known = by_file in ("previous", HISTORY) or by_file in nights.names(home)

@@ -13,7 +13,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
 
 from conserve.errors import JobRefused, StoreDamaged
-from conserve.store.books import catalog, events, leases
+from conserve.store.books import catalog, events, leases, spans
 from conserve.store.books.catalog import Job
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
@@ -307,7 +307,7 @@ def deliver(tx: Connection, found: Batch, *, output: str | None, errors: str | N
 
 def fence(tx: Connection, job_id: str) -> None:
     """End all leases of a job that was stopped, so that no result comes after those that are delivered."""
-    leases.end(tx, tx.scalars(select(lease.c.epoch).where(lease.c.job_id == job_id).with_for_update()).all())
+    leases.end(tx, list(spans.locked(tx, leases.of_job(tx, job_id))))
 
 
 def unfinished_rows(tx: Connection, key_name: str) -> int:

@@ -14,6 +14,7 @@ from conserve.store.books.readings import resolve
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
 from conserve.store.database.migrations import STORE_ID
+from conserve.store.database.wakeup import wake
 from conserve.store.files.digests import Seal
 
 job, meta = schema.job, schema.meta
@@ -131,6 +132,7 @@ def add(
             on_late=on_late.value if on_late else None,
         )
     )
+    wake(tx)
 
 
 def taken(tx: Connection, job_id: str) -> bool:
@@ -146,6 +148,12 @@ def lock_ids(tx: Connection) -> None:
 def lock_job(tx: Connection, job_id: str) -> None:
     """Wait until no other transaction changes the job or reads which files belong to it."""
     tx.execute(select(job.c.seq).where(job.c.id == job_id).with_for_update(key_share=True))
+
+
+def lock_jobs(tx: Connection, job_ids: Collection[str]) -> None:
+    """Lock several jobs, always in the same order."""
+    ours = select(job.c.seq).where(job.c.id.in_(job_ids))
+    tx.execute(ours.order_by(job.c.id).with_for_update(key_share=True))
 
 
 def named(tx: Connection, name: str) -> list[str]:
@@ -242,13 +250,16 @@ def move(tx: Connection, job_id: str, verb: str, *, now: float) -> Job:
         )
     )
     events.of_jobs(tx, [current.id], now=now)
+    if target is JobState.QUEUED:
+        wake(tx)
     return get(tx, current.id)
 
 
 def expire(tx: Connection, *, now: float) -> list[str]:
     """End the jobs whose deadline has passed with rows left; returns their ids."""
-    if not late(tx, now=now):
+    if not (job_ids := late(tx, now=now)):
         return []
+    lock_jobs(tx, job_ids)
     expired = {"state": JobState.EXPIRED.value, "finished_at": now, "error": None}
     # Another process may have ended some since: each is told of once.
     ended = list(tx.scalars(update(job).where(is_late(now)).values(expired).returning(job.c.id)))
@@ -345,6 +356,7 @@ def forgive(tx: Connection, job_id: str, *, now: float) -> bool:
     )
     if queued.rowcount:
         events.of_jobs(tx, [job_id], now=now)
+        wake(tx)
     return queued.rowcount == 1
 
 

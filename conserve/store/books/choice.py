@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, insert, select, update
 
-from conserve.store.books.leases import Lease, LeasedRow, open_lease
-from conserve.store.books.queue import PASSED_OVER, returned, runnable_jobs, take_again, take_first
+from conserve.store.books.leases import Lease, LeasedRow, begin_job, begun, open_lease
+from conserve.store.books.queue import PASSED_OVER, runnable_jobs, take_again, take_back
+from conserve.store.books.spans import Span
 from conserve.store.database import schema
 from conserve.store.database.connection import chunks
 
@@ -63,8 +64,9 @@ def reclaim(
     for candidate in runnable:
         if candidate.priority < priority:
             break
-        back = returned(tx, candidate.id, terms.now, limit, suspect=False, passed_over_too=False)
+        back = take_back(tx, candidate.id, terms.now, limit, model=terms.model, passed_over_too=False)
         if back:
+            begin_job(tx, candidate.id, terms.now, terms.model)
             lease = begin(tx, candidate.id, terms, back)
             take_again(tx, candidate.id, lease.epoch, back, terms.now)
             return lease
@@ -89,18 +91,19 @@ def choose_of(tx: Connection, candidate: Any, wanted: Sequence[int], terms: Term
     rows = [LeasedRow(p, 1, 0, terms.now) for p in wanted if p >= cursor or p in known]
     if not rows:
         return None
-    new = [row for row in rows if row.position >= cursor]
-    pass_over(tx, candidate, {row.position for row in new})
-    lease = begin(tx, candidate.id, terms, rows)
+    new = {row.position for row in rows if row.position >= cursor}
+    pass_over(tx, candidate, new, terms)
+    lease = begin(tx, candidate.id, terms, rows, Span.of(candidate.id, new, terms.now) if new else None)
     take_again(tx, candidate.id, lease.epoch, [row for row in rows if row.position in known], terms.now)
-    take_first(tx, candidate.id, lease.epoch, new)
     return lease
 
 
-def begin(tx: Connection, job_id: str, terms: Terms, rows: Sequence[LeasedRow]) -> Lease:
-    """Open a lease for these rows."""
+def begin(
+    tx: Connection, job_id: str, terms: Terms, rows: Sequence[LeasedRow], new: Span | None = None
+) -> Lease:
+    """Open a lease for these rows; `new` holds those that were never leased."""
     expires_at = terms.now + terms.lease_s
-    epoch = open_lease(tx, job_id, terms.owner, terms.now, expires_at, terms.model)
+    epoch = open_lease(tx, job_id, terms.owner, terms.now, expires_at, new)
     return Lease(epoch, job_id, expires_at, tuple(rows))
 
 
@@ -113,12 +116,14 @@ def still_waiting(tx: Connection, job_id: str, positions: Sequence[int]) -> Iter
         yield from tx.scalars(found)
 
 
-def pass_over(tx: Connection, candidate: Any, taken: Collection[int]) -> None:
+def pass_over(tx: Connection, candidate: Any, taken: Collection[int], terms: Terms) -> None:
     """Move the job's cursor past these positions; each position between them gets a waiting `request` row."""
     if not taken:
+        begin_job(tx, candidate.id, terms.now, terms.model)
         return
     stop = max(taken) + 1
-    tx.execute(update(job).where(job.c.id == candidate.id).values(next_position=stop))
+    moved = {"next_position": stop, **begun(terms.now, terms.model)}
+    tx.execute(update(job).where(job.c.id == candidate.id).values(moved))
     between = [
         {"job_id": candidate.id, "position": position, "epoch": None, "attempts": 0}
         for position in range(candidate.next_position, stop)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, select, update
 
-from conserve.store.books import events, leases
+from conserve.store.books import events, spans
 from conserve.store.books.results import COUNTERS, Result, checked, counts, decode, encode, is_object
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
+from conserve.store.database.bulk import insert_rows
 from conserve.store.database.connection import chunks
 
 job, request, journal = schema.job, schema.request, schema.journal
@@ -36,27 +37,29 @@ class Committed(NamedTuple):
 
 
 def commit(tx: Connection, finished: Sequence[Finished], *, now: float) -> Committed:
-    """Move rows from `request` to `journal`, count them, and complete jobs that have all their results.
+    """Move rows from under their leases to `journal`, count them, and complete jobs that have all their results.
 
     A result whose lease is gone is left out and reported as late: another owner has that row. A result that
     does not fit the columns is written as an error of its row; the other results are not affected.
     """
     if not finished:
         return Committed([], [], [])
-    alive = leases.held(tx, {f.epoch for f in finished})
+    alive = spans.locked(tx, {f.epoch for f in finished})
     entries = [entry(f) for f in finished if f.epoch in alive]
     written = [f for f, _ in entries]
     late = [f for f in finished if f.epoch not in alive]
-    by_lease: dict[tuple[int, str], list[Finished]] = defaultdict(list)
+    with_records: dict[tuple[int, str], list[int]] = defaultdict(list)
     for f in written:
-        by_lease[f.epoch, f.job_id].append(f)
-    for (epoch, job_id), group in by_lease.items():
-        end_requests(tx, epoch, job_id, [f.position for f in group])
-    if written:
-        tx.execute(insert(journal), [to_row(f, payload) for f, payload in entries])
-    leases.end_if_empty(tx, alive)
-    touched = count(tx, written)
-    return Committed(written, late, [job_id for job_id in touched if complete(tx, job_id, now)])
+        rest = alive[f.epoch]
+        if rest is None or not rest.take(f.job_id, f.position):
+            with_records[f.epoch, f.job_id].append(f.position)
+    for (epoch, job_id), positions in with_records.items():
+        end_requests(tx, epoch, job_id, positions)
+    spans.write(tx, alive.values())
+    insert_rows(tx, journal, [to_row(f, payload) for f, payload in entries])
+    spans.end_empty_leases(tx, alive)
+    done = count(tx, written)  # last, since other writers of the same jobs wait from here on
+    return Committed(written, late, [job_id for job_id in done if complete(tx, job_id, now)])
 
 
 def entry(finished: Finished) -> tuple[Finished, bytes]:
@@ -103,13 +106,14 @@ def end_requests(tx: Connection, epoch: int, job_id: str, positions: Sequence[in
 
 
 def count(tx: Connection, written: Sequence[Finished]) -> list[str]:
-    """Add the rows to their jobs' counters; returns the jobs' ids."""
+    """Add the rows to their jobs' counters; returns the ids of jobs of which every row has its result."""
     by_job: dict[str, list[Result]] = defaultdict(list)
     for f in written:
         by_job[f.job_id].append(f.result)
+    done = []
     for job_id, results in sorted(by_job.items()):  # one order for all writers, so that none deadlock
         failed = sum(r.failed for r in results)
-        tx.execute(
+        counted = (
             update(job)
             .where(job.c.id == job_id)
             .values(
@@ -120,8 +124,11 @@ def count(tx: Connection, written: Sequence[Finished]) -> list[str]:
                 cached_tokens=job.c.cached_tokens + sum(r.cached_tokens for r in results),
                 resumed_tokens=job.c.resumed_tokens + sum(r.resumed_tokens for r in results),
             )
+            .returning(job.c.num_rows - job.c.succeeded - job.c.failed)
         )
-    return list(by_job)
+        if tx.scalar(counted) == 0:
+            done.append(job_id)
+    return done
 
 
 def complete(tx: Connection, job_id: str, now: float) -> bool:

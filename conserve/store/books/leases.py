@@ -1,17 +1,21 @@
 """Leases: which owner holds which rows until when.
 
 A lease has an epoch that no other lease gets. An owner whose lease is gone finds its epoch gone too and can commit
-nothing (fencing, as with Chubby's sequencers and ZooKeeper's zxids).
+nothing (fencing, as with Chubby's sequencers and ZooKeeper's zxids). Rows in their first attempt are under a lease
+by its span; a row that has a `request` record is under the lease that the record names.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import Connection, delete, exists, insert, select, update
+from sqlalchemy import Connection, and_, delete, false, func, insert, or_, select, update
 
+from conserve.store.books import spans
+from conserve.store.books.spans import Span
 from conserve.store.database import schema
 from conserve.store.database.connection import chunks
+from conserve.store.database.wakeup import wake
 
 job, lease, request = schema.job, schema.lease, schema.request
 
@@ -41,30 +45,41 @@ class Lease:
 
 
 def open_lease(
-    tx: Connection, job_id: str, owner: str, now: float, expires_at: float, model: str | None = None
+    tx: Connection, job_id: str, owner: str, now: float, expires_at: float, new: Span | None = None
 ) -> int:
-    """Add a lease; returns its epoch. The first lease of a job binds it to the model, if one is given."""
-    tx.execute(update(job).where(job.c.id == job_id, job.c.started_at.is_(None)).values(started_at=now))
-    if model is not None:
-        tx.execute(update(job).where(job.c.id == job_id, job.c.model.is_(None)).values(model=model))
+    """Add a lease, with a span of rows that were never leased if there are `new` ones; returns its epoch."""
     added = tx.execute(
         insert(lease).values(
             job_id=job_id, owner=owner, claimed_at=now, expires_at=expires_at, lease_s=expires_at - now
         )
     )
     assert added.inserted_primary_key is not None
-    return int(added.inserted_primary_key[0])
+    epoch = int(added.inserted_primary_key[0])
+    if new is not None:
+        spans.add(tx, new, epoch)
+    return epoch
+
+
+def begin_job(tx: Connection, job_id: str, now: float, model: str | None) -> None:
+    """Note the first lease of a job, which binds it to the model, if one is given."""
+    unbound = job.c.model.is_(None) if model is not None else false()
+    tx.execute(
+        update(job)
+        .where(and_(job.c.id == job_id, or_(job.c.started_at.is_(None), unbound)))
+        .values(begun(now, model))
+    )
+
+
+def begun(now: float, model: str | None) -> dict[str, object]:
+    """Columns of a job that its first lease sets."""
+    bound = {} if model is None else {"model": func.coalesce(job.c.model, model)}
+    return {"started_at": func.coalesce(job.c.started_at, now), **bound}
 
 
 def renew(tx: Connection, epochs: Collection[int], *, now: float, lease_s: float) -> set[int]:
     """Extend leases to `now + lease_s`; returns the epochs that still exist. Rows of the others were taken back."""
     tx.execute(update(lease).where(lease.c.epoch.in_(epochs)).values(expires_at=now + lease_s))
     return set(tx.scalars(select(lease.c.epoch).where(lease.c.epoch.in_(epochs))))
-
-
-def held(tx: Connection, epochs: Collection[int]) -> set[int]:
-    """Epochs among these whose leases still exist; the leases cannot end before this transaction does."""
-    return set(tx.scalars(select(lease.c.epoch).where(lease.c.epoch.in_(epochs)).with_for_update()))
 
 
 class Sign(NamedTuple):
@@ -84,12 +99,13 @@ def signs(tx: Connection, *, but: str) -> list[Sign]:
 def end_silent(tx: Connection, over: Sequence[Sign]) -> int:
     """End the leases that were not renewed since these signs were read; returns how many.
 
-    No other lease is locked, since harvesters that renew their own would wait for each other.
+    No other lease is locked, since harvesters that renew their own would wait for each other. A lease that another
+    transaction has locked is left out: its owner is alive, or another harvester is ending it.
     """
     silent: list[int] = []
     for sign in over:
         unchanged = lease.c.epoch == sign.epoch, lease.c.expires_at == sign.expires_at
-        silent += tx.scalars(select(lease.c.epoch).where(*unchanged).with_for_update())
+        silent += tx.scalars(select(lease.c.epoch).where(*unchanged).with_for_update(skip_locked=True))
     return end(tx, silent)
 
 
@@ -98,21 +114,36 @@ def owners(tx: Connection) -> set[str]:
     return set(tx.scalars(select(lease.c.owner).distinct()))
 
 
+def jobs(tx: Connection, *, now: float) -> set[str]:
+    """Ids of the jobs of which rows are under a lease that is not over."""
+    return set(tx.scalars(select(lease.c.job_id).where(lease.c.expires_at > now).distinct()))
+
+
+def of_job(tx: Connection, job_id: str) -> Sequence[int]:
+    """Epochs of a job's leases."""
+    return tx.scalars(select(lease.c.epoch).where(lease.c.job_id == job_id)).all()
+
+
 def abandon(tx: Connection, dead: Collection[str]) -> int:
     """End the leases of these owners without waiting for their expiry; returns how many."""
-    return end(tx, tx.scalars(select(lease.c.epoch).where(lease.c.owner.in_(dead)).with_for_update()).all())
+    theirs = select(lease.c.epoch).where(lease.c.owner.in_(dead)).order_by(lease.c.epoch)
+    return end(tx, tx.scalars(theirs.with_for_update()).all())
 
 
 def end(tx: Connection, epochs: Collection[int]) -> int:
-    """Put the rows of these leases back with their saved tokens, and end the leases; returns how many."""
+    """Put the rows of these leases back with their saved tokens, and end the leases; returns how many.
+
+    On PostgreSQL the caller has locked them.
+    """
     for chunk in chunks(list(epochs)):
+        spans.dissolve(tx, chunk)
         tx.execute(update(request).where(request.c.epoch.in_(chunk)).values(epoch=None))
         tx.execute(delete(lease).where(lease.c.epoch.in_(chunk)))
+    if epochs:
+        wake(tx)
     return len(epochs)
 
 
 def end_if_empty(tx: Connection, epochs: Collection[int]) -> None:
     """End the leases among these that hold no row any more."""
-    rows = exists().where(request.c.epoch == lease.c.epoch)
-    for chunk in chunks(list(epochs)):
-        tx.execute(delete(lease).where(lease.c.epoch.in_(chunk), ~rows))
+    spans.end_empty_leases(tx, spans.locked(tx, epochs))

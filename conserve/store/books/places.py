@@ -1,11 +1,10 @@
-"""The four places of a job's positions: never leased, `request`, `journal`, shards.
+"""The five places of a job's positions: never leased, spans of leases, `request`, `journal`, shards.
 
 Each position is in exactly one of them (docs/explanation/rows.md). So the positions of an unreadable shard are
 known: they were leased once and are in no other place.
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, select
 
-from conserve.store.books import catalog
+from conserve.store.books import catalog, spans
 from conserve.store.database import schema
 from conserve.store.files import digests
 from conserve.store.files.digests import Seal
+from conserve.store.files.objects import FilePath, source
 
 request, journal = schema.request, schema.journal
 
@@ -31,23 +31,24 @@ class Content(NamedTuple):
     fault: str | None = None
 
 
-def content(path: Path, seal: Seal | None) -> Content:
+def content(path: FilePath, seal: Seal | None) -> Content:
     """Read the positions of a shard, unless the file differs from its seal."""
     if fault := digests.fault(path, seal):
         return Content(NONE, fault)
     try:
-        table = pq.read_table(path, columns=["position"], page_checksum_verification=True)
+        table = pq.read_table(source(path), columns=["position"], page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         return Content(NONE, f"is damaged ({str(error).splitlines()[0]})")
     return Content(np.asarray(table["position"].to_numpy(), np.int64))
 
 
 def times_found(tx: Connection, job: catalog.Job, shards: Iterable[Positions]) -> Positions:
-    """Count how often each position is in `request`, the journal and these shards; up to the cursor, 1 is right.
+    """Count in how many places each position is, of spans, `request`, the journal and these shards.
 
-    The result is longer than the job's cursor if a position beyond it is in a place, which is damage.
+    Up to the cursor, 1 is right. The result is longer than the job's cursor if a position beyond it is in a place,
+    which is damage.
     """
-    found = list(shards)
+    found = [*shards, *(np.array(each.positions, np.int64) for each in spans.of_jobs(tx, [job.id]))]
     for table in (request, journal):
         rows = tx.scalars(select(table.c.position).where(table.c.job_id == job.id))
         found.append(np.fromiter(rows, np.int64))

@@ -1,21 +1,40 @@
 """The queue: rows that are claimed under a lease, and rows that return.
 
-A claim leases some rows of one job to an owner.
+A claim leases some rows of one job to an owner. Harvesters do not wait for each other's rows: a claim locks no job
+but the one it takes rows of, and leaves out rows that another claim is just taking.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, case, func, insert, not_, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Update,
+    and_,
+    bindparam,
+    case,
+    func,
+    insert,
+    literal,
+    not_,
+    or_,
+    select,
+    true,
+    update,
+)
 
-from conserve.store.books.leases import Lease, LeasedRow, open_lease
+from conserve.store.books import spans
+from conserve.store.books.leases import Lease, LeasedRow, begin_job, begun, open_lease
 from conserve.store.books.saved_tokens import whole_tokens
+from conserve.store.books.spans import Span, nothing_gone
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
+from conserve.store.database.bulk import insert_rows
 from conserve.store.database.connection import chunks
 
-job, request = schema.job, schema.request
+job, lease, request, span = schema.job, schema.lease, schema.request, schema.span
 
 LONGEST_WAIT_S = 300.0  # upper bound of any row's backoff
 
@@ -24,7 +43,15 @@ LONGEST_WAIT_S = 300.0  # upper bound of any row's backoff
 PASSED_OVER = and_(request.c.epoch.is_(None), request.c.attempts == 0, request.c.available_at == 0)
 
 RUNNABLE = (
-    *(job.c.id, job.c.seq, job.c.priority, job.c.next_position, job.c.num_rows, job.c.deadline),
+    *(
+        job.c.id,
+        job.c.seq,
+        job.c.priority,
+        job.c.next_position,
+        job.c.num_rows,
+        job.c.deadline,
+        job.c.on_late,
+    ),
     *(job.c.succeeded, job.c.failed, job.c.prompt_tokens, job.c.completion_tokens, job.c.cached_tokens),
 )
 """Columns of a job that its turn follows from."""
@@ -37,6 +64,18 @@ class Backlog:
     leased: int  # rows that other owners hold
     waiting: int  # rows in backoff, or suspects that want to run alone
     next_at: float | None  # when the first row in backoff may run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """A leased row that goes back to the queue."""
+
+    epoch: int
+    job_id: str
+    position: int
+    available_at: float = 0.0
+    failed: bool = False  # the attempt counts against the row
+    suspect: bool = False
 
 
 def claim(
@@ -57,16 +96,48 @@ def claim(
     engine died) is leased only with `suspect`, and then alone, so that it takes no innocent row with it. The first
     lease of a job binds it to `model`. `jobs` are the runnable jobs, if the transaction has read them already.
     """
-    for candidate in runnable_jobs(tx, only, model) if jobs is None else jobs:
-        back = returned(tx, candidate.id, now, 1 if suspect else limit, suspect)
-        new = [] if suspect else fresh(tx, candidate, now, limit - len(back))
-        if not back and not new:
+    for candidate in runnable_jobs(tx, only, model, locked=False) if jobs is None else jobs:
+        back = take_back(tx, candidate.id, now, 1 if suspect else limit, suspect=suspect, model=model)
+        if not back and not suspect and (new := at_once(tx, candidate, owner, now, lease_s, limit, model)):
+            return new
+        first = range(0) if suspect else fresh(tx, candidate, now, limit - len(back), model)
+        if not back and not first:
             continue
-        epoch = open_lease(tx, candidate.id, owner, now, now + lease_s, model)
+        if not first:
+            begin_job(tx, candidate.id, now, model)
+        taken = Span.of(candidate.id, first, now) if first else None
+        epoch = open_lease(tx, candidate.id, owner, now, now + lease_s, taken)
         take_again(tx, candidate.id, epoch, back, now)
-        take_first(tx, candidate.id, epoch, new)
-        return Lease(epoch, candidate.id, now + lease_s, (*back, *new))
+        return Lease(epoch, candidate.id, now + lease_s, (*back, *first_attempts(first, now)))
     return None
+
+
+def at_once(
+    tx: Connection, candidate: Any, owner: str, now: float, lease_s: float, limit: int, model: str | None
+) -> Lease | None:
+    """Lease `limit` rows that were never leased in one statement; None if the job has fewer, or on SQLite.
+
+    All harvesters of a job move its cursor. The lock on it is held for one answer to this process instead of three.
+    """
+    if tx.dialect.name != "postgresql" or candidate.next_position + limit > candidate.num_rows:
+        return None
+    moved = moved_by(candidate, now, limit, model).returning(job.c.id, job.c.next_position).cte("moved")
+    terms = moved.c.id, literal(owner), literal(now), literal(now + lease_s), literal(lease_s)
+    columns = lease.c.job_id, lease.c.owner, lease.c.claimed_at, lease.c.expires_at, lease.c.lease_s
+    opened = insert(lease).from_select(columns, select(*terms)).returning(lease.c.epoch).cte("opened")
+    at = moved.c.next_position - limit, moved.c.next_position, literal(limit), literal(nothing_gone(limit))
+    values = select(opened.c.epoch, moved.c.id, *at, literal(now)).select_from(moved.join(opened, true()))
+    names = ["epoch", "job_id", "start", "stop", "held", "gone", "claimed_at"]
+    added = insert(span).from_select(names, values).returning(span.c.epoch, span.c.start, span.c.stop)
+    row = tx.execute(added).one_or_none()
+    if row is None:
+        return None
+    return Lease(row.epoch, candidate.id, now + lease_s, first_attempts(range(row.start, row.stop), now))
+
+
+def first_attempts(positions: range, now: float) -> tuple[LeasedRow, ...]:
+    """Rows that are leased for the first time."""
+    return tuple(LeasedRow(position, 1, 0, now) for position in positions)
 
 
 def runnable_jobs(
@@ -74,20 +145,29 @@ def runnable_jobs(
 ) -> Sequence[Any]:
     """Queued jobs by priority, then by age; with a model, only jobs that it may answer.
 
-    `locked` is for a transaction that leases rows of these jobs.
+    `locked` is for a transaction that chooses rows of several of them.
     """
-    jobs = (
-        select(*RUNNABLE)
-        .where(job.c.state == JobState.QUEUED.value)
-        .order_by(job.c.priority.desc(), job.c.seq)
-    )
-    if locked:
-        jobs = jobs.with_for_update()
+    jobs = select(*RUNNABLE).where(is_runnable(model))
     if only is not None:
         jobs = jobs.where(job.c.id.in_(only))
-    if model is not None:
-        jobs = jobs.where(may_answer(model))
-    return tx.execute(jobs).all()
+    if locked:  # by id, as commits lock jobs too, so that none deadlock
+        jobs = jobs.order_by(job.c.id).with_for_update(key_share=True)
+    else:
+        jobs = jobs.order_by(job.c.priority.desc(), job.c.seq)
+    found = tx.execute(jobs).all()
+    return sorted(found, key=lambda row: (-row.priority, row.seq)) if locked else found
+
+
+def lock_runnable(tx: Connection, job_id: str, model: str | None) -> bool:
+    """Keep a job from being stopped until the transaction ends; False if it is not runnable any more."""
+    found = select(job.c.id).where(job.c.id == job_id, is_runnable(model)).with_for_update(key_share=True)
+    return tx.scalar(found) is not None
+
+
+def is_runnable(model: str | None) -> ColumnElement[bool]:
+    """Condition that a job is queued, and that the model may answer it, if one is given."""
+    queued = job.c.state == JobState.QUEUED.value
+    return queued if model is None else and_(queued, may_answer(model))
 
 
 def may_answer(model: str) -> ColumnElement[bool]:
@@ -95,8 +175,35 @@ def may_answer(model: str) -> ColumnElement[bool]:
     return or_(job.c.model.is_(None), job.c.model == model)
 
 
+def take_back(
+    tx: Connection,
+    job_id: str,
+    now: float,
+    limit: int,
+    *,
+    suspect: bool = False,
+    model: str | None = None,
+    passed_over_too: bool = True,
+) -> list[LeasedRow]:
+    """Lock waiting rows of a runnable job, without those that another claim is just taking.
+
+    The job is locked before its rows, as by all others that need both.
+    """
+    there = returned(tx, job_id, now, 1, suspect, passed_over_too)
+    if not there or not lock_runnable(tx, job_id, model):
+        return []
+    return returned(tx, job_id, now, limit, suspect, passed_over_too, locked=True)
+
+
 def returned(
-    tx: Connection, job_id: str, now: float, limit: int, suspect: bool, *, passed_over_too: bool = True
+    tx: Connection,
+    job_id: str,
+    now: float,
+    limit: int,
+    suspect: bool,
+    passed_over_too: bool,
+    *,
+    locked: bool = False,
 ) -> list[LeasedRow]:
     """Waiting rows as their next attempt sees them; rows that were passed over only with `passed_over_too`."""
     waiting = select(request).where(
@@ -107,7 +214,9 @@ def returned(
     )
     if not passed_over_too:
         waiting = waiting.where(not_(PASSED_OVER))
-    rows = tx.execute(waiting.order_by(request.c.position).limit(limit))
+    waiting = waiting.order_by(request.c.position).limit(limit)
+    if locked:
+        waiting = waiting.with_for_update(skip_locked=True)
     return [
         LeasedRow(
             r.position,
@@ -118,7 +227,7 @@ def returned(
             r.suspect,
             r.deaths or 0,
         )
-        for r in rows
+        for r in tx.execute(waiting)
     ]
 
 
@@ -127,13 +236,30 @@ def is_due(now: float) -> ColumnElement[bool]:
     return or_(request.c.available_at <= now, request.c.available_at > now + LONGEST_WAIT_S)
 
 
-def fresh(tx: Connection, candidate: Any, now: float, limit: int) -> list[LeasedRow]:
-    """Take the next rows that were never leased; the job's cursor moves past them."""
-    start, stop = candidate.next_position, min(candidate.next_position + limit, candidate.num_rows)
-    if start == stop:
-        return []
-    tx.execute(update(job).where(job.c.id == candidate.id).values(next_position=stop))
-    return [LeasedRow(position, 1, 0, now) for position in range(start, stop)]
+def fresh(tx: Connection, candidate: Any, now: float, limit: int, model: str | None = None) -> range:
+    """Take the next rows that were never leased; the job's cursor moves past them.
+
+    The cursor moves from where it is at that moment, in one statement, since other harvesters move it too.
+    """
+    if candidate.next_position >= candidate.num_rows or limit <= 0:
+        return range(0)
+    stop = tx.scalar(moved_by(candidate, now, limit, model).returning(job.c.next_position))
+    if stop is not None:
+        return range(stop - limit, stop)
+    left = select(job.c.next_position, job.c.num_rows).where(job.c.id == candidate.id, is_runnable(model))
+    row = tx.execute(left.with_for_update(key_share=True)).one_or_none()
+    if row is None or row.next_position == row.num_rows:
+        return range(0)
+    moved = {"next_position": row.num_rows, **begun(now, model)}
+    tx.execute(update(job).where(job.c.id == candidate.id).values(moved))
+    return range(row.next_position, row.num_rows)
+
+
+def moved_by(candidate: Any, now: float, rows: int, model: str | None) -> Update:
+    """Statement that moves a job's cursor by so many rows, if as many are left and the job is runnable still."""
+    beyond = job.c.next_position + rows
+    ready = job.c.id == candidate.id, is_runnable(model), beyond <= job.c.num_rows
+    return update(job).where(*ready).values(next_position=beyond, **begun(now, model))
 
 
 def take_again(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow], now: float) -> None:
@@ -150,22 +276,6 @@ def take_again(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow
         )
 
 
-def take_first(tx: Connection, job_id: str, epoch: int, rows: Sequence[LeasedRow]) -> None:
-    """Put rows that were never leased under the lease; from now on each has a request row."""
-    values = [
-        {
-            "job_id": job_id,
-            "position": row.position,
-            "epoch": epoch,
-            "attempts": 1,
-            "started_at": row.started_at,
-        }
-        for row in rows
-    ]
-    if values:
-        tx.execute(insert(request), values)
-
-
 def put_back(
     tx: Connection,
     *,
@@ -176,39 +286,88 @@ def put_back(
     failed: bool = False,
     suspect: bool = False,
 ) -> None:
-    """Return one row to the queue, after an error that counts against it (`failed`) or because a run stops.
-
-    An error that counts against a suspect is the death of an engine in which the row was alone.
-    """
-    tx.execute(
-        update(request)
-        .where(request.c.job_id == job_id, request.c.position == position, request.c.epoch == epoch)
-        .values(
-            epoch=None,
-            available_at=available_at,
-            failures=request.c.failures + int(failed),
-            suspect=suspect,
-            deaths=func.coalesce(request.c.deaths, 0) + int(failed and suspect),
-        )
+    """Return one row to the queue; see `put_rows_back`."""
+    row = Returned(
+        epoch=epoch,
+        job_id=job_id,
+        position=position,
+        available_at=available_at,
+        failed=failed,
+        suspect=suspect,
     )
-    if failed:
-        tx.execute(update(job).where(job.c.id == job_id).values(retries=job.c.retries + 1))
+    put_rows_back(tx, [row])
+
+
+def put_rows_back(tx: Connection, rows: Sequence[Returned]) -> None:
+    """Return rows to the queue, after errors that count against them (`failed`) or because a run stops.
+
+    An error that counts against a suspect is the death of an engine in which the row was alone. A row that is no
+    longer under its lease stays as it is.
+    """
+    alive = spans.locked(tx, {row.epoch for row in rows})
+    first, others = [], []
+    for row in rows:
+        rest = alive.get(row.epoch)
+        if rest is not None and rest.take(row.job_id, row.position):
+            first.append(rest.record(row.position, **outcome(row)))
+        else:
+            new = {f"new_{name}": value for name, value in outcome(row).items()}
+            others.append({"of_job": row.job_id, "at": row.position, "under": row.epoch, **new})
+    spans.write(tx, alive.values())
+    insert_rows(tx, request, first)
+    if others:
+        tx.execute(PUT_BACK, others)
+    count_retries(tx, [row.job_id for row in rows if row.failed])
+
+
+def outcome(row: Returned) -> dict[str, Any]:
+    """Columns of a row that went back in its first attempt; for a later attempt, what is added to them."""
+    failures, deaths = int(row.failed), int(row.failed and row.suspect)
+    return {
+        "available_at": row.available_at,
+        "suspect": row.suspect,
+        "failures": failures,
+        "deaths": deaths,
+    }
+
+
+PUT_BACK = (
+    update(request)
+    .where(
+        request.c.job_id == bindparam("of_job"),
+        request.c.position == bindparam("at"),
+        request.c.epoch == bindparam("under"),
+    )
+    .values(
+        epoch=None,
+        available_at=bindparam("new_available_at"),
+        suspect=bindparam("new_suspect"),
+        failures=request.c.failures + bindparam("new_failures"),
+        deaths=func.coalesce(request.c.deaths, 0) + bindparam("new_deaths"),
+    )
+)
+"""Returns a row that has a record."""
+
+
+def count_retries(tx: Connection, job_ids: Sequence[str]) -> None:
+    """Count rows of these jobs that are to be tried again."""
+    for job_id in sorted(set(job_ids)):
+        more = job.c.retries + job_ids.count(job_id)
+        tx.execute(update(job).where(job.c.id == job_id).values(retries=more))
 
 
 def backlog(tx: Connection, *, only: Collection[str] | None = None, model: str | None = None) -> Backlog:
     """Count the live rows of queued jobs; with a model, only of jobs that it may answer."""
     waiting = request.c.epoch.is_(None)
-    live = (
-        select(
-            func.count(request.c.epoch),
-            func.count(case((waiting, 1))),
-            func.min(case((waiting, request.c.available_at))),
-        )
-        .join(job, job.c.id == request.c.job_id)
-        .where(job.c.state == JobState.QUEUED.value)
+    counted = (
+        func.count(request.c.epoch),
+        func.count(case((waiting, 1))),
+        func.min(case((waiting, request.c.available_at))),
     )
-    if only is not None:
-        live = live.where(job.c.id.in_(only))
-    if model is not None:
-        live = live.where(may_answer(model))
-    return Backlog(*tx.execute(live).one())
+    ours = is_runnable(model), true() if only is None else job.c.id.in_(only)
+    live = select(*counted).join(job, job.c.id == request.c.job_id).where(*ours)
+    in_spans = (
+        select(func.coalesce(func.sum(span.c.held), 0)).join(job, job.c.id == span.c.job_id).where(*ours)
+    )
+    leased, back, next_at = tx.execute(live).one()
+    return Backlog(leased + int(tx.scalar(in_spans) or 0), back, next_at)

@@ -10,34 +10,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conserve.config import Settings
 from conserve.errors import JobNotFound, StoreError, StoreReadOnly, StoreTooNew
 from conserve.store.books.states import JobState, OnLate, is_slot
+from conserve.store.database import moves
 from conserve.store.database.reader import reader
 from conserve.store.database.versions import (
     LATEST,
     WITH_DEADLINES,
     WITH_FORECASTS,
     WITH_MODELS,
+    WITH_SPANS,
     number,
     too_new,
 )
+
+if TYPE_CHECKING:
+    from conserve.store.files.objects import FilePath
 
 Query = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
 
 JOBS = """
     select id, state, error, priority, submitted_at, started_at, finished_at, num_rows, succeeded, failed,
            retries, prompt_tokens, completion_tokens, cached_tokens, resumed_tokens,
-           (select count(*) from request where request.job_id = job.id and epoch is not null) as leased,
+           (select count(*) from request where request.job_id = job.id and epoch is not null)
+           + (select coalesce(sum(held), 0) from span where span.job_id = job.id) as leased,
            (select count(*) from lease where lease.job_id = job.id and expires_at > :now) as leases, task,
            model, tags, deadline, on_late
     from job order by seq
 """
-"""Every job with its counters. `leased` counts rows in flight, of which there are never more than a window."""
+"""Every job with its counters. `leased` counts rows in flight: records of their own, and what spans hold."""
 
-WITHOUT_ON_LATE = JOBS.replace(", on_late", ", null as on_late")
+SPANS = "\n           + (select coalesce(sum(held), 0) from span where span.job_id = job.id)"
+WITHOUT_SPANS = JOBS.replace(SPANS, "")
+"""`JOBS` for a store of a version in which every live row had a record."""
+
+WITHOUT_ON_LATE = WITHOUT_SPANS.replace(", on_late", ", null as on_late")
 """`JOBS` for a store of a version in which every job expired at its deadline."""
 
 WITHOUT_DEADLINES = WITHOUT_ON_LATE.replace(", deadline,", ", null as deadline,")
@@ -56,6 +66,9 @@ largest, since waiting rows lie in front of it."""
 
 HARVESTED = "select slot, tokens, busy_s from harvested order by slot"
 """Tokens and busy seconds of each quarter of an hour (store.books.harvested)."""
+
+PLACE = "select key, value from meta where key in ('data', 'store_id')"
+"""The place of the files, and the id of the store."""
 
 VERSION = "select value from meta where key = 'version'"
 """The number of the last migration applied."""
@@ -118,7 +131,7 @@ def jobs_query(query: Query) -> str:
         return WITHOUT_ON_LATE
     if found < WITH_DEADLINES:
         return WITHOUT_DEADLINES if found >= WITH_MODELS else WITHOUT_MODELS
-    return JOBS
+    return JOBS if found >= WITH_SPANS else WITHOUT_SPANS
 
 
 def read_harvested(settings: Settings) -> list[tuple[int, float, float]]:
@@ -245,7 +258,9 @@ def opened_sqlite(path: Path) -> Iterator[Query | None]:
         connection = reader(path, timeout_s=10)
         try:
             connection.execute("begin")
-            check_version(connection.execute(VERSION).fetchall())
+            found = connection.execute(VERSION).fetchall()
+            check_version(found)
+            moves.refuse(next((value for (value,) in connection.execute(moves.QUERY)), None))
             yield lambda sql, parameters: connection.execute(sql, parameters).fetchall()
         finally:
             connection.close()
@@ -268,6 +283,19 @@ def opened_elsewhere(settings: Settings) -> Iterator[Query]:
             yield lambda sql, parameters: [tuple(row) for row in tx.execute(text(sql), dict(parameters))]
     finally:
         store.close()
+
+
+def data(settings: Settings) -> "FilePath":
+    """Place of the files of the jobs, as the database names it."""
+    from conserve.store.files.bucket import Bucket
+    from conserve.store.files.objects import ObjectPath
+
+    with opened(settings) as query:
+        found = {row[0]: row[1] for row in query(PLACE, {})} if query else {}
+    if "data" not in found:
+        return settings.home
+    place = str(found["data"])
+    return ObjectPath(Bucket.parse(place), str(found["store_id"])) if "://" in place else Path(place)
 
 
 def check_version(rows: list[tuple[Any, ...]]) -> None:

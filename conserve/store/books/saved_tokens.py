@@ -9,7 +9,9 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, update
 
+from conserve.store.books import spans
 from conserve.store.database import schema
+from conserve.store.database.bulk import insert_rows
 
 request = schema.request
 
@@ -27,30 +29,40 @@ class SavedTokens:
 
 def save_tokens(tx: Connection, saved: Sequence[SavedTokens]) -> None:
     """Save the tokens of rows in flight; a row that is no longer under that lease is skipped."""
-    tx.execute(
-        update(request)
-        .where(
-            request.c.job_id == bindparam("of_job"),
-            request.c.position == bindparam("at_position"),
-            request.c.epoch == bindparam("under_epoch"),
-        )
-        .values(
-            tokens=bindparam("new_tokens"),
-            tokens_by=bindparam("new_tokens_by"),
-            checksum=bindparam("new_checksum"),
-        ),
-        [
-            {
-                "of_job": s.job_id,
-                "at_position": s.position,
-                "under_epoch": s.epoch,
-                "new_tokens": s.tokens,
-                "new_tokens_by": s.tokens_by,
-                "new_checksum": tokens_checksum(s.tokens, s.tokens_by),
-            }
-            for s in saved
-        ],
+    alive = spans.locked(tx, {s.epoch for s in saved})
+    first, later = [], []
+    for s in saved:
+        rest = alive.get(s.epoch)
+        if rest is not None and rest.take(s.job_id, s.position):
+            first.append(rest.record(s.position, epoch=s.epoch, **columns(s)))
+        elif s.epoch in alive:
+            new = {f"new_{name}": value for name, value in columns(s).items()}
+            later.append({"of_job": s.job_id, "at": s.position, "under": s.epoch, **new})
+    spans.write(tx, alive.values())
+    insert_rows(tx, request, first)
+    if later:
+        tx.execute(SAVE, later)
+
+
+def columns(s: SavedTokens) -> dict[str, Any]:
+    """Columns of a row that saved tokens set."""
+    return {"tokens": s.tokens, "tokens_by": s.tokens_by, "checksum": tokens_checksum(s.tokens, s.tokens_by)}
+
+
+SAVE = (
+    update(request)
+    .where(
+        request.c.job_id == bindparam("of_job"),
+        request.c.position == bindparam("at"),
+        request.c.epoch == bindparam("under"),
     )
+    .values(
+        tokens=bindparam("new_tokens"),
+        tokens_by=bindparam("new_tokens_by"),
+        checksum=bindparam("new_checksum"),
+    )
+)
+"""Replaces the tokens of a row that has a record."""
 
 
 def whole_tokens(row: Any) -> tuple[bytes | None, str | None]:

@@ -1,8 +1,10 @@
 """Shards: immutable Parquet files that finished rows move to, and from which failed rows are put back."""
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
-from conserve.errors import JobRefused, one_line
+from conserve.errors import JobRefused, StoreUnreachable, one_line
 from conserve.store.books import catalog, events, places
 from conserve.store.books import journal as journalled
 from conserve.store.books.journal import Finished, is_whole
@@ -18,17 +20,21 @@ from conserve.store.books.results import decode, encode, from_arrow, to_arrow
 from conserve.store.books.states import JobState
 from conserve.store.books.unrendered import Unrendered, unrendered
 from conserve.store.database import schema
+from conserve.store.database.bulk import among, slices
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
+from conserve.store.database.wakeup import wake
 from conserve.store.files import digests, home, marks
 from conserve.store.files.digests import Seal
 from conserve.store.files.marks import Mark
+from conserve.store.files.objects import FilePath, below, source
 
 log = logging.getLogger(__name__)
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
 
 SHARD_ROWS = 16_384
 SHARD_BYTES = 64 << 20  # of journal payloads, whichever comes first
+KEEPS_S = 12 * 3600.0  # an object that no record names is kept so long at least; the sweep waits twice that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +43,7 @@ class ShardFile:
 
     id: int
     job_id: str
-    file: str  # relative to the home
+    file: str  # relative to the place of the store's files
     failed: bool
     num_rows: int
     seal: Seal | None  # None for one of an earlier version
@@ -61,26 +67,51 @@ def files(tx: Connection, job_ids: Collection[str] | None = None) -> list[ShardF
     ]
 
 
-def compact(store: Store, job_id: str, *, now: float, at_least: int = 1) -> int:
-    """Move the job's journalled results into shards; returns how many rows moved.
+def compact(store: Store, job_id: str, *, now: float, positions: list[int] | None = None) -> int:
+    """Move all of the job's journalled results into shards; returns how many rows, and adds their `positions`.
 
-    The file is written under a temporary name, flushed and renamed; then one transaction registers it and
-    deletes the journal rows that it holds. A crash before that transaction leaves a file that no command reads; a
-    crash after it leaves nothing to do. So each result exists exactly once at every instant. Of two processes that
-    compact the same rows, the second finds them gone and deletes its file. Damaged rows stay in the journal, for
-    `conserve check`.
+    The file is written under a temporary name, flushed and renamed, or uploaded. Then one transaction registers it
+    and deletes the journal rows that it holds. A crash before that transaction leaves a file that no command reads;
+    a crash after it leaves nothing to do. So each result exists exactly once at every instant. Of two processes
+    that compact the same rows, the second finds them gone and deletes its file. Damaged rows stay in the journal,
+    for `conserve check`.
     """
     moved = 0
+    with store.alone(f"compact {job_id}", wait=True):
+        while more := compact_oldest(store, job_id, now=now, at_least=1, positions=positions):
+            moved += more
+    return moved
+
+
+def compact_full(store: Store, job_id: str, *, now: float, positions: list[int] | None = None) -> int | None:
+    """Move results that fill a shard, if there are as many; None if another process is compacting the job.
+
+    One shard a call, so that harvesters of one job share the work.
+    """
+    with store.alone(f"compact {job_id}") as alone:
+        return (
+            compact_oldest(store, job_id, now=now, at_least=SHARD_ROWS, positions=positions)
+            if alone
+            else None
+        )
+
+
+def compact_oldest(
+    store: Store, job_id: str, *, now: float, at_least: int, positions: list[int] | None = None
+) -> int:
+    """Move the oldest journalled results into one shard, if they are enough; returns how many rows moved."""
     for failed in (False, True):
         while rows := oldest(store, job_id, failed=failed, at_least=at_least):
             if misfits := [] if failed else journalled.misfits(rows):
                 with store.write() as tx:
                     journalled.fail_misfits(tx, job_id, misfits)
                 continue
-            if not write_shard(store, job_id, rows, failed=failed, now=now):
-                break
-            moved += len(rows)
-    return moved
+            if write_shard(store, job_id, rows, failed=failed, now=now):
+                if positions is not None:
+                    positions += [row.position for row in rows]
+                return len(rows)
+            break
+    return 0
 
 
 def oldest(store: Store, job_id: str, *, failed: bool, at_least: int) -> Sequence[Any]:
@@ -114,10 +145,11 @@ def write_shard(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool,
     The job's mark is held from before the file exists until it is registered, so that no sweep takes it and no
     removal deletes the folder meanwhile. A job that was removed before leaves nothing.
     """
-    folder = home.job_folder(store.home, job_id)
-    with home.explained(store.home):
+    folder = home.job_folder(store.data, job_id)
+    with home.explained(store.data):
         try:
-            folder.mkdir(exist_ok=True)  # not its parents: a home that is away must not be made anew
+            if isinstance(folder, Path):
+                folder.mkdir(exist_ok=True)  # not its parents: a home that is away must not be made anew
             with marks.held(folder, Mark(store_id=store.id, registered=True), alone=False):
                 if is_known(store, job_id):
                     return write_held(store, job_id, rows, failed=failed, now=now)
@@ -130,12 +162,13 @@ def write_shard(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool,
 
 def write_held(store: Store, job_id: str, rows: Sequence[Any], *, failed: bool, now: float) -> bool:
     """Write and register one shard of a job whose mark is held."""
-    folder = home.job_folder(store.home, job_id) / home.RESULTS
+    folder = home.job_folder(store.data, job_id) / home.RESULTS
     home.make_folder(folder)
-    path, seal = write_file(folder, job_id, rows)
-    registered = register(store, job_id, path, seal, rows, failed=failed, now=now)
+    path, seal = write_file(folder, job_id, rows, local=store.local)
+    written_at = time.time()
+    registered = register(store, job_id, path, seal, rows, failed=failed, now=now, written_at=written_at)
     if not registered:
-        path.unlink(missing_ok=True)
+        discard(path)
     return registered
 
 
@@ -145,19 +178,16 @@ def is_known(store: Store, job_id: str) -> bool:
         return catalog.taken(tx, job_id)
 
 
-def write_file(folder: Path, job_id: str, rows: Sequence[Any]) -> tuple[Path, Seal]:
+def write_file(folder: FilePath, job_id: str, rows: Sequence[Any], *, local: Path) -> tuple[FilePath, Seal]:
     """Write the file of a shard, flushed; the database does not name it yet."""
     positions = [row.position for row in rows]
     path = folder / f"{positions[0]:012}-{uuid.uuid4().hex[:8]}.parquet"
-    scratch = path.with_suffix(".tmp")
-    try:
+    with home.scratch_of(path, local) as scratch:
         results = [decode(row.payload) for row in rows]
         table = to_arrow([job_id] * len(rows), positions, results)
         pq.write_table(table, scratch, compression="zstd", write_page_checksum=True)
         seal = digests.seal(scratch)
         home.write_durably(path, scratch)
-    finally:
-        scratch.unlink(missing_ok=True)
     return path, seal
 
 
@@ -166,7 +196,15 @@ class _RowsMoved(Exception):
 
 
 def register(
-    store: Store, job_id: str, path: Path, seal: Seal, rows: Sequence[Any], *, failed: bool, now: float
+    store: Store,
+    job_id: str,
+    path: FilePath,
+    seal: Seal,
+    rows: Sequence[Any],
+    *,
+    failed: bool,
+    now: float,
+    written_at: float,
 ) -> bool:
     """Swap journal rows for the shard that holds them; returns False, with nothing changed, if it is too late.
 
@@ -178,13 +216,14 @@ def register(
             catalog.lock_job(
                 tx, job_id
             )  # a sweep looks under this lock too, so before or after this transaction
-            gone = sum(tx.execute(delete(journal).where(*chunk)).rowcount for chunk in as_read(job_id, rows))
-            if gone != len(rows) or not path.exists():
+            read = as_read(tx, job_id, rows)
+            gone = sum(tx.execute(delete(journal).where(*chunk)).rowcount for chunk in read)
+            if gone != len(rows) or not is_kept(path, written_at):
                 raise _RowsMoved
             tx.execute(
                 insert(shard).values(
                     job_id=job_id,
-                    file=str(path.relative_to(store.home)),
+                    file=below(path, store.data),
                     failed=failed,
                     num_rows=len(rows),
                     created_at=now,
@@ -197,18 +236,29 @@ def register(
     return True
 
 
-def as_read(job_id: str, rows: Sequence[Any]) -> Iterator[list[ColumnElement[bool]]]:
+def is_kept(path: FilePath, written_at: float) -> bool:
+    """True if no sweep can have taken a file that was just written; no transaction waits for a bucket's answer."""
+    return path.exists() if isinstance(path, Path) else time.time() - written_at < KEEPS_S
+
+
+def discard(path: FilePath) -> None:
+    """Delete a file that the database does not name; what a bucket out of reach keeps is swept later."""
+    with suppress(StoreUnreachable):
+        path.unlink(missing_ok=True)
+
+
+def as_read(tx: Connection, job_id: str, rows: Sequence[Any]) -> Iterator[list[ColumnElement[bool]]]:
     """Conditions for these journal rows as they were read: `retry` and `check --repair` may have replaced some."""
-    for chunk in chunks(rows):
+    for part in slices(tx, rows):
         of_job = journal.c.job_id == job_id
-        new = [row for row in chunk if row.checksum is not None]
-        old = [row for row in chunk if row.checksum is None]
+        new = [row for row in part if row.checksum is not None]
+        old = [row for row in part if row.checksum is None]
         if new:
-            at = journal.c.position.in_([row.position for row in new])
-            yield [of_job, at, journal.c.checksum.in_([row.checksum for row in new])]
+            at = among(tx, journal.c.position, [row.position for row in new])
+            yield [of_job, at, among(tx, journal.c.checksum, [row.checksum for row in new])]
         if old:
-            at = journal.c.position.in_([row.position for row in old])
-            yield [of_job, at, journal.c.payload.in_([row.payload for row in old])]
+            at = among(tx, journal.c.position, [row.position for row in old])
+            yield [of_job, at, among(tx, journal.c.payload, [row.payload for row in old])]
 
 
 def compact_finished(store: Store, *, now: float) -> None:
@@ -221,8 +271,11 @@ def compact_finished(store: Store, *, now: float) -> None:
             .join(job, job.c.id == journal.c.job_id)
             .where(job.c.state.in_(ended))
         ).all()
-    for job_id in left:
-        compact(store, job_id, now=now)
+    try:
+        for job_id in left:
+            compact(store, job_id, now=now)
+    except StoreUnreachable as error:  # the journal keeps them
+        log.warning("results of ended jobs stay in the database for now: %s", error)
 
 
 def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str], None] = log.warning) -> int:
@@ -240,9 +293,9 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
         journalled.fail_misfits(tx, current.id, misfits)
         in_journal = journal.c.job_id == current.id, journal.c.failed == True  # noqa: E712
         journal_positions = list(tx.scalars(select(journal.c.position).where(*in_journal)))
-        in_shards, damaged = in_failed_shards(tx, store.home, current, warn)
+        in_shards, damaged = in_failed_shards(tx, store.data, current, warn)
         failed = [*journal_positions, *(position for rows in in_shards.values() for position in rows)]
-        stuck = unrendered(home.requests_file(store.home, current.id), failed)
+        stuck = unrendered(home.requests_file(store.data, current.id), failed)
         if stuck:
             warn(stays_failed(current.id, stuck))
         positions = [*(position for position in failed if position not in stuck), *damaged.lost]
@@ -250,7 +303,7 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
             return 0
         mixed = [file for file, rows in in_shards.items() if not stuck.keys() >= set(rows)]
         for file in mixed:
-            back_to_journal(tx, store.home, file, stuck.keys() & set(in_shards[file]))
+            back_to_journal(tx, store.data, file, stuck.keys() & set(in_shards[file]))
         gone = [*mixed, *damaged.files]
         for chunk in chunks(sorted(set(journal_positions) - stuck.keys())):
             tx.execute(delete(journal).where(*in_journal, journal.c.position.in_(chunk)))
@@ -271,8 +324,9 @@ def retry_failed(store: Store, job_id: str, *, now: float, warn: Callable[[str],
         )
         if current.state not in (JobState.PAUSED, JobState.QUEUED):
             events.of_jobs(tx, [current.id], now=now)
+        wake(tx)
     for file in gone:
-        (store.home / file.file).unlink(missing_ok=True)
+        discard(store.data / file.file)
     return len(positions)
 
 
@@ -286,11 +340,11 @@ def stays_failed(job_id: str, stuck: Mapping[int, Unrendered]) -> str:
     )
 
 
-def back_to_journal(tx: Connection, where: Path, file: ShardFile, positions: Collection[int]) -> None:
+def back_to_journal(tx: Connection, where: FilePath, file: ShardFile, positions: Collection[int]) -> None:
     """Write these rows of a failed shard, which is about to go, into the journal again."""
     if not positions:
         return
-    table = pq.read_table(where / file.file, filters=[("position", "in", sorted(positions))])
+    table = pq.read_table(source(where / file.file), filters=[("position", "in", sorted(positions))])
     read = zip(table["position"].to_pylist(), from_arrow(table), strict=True)
     rows = [Finished(0, file.job_id, position, result) for position, result in read]
     tx.execute(insert(journal), [journalled.to_row(row, encode(row.result)) for row in rows])
@@ -304,7 +358,7 @@ class Damaged(NamedTuple):
 
 
 def in_failed_shards(
-    tx: Connection, where: Path, current: catalog.Job, warn: Callable[[str], None]
+    tx: Connection, where: FilePath, current: catalog.Job, warn: Callable[[str], None]
 ) -> tuple[dict[ShardFile, list[int]], Damaged]:
     """Positions in a job's failed shards; for unreadable shards, the positions that are in no place."""
     found = files(tx, [current.id])

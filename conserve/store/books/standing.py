@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, select
 
-from conserve.store.books import shards
+from conserve.store.books import shards, spans
 from conserve.store.books.catalog import Job
 from conserve.store.books.journal import is_whole
 from conserve.store.books.results import COLUMNS, TIMES, Result, decode
@@ -18,6 +17,7 @@ from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import digests
+from conserve.store.files.objects import FilePath, source
 
 request, lease, journal = schema.request, schema.lease, schema.journal
 BYTES_A_TOKEN = 4
@@ -48,11 +48,14 @@ def standing(store: Store, job: Job, position: int) -> Standing:
     if position >= next_position:
         ahead = f"{position - next_position:,} rows of its job go first"
         return waiting(job, f"not taken yet; {ahead}", 0)
-    return in_shards(store.home, files, position)
+    return in_shards(store.data, files, position)
 
 
 def live(tx: Connection, job: Job, position: int) -> Standing | None:
-    """Standing of a row that is in `request`; None if it is not."""
+    """Standing of a row that is in a span or in `request`; None if it is in neither."""
+    if (span := spans.at(tx, job.id, position)) is not None:
+        owner = tx.scalar(select(lease.c.owner).where(lease.c.epoch == span.epoch))
+        return Standing(state="running", where=f"leased by {owner}", attempts=1)
     found = tx.execute(
         select(request, lease.c.owner)
         .outerjoin(lease, lease.c.epoch == request.c.epoch)
@@ -82,7 +85,7 @@ def finished(result: Result, where: str) -> Standing:
     return Standing(state=state, where=where, attempts=result.attempts, result=result)
 
 
-def in_shards(where: Path, files: Sequence[ShardFile], position: int) -> Standing:
+def in_shards(where: FilePath, files: Sequence[ShardFile], position: int) -> Standing:
     """Standing of a row that must be in one of these shards; unreadable if only damaged ones may hold it.
 
     A shard is compared with its digest only if it turns out to have the row.
@@ -92,7 +95,7 @@ def in_shards(where: Path, files: Sequence[ShardFile], position: int) -> Standin
         path = where / file.file
         try:
             row = [("position", "=", position)]
-            found = pq.read_table(path, filters=row, page_checksum_verification=True)
+            found = pq.read_table(source(path), filters=row, page_checksum_verification=True)
         except (OSError, pa.ArrowException):
             damaged.append(path.name)
             continue

@@ -6,12 +6,18 @@ from typing import Any
 
 
 class OnLate(StrEnum):
-    """What becomes of a job at its deadline with rows left."""
+    """Fate of a job at its deadline with rows left."""
 
     EXPIRE = "expire"
     """It ends; `conserve retry` takes up the rows that are left."""
     BEST_EFFORT = "best-effort"
     """It goes on, in the order of jobs without a deadline."""
+    PUSH = "push"
+    """Before it, rows may take more of what live requests bear (`--push-slo-scale`); then it ends."""
+
+
+LONGEST_DEADLINE_S = 365 * 86_400.0
+"""Time from now that a deadline lies ahead at most."""
 
 
 class JobState(StrEnum):

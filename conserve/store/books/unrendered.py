@@ -2,11 +2,12 @@
 
 from collections.abc import Collection
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from conserve.store.files.objects import FilePath, source
 
 
 class Unrendered(NamedTuple):
@@ -16,11 +17,11 @@ class Unrendered(NamedTuple):
     error: str
 
 
-def unrendered(requests: Path, positions: Collection[int]) -> dict[int, Unrendered]:
+def unrendered(requests: FilePath, positions: Collection[int]) -> dict[int, Unrendered]:
     """Find the rows at these positions that could not be rendered; none if the requests cannot be read."""
     found: dict[int, Unrendered] = {}
     try:
-        with pq.ParquetFile(requests) as file:
+        with pq.ParquetFile(source(requests)) as file:
             meta = file.metadata
             groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
             starts = [0, *accumulate(group.num_rows for group in groups)]

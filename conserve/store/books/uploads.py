@@ -5,16 +5,18 @@ leaves a file that no record names, which `sweep_uploads` takes.
 """
 
 import secrets
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, delete, insert, not_, or_, select, update
 
+from conserve.errors import StoreUnreachable
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import home, trash
+from conserve.store.files.objects import FilePath, ObjectPath, below
 
 file, batch = schema.file, schema.batch
 
@@ -35,7 +37,7 @@ class File:
     bytes: int
     num_lines: int
     digest: str
-    path: str  # relative to the home
+    path: str  # relative to the place of the store's files
     created_at: float
     expires_at: float | None
     job_id: str | None
@@ -62,14 +64,14 @@ def new_file_id() -> str:
     return f"file-{secrets.token_hex(16)}"
 
 
-def folder(store: Store) -> Path:
+def folder(store: Store) -> FilePath:
     """Folder of this store's uploads; another store may share the home."""
-    return store.home / UPLOADS / store.id
+    return store.data / UPLOADS / store.id
 
 
-def make_folder(store: Store) -> Path:
+def make_folder(store: Store) -> FilePath:
     """The folder of uploads, which is made if it is missing."""
-    with home.explained(store.home):
+    with home.explained(store.data):
         home.make_with_parents(folder(store))
     return folder(store)
 
@@ -125,17 +127,19 @@ def is_current(now: float) -> Any:
     return or_(file.c.expires_at.is_(None), file.c.expires_at > now)
 
 
-def forget_deliveries(tx: Connection, job_id: str) -> None:
-    """Forget the files that an earlier delivery of a job made."""
+def forget_deliveries(tx: Connection, job_id: str) -> list[str]:
+    """Forget the files that an earlier delivery of a job made; returns their paths."""
+    paths = list(tx.scalars(select(file.c.path).where(file.c.job_id == job_id)))
     tx.execute(delete(file).where(file.c.job_id == job_id))
+    return paths
 
 
 def remove(store: Store, found: File) -> None:
     """Forget a file, then delete it."""
     with store.write() as tx:
         tx.execute(delete(file).where(file.c.id == found.id))
-    with suppress(OSError):
-        (store.home / found.path).unlink()
+    with suppress(OSError, StoreUnreachable):
+        (store.data / found.path).unlink()
 
 
 def remove_expired(store: Store, *, now: float) -> int:
@@ -156,10 +160,19 @@ def sweep_uploads(store: Store, *, now: float) -> int:
     with store.read() as tx:
         known = set(tx.scalars(select(file.c.path)))
     swept = 0
-    for path in folder(store).glob("*"):
+    for path, modified_at in changes(folder(store)):
         with suppress(OSError):
-            stale = path.stat().st_mtime < now - STALE_AFTER_S
-            if stale and str(path.relative_to(store.home)) not in known:
-                trash.throw_away(store.home, path, now=now)
+            if modified_at < now - STALE_AFTER_S and below(path, store.data) not in known:
+                trash.throw_away(store.data, path, now=now)
                 swept += 1
     return swept
+
+
+def changes(where: FilePath) -> Iterator[tuple[FilePath, float]]:
+    """Yield the files of a folder and the times of their last changes, in s since the epoch."""
+    if isinstance(where, ObjectPath):
+        yield from ((entry.path, entry.modified_at) for entry in where.entries())
+        return
+    for path in where.glob("*"):
+        with suppress(OSError):
+            yield path, path.stat().st_mtime

@@ -14,7 +14,7 @@ job, request = schema.job, schema.request
 
 def withdraw(store: Store, job_id: str) -> bool:
     """Remove a job of which no row was ever leased; returns False and does nothing if one was."""
-    folder = home.job_folder(store.home, job_id)
+    folder = home.job_folder(store.data, job_id)
     live = exists().where(request.c.job_id == job_id)
     with store.write() as tx:
         untouched = job.c.id == job_id, job.c.next_position == 0, job.c.succeeded + job.c.failed == 0, ~live
@@ -23,5 +23,5 @@ def withdraw(store: Store, job_id: str) -> bool:
         # So that after a crash the sweep takes the folder, and `check` does not bring the job back.
         with suppress(OSError):
             marks.change(folder, Mark(store_id=store.id, registered=False))
-    home.discard_job(store.home, job_id)
+    home.discard_job(store.data, job_id)
     return True

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
@@ -15,9 +15,11 @@ from conserve.errors import (
     SettingsError,
     StoreError,
     StoreFull,
+    StoreMoved,
     StoreReadOnly,
     StoreTooNew,
 )
+from conserve.store.database import guard, moves
 from conserve.store.database.migrations import migrate, version
 from conserve.store.database.reader import reader
 from conserve.store.database.versions import LATEST, too_new
@@ -28,18 +30,35 @@ T = TypeVar("T")
 
 
 def connect(url: str) -> Engine:
-    """Open the database at `url` and bring it up to date."""
-    with usable_url():
-        parsed = make_url(url)
-        if parsed.get_backend_name() == "sqlite":
-            engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
-            event.listen(engine, "connect", prepare_sqlite)
-            event.listen(engine, "begin", begin_sqlite)
-        else:
-            engine = create_engine(parsed, pool_pre_ping=True)
-    with transaction(engine) as tx:
-        migrate(tx)
+    """Open the database at `url` and bring it up to date; raises `StoreMoved` if the store is elsewhere now."""
+    engine = engine_of(url)
+    try:
+        with transaction(engine) as tx:
+            moves.refuse(guard.mark_text(tx) if guard.is_store(tx) else None)
+            migrate(tx)
+    except BaseException:
+        engine.dispose()
+        raise
     return engine
+
+
+def engine_of(url: str) -> Engine:
+    """Engine for the database at `url`, which is left as it is."""
+    with usable_url():
+        parsed = parse(url)
+        if parsed.get_backend_name() != "sqlite":
+            return create_engine(parsed, pool_pre_ping=True)
+        engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
+    event.listen(engine, "connect", prepare_sqlite)
+    event.listen(engine, "begin", begin_sqlite)
+    return engine
+
+
+def parse(url: str) -> URL:
+    """Parse a URL; one of PostgreSQL that names no driver is opened with psycopg."""
+    parsed = make_url(url)
+    bare = parsed.drivername in ("postgresql", "postgres")
+    return parsed.set(drivername="postgresql+psycopg") if bare else parsed
 
 
 @contextmanager
@@ -63,7 +82,7 @@ def connect_to_read(url: str) -> Engine | None:
     `connect` makes the database or brings it up to date.
     """
     with usable_url():
-        parsed = make_url(url)
+        parsed = parse(url)
     if parsed.get_backend_name() != "sqlite":
         return connect(url)
     path = Path(parsed.database or "")
@@ -76,6 +95,8 @@ def connect_to_read(url: str) -> Engine | None:
     try:
         with transaction(engine, read_only=True) as tx:
             current = version(tx)
+            if current:
+                guard.require_here(tx)
         if current > LATEST:
             raise StoreTooNew(too_new(current))
     except StoreError:
@@ -133,6 +154,8 @@ def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:
     """Store error for a database error."""
     cause = str(error.orig) if isinstance(error, DBAPIError) else str(error)
     where = engine.url.render_as_string(hide_password=True)
+    if said := moves.said_by_guard(cause):
+        return StoreMoved(said)
     lowered = cause.lower()
     if "readonly" in lowered or "read-only" in lowered:
         return StoreReadOnly.at(where)

@@ -49,6 +49,14 @@ def note(home: Path, at: str, store_id: str) -> None:
         write_whole(home / FILE, json.dumps({**found, at: [*known, store_id]}).encode())
 
 
+def forget(home: Path, at: str, store_id: str) -> None:
+    """Remove the id of a store that was moved: another store that is made at its place does not own its jobs."""
+    with suppress(OSError), alone(home):
+        found = read(home)
+        left = [one for one in listed(found, at) if one != store_id]
+        write_whole(home / FILE, json.dumps({**found, at: left}).encode())
+
+
 def drop_scratch(home: Path, *, now: float) -> None:
     """Remove scratch files of processes that were killed while they wrote."""
     with suppress(OSError):

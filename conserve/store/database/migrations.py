@@ -89,6 +89,19 @@ def m008_forecasts(tx: Connection) -> None:
     add_column(tx, "batch", Column("on_late", Text))
 
 
+def m009_spans(tx: Connection) -> None:
+    """Leases of whole intervals; on PostgreSQL results no longer look their job up one by one."""
+    schema.span.create(tx, checkfirst=True)
+    if tx.dialect.name == "postgresql":
+        tx.execute(text("alter table journal drop constraint if exists journal_job_id_fkey"))
+
+
+def m010_servers(tx: Connection) -> None:
+    """Servers that harvesters feed, and what each harvester sees of them."""
+    for table in (schema.server, schema.feeding):
+        table.create(tx, checkfirst=True)
+
+
 MIGRATIONS: list[Callable[[Connection], None]] = [
     m001_first_tables,
     m002_damage_is_noticed,
@@ -98,6 +111,8 @@ MIGRATIONS: list[Callable[[Connection], None]] = [
     m006_deadlines,
     m007_hooks,
     m008_forecasts,
+    m009_spans,
+    m010_servers,
 ]
 assert len(MIGRATIONS) == LATEST, "a new migration also moves LATEST"
 

@@ -2,7 +2,8 @@
 
     job      one row a job, with its counters; a position at or past `next_position` was never leased
     lease    one row a claim; `epoch` numbers claims for ever and fences late writers
-    request  one row per *live* request: leased, or returned and waiting for its next attempt
+    span     one row a lease of rows in their first attempt: an interval of positions, and those that have left it
+    request  live rows that went their own way: they saved tokens, came back, or were passed over
     journal  finished rows that are not in a shard yet
     shard    the Parquet files that hold the rest
     harvested  tokens by quarter of an hour, for forecasts
@@ -11,9 +12,11 @@
     api_key  keys of the Batch API, as hashes
     hook     addresses that are told of changes of batches
     message  the outbox: what is to be sent to a hook, and what was
+    server   servers that harvesters have seen
+    feeding  what each harvester sees of each of them
 
 A position is a request's place in its job's execution order. At every instant each position of a job is in
-exactly one place: not yet leased (>= next_position), in `request`, in `journal`, or in a shard.
+exactly one place: not yet leased (>= next_position), in a span, in `request`, in `journal`, or in a shard.
 """
 
 from sqlalchemy import (
@@ -79,6 +82,19 @@ lease = Table(
     Column("lease_s", Float),  # how long its owner may be silent; null for one of an earlier version
     Index("lease_by_job", "job_id"),
     sqlite_autoincrement=True,  # an epoch is never used twice, even after its row is gone
+)
+
+# A ConServe that knows no spans would end a lease and leave its rows in no place: the foreign key refuses that.
+span = Table(
+    "span",
+    metadata,
+    Column("epoch", BigInteger, ForeignKey("lease.epoch"), primary_key=True, autoincrement=False),
+    Column("job_id", Text, nullable=False),
+    Column("start", BigInteger, nullable=False),
+    Column("stop", BigInteger, nullable=False),
+    Column("held", Integer, nullable=False),  # positions that have not left
+    Column("gone", LargeBinary, nullable=False),  # bit n, lowest first: position start + n has left
+    Column("claimed_at", Float, nullable=False),
 )
 
 request = Table(
@@ -235,4 +251,27 @@ message = Table(
     Column("error", Text),  # why it failed
     Index("message_by_turn", "state", "next_at"),
     Index("message_by_hook", "hook_id", "seq"),
+)
+
+server = Table(
+    "server",
+    metadata,
+    Column("url", Text, primary_key=True),
+    Column("model", Text),
+    Column("version", Text),
+    Column("seen_at", Float),  # last sign of life
+    Column("drained_at", Float),  # it gets no rows since then; null: it does
+)
+
+feeding = Table(
+    "feeding",
+    metadata,
+    Column("owner", Text, primary_key=True),  # the harvester, named as the owners of leases are
+    Column("url", Text, primary_key=True),
+    Column("state", Text, nullable=False),  # jobs.fleet.member.MemberState
+    Column("in_flight", Integer, nullable=False),
+    Column("waiting", Integer, nullable=False),  # rows that are leased for the server and not sent yet
+    Column("tokens_per_s", Float, nullable=False),
+    Column("why", Text),  # of a state that is not good
+    Column("noted_at", Float, nullable=False),
 )

@@ -1,16 +1,22 @@
-"""An open store: its folder and its database."""
+"""An open store: its folder, the place of its files, and its database."""
 
-from contextlib import AbstractContextManager
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, func, select
 
 from conserve.config import Settings
-from conserve.store.database import lineage
+from conserve.errors import StoreError
+from conserve.store.database import data, lineage
 from conserve.store.database.connection import connect, connect_to_read, transaction
 from conserve.store.database.migrations import store_id
 from conserve.store.files.home import explained, make_with_parents
+from conserve.store.files.objects import FilePath
+
+WORK = 0x434F4E53  # first half of the advisory locks of pieces of work
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +27,17 @@ class Store:
     engine: Engine
     id: str
     """Made with the database; the mark of each job's folder carries it."""
+    data: FilePath
+    """Place of the jobs' files: `home`, another folder, or a bucket. Paths in the database are relative to it."""
 
     @classmethod
     def open(cls, settings: Settings) -> "Store":
         """Open the store that the settings name; make it if it is not there."""
         with explained(settings.home):
             make_with_parents(settings.home)
-        store = cls.over(settings.home, connect(settings.store_url))
+        store = cls.over(settings.home, connect(settings.store_url), settings.data)
+        if settings.data is not None:
+            store.keep_place(settings.data)
         lineage.note(store.home, store.place, store.id)
         return store
 
@@ -35,13 +45,36 @@ class Store:
     def open_to_read(cls, settings: Settings) -> "Store":
         """Open the store for `read` alone, which works where nothing can be written."""
         engine = connect_to_read(settings.store_url)
-        return cls.open(settings) if engine is None else cls.over(settings.home, engine)
+        return cls.open(settings) if engine is None else cls.over(settings.home, engine, settings.data)
 
     @classmethod
-    def over(cls, home: Path, engine: Engine) -> "Store":
-        """Store in `home` over an open database."""
+    def over(cls, home: Path, engine: Engine, place: str | None = None) -> "Store":
+        """Store in `home` over an open database; `place` is that of its files, if the settings name one."""
         with transaction(engine, read_only=True) as tx:
-            return cls(home, engine, store_id(tx))
+            found = store_id(tx)
+            return cls(home, engine, found, data.root_of(home, data.settled(tx, home, place), found))
+
+    def keep_place(self, place: str) -> None:
+        """Let the database name the place of the files, unless it does."""
+        with self.read() as tx:
+            if data.is_same(data.settled(tx, self.home, place), data.recorded(tx)):
+                return
+        with explained(self.data):
+            make_with_parents(self.data)
+        with self.write() as tx:
+            data.record(tx, data.settled(tx, self.home, place))
+
+    def check_place(self, tx: Connection) -> None:
+        """Raise if the database names another place by now: another process gave the new store one."""
+        if not data.is_same(data.recorded(tx), data.text_of(self.home, self.data)):
+            raise StoreError(
+                "another process chose the place of this new store's files; run the command again"
+            )
+
+    @property
+    def local(self) -> Path:
+        """Folder of this machine in which files are made: beside the others, or the home if these are objects."""
+        return self.data if isinstance(self.data, Path) else self.home
 
     @property
     def place(self) -> str:
@@ -55,6 +88,19 @@ class Store:
     def read(self) -> AbstractContextManager[Connection]:
         """Begin a transaction that sees one moment and changes nothing."""
         return transaction(self.engine, read_only=True)
+
+    @contextmanager
+    def alone(self, work: str, *, wait: bool = False) -> Iterator[bool]:
+        """Keep other processes from a piece of work; yields False if one is at it, unless the caller is to `wait`.
+
+        SQLite keeps none from it: there two processes that do the same are rare, and harmless.
+        """
+        if self.engine.dialect.name != "postgresql":
+            yield True
+            return
+        lock = func.pg_advisory_xact_lock if wait else func.pg_try_advisory_xact_lock
+        with self.write() as tx:
+            yield tx.scalar(select(lock(WORK, zlib.crc32(work.encode()) - 2**31))) is not False
 
     def close(self) -> None:
         """Close the database connections."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from conserve.store.files.objects import FilePath, ObjectPath, source
+
 MEMORY = "verified.json"
 REMEMBER_S = 86_400.0
 YOUNG_S = 2.0  # a file changed twice within a tick of the file system's clock looks unchanged
@@ -28,16 +30,16 @@ class Seal:
     digest: str  # BLAKE2b of the contents
 
 
-def digest_of(path: Path) -> str:
+def digest_of(path: FilePath) -> str:
     """The digest of a file's contents as they are."""
     digest = hashlib.blake2b(digest_size=20)
-    with path.open("rb", buffering=0) as file:
+    with path.open() if isinstance(path, ObjectPath) else path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
 
-def seal(path: Path) -> Seal:
+def seal(path: FilePath) -> Seal:
     """Take the seal of a file that was just made."""
     return Seal(bytes=path.stat().st_size, digest=digest_of(path))
 
@@ -104,21 +106,21 @@ def memory(home: Path, *, now: float) -> Iterator[Memory]:
     found.save()
 
 
-def fault(path: Path, seal: Seal | None, known: Memory | None = None) -> str | None:
+def fault(path: FilePath, seal: Seal | None, known: Memory | None = None) -> str | None:
     """Compare a Parquet file with its seal; returns its fault, to follow its name, or None if it is whole.
 
     Of a file without a seal, which an earlier version made, only the footer is read.
     """
+    if isinstance(path, ObjectPath):
+        return object_fault(path, seal)
     try:
         look = Look.at(path)
         if seal is None:
             return footer_fault(path)
         if known is not None and known.knows(path, seal, look):
             return None if os.access(path, os.R_OK) else "cannot be read (no permission)"
-        if look.bytes != seal.bytes:
-            return f"has {look.bytes:,} of its {seal.bytes:,} bytes"
-        if digest_of(path) != seal.digest:
-            return "is not what was written"
+        if what := length_fault(look.bytes, seal) or digest_fault(path, seal):
+            return what
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -128,13 +130,33 @@ def fault(path: Path, seal: Seal | None, known: Memory | None = None) -> str | N
     return None
 
 
-def footer_fault(path: Path) -> str | None:
+def object_fault(path: ObjectPath, seal: Seal | None) -> str | None:
+    """Compare an object with its seal, as `fault` does; no memory of it is kept."""
+    try:
+        if seal is None:
+            return footer_fault(path)
+        return length_fault(path.stat().st_size, seal) or digest_fault(path, seal)
+    except FileNotFoundError:
+        return "is missing"
+
+
+def length_fault(size: int, seal: Seal) -> str | None:
+    """Compare the length of a file with its seal; returns the fault, or None."""
+    return None if size == seal.bytes else f"has {size:,} of its {seal.bytes:,} bytes"
+
+
+def digest_fault(path: FilePath, seal: Seal) -> str | None:
+    """Compare the contents of a file with its seal; returns the fault, or None."""
+    return None if digest_of(path) == seal.digest else "is not what was written"
+
+
+def footer_fault(path: FilePath) -> str | None:
     """Read the footer of a Parquet file; returns its fault, or None."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        pq.read_metadata(path)
+        pq.read_metadata(source(path))
     except (OSError, pa.ArrowException) as error:
         return f"is damaged ({str(error).splitlines()[0]})"
     return None

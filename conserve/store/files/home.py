@@ -1,16 +1,19 @@
 """The store's folder and everything that lives in it.
 
 HOME/conserve.db                 the database (unless CONSERVE_STORE names another)
-HOME/jobs/<id>/requests.parquet  the rendered requests, in execution order
-HOME/jobs/<id>/inputs.parquet    the input rows, or a link to the Parquet file that holds them
-HOME/jobs/<id>/inputs/*.parquet  links to the Parquet files that hold them, where there are several
-HOME/jobs/<id>/results/*.parquet result shards
-HOME/jobs/<id>/job.json          which store the job is of, and its record (`marks`)
-HOME/jobs/<id>/deliveries/*.jsonl answers and errors as files of the Batch API
-HOME/uploads/<store>/*.jsonl     files that clients of the Batch API uploaded
-HOME/trash/                      what was swept up, for a week (`trash`)
+DATA/jobs/<id>/requests.parquet  the rendered requests, in execution order
+DATA/jobs/<id>/inputs.parquet    the input rows, or a link to the Parquet file that holds them
+DATA/jobs/<id>/inputs/*.parquet  links to the Parquet files that hold them, where there are several
+DATA/jobs/<id>/results/*.parquet result shards
+DATA/jobs/<id>/job.json          which store the job is of, and its record (`marks`)
+DATA/jobs/<id>/deliveries/*.jsonl answers and errors as files of the Batch API
+DATA/uploads/<store>/*.jsonl     files that clients of the Batch API uploaded
+DATA/trash/                      what was swept up, for a week (`trash`)
+HOME/sending/                    files on their way to a bucket
 HOME/stores.json                 which databases were here (`lineage`)
-HOME/verified.json               which files were found whole today (`digests`)
+DATA/verified.json               which files were found whole today (`digests`)
+
+DATA is HOME, unless CONSERVE_DATA names another folder or a bucket (`objects`).
 """
 
 import errno
@@ -19,74 +22,111 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar, cast
 
-from conserve.errors import StoreError, StoreFull, StoreReadOnly
+from conserve.errors import StoreError, StoreFull, StoreReadOnly, StoreUnreachable
 from conserve.store.files import marks
 from conserve.store.files.marks import Mark
+from conserve.store.files.objects import FilePath, ObjectPath
 from conserve.whole import sync
 
+JOBS = "jobs"
 REQUESTS = "requests.parquet"
 INPUTS = "inputs.parquet"
 PARTS = "inputs"
 RESULTS = "results"
+SENDING = "sending"
+
+P = TypeVar("P", bound=FilePath)
 
 
-def jobs_folder(home: Path) -> Path:
+def jobs_folder(data: P) -> P:
     """Folder of all job folders."""
-    return home / "jobs"
+    return cast("P", data / JOBS)
 
 
-def job_folder(home: Path, job_id: str) -> Path:
+def job_folder(data: P, job_id: str) -> P:
     """The folder of one job."""
-    return jobs_folder(home) / job_id
+    return cast("P", jobs_folder(data) / job_id)
 
 
-def requests_file(home: Path, job_id: str) -> Path:
+def requests_file(data: P, job_id: str) -> P:
     """The rendered requests of one job."""
-    return job_folder(home, job_id) / REQUESTS
+    return cast("P", job_folder(data, job_id) / REQUESTS)
 
 
-def inputs_file(home: Path, job_id: str) -> Path:
+def inputs_file(data: P, job_id: str) -> P:
     """The copied input rows of one job."""
-    return job_folder(home, job_id) / INPUTS
+    return cast("P", job_folder(data, job_id) / INPUTS)
 
 
 @contextmanager
-def new_job_folder(home: Path, store_id: str) -> Iterator[Path]:
+def new_job_folder(local: Path, store_id: str) -> Iterator[Path]:
     """Yield a folder to build a job in, held by this process; it is deleted unless `adopt` renamed it."""
-    folder = jobs_folder(home) / f".new-{uuid.uuid4().hex}"
+    folder = local / JOBS / f".new-{uuid.uuid4().hex}"
     with ExitStack() as held:
         held.callback(shutil.rmtree, folder, ignore_errors=True)
-        with explained(home):
-            make_with_parents(jobs_folder(home))
+        with explained(local):
+            make_with_parents(folder.parent)
             folder.mkdir()
             held.enter_context(marks.held(folder, Mark(store_id=store_id), alone=True))
         yield folder
 
 
-def adopt(folder: Path, home: Path, job_id: str) -> None:
-    """Rename a finished folder to the job's own, durably."""
-    with explained(home):
+def adopt(folder: Path, data: FilePath, job_id: str) -> None:
+    """Rename a finished folder to the job's own, durably; for a bucket, upload it."""
+    with explained(data):
+        if isinstance(data, ObjectPath):
+            send(folder, data / JOBS / job_id)
+            return
         for path in (*folder.rglob("*"), folder):
             sync(path)
-        folder.rename(job_folder(home, job_id))
-        sync(jobs_folder(home))
+        folder.rename(data / JOBS / job_id)
+        sync(data / JOBS)
 
 
-def discard_job(home: Path, job_id: str) -> None:
+def send(folder: Path, to: ObjectPath) -> None:
+    """Upload the files of a folder; the mark goes first, so that the sweep knows the rest after a crash."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    for path in sorted(files, key=lambda path: path.name != marks.MARK):
+        (to / path.relative_to(folder).as_posix()).upload(path)
+
+
+def discard_job(data: FilePath, job_id: str) -> None:
     """Remove the folder of a job that the database does not name."""
-    shutil.rmtree(job_folder(home, job_id), ignore_errors=True)
+    with suppress(StoreUnreachable):  # then the sweep takes it
+        remove_tree(job_folder(data, job_id))
 
 
-def make_with_parents(folder: Path) -> None:
-    """Make a folder and its missing parents, each durably."""
+def listed(folder: P) -> list[P]:
+    """Files and folders right in a folder, in the order of their names; none if it is missing."""
+    try:
+        return sorted(cast("Iterator[P]", folder.iterdir()), key=lambda path: path.name)
+    except OSError:
+        return []
+
+
+def remove_tree(path: FilePath) -> None:
+    """Delete a folder, with what is in it."""
+    if isinstance(path, ObjectPath):
+        path.remove_tree()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def make_with_parents(folder: FilePath) -> None:
+    """Make a folder and its missing parents, each durably; a bucket needs none."""
+    if isinstance(folder, ObjectPath):
+        return
     if folder.parent != folder and is_new(folder.parent):
         make_with_parents(folder.parent)
     make_folder(folder)
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: FilePath) -> None:
     """Make a folder durably, if it is missing: a power cut must not take it with the files in it."""
+    if isinstance(folder, ObjectPath):
+        return
     folder.mkdir(exist_ok=True)
     if is_new(folder):
         with suppress(PermissionError):  # to flush a folder it must be readable
@@ -103,15 +143,50 @@ def is_new(folder: Path) -> bool:
         return False
 
 
-def write_durably(path: Path, scratch: Path) -> None:
+@contextmanager
+def scratch_of(path: FilePath, local: Path) -> Iterator[Path]:
+    """Yield a file to write before `write_durably` moves it to `path`: beside it, or in the folder `local`."""
+    scratch = sending(path, local)
+    try:
+        yield scratch
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def sending(path: FilePath, local: Path) -> Path:
+    """Scratch file of a file to be."""
+    if isinstance(path, Path):
+        return path.with_suffix(".tmp")
+    make_with_parents(local / SENDING)
+    return local / SENDING / f"{uuid.uuid4().hex}.tmp"
+
+
+@contextmanager
+def fetched(path: FilePath, local: Path) -> Iterator[Path]:
+    """Yield a file of this machine with the contents of `path`; raises `FileNotFoundError`."""
+    if isinstance(path, Path):
+        yield path
+        return
+    copy = sending(path, local)
+    try:
+        path.download(copy)
+        yield copy
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def write_durably(path: FilePath, scratch: Path) -> None:
     """Move the finished file `scratch` to `path` so that it is either there whole or not at all."""
+    if isinstance(path, ObjectPath):
+        path.upload(scratch)
+        return
     sync(scratch)
     scratch.rename(path)
     sync(path.parent)
 
 
 @contextmanager
-def explained(where: Path) -> Iterator[None]:
+def explained(where: FilePath) -> Iterator[None]:
     """Turn `OSError` into a store error that names `where` and the next step."""
     try:
         yield

@@ -3,7 +3,8 @@
 Two databases may share one home, and a database may be moved aside. So a folder that this database does not name
 may be another's. The mark is a file in the folder. A process that submits the job or writes shards holds an flock
 on it. The operating system ends the lock with the process and not before: a process that was suspended for hours
-still holds it. The mark also carries the job's record, in case the database is damaged.
+still holds it. In a bucket the mark is an object, and there are no locks: age decides there (`sweep`). The mark
+also carries the job's record, in case the database is damaged.
 """
 
 import fcntl
@@ -13,8 +14,10 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
+
+from conserve.errors import StoreUnreachable
+from conserve.store.files.objects import FilePath, ObjectPath
 
 MARK = "job.json"
 
@@ -31,8 +34,11 @@ class Mark:
 
 
 @contextmanager
-def held(folder: Path, mark: Mark, *, alone: bool) -> Iterator[None]:
+def held(folder: FilePath, mark: Mark, *, alone: bool) -> Iterator[None]:
     """Hold a folder while working in it, beside other processes unless `alone`; writes the mark if it has none."""
+    if isinstance(folder, ObjectPath):
+        yield
+        return
     file = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         with suppress(OSError):  # a file system without locks: then nothing here is ever swept up
@@ -44,8 +50,10 @@ def held(folder: Path, mark: Mark, *, alone: bool) -> Iterator[None]:
         os.close(file)
 
 
-def drop(folder: Path) -> None:
+def drop(folder: FilePath) -> None:
     """Remove a folder that holds its mark and nothing else."""
+    if isinstance(folder, ObjectPath):
+        return
     with suppress(OSError):
         if [path.name for path in folder.iterdir()] == [MARK]:
             (folder / MARK).unlink()
@@ -53,8 +61,11 @@ def drop(folder: Path) -> None:
 
 
 @contextmanager
-def free(folder: Path) -> Iterator[None]:
+def free(folder: FilePath) -> Iterator[None]:
     """Hold a folder once no other process works in it; a folder without a mark, or without locks, is free."""
+    if isinstance(folder, ObjectPath):
+        yield
+        return
     with ExitStack() as opened:
         with suppress(OSError):
             file = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC)
@@ -64,8 +75,12 @@ def free(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def seized(folder: Path, store_id: str) -> Iterator[Mark | None]:
+def seized(folder: FilePath, store_id: str) -> Iterator[Mark | None]:
     """Hold a folder of this store in which no process works, and yield its mark; None for any other folder."""
+    if isinstance(folder, ObjectPath):
+        found = of(folder)
+        yield found if found is not None and found.store_id == store_id != "" else None
+        return
     try:
         file = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -87,14 +102,17 @@ def locked(file: int) -> bool:
     return True
 
 
-def register(folder: Path, store_id: str, record: Mapping[str, Any]) -> None:
-    """Mark a folder as named by the store's database; a full disk, which prevents that, is no error."""
-    with suppress(OSError):
+def register(folder: FilePath, store_id: str, record: Mapping[str, Any]) -> None:
+    """Mark a folder as named by the store's database; a full disk, or a bucket out of reach, is no error."""
+    with suppress(OSError, StoreUnreachable):
         change(folder, Mark(store_id=store_id, registered=True, record=record))
 
 
-def change(folder: Path, mark: Mark) -> None:
+def change(folder: FilePath, mark: Mark) -> None:
     """Rewrite the mark of a folder within the same file, since processes hold locks on that."""
+    if isinstance(folder, ObjectPath):
+        (folder / MARK).write_bytes(encoded(mark))
+        return
     file = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         write(file, mark)
@@ -103,8 +121,13 @@ def change(folder: Path, mark: Mark) -> None:
         os.close(file)
 
 
-def of(folder: Path) -> Mark | None:
+def of(folder: FilePath) -> Mark | None:
     """Mark of a folder; None if it has none or a damaged one."""
+    if isinstance(folder, ObjectPath):
+        try:
+            return decoded((folder / MARK).read_bytes())
+        except FileNotFoundError:
+            return None
     try:
         file = os.open(folder / MARK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -118,16 +141,29 @@ def of(folder: Path) -> Mark | None:
 def read(file: int) -> Mark | None:
     """Mark in an open file; None if its checksum is wrong."""
     try:
-        outer = json.loads(os.pread(file, os.fstat(file).st_size, 0))
+        return decoded(os.pread(file, os.fstat(file).st_size, 0))
+    except OSError:
+        return None
+
+
+def decoded(content: bytes) -> Mark | None:
+    """Inverse of `encoded`; None for a mark whose checksum is wrong."""
+    try:
+        outer = json.loads(content)
         body = outer["mark"]
         return Mark(**json.loads(body)) if zlib.crc32(body.encode()) == outer["checksum"] else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def write(file: int, mark: Mark) -> None:
     """Replace the contents of an open file by a mark."""
-    body = json.dumps(asdict(mark))
-    content = json.dumps({"mark": body, "checksum": zlib.crc32(body.encode())}).encode()
+    content = encoded(mark)
     os.pwrite(file, content, 0)
     os.ftruncate(file, len(content))
+
+
+def encoded(mark: Mark) -> bytes:
+    """Contents of a mark, with their checksum."""
+    body = json.dumps(asdict(mark))
+    return json.dumps({"mark": body, "checksum": zlib.crc32(body.encode())}).encode()

@@ -1,6 +1,6 @@
-"""The trash: files of a home are moved there and deleted a week later.
+"""The trash: files of a store are moved there and deleted a week later.
 
-HOME/trash/<seconds since the epoch>-<random>/<the file's path in the home>
+DATA/trash/<seconds since the epoch>-<random>/<the file's path in the folder or bucket of data>
 """
 
 import os
@@ -8,63 +8,99 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar, cast
+
+from conserve.store.files.objects import FilePath, ObjectPath
 
 TRASH = "trash"
 KEEP_S = 7 * 86_400.0
 
-
-def folder(home: Path) -> Path:
-    """Folder of a home's trash."""
-    return home / TRASH
+P = TypeVar("P", bound=FilePath)
 
 
-def throw_away(home: Path, path: Path, *, now: float) -> Path:
-    """Move a file or a folder of the home into the trash; returns its path there."""
-    there = folder(home) / f"{max(0, int(now))}-{uuid.uuid4().hex[:8]}" / path.relative_to(home)
-    there.parent.mkdir(parents=True)
-    shutil.move(path, there)  # not by renaming alone: the jobs may be on a disk of their own
-    return there
+def folder(data: P) -> P:
+    """Folder of the trash."""
+    return cast("P", data / TRASH)
 
 
-def empty(home: Path, *, now: float, older_than_s: float = KEEP_S) -> int:
+def throw_away(data: P, path: P, *, now: float) -> P:
+    """Move a file or a folder into the trash; returns its path there."""
+    thrown = folder(data) / f"{max(0, int(now))}-{uuid.uuid4().hex[:8]}"
+    if isinstance(path, ObjectPath):
+        assert isinstance(data, ObjectPath)
+        there = thrown / path.relative_to(data)
+        assert isinstance(there, ObjectPath)
+        throw_objects(path, there)
+        return cast("P", there)
+    kept = Path(str(thrown)) / path.relative_to(str(data))
+    kept.parent.mkdir(parents=True)
+    shutil.move(path, kept)  # not by renaming alone: the jobs may be on a disk of their own
+    return cast("P", kept)
+
+
+def throw_objects(path: ObjectPath, there: ObjectPath) -> None:
+    """Move an object, or all below a path; each is deleted once its copy is there."""
+    if path.is_file():
+        path.copy_to(there)
+        path.unlink()
+        return
+    for entry in list(path.entries()):
+        entry.path.copy_to(there / entry.path.relative_to(path))
+        entry.path.unlink(missing_ok=True)
+    path.remove_tree()  # what object storage keeps of a folder
+
+
+def empty(data: FilePath, *, now: float, older_than_s: float = KEEP_S) -> int:
     """Delete entries that came into the trash `older_than_s` seconds ago or earlier; returns the bytes freed."""
     freed = 0
-    for thrown in contents(home):
+    for thrown in contents(data):
         if thrown_at(thrown) <= now - older_than_s:
             freed += size(thrown)
-            shutil.rmtree(thrown, ignore_errors=True)
+            if isinstance(thrown, ObjectPath):
+                thrown.remove_tree()
+            else:
+                shutil.rmtree(thrown, ignore_errors=True)
     return freed
 
 
-def contents(home: Path) -> list[Path]:
+def contents(data: P) -> list[P]:
     """Entries of the trash, oldest first."""
     try:
-        return sorted(path for path in folder(home).iterdir() if path.name.partition("-")[0].isdigit())
+        found = [
+            path
+            for path in cast("Iterator[P]", folder(data).iterdir())
+            if path.name.partition("-")[0].isdigit()
+        ]
     except OSError:
         return []
+    return sorted(found, key=lambda path: path.name)
 
 
-def thrown_at(thrown: Path) -> float:
+def thrown_at(thrown: FilePath) -> float:
     """Time at which an entry came into the trash, in seconds since the epoch."""
     return float(thrown.name.partition("-")[0])
 
 
-def size(path: Path) -> int:
+def size(path: FilePath) -> int:
     """Bytes of a file, or of all files in a folder."""
+    if isinstance(path, ObjectPath):
+        return path.stat().st_size if path.is_file() else sum(entry.bytes for entry in path.entries())
     return sum(length(each) for each in (path, *path.rglob("*")))
 
 
-def length(path: Path) -> int:
+def length(path: FilePath) -> int:
     """Bytes of one file; a folder, and a file that has just gone, has none."""
     try:
+        if isinstance(path, ObjectPath):
+            return path.stat().st_size
         return path.lstat().st_size if not path.is_dir() else 0
     except OSError:
         return 0
 
 
-def found(home: Path, name: str) -> Iterator[Path]:
-    """Yield files in the trash that lay at this path in the home, newest first."""
-    for thrown in reversed(contents(home)):
+def found(data: P, name: str) -> Iterator[P]:
+    """Yield files in the trash that lay at this path in the folder or bucket of data, newest first."""
+    for thrown in reversed(contents(data)):
         path = thrown / name
-        if os.path.lexists(path):
-            yield path
+        if path.exists() if isinstance(path, ObjectPath) else os.path.lexists(path):
+            yield cast("P", path)

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from conserve import errors
 from conserve.errors import ConserveError, QueryError, QueryTooGreedy, StoreError
+from conserve.store.files.objects import FilePath
 from conserve.store.sql import child, query, readable, scratch
 from conserve.store.sql.batches import RowBatches, rows_of
 from conserve.store.sql.bounds import Bounds, size_text
@@ -139,13 +140,14 @@ class Attempt:
 
     def __init__(self, question: SnapshotQuery, spill: Path, send: Send) -> None:
         self._question, self._spill, self._send = question, spill, send
-        self._damaged: dict[Path, str] = {}
+        self._damaged: dict[FilePath, str] = {}
         self._said: set[LeftOut] = set()
         self._begun = False
 
     def answered(self) -> bool:
         """Send the answer; False if it failed at damaged files that the next attempt can leave out."""
         question = self._question
+        used = question.uses()
         with query.opened(
             question.taken,
             spill=self._spill,
@@ -154,8 +156,8 @@ class Attempt:
             bounds=question.bounds,
             named=question.named,
             damaged=self._damaged,
+            used=used,
         ) as views:
-            used = question.uses()
             self._warn(one for one in views.left_out if used is None or one.view in used)
             try:
                 self._send_rows(rows_of(question.ask(views.duck)))

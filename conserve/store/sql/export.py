@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from conserve.errors import UsageError
 from conserve.store.files import home
+from conserve.store.files.objects import FilePath
 from conserve.store.sql.batches import RowBatches, values
 from conserve.store.sql.input_columns import RESULT_COLUMNS, ROW, shown_names
 from conserve.store.sql.quoting import literal, parquet, quoted
@@ -60,18 +61,18 @@ def ordered(
     return duck.sql(f"select {', '.join(chosen)} from {joined} where {where} order by r.row_index")
 
 
-def with_urls(duck: duckdb.DuckDBPyConnection, store_home: Path, job_id: str) -> duckdb.DuckDBPyRelation:
+def with_urls(duck: duckdb.DuckDBPyConnection, data: FilePath, job_id: str) -> duckdb.DuckDBPyRelation:
     """Results of a job in input order, with the route of each row that names its own."""
-    requests = parquet([home.requests_file(store_home, job_id)])
+    requests = parquet([home.requests_file(data, job_id)])
     return duck.sql(
         f"select r.*, q.url from results r join (select row_index, url from {requests}) q "
         f"using (row_index) where r.job_id = {literal(job_id)} order by r.row_index"
     )
 
 
-def unanswered(duck: duckdb.DuckDBPyConnection, store_home: Path, job_id: str) -> duckdb.DuckDBPyRelation:
+def unanswered(duck: duckdb.DuckDBPyConnection, data: FilePath, job_id: str) -> duckdb.DuckDBPyRelation:
     """Row index and custom id of each row of a job that has no result, in input order."""
-    requests = parquet([home.requests_file(store_home, job_id)])
+    requests = parquet([home.requests_file(data, job_id)])
     return duck.sql(
         f"select q.row_index, q.custom_id from {requests} q anti join results r "
         f"on r.job_id = {literal(job_id)} and r.row_index = q.row_index order by q.row_index"
@@ -92,17 +93,28 @@ def write(
 
 def write_parquet(rows: RowBatches, sink: BinaryIO) -> int:
     """Write one Parquet file; returns the number of rows. Types that Parquet lacks, as intervals, become text."""
-    schema = pa.schema([field if storable(field) else field.with_type(pa.string()) for field in rows.schema])
+    schema, batches = held(rows)
     count = 0
     with pq.ParquetWriter(pa.PythonFile(sink, "w"), schema, compression="zstd") as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+            count += batch.num_rows
+    return count
+
+
+def held(rows: RowBatches) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Rows as Parquet can hold them, and their schema: other types become text."""
+    schema = pa.schema([field if storable(field) else field.with_type(pa.string()) for field in rows.schema])
+
+    def batches() -> Iterator[pa.RecordBatch]:
         for batch in rows.batches:
             columns = [
                 column if column.type == field.type else as_text(column)
                 for column, field in zip(batch.columns, schema, strict=True)
             ]
-            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-            count += batch.num_rows
-    return count
+            yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+    return schema, batches()
 
 
 def storable(field: pa.Field) -> bool:

@@ -2,18 +2,20 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from pathlib import Path
+from typing import TypeVar
 
 import duckdb
 
 from conserve.errors import first_line
 from conserve.store.books.results import COLUMNS
+from conserve.store.files.objects import FilePath
 from conserve.store.sql.input_parts import ROW_NUMBER, InputPart, relation
 from conserve.store.sql.quoting import literal, parquet, quoted
 
 ROW = ("job_id", "row_index")  # names a row in the views `results`, `inputs` and `requests`
 RESULT_COLUMNS = ("job_id", *COLUMNS)
 FILE_ROW = "file_row_number"  # DuckDB's own column of a Parquet file
+P = TypeVar("P", bound=FilePath)
 
 NUMBERS = {"TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "FLOAT", "DOUBLE"}
 
@@ -35,17 +37,18 @@ def shown_names(names: Sequence[str], taken: Sequence[str] = RESULT_COLUMNS) -> 
     return aliases
 
 
-def column_types(duck: duckdb.DuckDBPyConnection, path: Path) -> dict[str, str]:
+def column_types(duck: duckdb.DuckDBPyConnection, path: FilePath) -> dict[str, str]:
     """Columns of a Parquet file and their SQL types."""
     described = duck.execute(f"describe select * from {parquet([path])}").fetchall()
     return {name: kind for name, kind, *_ in described}
 
 
 def with_columns(
-    duck: duckdb.DuckDBPyConnection, files: Sequence[Path], wanted: Collection[str]
-) -> tuple[list[Path], dict[Path, str]]:
+    duck: duckdb.DuckDBPyConnection, files: Sequence[P], wanted: Collection[str]
+) -> tuple[list[P], dict[P, str]]:
     """Parquet files that have all these columns, and for each other file the reason why not."""
-    readable, others = [], {}
+    readable: list[P] = []
+    others: dict[P, str] = {}
     for path in files:
         try:
             missing = sorted(set(wanted) - column_types(duck, path).keys())

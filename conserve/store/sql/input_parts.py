@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from conserve.store.books.catalog import Source
 from conserve.store.files import home
+from conserve.store.files.objects import FilePath
 from conserve.store.sql.quoting import literal, parquet, quoted
 
 # Names that no column of the user's has.
@@ -17,18 +18,18 @@ FILE, FIRST, COUNT, ROW_NUMBER = (
 class InputPart(NamedTuple):
     """One file of an input. Its rows count from `first_row` and share the values of its partition."""
 
-    path: Path
+    path: FilePath
     first_row: int
     partition: Mapping[str, int | str | None]
 
 
-def parts_of(store_home: Path, job_id: str, source: Source) -> list[InputPart]:
+def parts_of(data: FilePath, job_id: str, source: Source) -> list[InputPart]:
     """The files with the rows of an input, in order."""
     if source.copied:
-        return [InputPart(home.inputs_file(store_home, job_id), 0, {})]
+        return [InputPart(home.inputs_file(data, job_id), 0, {})]
     if not source.parts:
         return [InputPart(Path(source.path or ""), 0, {})]
-    folder = home.job_folder(store_home, job_id)
+    folder = home.job_folder(data, job_id)
     return [
         InputPart(folder / part.kept if part.kept else Path(part.path), part.first_row, part.partition)
         for part in source.parts
@@ -43,7 +44,7 @@ def changed(source: Source, parts: Sequence[InputPart]) -> str | None:
         return "where its input lay is not known"
     for part, mark in zip(parts, source.files, strict=True):
         try:
-            stat = part.path.stat()
+            stat = Path(str(part.path)).stat()  # of a bucket all rows are copied
         except OSError:
             return f"its input {part.path} is gone"
         if (stat.st_size, stat.st_mtime_ns) != (mark.size, mark.mtime_ns):

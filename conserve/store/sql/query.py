@@ -3,9 +3,9 @@
 import contextlib
 import glob
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import duckdb
 
 from conserve.errors import QueryError
 from conserve.store.database.store import Store
+from conserve.store.files.objects import FilePath, ObjectPath
 from conserve.store.sql import eval_views, readable, scratch
 from conserve.store.sql.bounds import Bounds
 from conserve.store.sql.named_files import NamedFile, add_named
@@ -32,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "preserve_insertion_order": True,
 }
 
-NONE: Mapping[Path, str] = MappingProxyType({})
+NONE: Mapping[FilePath, str] = MappingProxyType({})
 VIEWS = ("jobs", "results", "inputs", "requests", *eval_views.VIEWS)
 REACH = f"conserve sql reads the views {', '.join(VIEWS)}, files given by --with, and nothing else"
 ONLY_SELECT = f"{REACH}: only SELECT is possible"
@@ -68,7 +69,7 @@ class Views:
 
     duck: duckdb.DuckDBPyConnection
     left_out: list[LeftOut]
-    files: dict[str, list[Path]]  # that each view reads
+    files: dict[str, list[FilePath]]  # that each view reads
 
 
 @contextmanager
@@ -95,14 +96,16 @@ def opened(
     wording: Wording | None = None,
     bounds: Bounds | None = None,
     named: Sequence[NamedFile] = (),
-    damaged: Mapping[Path, str] = NONE,
+    damaged: Mapping[FilePath, str] = NONE,
+    used: Collection[str] | None = None,
 ) -> Iterator[Views]:
     """Open the views over a snapshot; data beyond memory is written to the folder `spill`.
 
-    Files that cannot be opened or are known to be `damaged` are left out.
+    Files that cannot be opened or are known to be `damaged` are left out. Of a bucket, views that are not `used`
+    get no rows: to make them, each of their files would be opened.
     """
 
-    def fault(path: Path) -> str | None:
+    def fault(path: FilePath) -> str | None:
         return damaged.get(path) or readable.fault(path)
 
     config = {**SETTINGS, "temp_directory": str(spill), "extension_directory": str(spill / "extensions")}
@@ -110,21 +113,38 @@ def opened(
         duck.execute("set timezone = 'UTC'")
         for name, value in (bounds.settings() if bounds else {}).items():
             duck.execute(f"set {name} = '{value}'")  # in `config` the bound on the disk has no effect
+        if isinstance(taken.data, ObjectPath):
+            from conserve.store.sql.object_reader import add_objects
+
+            shards_there = [taken.data / file.file for file in for_view(taken, "results", used).shards]
+            add_objects(duck, taken.data.bucket, shards_there)
         add_jobs(duck, taken)
-        shards, no_results = add_results(duck, taken, fault)
-        inputs, no_inputs = readable_inputs(taken, fault)
+        shards, no_results = add_results(duck, for_view(taken, "results", used), fault)
+        inputs, no_inputs = readable_inputs(for_view(taken, "inputs", used), fault)
         no_inputs += add_inputs(duck, inputs)
-        requests, no_requests = add_requests(duck, taken, wording, fault)
+        requests, no_requests = add_requests(duck, for_view(taken, "requests", used), wording, fault)
         items = eval_views.add_evals(duck, taken.home, fault)
         files = add_named(duck, named, VIEWS)
         input_files = [part.path for parts in inputs.values() for part in parts]
         if sealed:
             seal(duck, [*shards, *input_files, *requests, *items, *files])
-        read = {"results": shards, "inputs": input_files, "requests": requests, "eval_items": items}
+        read: dict[str, list[FilePath]] = {
+            "results": shards,
+            "inputs": input_files,
+            "requests": requests,
+            "eval_items": [*items],
+        }
         yield Views(duck, [*no_results, *no_inputs, *no_requests], read)
 
 
-def seal(duck: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:
+def for_view(taken: Snapshot, view: str, used: Collection[str] | None) -> Snapshot:
+    """Snapshot for one view: without files if they are objects and the view is not used."""
+    if used is None or view in used or isinstance(taken.data, Path):
+        return taken
+    return replace(taken, catalog=[], shards=[])
+
+
+def seal(duck: duckdb.DuckDBPyConnection, files: Sequence[FilePath]) -> None:
     """Restrict the connection to these files for good: no other files, databases, extensions or settings."""
     both_spellings = ", ".join(f"{literal(str(path))}, {literal(glob.escape(str(path)))}" for path in files)
     duck.execute(f"set allowed_paths = [{both_spellings}]")

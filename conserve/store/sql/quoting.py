@@ -2,7 +2,8 @@
 
 import glob
 from collections.abc import Sequence
-from pathlib import Path
+
+from conserve.store.files.objects import FilePath
 
 
 def quoted(name: str) -> str:
@@ -15,11 +16,11 @@ def literal(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
-def literals(paths: Sequence[Path]) -> str:
+def literals(paths: Sequence[FilePath]) -> str:
     """A list of files in SQL; glob characters in their names are escaped."""
     return "[" + ", ".join(literal(glob.escape(str(path))) for path in paths) + "]"
 
 
-def parquet(paths: Sequence[Path], *options: str) -> str:
+def parquet(paths: Sequence[FilePath], *options: str) -> str:
     """A scan of Parquet files. A folder called `day=1` adds no column to them."""
     return f"read_parquet({', '.join([literals(paths), 'hive_partitioning = false', *options])})"

@@ -1,9 +1,9 @@
 """Files of a store that cannot be opened, and the rows that a view therefore leaves out."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from conserve.errors import first_line
+from conserve.store.files.objects import FilePath, ObjectPath, source
 
 MAGIC = b"PAR1"
 BATCH_ROWS = 4096
@@ -28,13 +28,13 @@ class LeftOut:
         return f"the view {self.view} leaves out rows of job {self.job_id}: {self.reason}; {self.fix}"
 
 
-def damage(path: Path) -> str | None:
+def damage(path: FilePath) -> str | None:
     """Read a Parquet file to its end; returns the reason why that fails, None if it does not."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with pq.ParquetFile(source(path), page_checksum_verification=True) as file:
             for _ in file.iter_batches(batch_size=BATCH_ROWS, use_threads=False):
                 pass
     except (OSError, pa.ArrowException, ValueError) as error:
@@ -42,8 +42,13 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def fault(path: Path) -> str | None:
-    """Reason why a Parquet file cannot be opened, None if it can; reads its last 8 bytes."""
+def fault(path: FilePath) -> str | None:
+    """Reason why a Parquet file cannot be opened, None if it can; reads its last 8 bytes.
+
+    Of an object nothing is read: its length was compared, and DuckDB reads its end anyway.
+    """
+    if isinstance(path, ObjectPath):
+        return None
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import duckdb
@@ -10,6 +9,7 @@ import pyarrow as pa
 
 from conserve.store.books.states import JobState
 from conserve.store.files import home
+from conserve.store.files.objects import FilePath
 from conserve.store.sql.input_columns import with_columns
 from conserve.store.sql.quoting import parquet
 from conserve.store.sql.readable import CHECK, LeftOut
@@ -36,7 +36,7 @@ class Wording(Protocol):
 
 def add_requests(
     duck: duckdb.DuckDBPyConnection, taken: Snapshot, wording: Wording | None, fault: Fault
-) -> tuple[list[Path], list[LeftOut]]:
+) -> tuple[list[FilePath], list[LeftOut]]:
     """Create the view; returns the files that it reads, and the jobs whose file cannot be read."""
     files, left_out = readable_requests(taken, fault)
     body, prompt = (function(duck, name, wording) for name in ("body", "prompt"))
@@ -51,7 +51,7 @@ def add_requests(
     return files, left_out
 
 
-def scan(files: Sequence[Path]) -> str:
+def scan(files: Sequence[FilePath]) -> str:
     """SELECT of all requests.
 
     The folder of a request file is named by its job's id. So one scan serves all jobs, and DuckDB skips the files
@@ -89,13 +89,13 @@ VIEW = """
 result must have its result in a file that cannot be read."""
 
 
-def readable_requests(taken: Snapshot, fault: Fault) -> tuple[list[Path], list[LeftOut]]:
+def readable_requests(taken: Snapshot, fault: Fault) -> tuple[list[FilePath], list[LeftOut]]:
     """Request files that can be opened, and the jobs whose file cannot."""
-    files: list[Path] = []
+    files: list[FilePath] = []
     left_out: list[LeftOut] = []
-    damaged = {taken.home / each.file: each.what for each in taken.damages if each.part is StorePart.REQUESTS}
+    damaged = {taken.data / each.file: each.what for each in taken.damages if each.part is StorePart.REQUESTS}
     for job in taken.catalog:
-        path = home.requests_file(taken.home, job.id)
+        path = home.requests_file(taken.data, job.id)
         if reason := damaged.get(path) or fault(path):
             left_out.append(gap(job.id, f"{path.name} {reason}"))
         else:

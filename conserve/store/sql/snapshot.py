@@ -8,12 +8,13 @@ from typing import Any
 import pyarrow as pa
 from sqlalchemy import Connection, select, text
 
-from conserve.store.books import catalog, readings, shards
+from conserve.store.books import catalog, readings, shards, spans
 from conserve.store.books.journal import is_whole
 from conserve.store.books.results import decode, to_arrow
 from conserve.store.books.shards import ShardFile
 from conserve.store.database import schema
 from conserve.store.database.store import Store
+from conserve.store.files.objects import FilePath
 from conserve.store.upkeep.damage import Damage, damaged_rows, unreadable
 
 journal, request = schema.journal, schema.request
@@ -31,6 +32,7 @@ class Snapshot:
     """
 
     home: Path
+    data: FilePath
     jobs: list[readings.JobReading]
     catalog: list[catalog.Job]
     shards: list[ShardFile]
@@ -49,10 +51,11 @@ def snapshot(store: Store, *, now: float, only: Sequence[str] | None = None) -> 
         rows = tx.execute(select(journal).where(journal.c.job_id.in_(wanted))).all()
         live = live_table(tx, wanted)
     ours = [entry for entry in entries if entry.id in wanted]
-    damages = unreadable(store.home, ours, found, now=now)
+    damages = unreadable(store.data, ours, found, now=now)
     lost = {damage.file for damage in damages}
     return Snapshot(
         store.home,
+        store.data,
         [job for job in jobs if job.id in wanted],
         ours,
         [file for file in found if file.file not in lost],
@@ -70,11 +73,9 @@ def journal_table(rows: Sequence[Any]) -> pa.Table:
 def live_table(tx: Connection, job_ids: Sequence[str]) -> pa.Table:
     """Rows of these jobs that are leased, or that came back and wait."""
     columns = request.c.job_id, request.c.position, request.c.epoch, request.c.attempts
-    rows = tx.execute(select(*columns).where(request.c.job_id.in_(job_ids))).all()
-    values = [
-        [row.job_id for row in rows],
-        [row.position for row in rows],
-        [row.epoch is not None for row in rows],
-        [row.attempts for row in rows],
-    ]
+    records = tx.execute(select(*columns).where(request.c.job_id.in_(job_ids))).all()
+    rows = [(row.job_id, row.position, row.epoch is not None, row.attempts) for row in records]
+    for span in spans.of_jobs(tx, job_ids):
+        rows += [(span.job_id, position, True, 1) for position in span.positions]
+    values: list[Sequence[Any]] = list(zip(*rows, strict=True)) or [()] * len(LIVE)
     return pa.table([pa.array(v, field.type) for v, field in zip(values, LIVE, strict=True)], schema=LIVE)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -10,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conserve.errors import first_line
+from conserve.store.files.objects import FilePath, source
 from conserve.store.sql.quoting import parquet, quoted
 from conserve.store.sql.readable import BATCH_ROWS
 
@@ -20,12 +20,12 @@ DAY_S = 24 * 3600
 MOST = 2**63 - 1  # of a 64-bit number; DuckDB's times are such numbers of microseconds
 
 
-def time_fault(path: Path) -> str | None:
+def time_fault(path: FilePath) -> str | None:
     """Reason why DuckDB cannot read a time in a Parquet file; None if there is none.
 
     The file's statistics have the extremes of each column. A column of times without statistics is read.
     """
-    described, unknown = pq.read_metadata(path), set[str]()
+    described, unknown = pq.read_metadata(source(path)), set[str]()
     for at in range(described.num_columns):
         leaf = described.schema.column(at)
         held = held_range(json.loads(leaf.logical_type.to_json()))
@@ -41,9 +41,9 @@ def time_fault(path: Path) -> str | None:
     return read_fault(path, unknown) if unknown else None
 
 
-def text_fault(path: Path) -> str | None:
+def text_fault(path: FilePath) -> str | None:
     """Reason why DuckDB cannot read a text in a Parquet file; None if there is none. Reads the whole file."""
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(source(path)) as file:
         for batch in file.iter_batches(batch_size=BATCH_ROWS, use_threads=False):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 try:
@@ -72,7 +72,7 @@ def extremes_of(chunk: Any) -> Collection[int] | None:
     return () if empty else None
 
 
-def read_fault(path: Path, columns: Collection[str]) -> str | None:
+def read_fault(path: FilePath, columns: Collection[str]) -> str | None:
     """Reason why DuckDB cannot read these columns of a Parquet file to their end; None if it can."""
     chosen = ", ".join(map(quoted, sorted(columns)))
     with duckdb.connect(":memory:") as duck:

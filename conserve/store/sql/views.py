@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import duckdb
 import pyarrow as pa
@@ -12,6 +11,7 @@ from conserve.errors import first_line
 from conserve.store.books import catalog, readings
 from conserve.store.books.results import COLUMNS, DOCUMENTS
 from conserve.store.books.shards import ShardFile
+from conserve.store.files.objects import FilePath
 from conserve.store.sql.input_columns import (
     RESULT_COLUMNS,
     disagreeing,
@@ -26,7 +26,7 @@ from conserve.store.sql.snapshot import Snapshot
 from conserve.store.sql.unheld import SUBMIT_AGAIN, fix_of, time_fault
 from conserve.store.upkeep.damage import Damage, StorePart
 
-Fault = Callable[[Path], str | None]  # reason why a file cannot be read; None if it can
+Fault = Callable[[FilePath], str | None]  # reason why a file cannot be read; None if it can
 FIRST_COLUMNS = ("job_id", "position", *(name for name in COLUMNS if name != "engine"))
 """The columns that shards of every version have."""
 
@@ -51,7 +51,7 @@ def add_jobs(duck: duckdb.DuckDBPyConnection, taken: Snapshot) -> None:
 
 def add_results(
     duck: duckdb.DuckDBPyConnection, taken: Snapshot, fault: Fault
-) -> tuple[list[Path], list[LeftOut]]:
+) -> tuple[list[FilePath], list[LeftOut]]:
     """Create the view `results`: one row a finished input row, from shards and journal together.
 
     Returns the shards that it reads, and the jobs with results that it cannot read.
@@ -59,7 +59,7 @@ def add_results(
     duck.register("journal_arrow", taken.journal_rows)
     duck.execute("create schema store; create table store.journal as select * from journal_arrow")
     duck.unregister("journal_arrow")
-    files = {taken.home / shard.file: shard for shard in taken.shards}
+    files = {taken.data / shard.file: shard for shard in taken.shards}
     faults = {shard: reason for path, shard in files.items() if (reason := fault(path))}
     readable = [path for path, shard in files.items() if shard not in faults]
     try:
@@ -93,7 +93,7 @@ def and_more(others: Sequence[object]) -> str:
     return f", and {len(others)} more of its files" if others else ""
 
 
-def create_results(duck: duckdb.DuckDBPyConnection, shards: Sequence[Path]) -> None:
+def create_results(duck: duckdb.DuckDBPyConnection, shards: Sequence[FilePath]) -> None:
     """Create the view `results` over the journal and these shards."""
     parts = ["select * from store.journal"]
     if shards:
@@ -125,7 +125,7 @@ def readable_inputs(taken: Snapshot, fault: Fault) -> tuple[dict[str, list[Input
     for job in taken.catalog:
         if job.id in damaged:
             continue
-        parts = parts_of(taken.home, job.id, job.source)
+        parts = parts_of(taken.data, job.id, job.source)
         if reason := input_fault(job.source, parts, fault):
             fix = CHECK if job.source.copied else "put back the file that was submitted, to join it"
             fix = fix_of(reason, fix)

@@ -6,7 +6,6 @@ job is in exactly one of four places (`places`), and the job's counters are the 
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, text
 
-from conserve.errors import JobNotFound, StoreDamaged, StoreError, first_line
+from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreUnreachable, first_line
 from conserve.store.books import catalog, places, shards
 from conserve.store.books.journal import is_whole
 from conserve.store.books.places import Content
@@ -26,8 +25,10 @@ from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
 from conserve.store.files.digests import Seal
 from conserve.store.files.marks import Mark
-from conserve.store.upkeep import records
+from conserve.store.files.objects import FilePath, below, source
+from conserve.store.upkeep import orphans, records
 from conserve.store.upkeep.damage import Damage, RecordedFile, StorePart, damaged, recorded_files
+from conserve.store.upkeep.orphans import Orphan
 
 TOKENS = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")
 MOST_NAMED = 5  # rows named in one sentence
@@ -111,6 +112,8 @@ def check(store: Store, *, only: Collection[str] | None = None, judge: Judge = l
         for job_id in job_ids:
             checked.jobs += 1
             checked.damages += check_job(store, job_id, checked, judge)
+    except StoreUnreachable:
+        raise  # it says nothing about the files
     except StoreError as error:
         checked.damages.append(database_is(store.place, str(error)))
     return checked
@@ -157,18 +160,20 @@ def check_job(store: Store, job_id: str, checked: Checked, judge: Judge = lambda
 def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[Damage]:
     """Find all damages of one job at this moment."""
     try:
-        mark = marks.of(home.job_folder(store.home, job_id))
+        mark = marks.of(home.job_folder(store.data, job_id))
+        there = orphans.on_disk(store.data, job_id)
         with store.read() as tx:
-            audited = audit(tx, store.home, job_id)
+            audited = audit(tx, store.data, job_id)
+            unnamed = orphans.among(tx, store.data, job_id, there)
             wrong = records.differences(tx, job_id, mark) if mark is not None else []
     except JobNotFound:
         return []  # removed since its id was read
     except StoreDamaged as error:
         return [record_damage(job_id, str(error))]
     files = [
-        file for file in recorded_files(store.home, [audited.job], []) if file.part is not StorePart.SHARD
+        file for file in recorded_files(store.data, [audited.job], []) if file.part is not StorePart.SHARD
     ]
-    found = [one for file in files if (one := file_damage(store.home, file, audited.job))]
+    found = [one for file in files if (one := file_damage(store.data, file, audited.job))]
     if (
         said := judge(audited.job)
         or outside(audited)
@@ -176,17 +181,18 @@ def look_at(store: Store, job_id: str, checked: Checked, judge: Judge) -> list[D
     ):
         found.append(record_damage(job_id, said))
     elif audited.job.files and (mark is None or mark.store_id != store.id):  # earlier versions made no marks
-        found.append(mark_damage(store.home, job_id, mark))
+        found.append(mark_damage(store.data, job_id, mark))
     found += shard_damages(audited)
+    found += orphan_damages(store.data, job_id, unnamed)
     found += row_damages(audited)
-    for path in (*(file.path for file in files), *(store.home / shard.file for shard in audited.shards)):
+    for path in (*(file.path for file in files), *(store.data / shard.file for shard in audited.shards)):
         if path.is_file():
             checked.files += 1
             checked.bytes += path.stat().st_size
     return [replace(each, fix=fix_of(each, audited)) for each in found]
 
 
-def audit(tx: Connection, where: Path, job_id: str, known: dict[int, Read] | None = None) -> JobAudit:
+def audit(tx: Connection, where: FilePath, job_id: str, known: dict[int, Read] | None = None) -> JobAudit:
     """Audit a job. Shards whose ids are in `known` are not read again; the others are read and added to it."""
     job = catalog.get(tx, job_id)
     found = shards.files(tx, [job_id])
@@ -208,14 +214,14 @@ def audit(tx: Connection, where: Path, job_id: str, known: dict[int, Read] | Non
     )
 
 
-def read_shard(where: Path, shard: ShardFile) -> Read:
+def read_shard(where: FilePath, shard: ShardFile) -> Read:
     """Read a shard to its end."""
     path = where / shard.file
     content = places.content(path, shard.seal)
     if content.fault:
         return Read(content)
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
+        file = pq.ParquetFile(source(path), page_checksum_verification=True)
         table = file.read(None if shard.seal is None else ["error_type", *TOKENS])
     except (OSError, pa.ArrowException) as error:
         return Read(Content(places.NONE, f"is damaged ({first_line(error)})"))
@@ -254,31 +260,31 @@ def record_damage(job_id: str, said: str) -> Damage:
     return damaged(job_id, StorePart.RECORD, "its record", f"is damaged ({said.partition('; run:')[0]})")
 
 
-def mark_damage(where: Path, job_id: str, mark: Mark | None) -> Damage:
+def mark_damage(where: FilePath, job_id: str, mark: Mark | None) -> Damage:
     """Damage of the mark in a job's folder."""
     path = home.job_folder(where, job_id) / marks.MARK
     what = "is not what was written" if path.is_file() else "is missing"
     what = what if mark is None else f"is of another store ({mark.store_id})"
-    return damaged(job_id, StorePart.MARK, str(path.relative_to(where)), what)
+    return damaged(job_id, StorePart.MARK, below(path, where), what)
 
 
-def file_damage(where: Path, file: RecordedFile, job: catalog.Job) -> Damage | None:
+def file_damage(where: FilePath, file: RecordedFile, job: catalog.Job) -> Damage | None:
     """Damage of a job's requests or inputs, which are read to their end; None if there is none."""
     what = file_fault(file.path, file.seal)
     if what:
-        return damaged(job.id, file.part, str(file.path.relative_to(where)), what)
-    rows = pq.read_metadata(file.path).num_rows
+        return damaged(job.id, file.part, below(file.path, where), what)
+    rows = pq.read_metadata(source(file.path)).num_rows
     if rows != job.num_rows and file.part is StorePart.REQUESTS:
         return record_damage(job.id, f"it says {job.num_rows:,} rows, and there are {rows:,} requests")
     return None
 
 
-def file_fault(path: Path, seal: Seal | None) -> str | None:
+def file_fault(path: FilePath, seal: Seal | None) -> str | None:
     """Describe the damage of a Parquet file; None if there is none. A file without a seal is read to its end."""
     if what := digests.fault(path, seal):
         return what
     try:
-        found = pq.ParquetFile(path, page_checksum_verification=True)
+        found = pq.ParquetFile(source(path), page_checksum_verification=True)
         for _ in found.iter_batches() if seal is None else ():
             pass
     except (OSError, pa.ArrowException) as error:
@@ -291,6 +297,14 @@ def shard_damages(audited: JobAudit) -> Iterator[Damage]:
     for shard, read in zip(audited.shards, audited.reads, strict=True):
         if read.content.fault:
             yield damaged(shard.job_id, StorePart.SHARD, shard.file, read.content.fault)
+
+
+def orphan_damages(where: FilePath, job_id: str, unnamed: Sequence[Orphan]) -> Iterator[Damage]:
+    """Yield the shards on disk that the database does not name."""
+    for orphan in unnamed:
+        answers = orphans.counted(len(orphan.positions))
+        what = f"has {answers}, and the database does not name it: it went back in time"
+        yield damaged(job_id, StorePart.ORPHAN, below(orphan.path, where), what)
 
 
 def row_damages(audited: JobAudit) -> Iterator[Damage]:
@@ -346,6 +360,7 @@ def fix_of(found: Damage, audited: JobAudit) -> str:
     rows = {shard.file: shard.num_rows for shard in audited.shards}
     comes_to = {
         StorePart.SHARD: f"its {rows.get(found.file, 0):,} rows are computed again",
+        StorePart.ORPHAN: "its answers are taken in",
         StorePart.JOURNAL: "the row is computed again",
         StorePart.REQUESTS: "they are rendered again if the input is as it was",
         StorePart.INPUTS: "they are copied again if the input is as it was",

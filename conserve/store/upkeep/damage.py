@@ -4,10 +4,10 @@
 day (`digests`). Queries leave out the files that it names; `conserve check` looks further (`checking`).
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from conserve.store.books import catalog
@@ -15,6 +15,7 @@ from conserve.store.books.journal import is_whole
 from conserve.store.books.shards import ShardFile
 from conserve.store.files import digests, home
 from conserve.store.files.digests import Memory, Seal
+from conserve.store.files.objects import FilePath, ObjectPath, below
 
 
 class StorePart(StrEnum):
@@ -22,6 +23,8 @@ class StorePart(StrEnum):
 
     SHARD = "shard"
     """Results; `file` is the one that the table `shard` names."""
+    ORPHAN = "orphan"
+    """Answers on disk that the table `shard` does not name (`orphans`)."""
     REQUESTS = "requests"
     INPUTS = "inputs"
     JOURNAL = "journal"
@@ -46,7 +49,7 @@ class Damage:
 
     job_id: str | None  # None if the part is not one job's
     part: StorePart
-    file: str  # relative to the home
+    file: str  # relative to the place of the store's files
     what: str  # to follow the file's name
     fix: str
 
@@ -58,22 +61,47 @@ class Damage:
 
 
 def unreadable(
-    where: Path,
+    where: FilePath,
     jobs: Sequence[catalog.Job],
     shards: Iterable[ShardFile],
     *,
     now: float,
     parts: Collection[StorePart] = FILES,
 ) -> list[Damage]:
-    """Damages of the files of these jobs and of these shards, in the home `where`.
+    """Damages of the files of these jobs and of these shards, in the place `where`.
 
     `shards` are from `shards.files(tx, job_ids)`, read in the transaction that the caller shows. `parts` restricts
-    the comparison: a query of results alone need not have the requests read. Input files outside the home are the
+    the comparison: a query of results alone need not have the requests read. Input files outside the store are the
     user's and not compared.
+    Of objects in a bucket only the presence and the length are looked at, in listings of the jobs' folders: a
+    service compares what it keeps with checksums of its own.
     """
+    if isinstance(where, ObjectPath):
+        return missing_objects(where, recorded_files(where, jobs, shards), parts)
     with digests.memory(where, now=now) as known:
         wanted = (file for file in recorded_files(where, jobs, shards) if file.part in parts)
         return [damage for file in wanted if (damage := look_at(where, file, known))]
+
+
+def missing_objects(
+    where: ObjectPath, files: "Iterable[RecordedFile]", parts: Collection[StorePart]
+) -> list[Damage]:
+    """Damages of objects that are missing, or have another length."""
+    by_job: dict[str, list[RecordedFile]] = defaultdict(list)
+    for file in files:
+        if file.part in parts:
+            by_job[file.job_id].append(file)
+    found = []
+    for job_id, wanted in by_job.items():
+        lengths = {entry.path: entry.bytes for entry in (where / home.JOBS / job_id).entries()}
+        for file in wanted:
+            length = lengths.get(file.path) if isinstance(file.path, ObjectPath) else None
+            what = "is missing" if length is None else None
+            if length is not None and file.seal is not None:
+                what = digests.length_fault(length, file.seal)
+            if what:
+                found.append(damaged(job_id, file.part, below(file.path, where), what))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +110,12 @@ class RecordedFile:
 
     job_id: str
     part: StorePart
-    path: Path
+    path: FilePath
     seal: Seal | None
 
 
 def recorded_files(
-    where: Path, jobs: Sequence[catalog.Job], shards: Iterable[ShardFile]
+    where: FilePath, jobs: Sequence[catalog.Job], shards: Iterable[ShardFile]
 ) -> Iterator[RecordedFile]:
     """Yield the requests and copied inputs of these jobs, then these shards."""
     for job in jobs:
@@ -100,10 +128,10 @@ def recorded_files(
         yield RecordedFile(shard.job_id, StorePart.SHARD, where / shard.file, shard.seal)
 
 
-def look_at(where: Path, file: RecordedFile, known: Memory | None = None) -> Damage | None:
+def look_at(where: FilePath, file: RecordedFile, known: Memory | None = None) -> Damage | None:
     """Damage of one file; None if it has none."""
     what = digests.fault(file.path, file.seal, known)
-    return damaged(file.job_id, file.part, str(file.path.relative_to(where)), what) if what else None
+    return damaged(file.job_id, file.part, below(file.path, where), what) if what else None
 
 
 def damaged(job_id: str, part: StorePart, file: str, what: str) -> Damage:

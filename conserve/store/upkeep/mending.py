@@ -1,20 +1,20 @@
 """Mending: recover a job's results and counters from what can still be read.
 
 An unreadable shard is taken out, and its rows, which are in no other place, go back into the queue. Of a row in
-several places the one furthest on its way stays: shard, then journal, then `request`. Then the counters are
-counted again.
+several places the one furthest on its way stays: shard, journal, `request`, span. Then the counters are counted
+again.
 """
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, Table, delete, insert, select, text, update
 
-from conserve.store.books import catalog, events, places, shards
+from conserve.store.books import catalog, events, leases, places, shards, spans
 from conserve.store.books.journal import is_whole
 from conserve.store.books.places import Positions
 from conserve.store.books.results import decode
@@ -24,7 +24,8 @@ from conserve.store.database import schema
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, trash
-from conserve.store.upkeep import checking
+from conserve.store.files.objects import FilePath, ObjectPath, source
+from conserve.store.upkeep import checking, orphans
 from conserve.store.upkeep.checking import JobAudit, JobCounters, Read
 
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
@@ -57,22 +58,25 @@ class Mended(NamedTuple):
 def mend_rows(store: Store, job_id: str, *, now: float) -> list[str]:
     """Recover the results and the counters of a job; returns the changes in words."""
     said = restore_from_trash(store, job_id)
+    there = orphans.on_disk(store.data, job_id)
     known: dict[int, Read] = {}
     with store.read() as tx:
-        checking.audit(tx, store.home, job_id, known)  # reads the shards before anything is locked
+        checking.audit(tx, store.data, job_id, known)  # reads the shards before anything is locked
     with store.write() as tx:
+        spans.locked(tx, leases.of_job(tx, job_id))  # a commit locks leases first and its job last
         catalog.lock_job(tx, job_id)
-        mended = mend(tx, checking.audit(tx, store.home, job_id, known), now)
+        said += orphans.take_in(tx, store.data, job_id, there, now=now)
+        mended = mend(tx, checking.audit(tx, store.data, job_id, known), now)
     for file in mended.dropped:
-        throw_away(store, store.home / file.file, now)
+        throw_away(store, store.data / file.file, now)
     return said + mended.said
 
 
-def throw_away(store: Store, path: Path, now: float) -> None:
+def throw_away(store: Store, path: FilePath, now: float) -> None:
     """Move a file that the database no longer names to the trash, if it exists."""
-    with home.explained(store.home):
+    with home.explained(store.data):
         if path.is_file():
-            trash.throw_away(store.home, path, now=now)
+            trash.throw_away(store.data, path, now=now)
 
 
 def restore_from_trash(store: Store, job_id: str) -> list[str]:
@@ -80,21 +84,26 @@ def restore_from_trash(store: Store, job_id: str) -> list[str]:
     with store.read() as tx:
         found = catalog.get(tx, job_id)
         wanted = {file.file: file.seal for file in shards.files(tx, [job_id])}
-    folder = home.job_folder(store.home, job_id).relative_to(store.home)
+    folder = PurePosixPath(home.JOBS, job_id)
     wanted |= {str(folder / name): seal for name, seal in found.files.items()}
     said = []
     for name, seal in wanted.items():
-        if seal is None or not digests.fault(store.home / name, seal):
+        if seal is None or not digests.fault(store.data / name, seal):
             continue
-        whole = (path for path in trash.found(store.home, name) if not digests.fault(path, seal))
+        whole = (path for path in trash.found(store.data, name) if not digests.fault(path, seal))
         if path := next(whole, None):
-            copy(path, store.home / name, store.home)
+            copy(path, store.data / name, store.data)
             said.append(f"{name} was found in the trash")
     return said
 
 
-def copy(path: Path, to: Path, where: Path) -> None:
+def copy(path: FilePath, to: FilePath, where: FilePath) -> None:
     """Copy a file durably; its folder is made if that is gone too."""
+    if isinstance(path, ObjectPath) and isinstance(to, ObjectPath):
+        path.copy_to(to)
+        return
+    assert isinstance(path, Path)
+    assert isinstance(to, Path)
     scratch = to.with_suffix(".tmp")
     with home.explained(where):
         home.make_with_parents(to.parent)
@@ -113,6 +122,7 @@ def mend(tx: Connection, audited: JobAudit, now: float) -> Mended:
     take_out(tx, journal, current.id, audited.damaged_rows)
     done = in_shards | kept(tx, journal, current, taken=in_shards)
     placed = done | kept(tx, request, current, taken=done)
+    placed |= kept_in_spans(tx, current, taken=placed)
     cursor = max(current.next_position, last(placed) + 1)
     back = [int(position) for position in np.flatnonzero(~placed[:cursor])]
     if back:
@@ -149,6 +159,22 @@ def kept(tx: Connection, table: Table, current: catalog.Job, *, taken: Flags) ->
     return there
 
 
+def kept_in_spans(tx: Connection, current: catalog.Job, *, taken: Flags) -> Flags:
+    """Take a job's rows at taken or impossible positions out of the spans; returns the positions that stay."""
+    there: Flags = np.zeros(current.num_rows, np.bool_)
+    alive = spans.locked(tx, leases.of_job(tx, current.id))
+    spans.drop_unleased(tx, current.id)
+    for span in filter(None, alive.values()):
+        for position in span.positions:
+            if not 0 <= position < current.num_rows or taken[position] or there[position]:
+                span.take(current.id, position)
+            else:
+                there[position] = True
+    spans.write(tx, alive.values())
+    spans.end_empty_leases(tx, alive)
+    return there
+
+
 def take_out(tx: Connection, table: Table, job_id: str, positions: Sequence[int]) -> None:
     """Delete the job's rows at these positions."""
     for chunk in chunks(positions):
@@ -179,13 +205,13 @@ def recount(tx: Connection, current: catalog.Job, counts: JobCounters, cursor: i
     return True
 
 
-def answered(tx: Connection, where: Path, job_id: str) -> tuple[Positions, Positions]:
+def answered(tx: Connection, where: FilePath, job_id: str) -> tuple[Positions, Positions]:
     """Positions of all results that can be read, and the row indexes that they answer."""
     positions, rows = [places.NONE], [places.NONE]
     for file in shards.files(tx, [job_id]):
         content = places.content(where / file.file, file.seal)
         if not content.fault:
-            column = pq.read_table(where / file.file, columns=["row_index"])["row_index"]
+            column = pq.read_table(source(where / file.file), columns=["row_index"])["row_index"]
             positions.append(content.positions)
             rows.append(column.to_numpy())
     found = tx.execute(select(journal).where(journal.c.job_id == job_id)).all()
@@ -197,10 +223,12 @@ def answered(tx: Connection, where: Path, job_id: str) -> tuple[Positions, Posit
 
 def mend_database(store: Store) -> list[str]:
     """Rebuild the indexes of an SQLite database and drop rows that name no job; returns the changes in words."""
+    sqlite = store.engine.dialect.name == "sqlite"
     with store.write() as tx:
-        tx.execute(text("reindex"))
+        if sqlite:
+            tx.execute(text("reindex"))
         orphans = 0
-        for table in (request, journal, shard, schema.lease):
+        for table in (request, journal, shard, schema.span, schema.lease):
             orphans += tx.execute(delete(table).where(table.c.job_id.not_in(select(job.c.id)))).rowcount
     dropped = [f"{orphans:,} rows that name no job were dropped"] if orphans else []
-    return ["the indexes of the database were made anew", *dropped]
+    return [*["the indexes of the database were made anew"] * sqlite, *dropped]

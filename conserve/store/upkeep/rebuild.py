@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from sqlalchemy import Connection, Table, insert, text, update
+from sqlalchemy import Connection, Table, insert, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from conserve.config import Settings
 from conserve.errors import StoreError
 from conserve.store.books import catalog
 from conserve.store.books.journal import is_whole
-from conserve.store.database import lineage, schema
+from conserve.store.database import counters, data, lineage, schema
 from conserve.store.database.migrations import STORE_ID, add_missing_batches
 from conserve.store.database.store import Store
 from conserve.store.files import digests, home, marks
 from conserve.store.files.marks import Mark
+from conserve.store.files.objects import FilePath, below, source
 from conserve.store.upkeep import mending
 
 job, request, journal, shard, meta = (
@@ -50,8 +51,9 @@ def strangers(store: Store) -> list[Stranger]:
         known = set(catalog.ids(tx))
     ours = {store.id, *lineage.ids(store.home, store.place)}
     found = []
-    for folder in sorted(home.jobs_folder(store.home).glob("[!.]*")):
-        mark = marks.of(folder) if folder.name not in known else None
+    for folder in home.listed(home.jobs_folder(store.data)):
+        named = folder.name in known or folder.name.startswith(".")
+        mark = marks.of(folder) if not named else None
         if mark is not None and mark.registered and mark.record and mark.store_id in ours:
             found.append(Stranger(folder.name, mark))
     return found
@@ -81,7 +83,8 @@ def refill(store: Store, salvaged: Mapping[str, Sequence[Mapping[str, Any]]], *,
     """Fill an empty database from the salvaged rows and the jobs' folders, and mend each job."""
     with store.write() as tx:
         take_id(tx, store, salvaged["meta"])
-        never_use_again(tx, now)
+        take_place(tx, salvaged["meta"])
+        counters.never_again(tx, now=now)  # so that a late writer finds its lease gone
         for row in salvaged["job"]:
             if catalog.is_readable({**dict.fromkeys(job.c.keys()), **row}):
                 put(tx, job, row)
@@ -139,9 +142,11 @@ def take_id(tx: Connection, store: Store, rows: Sequence[Mapping[str, Any]]) -> 
     tx.execute(update(meta).where(meta.c.key == STORE_ID).values(value=wanted))
 
 
-def never_use_again(tx: Connection, now: float) -> None:
-    """Start epochs beyond all that the old database gave out, so that a late writer finds its lease gone."""
-    tx.execute(text("insert into sqlite_sequence (name, seq) values ('lease', :seq)"), {"seq": int(now)})
+def take_place(tx: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Let the new database name the place of the files that the old one named."""
+    for row in rows:
+        if row.get("key") == data.DATA and isinstance(row.get("value"), str):
+            data.record(tx, row["value"])
 
 
 def adopt(store: Store, found: Sequence[Stranger], *, now: float, batches: bool = True) -> list[str]:
@@ -152,32 +157,36 @@ def adopt(store: Store, found: Sequence[Stranger], *, now: float, batches: bool 
     said = []
     for stranger in found:
         with store.write() as tx:
-            put(tx, job, {**(stranger.mark.record or {}), "seq": None})
+            record = {name: value for name, value in (stranger.mark.record or {}).items() if name != "seq"}
+            put(tx, job, record)
             if not catalog.taken(tx, stranger.job_id):
                 continue
-            for file in results_in(store.home, stranger.job_id):
+            for file in results_in(store.data, stranger.job_id):
                 tx.execute(insert(shard).values(**file, job_id=stranger.job_id, created_at=now))
+            counters.never_again(tx, now=now)
             if batches:
                 add_missing_batches(tx)
-        folder = home.job_folder(store.home, stranger.job_id)
+        folder = home.job_folder(store.data, stranger.job_id)
         marks.register(folder, store.id, stranger.mark.record or {})
         mending.mend_rows(store, stranger.job_id, now=now)
         said.append(f"job {stranger.job_id} was taken in from its folder")
     return said
 
 
-def results_in(where: Path, job_id: str) -> Iterator[dict[str, Any]]:
+def results_in(where: FilePath, job_id: str) -> Iterator[dict[str, Any]]:
     """Yield the readable shards in a job's folder as columns of the table `shard`, answers before errors."""
     found = []
-    for path in sorted((home.job_folder(where, job_id) / home.RESULTS).glob("*.parquet")):
+    for path in home.listed(home.job_folder(where, job_id) / home.RESULTS):
+        if not path.name.endswith(".parquet"):
+            continue
         with suppress(OSError, pa.ArrowException):
-            table = pq.read_table(path, page_checksum_verification=True)
+            table = pq.read_table(source(path), page_checksum_verification=True)
             failed = table["error_type"].null_count < table.num_rows
             found.append((failed, path, table.num_rows))
-    for failed, path, rows in sorted(found):
+    for failed, path, rows in sorted(found, key=lambda one: (one[0], one[1].name)):
         seal = digests.seal(path)
         yield {
-            "file": str(path.relative_to(where)),
+            "file": below(path, where),
             "failed": failed,
             "num_rows": rows,
             "digest": seal.digest,

@@ -1,7 +1,6 @@
 """Damaged records of jobs, mended from the record at submit that each job's folder keeps (`marks`)."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
 from conserve.store.files.marks import Mark
+from conserve.store.files.objects import FilePath, below, source
 
 job = schema.job
 
@@ -52,7 +52,7 @@ def mend(store: Store, job_id: str, *, now: float) -> str:
         values = catalog.record(tx, job_id)
         right = at_submit(store, job_id)
         said = f"the record of job {job_id} was {'taken from its folder' if right else 'mended'}"
-        right |= numbers(tx, store.home, job_id, {**values, **right})
+        right |= numbers(tx, store.data, job_id, {**values, **right})
         if values["state"] not in tuple(JobState):
             right["state"] = JobState.QUEUED.value
         if not catalog.is_readable({**values, **right}):
@@ -68,7 +68,7 @@ def mend(store: Store, job_id: str, *, now: float) -> str:
 
 def at_submit(store: Store, job_id: str) -> dict[str, Any]:
     """Columns of the record in the job's folder that still hold; none if the folder has no mark."""
-    mark = marks.of(home.job_folder(store.home, job_id))
+    mark = marks.of(home.job_folder(store.data, job_id))
     record = mark.record if mark is not None else None
     kept = {"files", "priority"}  # they may have changed, but an old value is better than none
     return {
@@ -87,16 +87,16 @@ def differences(tx: Connection, job_id: str, mark: Mark) -> list[str]:
 
 def mend_mark(store: Store, job_id: str) -> str:
     """Write a job's mark anew from its record; returns the change in words."""
-    folder = home.job_folder(store.home, job_id)
+    folder = home.job_folder(store.data, job_id)
     with store.read() as tx:
         record = catalog.record(tx, job_id)
-    with home.explained(store.home):
+    with home.explained(store.data):
         home.make_with_parents(folder)
         marks.change(folder, Mark(store_id=store.id, registered=True, record=record))
-    return f"{(folder / marks.MARK).relative_to(store.home)} was written anew"
+    return f"{below(folder / marks.MARK, store.data)} was written anew"
 
 
-def numbers(tx: Connection, where: Path, job_id: str, values: Mapping[str, Any]) -> dict[str, int]:
+def numbers(tx: Connection, where: FilePath, job_id: str, values: Mapping[str, Any]) -> dict[str, int]:
     """Number of rows as the requests have it, and 0 for each counter that is no number, to be counted again."""
     found = dict.fromkeys(("next_position", "retries", *catalog.COUNTERS), 0)
     right = {name: zero for name, zero in found.items() if not isinstance(values[name], int)}
@@ -104,7 +104,7 @@ def numbers(tx: Connection, where: Path, job_id: str, values: Mapping[str, Any])
     done = 1 + max((int(content.positions.max(initial=-1)) for content in contents), default=-1)
     said = values["num_rows"] if isinstance(values["num_rows"], int) else 0
     try:
-        right["num_rows"] = pq.read_metadata(home.requests_file(where, job_id)).num_rows
+        right["num_rows"] = pq.read_metadata(source(home.requests_file(where, job_id))).num_rows
     except (OSError, pa.ArrowException):
         right["num_rows"] = max(done, said)
     return right

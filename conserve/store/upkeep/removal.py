@@ -5,21 +5,25 @@ names, which the sweep takes, and never a record without its files.
 """
 
 import shutil
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from sqlalchemy import delete, select
 
-from conserve.errors import JobRefused
-from conserve.store.books import catalog
+from conserve.errors import JobRefused, StoreUnreachable
+from conserve.store.books import catalog, leases, spans
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, trash
 from conserve.store.files.marks import Mark
+from conserve.store.files.objects import FilePath, ObjectPath
 
-job, request, journal, shard, lease = schema.job, schema.request, schema.journal, schema.shard, schema.lease
+job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
+lease, span = schema.lease, schema.span
 
 FINISHED = (JobState.COMPLETED, JobState.CANCELLED)
 """A failed job is not finished, since `conserve resume` lets it go on."""
@@ -60,13 +64,13 @@ def room(store: Store) -> Room:
     """Measure the files of a home."""
     usages = usage(store)
     known = {each.job_id for each in usages}
-    folders = home.jobs_folder(store.home).glob("*")
+    folders = home.listed(home.jobs_folder(store.data))
     return Room(
         jobs=usages,
         database_bytes=sum(trash.length(path) for path in database_files(store)),
-        trash_bytes=trash_bytes(store.home),
+        trash_bytes=sum(map(trash_bytes, {store.data, store.local})),
         unknown_bytes=sum(trash.size(path) for path in folders if path.name not in known),
-        total_bytes=trash.size(store.home),
+        total_bytes=trash.size(store.home) + (0 if store.data == store.home else trash.size(store.data)),
     )
 
 
@@ -78,7 +82,7 @@ def database_files(store: Store) -> list[Path]:
     return [Path(path + suffix) for suffix in ("", "-wal", "-shm")]
 
 
-def trash_bytes(where: Path) -> int:
+def trash_bytes(where: FilePath) -> int:
     """Bytes in the trash."""
     return sum(trash.size(path) for path in trash.contents(where))
 
@@ -88,26 +92,68 @@ def usage(store: Store) -> list[DiskUsage]:
     columns = job.c.id, job.c.state, job.c.num_rows, job.c.finished_at
     with store.read() as tx:
         rows = tx.execute(select(*columns).order_by(job.c.seq)).all()
+    listed = object_bytes(store.data) if isinstance(store.data, ObjectPath) else None
+    sizes = [
+        job_bytes(store.data, row.id) if listed is None else listed.get(row.id, JobBytes()) for row in rows
+    ]
     return [
         DiskUsage(
             job_id=row.id,
             state=row.state,
             rows=row.num_rows,
             finished_at=row.finished_at,
-            requests_bytes=trash.length(home.requests_file(store.home, row.id)),
-            inputs_bytes=trash.length(home.inputs_file(store.home, row.id)),
-            results_bytes=trash.size(home.job_folder(store.home, row.id) / home.RESULTS),
-            bytes=trash.size(home.job_folder(store.home, row.id)),
+            requests_bytes=size.requests,
+            inputs_bytes=size.inputs,
+            results_bytes=size.results,
+            bytes=size.all,
         )
-        for row in rows
+        for row, size in zip(rows, sizes, strict=True)
     ]
+
+
+class JobBytes(NamedTuple):
+    """Bytes of a job's files."""
+
+    requests: int = 0
+    inputs: int = 0
+    results: int = 0
+    all: int = 0
+
+
+def job_bytes(data: FilePath, job_id: str) -> JobBytes:
+    """Sizes of a job's files."""
+    folder = home.job_folder(data, job_id)
+    return JobBytes(
+        requests=trash.length(home.requests_file(data, job_id)),
+        inputs=trash.length(home.inputs_file(data, job_id)),
+        results=trash.size(folder / home.RESULTS),
+        all=trash.size(folder),
+    )
+
+
+def object_bytes(data: ObjectPath) -> dict[str, JobBytes]:
+    """Sizes of all jobs' objects by one listing, since a request for each would take long."""
+    parts: dict[str, Counter[str]] = defaultdict(Counter)
+    for entry in (data / home.JOBS).entries():
+        _, job_id, part, *_ = entry.path.relative_to(data).parts
+        parts[job_id][part] += entry.bytes
+    return {
+        job_id: JobBytes(
+            requests=found[home.REQUESTS],
+            inputs=found[home.INPUTS],
+            results=found[home.RESULTS],
+            all=found.total(),
+        )
+        for job_id, found in parts.items()
+    }
 
 
 def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int:
     """Forget a job and delete its files; returns the bytes freed. Raises `JobRefused` unless finished or forced."""
-    folder = home.job_folder(store.home, job_id)
+    folder = home.job_folder(store.data, job_id)
     with store.write() as tx:
         catalog.lock_ids(tx)
+        spans.locked(tx, leases.of_job(tx, job_id))  # a commit locks leases first and its job last
         catalog.lock_job(tx, job_id)
         record = catalog.record(tx, job_id)
         if record["state"] not in FINISHED and not force:
@@ -116,13 +162,13 @@ def remove(store: Store, job_id: str, *, now: float, force: bool = False) -> int
             )
         with suppress(OSError):  # so that the sweep takes what a crash leaves of it
             marks.change(folder, Mark(store_id=store.id, registered=False, record=record))
-        for table in (journal, request, lease, shard):
+        for table in (journal, request, span, lease, shard):
             tx.execute(delete(table).where(table.c.job_id == job_id))
         tx.execute(delete(job).where(job.c.id == job_id))
     with marks.free(
         folder
     ):  # a process that is just writing results finds the job gone, and its file goes too
-        return delete_files(store.home, folder, now=now)
+        return delete_files(store.data, folder, now=now)
 
 
 def refusal(job_id: str, state: str) -> str:
@@ -130,18 +176,21 @@ def refusal(job_id: str, state: str) -> str:
     return f"job {job_id} is {state} and not finished; nothing was removed, add --force to remove it all the same"
 
 
-def delete_files(where: Path, folder: Path, *, now: float) -> int:
+def delete_files(where: FilePath, folder: FilePath, *, now: float) -> int:
     """Delete a job's folder, through the trash if possible, so that it goes as a whole; returns the bytes freed."""
     freed = trash.size(folder)
-    try:
-        thrown = trash.throw_away(where, folder, now=now)
-    except OSError:
-        thrown = folder
+    if isinstance(folder, ObjectPath):
+        with suppress(StoreUnreachable):  # the database forgot the job, so what is left is swept
+            folder.remove_tree()
+        return freed
+    assert isinstance(where, Path)
+    thrown = folder
+    with suppress(OSError):
+        thrown = Path(str(trash.throw_away(where, folder, now=now)))
     shutil.rmtree(thrown, ignore_errors=True)
     if thrown is not folder:
-        shutil.rmtree(
-            trash.folder(where) / thrown.relative_to(trash.folder(where)).parts[0], ignore_errors=True
-        )
+        trashed = where / trash.TRASH
+        shutil.rmtree(trashed / thrown.relative_to(trashed).parts[0], ignore_errors=True)
     return freed
 
 

@@ -4,34 +4,53 @@ It takes provable orphans of this store only: the folder carries the store's id,
 holds its mark, nothing was written into it for an hour, and the database does not name it. The last is seen under
 a lock that registering takes too. A folder that was registered once and is no longer known stays, since the
 database may be an older copy.
+
+In a bucket nothing is locked. Objects are taken a day after their last change, and a writer that takes longer than
+half of that to name its objects begins again (`shards.KEEPS_S`).
 """
 
-from collections.abc import Collection
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import select
 
+from conserve.errors import StoreUnreachable
 from conserve.store.books import catalog
+from conserve.store.books.shards import KEEPS_S
+from conserve.store.books.uploads import DELIVERIES
 from conserve.store.database import schema
 from conserve.store.database.store import Store
-from conserve.store.files import home, marks, trash
+from conserve.store.files import home, marks, multipart, trash
+from conserve.store.files.objects import Entry, ObjectPath, below
 
 shard = schema.shard
 
+log = logging.getLogger(__name__)
 STALE_AFTER_S = 3600.0
+OBJECTS_STALE_AFTER_S = 2 * KEEPS_S
+BETWEEN_S = 3600.0  # two sweeps of a bucket by one machine: each lists all of its objects
+SWEPT = "swept"  # file of the home whose time is that of the last sweep of the bucket
+PARTS = (home.RESULTS, DELIVERIES)  # of a job's folder, in which the database names each file
 
 
 def sweep(store: Store, *, now: float) -> int:
     """Move this store's orphans to the trash, which loses entries older than a week; returns the number moved.
 
-    Orphans that the disk refuses to move wait for the next sweep.
+    Orphans that the disk refuses to move, or a bucket out of reach, wait for the next sweep.
     """
     swept = 0
     with suppress(OSError):
         swept += sweep_folders(store, now=now)
-        swept += sweep_shards(store, now=now)
-        trash.empty(store.home, now=now)
+        if isinstance(store.data, Path):
+            swept += sweep_shards(store, store.data, now=now)
+        trash.empty(store.local, now=now)
+        sweep_sending(store.home, now=now)
+    if isinstance(store.data, ObjectPath) and is_due(store.home, now=now):
+        with suppress(OSError, StoreUnreachable):
+            swept += sweep_objects(store, store.data, now=now)
     return swept
 
 
@@ -39,7 +58,8 @@ def sweep_folders(store: Store, *, now: float) -> int:
     """Move the folders of submits that never came to their end; returns how many."""
     with store.read() as tx:
         known = set(catalog.ids(tx))
-    unknown = [path for path in home.jobs_folder(store.home).glob("*") if path.name not in known]
+    folders = (store.local / home.JOBS).glob("*")
+    unknown = [path for path in folders if path.name not in known]
     return sum(is_swept(store, path, now) for path in unknown if is_stale(path, now))
 
 
@@ -52,39 +72,39 @@ def is_swept(store: Store, folder: Path, now: float) -> bool:
             catalog.lock_ids(tx)
             if catalog.taken(tx, folder.name):
                 return False
-            trash.throw_away(store.home, folder, now=now)
+            trash.throw_away(store.local, folder, now=now)
     return True
 
 
-def sweep_shards(store: Store, *, now: float) -> int:
+def sweep_shards(store: Store, data: Path, *, now: float) -> int:
     """Move files of results that no transaction registered; returns how many."""
     with store.read() as tx:
         registered = set(tx.scalars(select(shard.c.file)))
         known = catalog.ids(tx)
     swept = 0
     for job_id in known:
-        left = unregistered(store.home, job_id, registered)
+        left = unregistered(data, job_id, registered)
         if stale := [path for path in left if is_stale(path, now)]:
             swept += sweep_results(store, job_id, stale, now)
     return swept
 
 
-def unregistered(where: Path, job_id: str, registered: Collection[str]) -> list[Path]:
+def unregistered(data: Path, job_id: str, registered: Collection[str]) -> list[Path]:
     """Files among a job's results that are not registered."""
-    results = home.job_folder(where, job_id) / home.RESULTS
-    return [path for path in results.glob("*") if str(path.relative_to(where)) not in registered]
+    results = data / home.JOBS / job_id / home.RESULTS
+    return [path for path in results.glob("*") if below(path, data) not in registered]
 
 
 def sweep_results(store: Store, job_id: str, stale: Collection[Path], now: float) -> int:
     """Move the stale files of a job that are still not registered; returns how many."""
-    with marks.seized(home.job_folder(store.home, job_id), store.id) as mark, store.write() as tx:
+    with marks.seized(home.job_folder(store.data, job_id), store.id) as mark, store.write() as tx:
         if mark is None:
             return 0
         catalog.lock_job(tx, job_id)
         registered = set(tx.scalars(select(shard.c.file).where(shard.c.job_id == job_id)))
-        orphans = [path for path in stale if str(path.relative_to(store.home)) not in registered]
+        orphans = [path for path in stale if below(path, store.data) not in registered]
         for path in orphans:
-            trash.throw_away(store.home, path, now=now)
+            trash.throw_away(store.data, path, now=now)
     return len(orphans)
 
 
@@ -102,3 +122,73 @@ def modified_at(path: Path) -> float:
         return max(each.stat().st_mtime for each in (path, *path.rglob("*")))
     except FileNotFoundError:
         return float("inf")
+
+
+def sweep_sending(where: Path, *, now: float) -> None:
+    """Delete files that a process was to upload, and left."""
+    for path in (where / home.SENDING).glob("*"):
+        if is_stale(path, now):
+            path.unlink(missing_ok=True)
+
+
+def is_due(where: Path, *, now: float) -> bool:
+    """True if this machine has not swept the bucket for an hour; notes that it does now."""
+    note = where / SWEPT
+    with suppress(OSError):
+        if abs(now - note.stat().st_mtime) < BETWEEN_S:
+            return False
+    with suppress(OSError):
+        note.touch()
+    return True
+
+
+def sweep_objects(store: Store, data: ObjectPath, *, now: float) -> int:
+    """Move orphans among the objects to the trash, end unfinished uploads; returns the number of orphans.
+
+    The listing is older than the database's names that it is compared with, and an object that is named later than
+    a day after it was written does not occur.
+    """
+    by_job: dict[str, list[Entry]] = defaultdict(list)
+    for entry in (data / home.JOBS).entries():
+        by_job[entry.path.relative_to(data).parts[1]].append(entry)
+    with store.read() as tx:
+        named = {*tx.scalars(select(shard.c.file)), *tx.scalars(select(schema.file.c.path))}
+        known = set(catalog.ids(tx))
+    swept = 0
+    for path in orphans(store, data, by_job, known, named, now):
+        try:
+            trash.throw_away(data, path, now=now)
+            swept += 1
+        except (OSError, StoreUnreachable) as error:
+            log.warning("%s stays for now: %s", path, error)
+    trash.empty(data, now=now)
+    multipart.abort_older(data, before=now - OBJECTS_STALE_AFTER_S)
+    return swept
+
+
+def orphans(
+    store: Store,
+    data: ObjectPath,
+    by_job: Mapping[str, Sequence[Entry]],
+    known: Collection[str],
+    named: Collection[str],
+    now: float,
+) -> Iterator[ObjectPath]:
+    """Yield folders of submits that never ended, and shards that no transaction named, both a day old.
+
+    A folder without a mark is what a removal left, or a shard that came after it.
+    """
+    long_ago = now - OBJECTS_STALE_AFTER_S
+    for job_id, entries in by_job.items():
+        if job_id in known:
+            for entry in entries:
+                part = entry.path.relative_to(data).parts[2]
+                unnamed = part in PARTS and below(entry.path, data) not in named
+                if unnamed and entry.modified_at < long_ago:
+                    yield entry.path
+        elif max(entry.modified_at for entry in entries) < long_ago:
+            folder = data / home.JOBS / job_id
+            marked = any(entry.path == folder / marks.MARK for entry in entries)
+            mark = marks.of(folder) if marked else None
+            if not marked or (mark is not None and mark.store_id == store.id and not mark.registered):
+                yield folder

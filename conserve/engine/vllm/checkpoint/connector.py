@@ -25,6 +25,7 @@ from conserve.engine.vllm.checkpoint.transfers import Transfers, WorkerReport
 from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts
 from conserve.engine.vllm.compat.versions import internal
+from conserve.engine.vllm.launching.flags import spans_machines
 from conserve.engine.vllm.settings import SECTION
 
 log = logging.getLogger("vllm.conserve")
@@ -216,6 +217,7 @@ def why_not(config: Any, kv_cache_config: Any) -> str | None:
             for group in groups
         ),
         "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
+        "its workers may be on other machines": spans_machines(config),
         "contexts are spread over workers": parallel.decode_context_parallel_size > 1,
         "tokens are speculated": config.speculative_config is not None,
     }

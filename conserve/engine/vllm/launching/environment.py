@@ -13,6 +13,7 @@ from pathlib import Path
 from conserve.engine.runtime.machine import Cores, cores
 
 LOG_VARIABLE = "CONSERVE_ENGINE_LOG"
+JSON_LOGGING = Path(__file__).with_name("json_logging.json")  # for VLLM_LOGGING_CONFIG_PATH
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 TAIL_BYTES = 65_536
 CONSEQUENCES = ("initialization failed", "EngineDeadError")  # of one process after another one has failed

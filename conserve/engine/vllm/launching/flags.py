@@ -50,6 +50,13 @@ def ahead_under_v1(config: VllmConfig) -> bool:
     return bool(config.scheduler_config.async_scheduling and not config.use_v2_model_runner)
 
 
+def spans_machines(config: VllmConfig) -> bool:
+    """True if workers may be on other machines, which shared memory does not reach."""
+    parallel = config.parallel_config
+    backend, nodes = getattr(parallel, "distributed_executor_backend", None), getattr(parallel, "nnodes", 1)
+    return backend == "ray" or nodes > 1
+
+
 def _refuse(message: str) -> NoReturn:
     sentence = message.strip().splitlines()[0] if message.strip() else "it cannot be read"
     raise SettingsError(f"vLLM does not take these engine flags: {sentence}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import multiprocessing
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from multiprocessing import spawn
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,6 +33,7 @@ T = TypeVar("T")
 FORK_SERVER_GONE = 255  # exit code of a process whose fork server died; its real end is unknown
 THREAD = "engine"  # name of the threads of `on_thread`
 STARTING = threading.Lock()  # descriptors 1 and 2 and the list of children are the whole process's
+os.register_at_fork(after_in_child=lambda: forget_starts())
 
 
 class Launch:
@@ -79,12 +82,13 @@ class Launch:
         tell_steps(config)
         # Modules live to the end, and a full collection that visits them takes 0.6 s in the middle of the work.
         gc.freeze()
+        atexit.register(thaw)
         if self._pacing is not None:
             await on_thread(partial(self._pacing.install, config))
         self._not_ours = frozenset(multiprocessing.active_children())
         self._building = True
         await on_thread(partial(fork_server.prepare, config))
-        with output_to(self._log_descriptor):
+        with output_to(self._log_descriptor), without_main():
             building = asyncio.ensure_future(on_thread(lambda: _build(config, self._arguments)))
             cores = await self._wait_for_cores(building, config.parallel_config.data_parallel_size_local)
         self._watchdogs = [(core, Watchdog(core.pid)) for core in cores if core.pid is not None]
@@ -126,15 +130,29 @@ class Launch:
         self._watchdogs = []
 
 
+def thaw() -> None:
+    """Free what DuckDB's classes are held by: while any is left at the end, it prints pages of warnings."""
+    if "_duckdb" in sys.modules:
+        gc.unfreeze()
+        gc.collect()
+
+
+def forget_starts() -> None:
+    """Free the lock in a forked child: the thread that would have released it is in the parent alone."""
+    global STARTING
+    STARTING = threading.Lock()
+
+
 @contextlib.asynccontextmanager
 async def one_at_a_time() -> AsyncIterator[None]:
     """Wait until no other engine of this process starts, in whichever event loop."""
-    while not STARTING.acquire(blocking=False):  # a thread that waits could not be cancelled
+    held = STARTING  # a forked child has another
+    while not held.acquire(blocking=False):  # a thread that waits could not be cancelled
         await asyncio.sleep(0.05)
     try:
         yield
     finally:
-        STARTING.release()
+        held.release()
 
 
 def tell_steps(config: VllmConfig) -> None:
@@ -191,6 +209,24 @@ async def on_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name=THREAD, daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """Start processes that do not import the main module: a script without a guard would submit its job again.
+
+    vLLM's processes need nothing of it.
+    """
+    prepared = spawn.get_preparation_data
+
+    def without(name: str) -> dict[str, object]:
+        return {key: value for key, value in prepared(name).items() if not key.startswith("init_main_from")}
+
+    spawn.get_preparation_data = without
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = prepared
 
 
 @contextlib.contextmanager

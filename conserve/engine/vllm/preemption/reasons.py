@@ -6,7 +6,7 @@ from typing import Any
 
 from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.trial import lost_parts
-from conserve.engine.vllm.launching.flags import ahead_under_v1
+from conserve.engine.vllm.launching.flags import ahead_under_v1, spans_machines
 from conserve.engine.vllm.settings import CONNECTOR, OUR_WORKERS
 
 AHEAD_UNDER_V1 = "iterations are scheduled ahead under the V1 model runner (--async-scheduling)"
@@ -26,6 +26,7 @@ def why_not(config: Any) -> str | None:
         f"vLLM has changed: {changed}": changed is not None,
         "the worker is not ConServe's (--worker-cls)": parallel.worker_cls not in OUR_WORKERS,
         "the pipeline is parallel": parallel.pipeline_parallel_size > 1,
+        "its workers may be on other machines": spans_machines(config),
         "data parallel engines wait for each other": parallel.data_parallel_size > 1,
         "tokens are speculated": config.speculative_config is not None,
         "another KV connector takes part": connector_of(config) not in (None, CONNECTOR),

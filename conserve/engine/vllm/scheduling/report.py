@@ -33,6 +33,7 @@ def report(scheduler: Any) -> dict[str, Any]:
         "max_num_batched_tokens": scheduler._most_tokens,
         **traffic,
         "harm": scheduler._traffic.receipt.report(),
+        "pushing": scheduler._traffic.pushing.report(),
         **iterations.report(),
         "preemption": scheduler.arrival_monitor.report(),
         "checkpoint": {**checkpoints(scheduler), "tokens_recomputed": scheduler._offline_tokens.again},

@@ -27,7 +27,7 @@ from conserve.engine.runtime.receipt import Receipt
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.checkpoint.counts import checkpoints_of
 from conserve.engine.vllm.iteration import Iteration, iteration_of, outcome_of, put
-from conserve.engine.vllm.lane import class_named, is_online, ttft_promise
+from conserve.engine.vllm.lane import class_named, is_online, pushes, ttft_promise
 from conserve.engine.vllm.preemption.arrivals import ArrivalMonitor
 from conserve.engine.vllm.profiling.warm_up import is_warm_up
 from conserve.engine.vllm.scheduling.ahead import Ahead
@@ -74,6 +74,7 @@ class CoServing:
         self.waiting = Lanes()
         self._iterations = Iterations(installed)
         self._traffic = Traffic(installed.promises, Receipt(share=installed.receipt), installed.classes)
+        self._traffic.pushing.largest_scale = installed.push_slo_scale
         self._offline: set[str] = set()  # offline requests in the engine
         self._with_logprobs: set[str] = set()  # requests that want logprobs of their prompts
         self._grammars: dict[str, Request] = {}  # requests whose grammar is being compiled
@@ -125,6 +126,8 @@ class CoServing:
             self._traffic.arrived(name, tokens, at=at, live_class=class_named(request))
         else:
             self._offline.add(request.request_id)
+            if pushes(request):
+                self._traffic.pushing.rows.add(request.request_id)
 
     def arriving(self, request: Request) -> None:
         """Note in vLLM's I/O thread, while the model runs, a request that `add_request` will bring."""
@@ -136,6 +139,7 @@ class CoServing:
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.arrival_monitor.forget(request.request_id)
         self._offline.discard(request.request_id)
+        self._traffic.pushing.rows.discard(request.request_id)
         self._offline_tokens.forget(request.request_id)
         self._with_logprobs.discard(request.request_id)
         self._grammars.pop(request.request_id, None)

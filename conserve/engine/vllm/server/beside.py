@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from conserve.engine.runtime.front import BATCH_API as SOCKET
 from conserve.engine.vllm.server.privileges import BATCHES, CALLER, METRICS, Caller
+from conserve.hosts import is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 EVENTS = "/events"  # end of a stream's path
 AUTHORIZATION = b"authorization"
-SAID_OF = b"x-conserve-caller"  # header: "keyed" if the caller sent this server's own key, else "open"
+SAID_OF = (
+    b"x-conserve-caller"  # header: "keyed" by this server's own key, "far" (another machine's) or "open"
+)
 TAKEN = frozenset(
     {
         b"accept", AUTHORIZATION, b"content-length", b"content-type", b"host", b"idempotency-key", b"if-range",
@@ -140,7 +143,7 @@ class Beside:
     async def forward(self, request: Request) -> Response:
         """Pass a request on, its body and its answer as they come."""
         content = request.stream() if request.method in ("POST", "PUT") else None
-        headers = passed_on(request.headers.raw, CALLER.get(), body=content is not None)
+        headers = passed_on(request.headers.raw, CALLER.get(), body=content is not None, far=is_far(request))
         client = self.streaming if request.url.path.endswith(EVENTS) else self.client
         asked = client.build_request(request.method, url(request), headers=headers, content=content)
         try:
@@ -156,7 +159,7 @@ class Beside:
 
 
 def passed_on(
-    raw: Iterable[tuple[bytes, bytes]], caller: Caller | None, *, body: bool
+    raw: Iterable[tuple[bytes, bytes]], caller: Caller | None, *, body: bool, far: bool
 ) -> list[tuple[bytes, bytes]]:
     """Headers of a request for the Batch API, as the client's bytes; without a body it has no length."""
     taken = TAKEN if body else TAKEN - {b"content-length"}
@@ -164,8 +167,14 @@ def passed_on(
     if caller is not None and caller.store_key is not None:
         headers = [(name, value) for name, value in headers if name != AUTHORIZATION]
         headers.append((AUTHORIZATION, caller.store_key))
-    said = b"keyed" if caller is not None and caller.keyed else b"open"
+    unkeyed = b"far" if far else b"open"
+    said = b"keyed" if caller is not None and caller.keyed else unkeyed
     return [*headers, (SAID_OF, said)]
+
+
+def is_far(request: Request) -> bool:
+    """True for a connection of another machine, which may claim any `Host`; a Unix socket has no address."""
+    return request.client is not None and not is_loopback(request.client.host)
 
 
 def url(request: Request) -> httpx.URL:

@@ -1,13 +1,18 @@
-"""Metrics of live requests: attainment and promises, of all together or with the label `class`."""
+"""Metrics of live requests: latencies, attainment, promises; of all together or with the label `class`."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from conserve.engine.policy.promises import LATENCIES
 
 CLASS = "class"
+HISTOGRAMS = {
+    "ttft_ms": "Time to first token of live requests.",
+    "tbt_ms": "Time between tokens of live requests.",
+}
 
 
 def live_metrics(by_class: Mapping[str | None, Mapping[str, Any]]) -> Iterator[Metric]:
@@ -21,9 +26,10 @@ def live_metrics(by_class: Mapping[str | None, Mapping[str, Any]]) -> Iterator[M
     for name, said in by_class.items():
         if "attainment" in said:
             attainment.add_metric(of(name), said["attainment"])
-    yield from (family for family in (attainment, *promises(by_class, names)) if family.samples)
+    several = (attainment, *promises(by_class, names), *latencies(by_class, names), *counted(by_class, names))
+    yield from (family for family in several if family.samples)
     if names:
-        yield from latencies(by_class)
+        yield requests(by_class)
 
 
 def promises(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Metric]:
@@ -44,24 +50,42 @@ def promises(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[s
     yield seen
 
 
-def latencies(by_class: Mapping[str | None, Mapping[str, Any]]) -> Iterator[Metric]:
-    """Requests and latencies of each class."""
-    requests = CounterMetricFamily(
+def requests(by_class: Mapping[str | None, Mapping[str, Any]]) -> Metric:
+    """Requests of each class."""
+    counter = CounterMetricFamily(
         "conserve_online_requests", "Live requests that got a token.", labels=[CLASS]
     )
+    for name, said in by_class.items():
+        counter.add_metric(of(name), said["requests"])
+    return counter
+
+
+def latencies(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Metric]:
+    """P50 and P99 of the last minute."""
     latency = GaugeMetricFamily(
         "conserve_live_latency_seconds",
         "Latency of live requests over the last minute.",
-        labels=[CLASS, "latency", "quantile"],
+        labels=[*names, "latency", "quantile"],
     )
     for name, said in by_class.items():
-        requests.add_metric(of(name), said["requests"])
         for which in LATENCIES:
-            for quantile, ms in said[which].items():
+            for quantile, ms in said.get(which, {}).items():
                 if ms is not None:
                     latency.add_metric([*of(name), which.removesuffix("_ms"), quantile], ms / 1e3)
-    yield requests
     yield latency
+
+
+def counted(by_class: Mapping[str | None, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Metric]:
+    """Histograms since the server's start."""
+    for which, says in HISTOGRAMS.items():
+        latency = which.removesuffix("_ms")
+        family = HistogramMetricFamily(f"conserve_live_{latency}_seconds", says, labels=names)
+        for name, said in by_class.items():
+            if (one := said.get("histograms", {}).get(which)) is not None:
+                bounds = [*(str(ms / 1e3) for ms in one["bounds_ms"]), "+Inf"]
+                buckets = list(zip(bounds, accumulate(one["counts"]), strict=True))
+                family.add_metric(of(name), buckets, one["sum_ms"] / 1e3)
+        yield family
 
 
 def of(name: str | None) -> list[str]:

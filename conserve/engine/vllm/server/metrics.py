@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from conserve.engine.vllm.server.beside import backlog
 from conserve.engine.vllm.server.live_metrics import live_metrics
+from conserve.metrics_page import Build
 
 log = logging.getLogger("vllm.conserve")
 PATH = "/metrics"
@@ -146,6 +147,10 @@ class Report(NamedTuple):
             yield GaugeMetricFamily(
                 "conserve_harm_limit", "Share of its own time that an iteration may be lengthened by.", harm
             )
+        scale = at(self.said, ("pushing", "slo_scale"))
+        if scale is not None:
+            says = "Scale of the promises that iterations are planned by."
+            yield GaugeMetricFamily("conserve_slo_scale", says, scale)
         yield from self._harm()
         yield from self._reactions("conserve_leave_reaction_seconds", REACTION)
         yield from self._reactions(
@@ -196,4 +201,6 @@ def exposition(said: Mapping[str, Any] | None) -> bytes:
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
     theirs: bytes = generate_latest(get_prometheus_registry())
-    return theirs if said is None else theirs + generate_latest(Report(said))
+    if said is None:
+        return theirs
+    return theirs + generate_latest(Build("serve")) + generate_latest(Report(said))

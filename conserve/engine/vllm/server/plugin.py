@@ -15,6 +15,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
+from conserve import logs
 from conserve.engine.runtime.parent import follow_parent
 from conserve.engine.vllm.compat.installed import too_old, untried
 from conserve.engine.vllm.compat.internals import Part
@@ -44,6 +45,8 @@ def register() -> None:
     if not fits():
         return
     process = multiprocessing.current_process()
+    if os.environ.get(SERVED) and logs.wanted_by(os.environ):
+        logs.take_over()
     if os.environ.get(SERVED) and multiprocessing.parent_process() is not None:
         follow_parent(signal.SIGKILL)  # vLLM's engine core waits for ever for its front end
     if "Worker" in process.name:

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from math import inf
 from typing import Any, NoReturn, Self
 
-from conserve.engine.policy.view import OFFLINE_PRIORITY, TTFT_ARGUMENT
+from conserve.engine.policy.view import OFFLINE_PRIORITY, PUSH_ARGUMENT, TTFT_ARGUMENT
 from conserve.engine.runtime.front import HARVEST_KEY
 
 RESUME = "conserve_resume"  # in a request's vllm_xargs: token ids that an earlier attempt generated
@@ -143,8 +143,9 @@ def refusal(caller: Caller | None, priority: int, extra: Mapping[str, Any]) -> s
         return None
     if priority < 0:
         return f"priority {priority} would push other requests aside: it wants the harvester's key; send 0 or more"
-    if extra.get(RESUME):
-        return f"vllm_xargs.{RESUME} wants the harvester's key"
+    for name in (RESUME, PUSH_ARGUMENT):
+        if extra.get(name):
+            return f"vllm_xargs.{name} wants the harvester's key"
     promise, least_ms = extra.get(TTFT_ARGUMENT), caller.ttft_slo_ms
     if promise is None or (isinstance(promise, int | float) and promise >= least_ms):
         return None

@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conserve import logs
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.runtime.front import HARVEST_KEY, Front
 from conserve.engine.vllm.checkpoint.kv_transfer import without_checkpoints
@@ -172,6 +173,8 @@ def main(words: Sequence[str]) -> int:
     """Serve until SIGTERM; returns the exit code. `words`: model, models' folder, our section, `Front`, flags."""
     model, models_folder, section_json, front_json, *flags = words
     section, front = json.loads(section_json), Front.of(json.loads(front_json))
+    if logs.wanted_by(os.environ):
+        logs.take_over()
     try:
         require_engine()
         offline = model == DEMO_MODEL or Path(model).exists()

@@ -1,0 +1,283 @@
+"""The queue and its servers at one moment: what `conserve top` shows."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from conserve.api.servers import STOCK, addresses, ask
+from conserve.config import Settings
+from conserve.errors import ConserveError
+from conserve.jobs.deadlines.forecast import Forecast
+from conserve.jobs.deadlines.queue import GOING, forecast_queue
+from conserve.jobs.deadlines.rate import SLOT_S
+from conserve.store.books.readings import JobReading, read_harvested, read_jobs
+
+LOOK_S = 1.0
+FORECAST_S = 15.0  # between two forecasts, which take longer than all else
+COURSES = 60
+KEPT = 64  # samples of a rate: a line of the screen
+SMOOTH_S = 10.0  # results come in batches
+QUARTERS = 24  # of an hour: six hours
+Asking = Callable[[str, Settings], dict[str, Any]]
+
+
+class Sample(NamedTuple):
+    """A counter at a moment."""
+
+    at: float
+    tokens: float
+
+
+class Pace:
+    """Rate of a counter over the last seconds, and its course. One that falls was begun anew."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque()
+        self.course: deque[float] = deque(maxlen=KEPT)
+
+    @property
+    def now(self) -> float | None:
+        """Tokens/s; None before there are two samples."""
+        return self.course[-1] if self.course else None
+
+    def add(self, at: float, tokens: float) -> None:
+        """Add a sample."""
+        if self._samples and (tokens < self._samples[-1].tokens or at <= self._samples[-1].at):
+            self._samples.clear()
+        self._samples.append(Sample(at, tokens))
+        while len(self._samples) > 2 and self._samples[1].at <= at - SMOOTH_S:
+            self._samples.popleft()
+        first, last = self._samples[0], self._samples[-1]
+        if last.at > first.at:
+            self.course.append((last.tokens - first.tokens) / (last.at - first.at))
+
+
+class Latency(NamedTuple):
+    """P99 of live requests over the last minute beside its promise, in ms; None where there is none."""
+
+    p99: float | None = None
+    promised: float | None = None
+
+    @property
+    def kept(self) -> bool:
+        """False if the promise is broken."""
+        return self.p99 is None or self.promised is None or self.p99 <= self.promised
+
+
+UNKNOWN = Latency()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSeen:
+    """One server. With an `error` or as a `stock` server it has no figures."""
+
+    url: str
+    error: str | None = None
+    stock: bool = False
+    policy: str | None = None
+    ttft_ms: Latency = UNKNOWN
+    tbt_ms: Latency = UNKNOWN
+    attainment: float | None = None
+    harm: float | None = None  # largest that is promised
+    tokens_per_s: float = 0.0  # offline, over the last minute
+    course: Sequence[float] = ()  # of offline tokens/s
+    iterations_left: int = 0
+    tokens_redone: int = 0
+    tokens_restored: int = 0
+    tokens_recomputed: int = 0
+
+    def document(self) -> dict[str, Any]:
+        """JSON of the server (docs/reference/json.md)."""
+        if self.error is not None or self.stock:
+            return {"url": self.url, "error": self.error, "stock": self.stock}
+        named = ("url", "policy", "attainment", "harm", "iterations_left", "tokens_redone")
+        evicted = ("tokens_restored", "tokens_recomputed")
+        return {
+            **{name: getattr(self, name) for name in (*named, *evicted)},
+            "ttft_ms": self.ttft_ms._asdict(),
+            "tbt_ms": self.tbt_ms._asdict(),
+            "offline_tokens_per_s": round(self.tokens_per_s, 1),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """What is seen at one moment. `error` says why the store cannot be read; the jobs are then those of before."""
+
+    at: float
+    store: str
+    jobs: Sequence[JobReading] = ()
+    servers: Sequence[ServerSeen] = ()
+    forecasts: Mapping[str, Forecast] = field(default_factory=dict)
+    tokens_per_s: float | None = None
+    course: Sequence[float] = ()
+    quarters: Sequence[float] = ()  # tokens/s of the last quarters of an hour, idle time included
+    error: str | None = None
+
+    @property
+    def rows_left(self) -> int:
+        """Rows without a result, of jobs that may run."""
+        return sum(job.unanswered for job in self.jobs if job.state in GOING)
+
+
+def server_seen(url: str, said: Mapping[str, Any], course: Sequence[float] = ()) -> ServerSeen:
+    """A server by its answer; one of another version may lack figures."""
+    if said.get("error") is not None:
+        return ServerSeen(url=url, error=str(said["error"]))
+    online, slo, offline = (part(said, name) for name in ("online", "slo", "offline"))
+    if said.get(STOCK) or not online:
+        return ServerSeen(url=url, stock=True)
+    left, kept = part(said, "preemption"), part(said, "checkpoint")
+    return ServerSeen(
+        url=url,
+        policy=said.get("policy"),
+        ttft_ms=Latency(part(online, "ttft_ms").get("p99"), slo.get("ttft_ms")),
+        tbt_ms=Latency(part(online, "tbt_ms").get("p99"), slo.get("tbt_ms")),
+        attainment=online.get("attainment"),
+        harm=slo.get("harm"),
+        tokens_per_s=offline.get("tokens_per_s") or 0.0,
+        course=course,
+        iterations_left=left.get("iterations_left") or 0,
+        tokens_redone=left.get("tokens_redone") or 0,
+        tokens_restored=kept.get("tokens_restored") or 0,
+        tokens_recomputed=kept.get("tokens_recomputed") or 0,
+    )
+
+
+def part(said: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of an answer; empty if it is missing or null."""
+    found = said.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+class Watch:
+    """Looks at the store and the servers again and again; a server that is slow holds nothing up."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        endpoints: Sequence[str] = (),
+        *,
+        asking: Asking = ask,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings, self._endpoints, self._asking, self._clock = settings, endpoints, asking, clock
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="server")
+        self._questions: dict[str, Future[dict[str, Any]]] = {}
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._paces: dict[str, Pace] = {}
+        self._pace = Pace()
+        self._course: deque[float] = deque(maxlen=KEPT)
+        self._jobs: Sequence[JobReading] = ()
+        self._forecasts: Mapping[str, Forecast] = {}
+        self._quarters: Sequence[float] = ()
+        self._forecast_at: float | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End the threads; a question under way is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def look(self, *, wait_s: float = 0.0) -> Overview:
+        """Look once; `wait_s` is the time that servers have to answer, beside which older answers are shown."""
+        with self._lock:
+            now = self._clock()
+            urls = addresses(self._settings, self._endpoints)
+            self._ask(urls)
+            error = self._read(now)
+            self._take_answers(urls, now, wait_s)
+            return Overview(
+                at=now,
+                store=str(self._settings.home)
+                if self._settings.store is None
+                else shown(self._settings.store),
+                jobs=self._jobs,
+                servers=[self._server(url) for url in urls],
+                forecasts=self._forecasts,
+                tokens_per_s=self._rate(urls),
+                course=tuple(self._course),
+                quarters=self._quarters,
+                error=error,
+            )
+
+    def _ask(self, urls: Sequence[str]) -> None:
+        for url in urls:
+            if url not in self._questions:
+                self._questions[url] = self._pool.submit(self._asking, url, self._settings)
+
+    def _take_answers(self, urls: Sequence[str], now: float, wait_s: float) -> None:
+        """Take the answers that have come; the next look asks these servers again."""
+        until = time.monotonic() + wait_s
+        for url in urls:
+            question = self._questions[url]
+            try:
+                said = question.result(max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                continue
+            del self._questions[url]
+            self._answers[url] = said
+            tokens = part(said, "offline").get("tokens")
+            if tokens is not None:
+                self._paces.setdefault(url, Pace()).add(now, tokens)
+
+    def _rate(self, urls: Sequence[str]) -> float | None:
+        """Rate of the queue: what became durable, or what servers say that they computed, if that is more.
+
+        Long rows become durable long after their tokens were computed; `conserve run` is no server.
+        """
+        served = sum(pace.now or 0.0 for url, pace in self._paces.items() if url in urls)
+        if self._pace.now is not None:
+            self._course.append(max(self._pace.now, served))
+            return self._course[-1]
+        said = sum(self._server(url).tokens_per_s for url in urls)
+        return max(recent(self._quarters) or 0.0, said) or None
+
+    def _server(self, url: str) -> ServerSeen:
+        if url not in self._answers:
+            return ServerSeen(url=url, error="is being asked")
+        pace = self._paces.get(url)
+        return server_seen(url, self._answers[url], tuple(pace.course) if pace else ())
+
+    def _read(self, now: float) -> str | None:
+        """Read the store; returns why it cannot be read."""
+        try:
+            self._jobs = read_jobs(self._settings, now=now)
+            self._pace.add(now, sum(computed(job) for job in self._jobs))
+            if self._forecast_at is None or not 0 <= now - self._forecast_at < FORECAST_S:
+                self._forecast(now)
+        except ConserveError as error:
+            return str(error)
+        return None
+
+    def _forecast(self, now: float) -> None:
+        slots = read_harvested(self._settings)
+        self._forecast_at, self._quarters = now, quarters(slots, now)
+        waiting = any(job.state in GOING and job.unanswered for job in self._jobs)
+        self._forecasts = forecast_queue(self._jobs, slots, now=now, courses=COURSES) if waiting else {}
+
+
+def computed(job: JobReading) -> int:
+    """Tokens that were computed for a job's answers."""
+    return job.prompt_tokens - job.cached_tokens + job.completion_tokens - job.resumed_tokens
+
+
+def quarters(slots: Sequence[tuple[int, float, float]], now: float) -> list[float]:
+    """Tokens/s of the last quarters of an hour, the present one by its time so far."""
+    tokens, last = {slot: tokens for slot, tokens, _ in slots}, int(now // SLOT_S)
+    past = [tokens.get(slot, 0.0) / SLOT_S for slot in range(last - QUARTERS + 1, last)]
+    return [*past, tokens.get(last, 0.0) / max(1.0, now - last * SLOT_S)]
+
+
+def recent(course: Sequence[float]) -> float | None:
+    """Rate of the present quarter of an hour; None if none was seen."""
+    return course[-1] if any(course) else None
+
+
+def shown(store: str) -> str:
+    """Address of a store without its password."""
+    scheme, separator, rest = store.partition("://")
+    return f"{scheme}{separator}{rest.partition('?')[0].rpartition('@')[2]}"

@@ -1,0 +1,109 @@
+"""`conserve fleet`: the servers that harvesters feed, and which of them get no rows."""
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from conserve.cli import exits, output
+from conserve.cli.context import Context
+from conserve.cli.fleet_report import Sight, document, lines, sights, well
+from conserve.errors import ServiceFailed
+
+if TYPE_CHECKING:
+    from conserve.store.database.store import Store
+
+EXAMPLE = """
+conserve fleet
+conserve fleet drain gpu-3 --wait
+conserve fleet undrain gpu-3
+"""
+EXAMPLES = {
+    "list": "conserve fleet list --json",
+    "drain": "conserve fleet drain gpu-3 --wait",
+    "undrain": "conserve fleet undrain gpu-3",
+}
+LOOK_S = 0.25  # between two looks for rows in flight
+
+Host = Annotated[
+    str, typer.Argument(metavar="HOST", help="Host of servers, host:port or URL of one, as in the list.")
+]
+
+
+def show(
+    ctx: typer.Context,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit 1 if a server is down or suspected, or breaks its SLO.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
+) -> None:
+    """List the servers that harvesters feed: how each is, what it harvests, and whether its live SLO is kept."""
+    context: Context = ctx.obj
+    settings = context.settings()
+    with context.store_to_read() as store:
+        found = sights(read(store), settings, now=time.time())
+    if as_json:
+        output.data_json([document(one) for one in found])
+    elif not found:
+        output.say("no harvester has seen a server yet; run: conserve harvest --endpoint URL")
+    else:
+        output.data("\n".join(lines(found)))
+    if check and not all(map(well, found)):
+        raise typer.Exit(exits.FAILED)
+
+
+def drain(
+    ctx: typer.Context,
+    host: Host,
+    wait: Annotated[bool, typer.Option("--wait", help="Return once no row is in flight there.")] = False,
+    within_s: Annotated[
+        float, typer.Option("--within-s", metavar="S", min=1, help="Longest wait, then exit 1.")
+    ] = 60.0,
+) -> None:
+    """Give a server no more rows: those in flight end or go elsewhere. Live requests are not touched."""
+    from conserve.store.books import servers
+
+    context: Context = ctx.obj
+    with context.store() as store:
+        with store.write() as tx:
+            urls = servers.drain(tx, host, now=time.time())
+        for url in urls:
+            output.say(f"{url} is drained: its rows end or go elsewhere within seconds")
+        if wait:
+            until_empty(store, urls, within_s)
+
+
+def undrain(ctx: typer.Context, host: Host) -> None:
+    """Give a server rows again."""
+    from conserve.store.books import servers
+
+    context: Context = ctx.obj
+    with context.store() as store, store.write() as tx:
+        urls = servers.undrain(tx, host)
+    for url in urls:
+        output.say(f"{url} gets rows again")
+
+
+def read(store: "Store") -> list[Sight]:
+    """All servers in the store."""
+    from conserve.store.books import servers
+
+    with store.read() as tx:
+        return [Sight(server=server) for server in servers.everything(tx)]
+
+
+def until_empty(store: "Store", urls: list[str], within_s: float) -> None:
+    """Wait until every harvester says that no row is at these servers; raises `ServiceFailed` after this time."""
+    until = time.monotonic() + within_s
+    while True:
+        now = time.time()
+        left = {sight.server.url: sight.rows_left(now) for sight in read(store) if sight.server.url in urls}
+        if not any(left.values()):
+            output.say("no row is in flight there")
+            return
+        if time.monotonic() >= until:
+            said = ", ".join(f"{url} has {rows or 'some'}" for url, rows in left.items() if rows)
+            raise ServiceFailed(
+                f"rows are still in flight after {within_s:g} s ({said}); wait on, or stop it anyway"
+            )
+        time.sleep(LOOK_S)

@@ -1,0 +1,154 @@
+"""The table and the JSON of `conserve fleet`."""
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from conserve.api.servers import ask
+from conserve.cli import output
+from conserve.config import Settings
+
+if TYPE_CHECKING:
+    from conserve.store.books.servers import Feeding, SeenServer
+
+ASKED_AT_ONCE = 16
+BAD = ("down", "suspected")
+COLOURS = {"serving": "green", "drained": "yellow", "draining": "yellow", "down": "red", "suspected": "red"}
+WORST_FIRST = ("suspected", "down", "busy", "starting", "leaving", "serving", "other model")
+ATTAINED = 0.99  # share of live requests within the SLO, from which on it counts as kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """A server with its own report, `GET /v1/conserve`, if it has one."""
+
+    server: "SeenServer"
+    report: dict[str, Any] | None = None
+    now: float = 0.0
+
+    @property
+    def fresh(self) -> list["Feeding"]:
+        """Notes of harvesters that still run."""
+        return [feeding for feeding in self.server.feedings if feeding.is_fresh(self.now)]
+
+    def rows_left(self, now: float) -> int:
+        """Rows in flight at a drained server; a harvester that has not seen yet that it is counts as one."""
+        since = self.server.drained_at or 0.0
+        fresh = [feeding for feeding in self.server.feedings if feeding.is_fresh(now)]
+        return sum(one.in_flight + one.waiting if one.noted_at >= since else 1 for one in fresh)
+
+    @property
+    def state(self) -> str:
+        """Its state: the worst that a harvester sees."""
+        if self.server.drained_at is not None:
+            return "draining" if self.rows_left(self.now) else "drained"
+        states = {feeding.state for feeding in self.fresh}
+        return next((state for state in WORST_FIRST if state in states), next(iter(states), "not fed"))
+
+    @property
+    def slo_kept(self) -> bool | None:
+        """True if live requests had their SLO in the last minute; None if that is not known."""
+        online = (self.report or {}).get("online")
+        if not online:
+            return None
+        promises = [one["kept"] for bounds in online.get("promises", {}).values() for one in bounds.values()]
+        attained = online.get("attainment")
+        return all(promises) and (attained is None or attained >= ATTAINED)
+
+
+def sights(found: Sequence[Sight], settings: Settings, *, now: float) -> list[Sight]:
+    """The servers with their own reports; each is asked at the same time as the others."""
+
+    def asked(sight: Sight) -> Sight:
+        reports = (ask(url, settings) for url in ways(sight.server.url))
+        report = next((report for report in reports if "error" not in report), None)
+        return replace(sight, report=report, now=now)
+
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        return list(pool.map(asked, found))
+
+
+def ways(url: str) -> list[str]:
+    """URLs under which a server may answer: one of this machine perhaps on its loopback address alone."""
+    parts = urlsplit(url)
+    if parts.hostname != socket.gethostname().lower():
+        return [url]
+    port = f":{parts.port}" if parts.port else ""
+    return [url, parts._replace(netloc=f"127.0.0.1{port}").geturl()]
+
+
+def well(sight: Sight) -> bool:
+    """True unless the server is down or suspected, or breaks its SLO."""
+    return sight.state not in BAD and sight.slo_kept is not False
+
+
+def document(sight: Sight) -> dict[str, Any]:
+    """A server as JSON (docs/reference/json.md)."""
+    server, fresh = sight.server, sight.fresh
+    return {
+        "url": server.url,
+        "state": sight.state,
+        "model": server.model,
+        "version": server.version,
+        "seen_at": output.iso(server.seen_at),
+        "drained_at": output.iso(server.drained_at),
+        "rows_in_flight": sum(one.in_flight for one in fresh),
+        "rows_waiting": sum(one.waiting for one in fresh),
+        "tokens_per_s": round(sum(one.tokens_per_s for one in fresh), 1),
+        "slo_kept": sight.slo_kept,
+        "attainment": (sight.report or {}).get("online", {}).get("attainment"),
+        "why": why(sight),
+        "harvesters": [
+            {
+                "owner": one.owner,
+                "state": one.state,
+                "rows_in_flight": one.in_flight,
+                "rows_waiting": one.waiting,
+                "tokens_per_s": round(one.tokens_per_s, 1),
+                "noted_at": output.iso(one.noted_at),
+            }
+            for one in fresh
+        ],
+    }
+
+
+def why(sight: Sight) -> str | None:
+    """What is wrong with a server, in the words of a harvester that sees it."""
+    said = Counter(one.why for one in sight.fresh if one.why and one.state in (*BAD, "busy"))
+    return said.most_common(1)[0][0] if said else None
+
+
+def lines(found: Sequence[Sight]) -> list[str]:
+    """Lines of the table, and one on each server with which something is wrong."""
+    header = ("SERVER", "STATE", "MODEL", "ROWS", "TOKENS/S", "SLO", "VERSION", "SEEN")
+    rows = [
+        [
+            sight.server.url,
+            output.coloured(sight.state, COLOURS.get(sight.state)),
+            sight.server.model or "-",
+            f"{sum(one.in_flight for one in sight.fresh):,}",
+            f"{sum(one.tokens_per_s for one in sight.fresh):,.0f}",
+            slo(sight.slo_kept),
+            sight.server.version or "-",
+            ago(sight.server.seen_at, sight.now),
+        ]
+        for sight in found
+    ]
+    faults = [f"{sight.server.url}: {said}" for sight in found if (said := why(sight)) is not None]
+    return [*output.columns(header, rows, right=(3, 4)), *faults]
+
+
+def slo(kept: bool | None) -> str:
+    """Whether the SLO is kept, in a word."""
+    if kept is None:
+        return "-"
+    return output.coloured("kept", "green") if kept else output.coloured("broken", "red")
+
+
+def ago(seen_at: float | None, now: float) -> str:
+    """Time since the last sign of life."""
+    return "never" if seen_at is None else f"{output.duration(max(0.0, now - seen_at))} ago"

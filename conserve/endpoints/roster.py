@@ -1,0 +1,167 @@
+"""Lists of servers, which may change while a harvester runs: given ones, a file, a name in DNS."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from conserve.errors import EndpointUnusable, SettingsError, one_line
+
+FILE_S = 1.0  # between two looks at a file's time of change
+DNS_S = 3.0  # between two resolutions
+
+Resolve = Callable[[str, int], Sequence[str]]
+
+
+class Roster(Protocol):
+    """A list of servers."""
+
+    every_s: float | None  # seconds between two looks; None: it never changes
+
+    async def look(self) -> Sequence[str]:
+        """URLs of the servers, in a fixed order; raises `EndpointUnusable` if they cannot be found out now."""
+
+
+class Given:
+    """Servers named on the command line."""
+
+    every_s: float | None = None
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = list(dict.fromkeys(map(server_url, urls)))
+
+    async def look(self) -> Sequence[str]:
+        return self._urls
+
+
+class Listed:
+    """Servers in a file, one URL a line; a `#` begins a comment. The file is read again once it has changed."""
+
+    every_s: float | None = FILE_S
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: tuple[object, list[str]] = None, []
+
+    async def look(self) -> Sequence[str]:
+        try:
+            found = self._path.stat()
+            version = found.st_mtime_ns, found.st_ino, found.st_size
+            if version != self._read[0]:
+                self._read = version, urls_in(self._path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, SettingsError) as error:
+            raise EndpointUnusable(f"the list of servers {self._path} cannot be read: {error}") from error
+        return self._read[1]
+
+
+class Resolved:
+    """Servers behind a name in DNS: each of its addresses is one."""
+
+    every_s: float | None = DNS_S
+
+    def __init__(self, host: str, port: int, resolve: Resolve | None = None) -> None:
+        self._host, self._port, self._resolve = host, port, resolve or addresses
+
+    async def look(self) -> Sequence[str]:
+        try:
+            found = await asyncio.to_thread(self._resolve, self._host, self._port)
+        except OSError as error:
+            raise EndpointUnusable(f"no address of {self._host} is found: {one_line(error)}") from error
+        return [url_of(address, self._port) for address in sorted(set(found))]
+
+
+class Joined:
+    """Several lists as one; one that cannot be found out stays as it was, unless it was never known."""
+
+    def __init__(self, rosters: Sequence[Roster]) -> None:
+        self._rosters = list(rosters)
+        self._known: dict[int, Sequence[str]] = {}
+        times_s = [roster.every_s for roster in rosters if roster.every_s is not None]
+        self.every_s: float | None = min(times_s, default=None)
+        self.failure: EndpointUnusable | None = None  # of the last look
+
+    async def look(self) -> Sequence[str]:
+        self.failure = None
+        for number, roster in enumerate(self._rosters):
+            try:
+                self._known[number] = await roster.look()
+            except EndpointUnusable as error:
+                self.failure = error
+        return list(dict.fromkeys(url for number in sorted(self._known) for url in self._known[number]))
+
+
+def rosters_of(endpoints: Sequence[str], sources: Sequence[str]) -> Joined:
+    """The servers of `--endpoint` and `--endpoints`; raises `SettingsError`."""
+    given: list[Roster] = [Given(endpoints)] if endpoints else []
+    return Joined([*given, *map(roster_of, sources)])
+
+
+def roster_of(source: str) -> Roster:
+    """A list of servers by its address: `file://`, `dns://` or `k8s://`; raises `SettingsError`."""
+    scheme, _, rest = source.partition("://")
+    if scheme == "file" and rest:
+        path = Path(rest).expanduser()
+        if not path.is_file():
+            raise SettingsError(f"there is no list of servers {path}; write one URL a line into it")
+        urls_in(path.read_text(encoding="utf-8", errors="replace"))
+        return Listed(path)
+    if scheme == "dns" and rest:
+        host, port = host_and_port(source)
+        return Resolved(host, port)
+    if scheme == "k8s" and rest:
+        from conserve.endpoints.pods import Pods
+
+        return Pods.of(source)
+    raise SettingsError(
+        f"--endpoints takes file://LIST, dns://HOST:PORT or k8s://NAMESPACE/LABEL=VALUE, not {source!r}; "
+        "a single server is --endpoint URL"
+    )
+
+
+def urls_in(text: str) -> list[str]:
+    """URLs in the text of a list; raises `SettingsError` for a line that is none."""
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return list(dict.fromkeys(server_url(line) for line in lines if line))
+
+
+def server_url(text: str) -> str:
+    """Address of a server without a slash or /v1 at its end; raises `SettingsError` if it is none."""
+    url = text.strip().rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise SettingsError(f"--endpoint takes an http:// or https:// address, not {text!r}")
+    return url
+
+
+def host_and_port(source: str) -> tuple[str, int]:
+    """Host and port of `dns://HOST:PORT`; raises `SettingsError`."""
+    try:
+        parts = urlsplit(source)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise SettingsError(f"--endpoints {source} needs a host and a port, as dns://vllm:8000")
+    return host, port
+
+
+def addresses(host: str, port: int) -> Sequence[str]:
+    """Addresses of a host by the system's resolver; none if the name exists without any."""
+    try:
+        found: list[Any] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno == getattr(socket, "EAI_NODATA", None):
+            return []
+        raise
+    return [str(entry[4][0]) for entry in found]
+
+
+def url_of(address: str, port: int) -> str:
+    """URL of a server at an IP address."""
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"

@@ -1,0 +1,122 @@
+"""Dispatch: rows wait for the server that the placement chose, and are sent as it has places for them."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import count
+
+from conserve.jobs.fleet.member import Errand, Member
+from conserve.jobs.fleet.membership import Membership
+from conserve.jobs.fleet.pieces import Piece, pieces
+from conserve.jobs.fleet.placement import Load, pays, place
+
+
+class Dispatch:
+    """Rows on their way to the servers."""
+
+    def __init__(self, servers: Membership) -> None:
+        self._servers = servers
+        self._arrived: list[Errand] = []
+        self._pieces = count()
+        self._due = False
+
+    @property
+    def waits(self) -> bool:
+        """True if a row waits for a server."""
+        return bool(self._arrived) or any(member.queue for member in self._servers)
+
+    def add(self, *errands: Errand) -> None:
+        """Take rows that are to be placed."""
+        self._arrived += errands
+        self.soon()
+
+    def soon(self) -> None:
+        """Dispatch once the rows that come at the same time are here."""
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        """Place the rows that came, and send as many as the servers have places for."""
+        self._due = False
+        now = asyncio.get_running_loop().time()
+        takers = [member for member in self._servers.open() if now >= member.held_until]
+        for member in self._servers:
+            if member.queue and member not in takers and (takers or not member.is_open):
+                self._arrived += member.give_up_queue()
+        arrived, self._arrived = [errand for errand in self._arrived if not errand.turn.done()], []
+        if arrived and takers:
+            self._place(arrived, takers)
+        elif arrived and self._servers.open():
+            self._arrived = arrived  # until a server that is held takes rows again
+        else:
+            for errand in arrived:
+                errand.turn.set_exception(self._servers.none_left(now))
+        for member in takers:
+            self._send(member, now)
+        for member in takers:
+            if member.free and not member.queue and any(one.queue for one in takers):
+                self._take_over(member, takers, now)
+
+    def _place(self, errands: Sequence[Errand], takers: Sequence[Member]) -> None:
+        """Let each row wait for the server where its piece is done soonest, other than those that it avoids."""
+        if len(takers) == 1:
+            for errand in errands:
+                takers[0].enqueue(errand, errand.asked.tokens, 0)
+            return
+        block_tokens = self._servers.kv_cache.block_tokens
+        by_number = {errand.asked.number: errand for errand in errands}
+        loads = {member: load_of(member, takers) for member in takers}
+        for avoided in {errand.avoid for errand in errands}:
+            allowed = [member for member in takers if member not in avoided] or list(takers)
+            some = [errand.asked for errand in errands if errand.avoid == avoided]
+            found = pieces(some, servers=len(allowed), block_tokens=block_tokens)
+            chosen = place(found, [loads[member] for member in allowed], block_tokens=block_tokens)
+            for piece, index in zip(found, chosen, strict=True):
+                rows = [by_number[row.number] for row in piece.rows]
+                self._enqueue(piece, rows, allowed[index], block_tokens)
+
+    def _enqueue(self, piece: Piece, errands: Sequence[Errand], member: Member, block_tokens: int) -> None:
+        """Let the rows of a piece wait for a server, each charged with its part of the piece's prefixes."""
+        number = next(self._pieces)
+        shared = block_tokens * sum(1 for _ in piece.blocks()) / len(errands)
+        for errand in errands:
+            member.enqueue(errand, errand.asked.tokens + shared, number)
+
+    def _send(self, member: Member, now: float) -> None:
+        """Send rows that wait for a server, as many as it has places for."""
+        while member.free and (errand := member.next()) is not None:
+            member.pace.elapse(now, len(member.running))
+            if not member.running:
+                member.seen_at = now  # silence counts from its first row
+            member.running.add(errand)
+            member.cached.add(errand.asked.key)
+            errand.turn.set_result(member)
+
+    def _take_over(self, idle: Member, takers: Sequence[Member], now: float) -> None:
+        """Let a server with places to spare take the last piece of the slowest one, if that pays.
+
+        One that is suspected takes a single row, to show what it can do.
+        """
+        loads = {member: load_of(member, takers) for member in takers}
+        slow = max(takers, key=lambda member: loads[member].wait_s if member.queue else -1.0)
+        taken = slow.last_piece(1 if idle.suspected else max(1, len(slow.queue) // 2))
+        if not taken:
+            return
+        block_tokens = self._servers.kv_cache.block_tokens
+        piece = Piece.of(errand.asked for errand in taken)
+        better = idle.suspected or pays(piece, loads[slow], loads[idle], block_tokens=block_tokens)
+        self._enqueue(piece, taken, idle if better else slow, block_tokens)
+        if better:
+            self._send(idle, now)
+
+
+def load_of(member: Member, takers: Sequence[Member]) -> Load:
+    """A server as a placement sees it."""
+    known = [pace for one in takers if (pace := one.pace.of_a_place) is not None]
+    usual = sum(known) / len(known) if known else 1.0
+    return Load(
+        tokens_per_s=member.pace.believed(usual) * max(1, member.places),
+        tokens=max(0.0, member.tokens),
+        cached=member.cached,
+        coming={block for errand in member.queue for block in errand.asked.key},
+    )

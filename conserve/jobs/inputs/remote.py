@@ -1,0 +1,89 @@
+"""Inputs in buckets: objects are copied to this machine, and their rows into the store."""
+
+import fnmatch
+import glob
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from conserve.errors import InputError, UsageError
+from conserve.jobs.inputs.files import SUFFIXES, form_of_name
+from conserve.store.files.bucket import SCHEMES, Bucket
+from conserve.store.files.objects import ObjectPath
+
+FETCHED = "fetched"  # folder within that of the new job, until its rows are copied
+
+
+class Fetched(NamedTuple):
+    """Copies of objects: their paths on this machine, and the URL of each."""
+
+    paths: list[Path]
+    urls: dict[str, str]  # by absolute path
+
+
+def is_url(name: str) -> bool:
+    """True for the URL of an object, a folder or a pattern in a bucket."""
+    return name.partition("://")[0] in SCHEMES and "://" in name
+
+
+def fetch(names: Sequence[str], folder: Path) -> Fetched:
+    """Copy the objects that URLs name into a folder; raises `InputError` for a URL that names none."""
+    if not all(map(is_url, names)):
+        raise UsageError("give files or URLs of objects, not both")
+    found = [one for name in names for one in objects_of(name)]
+    if len(set(found)) < len(found):
+        raise InputError("an object is named twice; name each once")
+    paths, urls = [], {}
+    for one in found:
+        path = folder / FETCHED / one.bucket.root / one.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        one.download(path)
+        paths.append(path)
+        urls[str(path.absolute())] = str(one)
+    return Fetched(paths, urls)
+
+
+def drop(folder: Path) -> None:
+    """Delete the copies."""
+    shutil.rmtree(folder / FETCHED, ignore_errors=True)
+
+
+def objects_of(url: str) -> list[ObjectPath]:
+    """The objects that a URL names: one, those below it, or those that match its pattern."""
+    scheme, _, rest = url.partition("://")
+    place, mark, options = (
+        rest.rpartition("?") if "?endpoint=" in rest or "?region=" in rest else (rest, "", "")
+    )
+    name, _, key = place.partition("/")
+    bucket = Bucket.parse(f"{scheme}://{name}{mark}{options}")
+    if glob.has_magic(key):
+        return matching(ObjectPath(bucket), key, url)
+    one = ObjectPath(bucket, key.strip("/"))
+    if key and one.is_file():
+        return [one]
+    return below(one, url)
+
+
+def matching(root: ObjectPath, pattern: str, url: str) -> list[ObjectPath]:
+    """The objects that match a pattern, in which * also stands for /."""
+    start = pattern[: min(pattern.index(mark) for mark in "*?[" if mark in pattern)].rpartition("/")[0]
+    found = [entry.path for entry in (root / start).entries() if fnmatch.fnmatchcase(entry.path.key, pattern)]
+    if not found:
+        raise InputError(f"no object matches {url}; check the pattern")
+    return sorted(found)
+
+
+def below(folder: ObjectPath, url: str) -> list[ObjectPath]:
+    """The objects with rows below a path; names that begin with _ or . are not data."""
+    found = [entry.path for entry in folder.entries() if is_data(entry.path, folder)]
+    if not found:
+        kinds = ", ".join(SUFFIXES)
+        raise InputError(f"there is no object {url}, nor objects of rows below it ({kinds}); check the URL")
+    return sorted(found)
+
+
+def is_data(path: ObjectPath, folder: ObjectPath) -> bool:
+    """True for an object whose path below the folder has no part that begins with _ or ., and that has rows."""
+    parts = path.relative_to(folder).parts
+    return not any(part.startswith(("_", ".")) for part in parts) and form_of_name(Path(path.key)) is not None

@@ -1,0 +1,107 @@
+"""Metrics of the queue: jobs by state, rows and predicted seconds of work that wait, by deadline."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from conserve.config import Settings
+from conserve.errors import ConserveError
+from conserve.jobs.deadlines.backlog import Backlog, backlog
+from conserve.jobs.deadlines.queue import GOING, Listed, queued
+from conserve.jobs.deadlines.rate import Rates
+from conserve.store.books.readings import read_harvested, read_jobs
+from conserve.store.books.states import JobState
+
+HOUR_S = 3600
+KEPT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSeen:
+    """The queue at one moment."""
+
+    states: Mapping[JobState, int] = field(default_factory=dict)
+    rows_waiting: int = 0
+    backlog: Backlog | None = None
+
+
+class QueueCollector(Collector):
+    """Gauges of the queue; none while the store cannot be read."""
+
+    def __init__(self, look: Callable[[], QueueSeen | None]) -> None:
+        self._look = look
+
+    def collect(self) -> Iterator[Metric]:
+        seen = self._look()
+        if seen is None:
+            return
+        jobs = GaugeMetricFamily("conserve_jobs", "Jobs of the store by state.", labels=["state"])
+        for state in JobState:
+            jobs.add_metric([state.value], seen.states.get(state, 0))
+        yield jobs
+        yield GaugeMetricFamily(
+            "conserve_rows_waiting", "Rows without a result, of jobs that may run.", seen.rows_waiting
+        )
+        yield from backlog_metrics(seen.backlog)
+
+
+def backlog_metrics(found: Backlog | None) -> Iterator[Metric]:
+    """Gauges of the backlog; none before anything was harvested."""
+    if found is None:
+        return
+    seconds = GaugeMetricFamily(
+        "conserve_backlog_seconds",
+        "Predicted seconds of work that is due within so many hours.",
+        labels=["due_within"],
+    )
+    for within_s, due_s in found.due_s:
+        seconds.add_metric([f"{within_s // HOUR_S}h"], due_s)
+    seconds.add_metric(["any"], found.total_s)
+    yield seconds
+    yield GaugeMetricFamily(
+        "conserve_deadline_load",
+        "Largest share, over all deadlines, of the time until it that the work due by then takes.",
+        found.load,
+    )
+    yield GaugeMetricFamily("conserve_backlog_jobs", "Jobs with rows to run.", found.jobs)
+
+
+def rows_waiting(jobs: Iterable[Listed]) -> int:
+    """Rows without a result, of jobs that may run."""
+    return sum(job.unanswered for job in jobs if job.state in GOING)
+
+
+class StoreLook:
+    """Reads the queue from the store, at most once in `KEPT_S`; scrapes in between get the same figures."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+        self._settings, self._clock = settings, clock
+        self._lock = threading.Lock()
+        self._at: float | None = None
+        self._seen: QueueSeen | None = None
+
+    def __call__(self) -> QueueSeen | None:
+        """The queue as it was at most `KEPT_S` ago; None while the store cannot be read."""
+        with self._lock:
+            now = self._clock()
+            if self._at is None or not 0 <= now - self._at < KEPT_S:
+                self._at, self._seen = now, self._read(now)
+            return self._seen
+
+    def _read(self, now: float) -> QueueSeen | None:
+        try:
+            jobs = read_jobs(self._settings, now=now)
+            slots = read_harvested(self._settings)
+        except ConserveError:
+            return None
+        waiting = queued(jobs, now=now)
+        return QueueSeen(
+            states=Counter(job.state for job in jobs),
+            rows_waiting=rows_waiting(jobs),
+            backlog=backlog(waiting, Rates.of(slots).mean(now), now=now),
+        )

@@ -1,0 +1,19 @@
+"""Options of suites that a harness runs: known names, each of its type."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from conserve.errors import SettingsError
+from conserve.evals.plan import SuitePlan
+
+
+def typed(suite: SuitePlan, types: Mapping[str, type]) -> Mapping[str, Any]:
+    """Options of a suite; raises `SettingsError` for an unknown one, and for one of another type."""
+    for name, value in suite.options.items():
+        if name not in types:
+            raise SettingsError(f"suites.{suite.name}.{name} is no option; there are: {', '.join(types)}")
+        if not isinstance(value, (list, tuple) if types[name] is list else types[name]):
+            raise SettingsError(
+                f"suites.{suite.name}.{name} is of type {types[name].__name__}, not {value!r}"
+            )
+    return suite.options

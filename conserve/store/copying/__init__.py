@@ -1,0 +1,1 @@
+"""Copies of a store: in another database (move), and in a folder or an archive (backup, restore)."""

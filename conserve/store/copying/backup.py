@@ -1,0 +1,213 @@
+"""A backup: a folder that is a home, with the database as one SQLite file, made while the store is in use.
+
+The database is copied first, as it is at one moment: SQLite by its backup API, other databases by one repeatable
+read into a new SQLite file. Then the files that the copy names are linked or copied. A file that went meanwhile,
+because `retry` or `rm` took it, is not named by a copy that is made now. So the database is copied again until all
+files are there. The folder gets its name at the end.
+"""
+
+import fcntl
+import os
+import shutil
+import sqlite3
+import tarfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Engine
+
+from conserve import __version__
+from conserve.errors import SettingsError, StoreInUse
+from conserve.store.copying import contents, filling, manifest, move, tables
+from conserve.store.copying.manifest import DATABASE, MANIFEST, Manifest
+from conserve.store.database import guard
+from conserve.store.database.connection import engine_of, transaction
+from conserve.store.database.moves import MoveMark, MoveState
+from conserve.store.database.reader import reader
+from conserve.store.database.store import Store
+from conserve.store.files import digests, home
+from conserve.whole import sync
+
+LOOKS = 5  # at the database, if files go meanwhile
+TIMEOUT_S = 60.0
+ARCHIVES = (".tar",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A database that was copied, the files it names, and those of them that are not there."""
+
+    names: frozenset[str]
+    missing: tuple[str, ...]
+
+
+def backup(store: Store, to: Path, *, now: float, copy: bool, say: Callable[[str], None]) -> Manifest:
+    """Make a backup as a folder, or as an archive if the name ends in `.tar`; returns its manifest."""
+    archived = to.suffix in ARCHIVES
+    require_new(to)
+    if store.data != store.home:
+        raise SettingsError(
+            f"the files of this store lie in {store.data}, which a backup does not take; copy them by their own "
+            "means, and the database by its own"
+        )
+    with home.explained(to.parent), scratch_folder(to) as folder:
+        taken = take(store, folder, copy=copy, say=say)
+        made = describe(store, folder, taken, now)
+        contents.write_json(folder / MANIFEST, manifest.to_json(made))
+        contents.sync_all(folder)
+        if archived:
+            archive(folder, to)
+        else:
+            folder.rename(to)
+        sync(to.parent)
+    return made
+
+
+def require_new(to: Path) -> None:
+    """Raise `SettingsError` if the name is taken, or its folder is missing."""
+    if to.exists() and (to.is_file() or any(to.iterdir())):
+        raise SettingsError(f"{to} is there already; name a new folder or a new file")
+    if not to.parent.is_dir():
+        raise SettingsError(f"there is no folder {to.parent}; make it, or name another")
+
+
+@contextmanager
+def scratch_folder(to: Path) -> Iterator[Path]:
+    """Yield an empty folder beside the backup, held by this process; removed unless it was renamed."""
+    folder = to.parent / f".{to.name}.partial"
+    folder.mkdir(exist_ok=True)
+    held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StoreInUse(f"another backup writes {to} now; name another folder") from error
+        for path in folder.iterdir():  # of a backup that was killed
+            remove(path)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(held)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def take(store: Store, folder: Path, *, copy: bool, say: Callable[[str], None]) -> Taken:
+    """Copy the database and take the files it names, again until all of them are there."""
+    before: list[str] | None = None
+    for _ in range(LOOKS):
+        copy_database(store, folder / DATABASE)
+        names = set(read_names(store, folder / DATABASE))
+        missing = contents.take(sorted(names), store.home, folder, copy=copy)
+        if not missing or missing == before:
+            break
+        before = missing
+        say(f"{len(missing):,} files went meanwhile; the database is copied again")
+    names -= set(missing)
+    names |= set(contents.beside(store.home))
+    contents.take(sorted(names), store.home, folder, copy=copy)
+    contents.drop_others(folder, {DATABASE, *names})
+    return Taken(names=frozenset(names), missing=tuple(missing))
+
+
+def read_names(store: Store, path: Path) -> list[str]:
+    """Files that a copy of the database names."""
+    with closing_engine(engine_of(f"sqlite:///{path}")) as engine, transaction(engine, read_only=True) as tx:
+        return list(contents.named(tx, store.home))
+
+
+@contextmanager
+def closing_engine(engine: Engine) -> Iterator[Engine]:
+    """Close the connections of an engine at the end."""
+    try:
+        yield engine
+    finally:
+        engine.dispose()
+
+
+def copy_database(store: Store, path: Path) -> None:
+    """Copy the database as it is at one moment to a new SQLite file."""
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    source = store.engine.url.database
+    if store.engine.dialect.name == "sqlite" and source:
+        copy_sqlite(Path(source), path)
+    else:
+        export(store, path)
+    whole(path)
+
+
+def copy_sqlite(source: Path, path: Path) -> None:
+    """Copy an SQLite database by its backup API in one step, which holds up no writer of a write-ahead log."""
+    with closing(reader(source, timeout_s=TIMEOUT_S)) as read, closing(sqlite3.connect(path)) as written:
+        read.backup(written, pages=-1)
+
+
+def export(store: Store, path: Path) -> None:
+    """Copy another database by one repeatable read, and compare."""
+    mark = MoveMark(
+        id=uuid.uuid4().hex,
+        state=MoveState.ARRIVING,
+        other=move.address(store.engine),
+        store_id=store.id,
+    )
+    with closing_engine(engine_of(f"sqlite:///{path}")) as engine:
+        filling.begin(engine, mark)
+        with store.read() as source:
+            filling.fill(source, engine, lambda name, rows: None)
+            with transaction(engine) as tx:
+                filling.end(source, tx)
+                guard.put_mark(tx, None)
+
+
+def whole(path: Path) -> None:
+    """Bring a database into one file without a log beside it, flushed."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("pragma journal_mode = delete")
+    sync(path)
+
+
+def describe(store: Store, folder: Path, taken: Taken, now: float) -> Manifest:
+    """Manifest of a backup whose files are all there."""
+    path = f"sqlite:///{folder / DATABASE}"
+    with closing_engine(engine_of(path)) as engine, transaction(engine, read_only=True) as tx:
+        rows = {name: found.rows for name, found in tables.digests(tx).items()}
+    whole(folder / DATABASE)
+    return Manifest(
+        id=uuid.uuid4().hex,
+        store_id=store.id,
+        version=__version__,
+        made_at=now,
+        source=move.address(store.engine),
+        database=digests.seal(folder / DATABASE),
+        tables=rows,
+        files=len(taken.names),
+        file_bytes=contents.size_of(folder, taken.names),
+        missing=taken.missing,
+    )
+
+
+def archive(folder: Path, to: Path) -> None:
+    """Write a folder as an archive; the files in it are compressed already."""
+    scratch = to.parent / f".{to.name}.tar-partial"
+    try:
+        with tarfile.open(scratch, "w") as written:
+            for path in sorted(folder.rglob("*")):
+                if path.is_file():
+                    written.add(path, arcname=str(path.relative_to(folder)))
+        sync(scratch)
+        scratch.replace(to)
+    finally:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)

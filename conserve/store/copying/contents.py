@@ -1,0 +1,111 @@
+"""Contents of a home: the files that a database names, copied or linked into another folder.
+
+Files of jobs never change once the database names them, so a hard link is a copy. The mark of a job's folder is
+rewritten in its place, and is always copied.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from sqlalchemy import Connection, select
+
+from conserve.store.books import catalog, shards
+from conserve.store.database import schema
+from conserve.store.files import home, marks, nights
+from conserve.whole import sync
+
+PROFILES = "profiles"
+BESIDE = (nights.EVALS, PROFILES)
+"""Folders of a home that no database names."""
+
+
+def named(tx: Connection, where: Path) -> Iterator[str]:
+    """Yield the files that a database names, relative to the home; of jobs also what their folders hold."""
+    for job_id in catalog.ids(tx):
+        yield from of_job(where, job_id)
+    for shard in shards.files(tx):
+        yield shard.file
+    yield from tx.scalars(select(schema.file.c.path))
+
+
+def of_job(where: Path, job_id: str) -> Iterator[str]:
+    """Yield the mark, the requests and the inputs of a job."""
+    folder = home.job_folder(where, job_id)
+    for name in (marks.MARK, home.REQUESTS, home.INPUTS):
+        if name == home.REQUESTS or (folder / name).exists():
+            yield str((folder / name).relative_to(where))
+    for path in sorted((folder / home.PARTS).glob("*")):
+        yield str(path.relative_to(where))
+
+
+def beside(where: Path) -> Iterator[str]:
+    """Yield the files of a home that no database names: evaluations and latency profiles."""
+    for name in BESIDE:
+        for path in sorted((where / name).rglob("*")):
+            if path.is_file() and path.suffix != ".lock" and not path.name.startswith("."):
+                yield str(path.relative_to(where))
+
+
+def take(names: Iterable[str], source: Path, target: Path, *, copy: bool) -> list[str]:
+    """Copy or link files from one folder to another; returns the names of those that are not there.
+
+    A file that the target has is left alone, because it is whole and never changes; a mark is copied again.
+    """
+    missing = []
+    for name in names:
+        path = target / name
+        if path.exists() and path.name != marks.MARK:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            put(source / name, path, copy=copy)
+            if path.name == marks.MARK and marks.of(path.parent) is None:
+                put(source / name, path, copy=copy)  # it was just being rewritten
+        except FileNotFoundError:
+            missing.append(name)
+    return missing
+
+
+def put(path: Path, to: Path, *, copy: bool) -> None:
+    """Link a file, or copy it durably: where that is asked for, of a mark, and to another file system."""
+    if not copy and to.name != marks.MARK:
+        with suppress(OSError):
+            os.link(path, to)
+            return
+    scratch = to.with_name(f".{to.name}.partial")
+    try:
+        shutil.copy2(path, scratch)
+        sync(scratch)
+        scratch.replace(to)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def drop_others(folder: Path, names: Collection[str]) -> None:
+    """Remove the files of a folder that are not among these."""
+    kept = frozenset(names)
+    for path in folder.rglob("*"):
+        if path.is_file() and str(path.relative_to(folder)) not in kept:
+            path.unlink()
+
+
+def sync_all(folder: Path) -> None:
+    """Flush a folder and all folders within it to disk; their files are flushed already."""
+    for path in (*folder.rglob("*"), folder):
+        if path.is_dir():
+            sync(path)
+
+
+def size_of(folder: Path, names: Iterable[str]) -> int:
+    """Bytes of these files."""
+    return sum((folder / name).stat().st_size for name in names)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file durably."""
+    path.write_text(json.dumps(content, indent=1))
+    sync(path)

@@ -1,0 +1,112 @@
+"""The guard: triggers that let a frozen database refuse every change, also by processes that had it open before."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import Connection, Table, delete, insert, inspect, select, text, update
+
+from conserve.store.database import moves, schema
+from conserve.store.database.moves import MoveMark
+
+NAME = "conserve_moved"
+VERBS = ("insert", "update", "delete")
+
+meta = schema.meta
+
+
+def is_store(tx: Connection) -> bool:
+    """True if the database has the tables of a store."""
+    return inspect(tx).has_table(meta.name)
+
+
+def mark_text(tx: Connection) -> str | None:
+    """The stored mark of a move; None if there is none."""
+    return tx.scalar(select(meta.c.value).where(meta.c.key == moves.KEY))
+
+
+def mark_of(tx: Connection, *, locked: bool = False) -> MoveMark | None:
+    """Mark of a move, None also without tables; if `locked`, no other transaction changes it meanwhile."""
+    if not is_store(tx):
+        return None
+    found = select(meta.c.value).where(meta.c.key == moves.KEY)
+    return moves.parse(tx.scalar(found.with_for_update() if locked else found))
+
+
+def require_here(tx: Connection) -> None:
+    """Raise `StoreMoved` if the store is in another database, or not whole in this one yet."""
+    moves.refuse(mark_text(tx))
+
+
+def put_mark(tx: Connection, mark: MoveMark | None) -> None:
+    """Write the mark, or remove it."""
+    if mark is None:
+        tx.execute(delete(meta).where(meta.c.key == moves.KEY))
+        return
+    value = moves.to_text(mark)
+    changed = tx.execute(update(meta).where(meta.c.key == moves.KEY).values(value=value)).rowcount
+    if not changed:
+        tx.execute(insert(meta).values(key=moves.KEY, value=value))
+
+
+@contextmanager
+def lifted(tx: Connection) -> Iterator[None]:
+    """Lift the guard of a database within a transaction; afterwards it follows from the mark again."""
+    if mark_of(tx) is not None:
+        drop(tx)
+    yield
+    mark = mark_of(tx)
+    if mark is not None and mark.state is not moves.MoveState.ARRIVING:
+        add(tx, mark.sentence)
+
+
+def tables(tx: Connection) -> list[Table]:
+    """Tables of the store that the database has."""
+    there = set(inspect(tx).get_table_names())
+    return [table for table in schema.metadata.sorted_tables if table.name in there]
+
+
+def add(tx: Connection, sentence: str) -> None:
+    """Let every statement that changes a table fail with a sentence."""
+    said = "'" + sentence.replace("'", "''") + "'"
+    if tx.dialect.name == "postgresql":
+        body = f"begin raise exception using message = {said}; end"
+        run(
+            tx,
+            f"create or replace function {NAME}() returns trigger language plpgsql as $guard$ {body} $guard$",
+        )
+    for table in tables(tx):
+        name = quoted(tx, table)
+        if tx.dialect.name == "postgresql":
+            verbs = " or ".join((*VERBS, "truncate"))
+            run(
+                tx,
+                f"create trigger {NAME} before {verbs} on {name} for each statement execute function {NAME}()",
+            )
+            continue
+        for verb in VERBS:
+            trigger = f"{NAME}_{table.name}_{verb}"
+            run(
+                tx, f"create trigger {trigger} before {verb} on {name} begin select raise(abort, {said}); end"
+            )
+
+
+def drop(tx: Connection) -> None:
+    """Remove the triggers, if there are any."""
+    for table in tables(tx):
+        if tx.dialect.name == "postgresql":
+            run(tx, f"drop trigger if exists {NAME} on {quoted(tx, table)}")
+            continue
+        for verb in VERBS:
+            run(tx, f"drop trigger if exists {NAME}_{table.name}_{verb}")
+    if tx.dialect.name == "postgresql":
+        run(tx, f"drop function if exists {NAME}()")
+
+
+def quoted(tx: Connection, table: Table) -> str:
+    """Name of a table as SQL has it."""
+    return tx.dialect.identifier_preparer.format_table(table)
+
+
+def run(tx: Connection, sql: str) -> None:
+    """Run a statement in which a colon is no parameter."""
+    tx.execute(text(sql.replace(":", r"\:")))

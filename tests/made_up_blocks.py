@@ -1,0 +1,21 @@
+"""Simulated blocks whose answers a test makes up."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class MadeUp:
+    """A block in the form of `conserve.bench.simulated.Played`."""
+
+    began_s: float
+    answers: list[Any]
+    first: dict[str, Any]
+    last: dict[str, Any]
+
+
+@dataclass
+class Answered:
+    """A live request's answer."""
+
+    token_at_s: list[float]

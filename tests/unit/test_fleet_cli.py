@@ -1,0 +1,259 @@
+"""`conserve fleet` as a user meets it: the list, what it exits with, and servers that are drained."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from conserve.cli.fleet_report import Sight, document, lines, ways, well
+from conserve.cli.harvest import targets
+from conserve.config import Settings
+from conserve.errors import UsageError
+from conserve.jobs.harvest import notes
+from conserve.jobs.harvest.notes import of_this_machine
+from conserve.store.books import servers
+from conserve.store.books.servers import Feeding, SeenServer, Sighting
+from conserve.store.database.store import Store
+from tests.acceptance.scripted_server import ScriptedServer
+from tests.commands import conserve
+
+NOW = 1e9
+A, B = "http://gpu-a:8000", "http://gpu-b:8000"
+
+
+def sighting(url: str = A, **named: object) -> Sighting:
+    values = {
+        "url": url,
+        "state": "serving",
+        "model": "m",
+        "version": "vLLM 0.32.0",
+        "alive": True,
+        "in_flight": 3,
+        "waiting": 2,
+        "tokens_per_s": 100.0,
+        "why": None,
+    }
+    return Sighting(**{**values, **named})  # type: ignore[arg-type]
+
+
+def feeding(**named: object) -> Feeding:
+    values = {"owner": "a:1:2:3", "state": "serving", "in_flight": 3, "waiting": 0, "tokens_per_s": 10.0}
+    return Feeding(**{**values, "why": None, "noted_at": NOW, **named})  # type: ignore[arg-type]
+
+
+def sight(*feedings: Feeding, drained_at: float | None = None, report: dict | None = None) -> Sight:
+    seen = SeenServer(url=A, model="m", version=None, seen_at=NOW, drained_at=drained_at, feedings=feedings)
+    return Sight(server=seen, now=NOW, report=report)
+
+
+def note(store: Store, *sightings: Sighting, owner: str = "a", now: float = NOW) -> None:
+    with store.write() as tx:
+        servers.note(tx, owner, sightings, now=now)
+
+
+def everything(store: Store) -> list[SeenServer]:
+    with store.read() as tx:
+        return servers.everything(tx)
+
+
+def test_each_harvester_has_its_own_note_of_a_server(store: Store) -> None:
+    note(store, sighting(), sighting(B), owner="a")
+    note(store, sighting(in_flight=1), owner="b", now=NOW + 1)
+    note(store, sighting(in_flight=7), owner="a", now=NOW + 2)
+    first, second = everything(store)
+    assert [(one.owner, one.in_flight) for one in first.feedings] == [("a", 7), ("b", 1)]
+    assert (second.url, second.feedings) == (B, [])
+    with store.write() as tx:
+        servers.forget(tx, "a")
+    assert [one.owner for one in everything(store)[0].feedings] == ["b"]
+
+
+def test_the_last_sign_of_life_is_that_of_a_server_that_answered(store: Store) -> None:
+    note(store, sighting())
+    note(store, sighting(alive=False, state="down", model=None, version=None), now=NOW + 60)
+    (found,) = everything(store)
+    assert (found.seen_at, found.model, found.version) == (NOW, "m", "vLLM 0.32.0")
+
+
+def test_servers_are_forgotten_after_a_week_unless_they_are_drained(store: Store) -> None:
+    note(store, sighting(), sighting(B))
+    with store.write() as tx:
+        servers.drain(tx, "gpu-b", now=NOW)
+        servers.forget(tx, "a")
+        servers.forget_old(tx, now=NOW + servers.KEPT_S + 1)
+    assert [server.url for server in everything(store)] == [B]
+
+
+def test_a_server_is_named_by_url_host_and_port_or_host(store: Store) -> None:
+    note(store, sighting("http://gpu-a:8000"), sighting("http://gpu-a:8001"), sighting(B))
+    with store.read() as tx:
+        assert servers.named(tx, "gpu-a") == ["http://gpu-a:8000", "http://gpu-a:8001"]
+        assert servers.named(tx, "gpu-a:8001") == ["http://gpu-a:8001"]
+        assert servers.named(tx, "http://gpu-b:8000/v1") == [B]
+        with pytest.raises(UsageError, match=f"there is no server gpu-c; there are .*{B}"):
+            servers.named(tx, "gpu-c")
+
+
+def test_draining_keeps_its_first_moment_and_undraining_ends_it(store: Store) -> None:
+    note(store, sighting(), sighting(B))
+    with store.write() as tx:
+        servers.drain(tx, "gpu-a", now=NOW)
+        servers.drain(tx, "gpu-a", now=NOW + 1)
+        assert servers.drained(tx) == {A}
+    assert everything(store)[0].drained_at == NOW
+    with store.write() as tx:
+        servers.undrain(tx, "gpu-a")
+        assert not servers.drained(tx)
+
+
+def test_the_state_is_the_worst_that_a_live_harvester_sees() -> None:
+    silent = feeding(state="suspected", noted_at=NOW - servers.SILENT_S - 1)
+    assert sight().state == "not fed"
+    assert sight(silent).state == "not fed"
+    assert sight(silent, feeding()).state == "serving"
+    assert sight(feeding(), feeding(state="suspected")).state == "suspected"
+    assert sight(feeding(state="down"), feeding(state="busy")).state == "down"
+
+
+def test_a_server_is_draining_until_each_harvester_has_no_row_there() -> None:
+    assert sight(feeding(noted_at=NOW), drained_at=NOW - 1).state == "draining"
+    assert sight(feeding(in_flight=0, noted_at=NOW - 2), drained_at=NOW - 1).state == "draining", (
+        "not seen yet"
+    )
+    assert sight(feeding(in_flight=0, waiting=1), drained_at=NOW - 1).state == "draining"
+    assert sight(feeding(in_flight=0), drained_at=NOW - 1).state == "drained"
+    assert sight(drained_at=NOW - 1).state == "drained"
+
+
+def test_an_slo_is_kept_broken_or_unknown() -> None:
+    def online(**named: object) -> dict:
+        return {"online": {"attainment": 1.0, "promises": {}, **named}}
+
+    assert sight(report=None).slo_kept is None
+    assert sight(report=online()).slo_kept is True
+    assert sight(report=online(attainment=0.9)).slo_kept is False
+    promised = {"ttft_ms": {"p50": {"kept": True}, "p99": {"kept": False}}}
+    assert sight(report=online(promises=promised)).slo_kept is False
+    assert [well(sight(feeding(), report=online(attainment=a))) for a in (1.0, 0.9)] == [True, False]
+    assert not well(sight(feeding(state="down")))
+
+
+def test_what_is_wrong_stands_below_the_table() -> None:
+    found = sight(feeding(state="down", why="cannot reach it"), feeding(state="down", why="cannot reach it"))
+    assert lines([found])[-1] == f"{A}: cannot reach it"
+    assert document(found)["why"] == "cannot reach it"
+
+
+def test_without_servers_the_list_says_what_to_run() -> None:
+    done = conserve("fleet")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "run: conserve harvest --endpoint URL" in done.stderr
+    assert json.loads(conserve("fleet", "--json").stdout) == []
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as running:
+        yield running
+
+
+def test_the_list_asks_each_server_for_its_slo(store: Store, server: ScriptedServer) -> None:
+    note(
+        store, sighting(server.url), sighting("http://127.0.0.1:9", state="down", why="gone"), now=time.time()
+    )
+    done = conserve("fleet")
+    assert done.returncode == 0, done.stderr
+    assert "SERVER" in done.stdout.splitlines()[0]
+    assert "http://127.0.0.1:9: gone" in done.stdout
+    assert conserve("fleet", "--check").returncode == 1
+    found = json.loads(conserve("fleet", "list", "--json").stdout)
+    assert {one["url"]: one["state"] for one in found} == {
+        server.url: "serving",
+        "http://127.0.0.1:9": "down",
+    }
+    assert "/v1/conserve" in server.gets
+
+
+def test_draining_by_name_and_its_mistakes(store: Store) -> None:
+    note(store, sighting(), now=time.time())
+    done = conserve("fleet", "drain", "gpu-a")
+    assert (done.returncode, f"{A} is drained" in done.stderr) == (0, True)
+    late = conserve("fleet", "drain", "gpu-a", "--wait", "--within-s", "1")
+    assert late.returncode == 1
+    assert "rows are still in flight after 1 s" in late.stderr
+    note(store, sighting(in_flight=0, waiting=0, state="drained"), now=time.time())
+    assert "no row is in flight there" in conserve("fleet", "drain", "gpu-a", "--wait").stderr
+    assert f"{A} gets rows again" in conserve("fleet", "undrain", "gpu-a").stderr
+    wrong = conserve("fleet", "drain", "gpu-z")
+    assert (wrong.returncode, f"there is no server gpu-z; there are {A}" in wrong.stderr) == (2, True)
+
+
+def test_flags_for_servers_win_over_the_variables_of_both_kinds(settings: Settings) -> None:
+    from dataclasses import replace
+
+    both = replace(settings, endpoint="http://env", endpoints="dns://env:1 file://env")
+    assert targets(both, [], []) == (["http://env"], ["dns://env:1", "file://env"])
+    assert targets(both, ["http://flag"], []) == (["http://flag"], [])
+    assert targets(both, [], ["dns://flag:1"]) == ([], ["dns://flag:1"])
+
+
+def test_a_list_or_a_server_that_makes_no_sense_is_a_usage_error(store: Store) -> None:
+    assert conserve("harvest", "--endpoints", "http://a:1").returncode == 2
+    wrong = conserve("harvest", "--endpoint", "http://a:1", "--endpoint", "b:1")
+    assert (wrong.returncode, "takes an http:// or https:// address" in wrong.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("url", "known_as"),
+    [
+        ("http://127.0.0.1:8000", f"http://{socket.gethostname()}:8000"),
+        ("https://localhost", f"https://{socket.gethostname()}"),
+        ("http://[::1]:8000", f"http://{socket.gethostname()}:8000"),
+        (A, A),
+    ],
+)
+def test_a_loopback_address_is_another_server_on_each_machine(url: str, known_as: str) -> None:
+    assert of_this_machine(url) == known_as
+
+
+class OneServer:
+    """A fleet of one server of this machine."""
+
+    drained: set[str]
+
+    def sightings(self) -> list[Sighting]:
+        return [sighting("http://127.0.0.1:8000")]
+
+    def drain(self, urls: set[str]) -> None:
+        self.drained = urls
+
+
+@pytest.mark.parametrize(("is_shared", "name"), [(False, "127.0.0.1"), (True, socket.gethostname())])
+def test_a_store_of_several_machines_knows_servers_by_the_machines_name(
+    store: Store, is_shared: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "is_shared", lambda store: is_shared)
+    url = f"http://{name}:8000"
+    note(store, sighting(url))
+    with store.write() as tx:
+        servers.drain(tx, name, now=NOW)
+
+    async def in_store(function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    fleet = OneServer()
+    looking = notes.ServerNotes(fleet, store, "b", in_store, clock=lambda: NOW, monotonic=lambda: 0.0)
+    asyncio.run(looking.look())
+    (found,) = everything(store)
+    assert (found.url, [feeding.owner for feeding in found.feedings]) == (url, ["a", "b"])
+    assert "http://127.0.0.1:8000" in fleet.drained
+
+
+def test_a_server_of_this_machine_is_asked_on_its_loopback_address_too() -> None:
+    assert ways(A) == [A]
+    name = socket.gethostname().lower()
+    assert ways(f"http://{name}:8000") == [f"http://{name}:8000", "http://127.0.0.1:8000"]

@@ -1,0 +1,437 @@
+"""`conserve store move`: the database arrives whole, also after kills, and the old one is left alone."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event, text
+from sqlalchemy.engine import Engine
+
+from conserve.config import Settings, load
+from conserve.endpoints.fake import FakeEndpoint, Script
+from conserve.errors import SettingsError, StoreInUse, StoreMoved
+from conserve.jobs.harvest import owner
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.release import Release, waited
+from conserve.store.books import hooks, keys, leases
+from conserve.store.books.events import Event
+from conserve.store.books.readings import read_jobs
+from conserve.store.copying import move as moves
+from conserve.store.copying import tables
+from conserve.store.database import guard, lineage, schema
+from conserve.store.database.connection import engine_of, transaction
+from conserve.store.database.store import Store
+from tests.commands import Done, conserve
+from tests.postgres import Databases
+from tests.store_rows import add_job, claim, finish, leased, put_back, select
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Address of an empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'other.db'}"
+    databases: Databases = request.getfixturevalue("databases")
+    return databases.new(empty=True)
+
+
+def fill(store: Store) -> None:
+    """Put a row into every place: waiting with saved tokens, journalled, in a shard, and never leased."""
+    add_job(store, "one", rows=6)
+    add_job(store, "two", rows=3000)
+    first = leased(store, only=["one"], limit=4)
+    finish(store, first, of=(0, 1), failed=(1,))
+    put_back(store, first, 2, failed=True, suspect=True)
+    put_back(store, first, 3)
+    second = leased(store, only=["two"], limit=2500)
+    finish(store, second)
+    with store.write() as tx:
+        leases.end_if_empty(tx, {first.epoch, second.epoch})
+        keys.add(
+            tx, "night", project="search", now=1.5, live=True, batch=True, limit_rows=7, limit_tokens=None
+        )
+        hooks.add(tx, "https://example.org/it's", events=tuple(Event), allow_private=False, now=2.0)
+        tx.execute(
+            text("update request set tokens = :tokens where position = 3"), {"tokens": b"\x00\xff\x01"}
+        )
+
+
+@pytest.fixture
+def filled(store: Store) -> Store:
+    fill(store)
+    return store
+
+
+def source_of(settings: Settings) -> str:
+    return settings.store_url
+
+
+def contents(url: str) -> dict[str, list[tuple[Any, ...]]]:
+    """All rows of a database, in one order."""
+    with closing(Disposed(url)) as opened, transaction(opened.engine, read_only=True) as tx:
+        return {
+            table.name: sorted((tuple(row) for row in tables.every(tx, table)), key=repr)
+            for table in tables.in_order()
+        }
+
+
+class Disposed:
+    """An engine that can be closed."""
+
+    def __init__(self, url: str) -> None:
+        self.engine = engine_of(url)
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def moved(source: str, target: str, *words: str) -> Done:
+    done = conserve("store", "move", source, target, *words)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def at(url: str, settings: Settings) -> Settings:
+    return load({"home": settings.home, "store": url}, environ={})
+
+
+def test_every_row_arrives_there_and_comes_back(filled: Store, settings: Settings, target: str) -> None:
+    here = source_of(settings)
+    before = contents(here)
+    assert all(before[name] for name in ("job", "request", "journal", "api_key", "hook", "meta"))
+    done = moved(here, target, "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)["tables"]
+    assert {name: table["rows"] for name, table in said.items()} == {
+        name: len(rows) for name, rows in before.items()
+    }
+    assert contents(target) == before
+    with closing(Store.open(at(target, settings))) as there:
+        assert there.id == filled.id
+        add_job(there, "three")
+    after = contents(target)
+    back = moved(target, here)
+    assert back.returncode == 0, back.stderr
+    assert contents(here) == after
+    with closing(Store.open(settings)) as again:
+        assert (again.id, len(select(again, "select id from job"))) == (filled.id, 3)
+    assert conserve("status").returncode == 0
+
+
+def test_the_old_place_refuses_every_command_with_the_address_of_the_new_one(
+    filled: Store, settings: Settings, target: str, tmp_path: Path
+) -> None:
+    assert moved(source_of(settings), target).returncode == 0
+    path = tmp_path / "more.jsonl"
+    path.write_text('{"q": "a"}\n')
+    for words in (
+        ["status"],
+        ["jobs"],
+        ["sql", "select 1"],
+        ["check"],
+        ["check", "--repair"],
+        ["submit", str(path), "--prompt", "{{ q }}"],
+        ["run", "--endpoint", "fake:"],
+        ["store", "size"],
+    ):
+        done = conserve(*words)
+        assert (done.returncode, done.stdout) == (1, ""), words
+        assert "this store was moved to" in done.stderr, (words, done.stderr)
+        assert "set CONSERVE_STORE" in done.stderr
+    assert moved(source_of(settings), target).returncode == 0  # it is there already
+    assert "was moved before" in moved(source_of(settings), target).stderr
+
+
+def test_a_process_that_had_the_old_database_open_writes_nothing_into_it(
+    filled: Store, settings: Settings, target: str
+) -> None:
+    before = contents(source_of(settings))
+    assert moved(source_of(settings), target).returncode == 0
+    for statement in (
+        "insert into meta (key, value) values ('a', 'b')",
+        "update job set priority = 1",
+        "delete from journal",
+        "update meta set value = value",
+    ):
+        with pytest.raises(StoreMoved, match="set CONSERVE_STORE"), filled.write() as tx:
+            tx.execute(text(statement))
+    with pytest.raises(StoreMoved):
+        claim(filled)
+    after = contents(source_of(settings))
+    assert after == before
+
+
+def test_a_harvester_that_follows_the_old_database_ends(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    """It holds no row, so that the move does not wait for it, and it would wait for rows for ever."""
+    ends = moves.Ends.of(source_of(settings), f"sqlite:///{tmp_path / 'other.db'}")
+    harvester = Harvester(store, FakeEndpoint(Script()), follow=True)
+
+    def move_once_it_runs() -> None:
+        moves.move(settings.home, ends, lambda *_: None, lambda tx: None)
+
+    async def follow() -> None:
+        working = asyncio.create_task(harvester.run(asyncio.Event()))
+        await asyncio.to_thread(move_once_it_runs)
+        await working
+
+    with pytest.raises(StoreMoved, match="was moved to"):
+        asyncio.run(follow())
+    ends.close()
+
+
+def test_another_store_made_at_the_old_place_does_not_own_the_jobs(
+    filled: Store, settings: Settings, tmp_path: Path
+) -> None:
+    place = filled.place
+    assert moved(source_of(settings), f"sqlite:///{tmp_path / 'other.db'}").returncode == 0
+    assert lineage.ids(settings.home, place) == []
+    filled.close()
+    for path in settings.home.glob("conserve.db*"):
+        path.unlink()
+    done = conserve("check")
+    assert (done.returncode, "damaged" in done.stdout) == (0, False), done.stdout
+
+
+def test_epochs_go_on_where_they_were(filled: Store, settings: Settings, target: str) -> None:
+    """Also if no lease is left whose number shows it."""
+    last = leased(filled, only=["two"], limit=1)
+    finish(filled, last)
+    assert select(filled, "select * from lease") == []
+    assert moved(source_of(settings), target).returncode == 0
+    with closing(Store.open(at(target, settings))) as there:
+        first = leased(there, only=["two"], limit=1)
+        assert first.epoch == last.epoch + 1
+        finish(there, first)
+        add_job(there, "three")
+    assert moved(target, source_of(settings)).returncode == 0
+    with closing(Store.open(settings)) as back:
+        assert leased(back, only=["two"], limit=1).epoch == last.epoch + 2
+
+
+class Killed(BaseException):
+    """Stands for a kill: no code of the program catches it."""
+
+
+def killing(engines: list[Engine], number: int, *, after: bool) -> Callable[[], bool]:
+    """Raise `Killed` before or after the commit of this number; returns if it came to that."""
+    seen = [0]
+    name = "commit"
+
+    def strike(connection: Any) -> None:
+        seen[0] += 1
+        if seen[0] == number:
+            if after:
+                connection.connection.dbapi_connection.commit()
+            raise Killed
+
+    for engine in engines:
+        event.listen(engine, name, strike)
+    return lambda: seen[0] >= number
+
+
+@pytest.mark.parametrize(
+    "target", ["sqlite", pytest.param("postgresql", marks=pytest.mark.full)], indirect=True
+)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_move_that_is_killed_at_any_commit_goes_on(
+    filled: Store, settings: Settings, target: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is never a moment at which both databases are stores, nor one from which the command does not go on."""
+    monkeypatch.setattr(tables, "PAGE_ROWS", 900)
+    here, there = source_of(settings), target
+    before = contents(here)
+    kills = 0
+    while True:
+        ends = moves.Ends.of(here, there)
+        kills += 1
+        killing([ends.source, ends.target], kills, after=after)
+        try:
+            found = moves.move(settings.home, ends, lambda *_: None, lambda tx: None)
+        except Killed:
+            assert not (is_store(here) and is_store(there))
+            back = moves.Ends.of(there, here)
+            left = contents(here)
+            with pytest.raises((StoreMoved, SettingsError)):  # the ends exchanged by mistake
+                moves.move(settings.home, back, lambda *_: None, lambda tx: None)
+            back.close()
+            assert contents(here) == left
+            continue
+        finally:
+            ends.close()
+        break
+    assert contents(there) == before
+    assert is_store(there)
+    assert not is_store(here)
+    assert kills > 8
+    assert not found or found["journal"].rows == len(before["journal"])
+
+
+def is_store(url: str) -> bool:
+    """True if a command would open the database at this address as the store that is moved."""
+    with closing(Disposed(url)) as opened, transaction(opened.engine, read_only=True) as tx:
+        return guard.is_store(tx) and guard.mark_of(tx) is None and moves.rows_in(tx) > 0
+
+
+def test_a_move_waits_for_no_harvester_unless_asked(store: Store, settings: Settings, tmp_path: Path) -> None:
+    add_job(store)
+    held = leased(store, owner=owner.this_process())
+    there = f"sqlite:///{tmp_path / 'other.db'}"
+    done = moved(source_of(settings), there)
+    assert done.returncode == 1
+    assert "stop these harvesters and run this again, or add --wait" in done.stderr
+    assert conserve("status").returncode == 0  # nothing has changed
+    threading.Timer(0.3, lambda: finish(store, held)).start()
+    done = moved(source_of(settings), there, "--wait")
+    assert done.returncode == 0, done.stderr
+    assert "waiting: rows are with" in done.stderr
+
+
+def test_leases_of_a_harvester_that_died_do_not_hold_a_move_up(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    add_job(store)
+    leased(store, owner=dead_owner())
+    there = f"sqlite:///{tmp_path / 'other.db'}"
+    assert moved(source_of(settings), there).returncode == 0
+    with closing(Store.open(at(there, settings))) as opened:
+        assert select(opened, "select count(*) from request where epoch is null") == [(4,)]
+
+
+def dead_owner() -> str:
+    host, pid, started, nonce = owner.this_process().rsplit(":", 3)
+    return f"{host}:{pid}:{float(started) - 9:.2f}:{nonce}"
+
+
+def test_a_wait_ends_leases_of_silent_harvesters_of_other_machines(store: Store) -> None:
+    add_job(store)
+    leased(store, owner="elsewhere:1:2:3", lease_s=10.0)
+    clock = [0.0]
+    release = Release(lease_s=60.0, monotonic=lambda: clock[0])
+    said: list[str] = []
+
+    def attempt() -> int:
+        with store.write() as tx:
+            release.require(tx)
+        return 7
+
+    def sleep(seconds: float) -> None:
+        clock[0] += 3.0
+        assert clock[0] < 20.0
+
+    assert waited(attempt, said.append, sleep=sleep) == 7
+    assert said == ["waiting: rows are with elsewhere:1"]
+    assert select(store, "select * from lease") == []
+
+
+def test_what_a_target_holds_is_not_overwritten(
+    filled: Store, settings: Settings, target: str, tmp_path: Path
+) -> None:
+    other = load({"home": tmp_path / "elsewhere", "store": target}, environ={})
+    with closing(Store.open(other)) as there:
+        add_job(there)
+    done = moved(source_of(settings), target)
+    assert (done.returncode, "holds another store" in done.stderr) == (2, True), done.stderr
+    assert conserve("status").returncode == 0
+    with closing(Store.open(other)) as there:
+        assert select(there, "select id from job") == [("job-1",)]
+
+
+def test_a_store_without_rows_is_an_empty_target(filled: Store, settings: Settings, target: str) -> None:
+    with closing(Store.open(at(target, settings))):
+        pass
+    assert moved(source_of(settings), target).returncode == 0
+    with closing(Store.open(at(target, settings))) as there:
+        assert there.id == filled.id
+
+
+def test_tables_of_other_programs_are_left_alone(filled: Store, settings: Settings, target: str) -> None:
+    with closing(Disposed(target)) as opened, transaction(opened.engine) as tx:
+        tx.execute(text("create table message (id integer)"))
+    done = moved(source_of(settings), target)
+    assert (done.returncode, "tables of others" in done.stderr) == (2, True), done.stderr
+
+
+def test_a_copy_that_still_takes_changes_is_not_overwritten(
+    filled: Store, settings: Settings, tmp_path: Path
+) -> None:
+    there = f"sqlite:///{tmp_path / 'other.db'}"
+    assert moved(source_of(settings), there).returncode == 0
+    with closing(Disposed(source_of(settings))) as opened, transaction(opened.engine) as tx, guard.lifted(tx):
+        guard.put_mark(tx, None)  # as if the file came from a backup
+    done = moved(there, source_of(settings))
+    assert (done.returncode, "a copy of this store that takes changes" in done.stderr) == (2, True), (
+        done.stderr
+    )
+
+
+def test_a_move_to_itself_or_from_nowhere_is_refused(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    assert "are one database" in moved(source_of(settings), source_of(settings)).stderr
+    done = moved(f"sqlite:///{tmp_path / 'none.db'}", source_of(settings))
+    assert (done.returncode, "there is no store at" in done.stderr) == (2, True)
+    done = moved("nonsense", source_of(settings))
+    assert done.returncode == 2, done.stderr
+
+
+def test_a_difference_is_noticed_and_the_move_can_be_cancelled(
+    filled: Store, settings: Settings, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = source_of(settings)
+    before = contents(here)
+    with monkeypatch.context() as patch:
+        patch.setattr("conserve.store.copying.filling.counters.carry", spoil)
+        done = moved(here, target)
+    assert (done.returncode, "the copy of the table job has other rows" in done.stderr) == (1, True), (
+        done.stderr
+    )
+    assert "is being moved to" in conserve("status").stderr
+    there = conserve("jobs", CONSERVE_STORE=target)
+    assert (there.returncode, "is being filled from" in there.stderr) == (1, True), there.stderr
+    done = moved(here, target, "--cancel")
+    assert (done.returncode, "was cancelled" in done.stderr) == (0, True), done.stderr
+    assert contents(here) == before
+    assert conserve("jobs").returncode == 0
+    assert "no move" in moved(here, target, "--cancel").stderr
+    assert moved(here, target).returncode == 0
+    done = moved(here, target, "--cancel")
+    assert (done.returncode, "was moved to" in done.stderr) == (1, True)
+
+
+def spoil(source: Any, tx: Any) -> None:
+    tx.execute(text("update job set priority = 9 where id = 'one'"))
+
+
+def test_a_frozen_store_says_by_which_command_the_move_goes_on(
+    filled: Store, settings: Settings, tmp_path: Path
+) -> None:
+    ends = moves.Ends.of(source_of(settings), f"sqlite:///{tmp_path / 'other.db'}")
+    moves.freeze(ends, lambda tx: None)
+    ends.close()
+    done = moved(source_of(settings), f"sqlite:///{tmp_path / 'third.db'}")
+    assert (done.returncode, "run the same conserve store move again" in done.stderr) == (1, True)
+    assert moved(source_of(settings), f"sqlite:///{tmp_path / 'other.db'}").returncode == 0
+
+
+def test_every_table_of_the_schema_is_carried() -> None:
+    assert {table.name for table in tables.in_order()} == set(schema.metadata.tables)
+
+
+def test_a_lease_that_comes_between_holds_the_move_up(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    """The leases are looked at in the transaction that freezes the store."""
+    add_job(store)
+    ends = moves.Ends.of(source_of(settings), f"sqlite:///{tmp_path / 'other.db'}")
+    leased(store, owner=owner.this_process())
+    with pytest.raises(StoreInUse):
+        moves.move(settings.home, ends, lambda *_: None, Release(lease_s=60.0).require)
+    ends.close()
+    assert read_jobs(settings, now=0.0)[0].running == 4

@@ -1,0 +1,395 @@
+"""Metrics and traces of harvesters, as the tools that watch them get them."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import CollectorRegistry
+
+from conserve import __version__
+from conserve.batch_api.foresight import Foresight
+from conserve.batch_api.metrics import ApiMetrics
+from conserve.config import load
+from conserve.endpoints.fake import FakeEndpoint, Script
+from conserve.errors import SettingsError
+from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.observer import Observer, Observers
+from conserve.jobs.requests.submit import submit
+from conserve.jobs.task import Kind, Task
+from conserve.jobs.telemetry import otlp
+from conserve.jobs.telemetry.metrics import HarvesterCollector, HarvestMetrics
+from conserve.jobs.telemetry.queue_metrics import KEPT_S, QueueCollector, QueueSeen, StoreLook
+from conserve.metrics_page import new_registry
+from conserve.store.books import harvested, queue
+from conserve.store.database.store import Store
+from tests import virtual_time
+from tests.acceptance.scripted_server import ScriptedServer
+from tests.commands import conserve, ended, start, until
+from tests.conftest import WriteInput
+from tests.otlp_receiver import OtlpReceiver
+from tools.docs.generated import DOCS
+
+TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as running:
+        yield running
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    for name in (*otlp.ENDPOINTS, otlp.DISABLED, otlp.EXPORTER, otlp.SERVICE):
+        monkeypatch.delenv(name, raising=False)
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+def harvested_page(store: Store, script: Script) -> dict[str, float]:
+    """Samples after the queue was drained, by name and labels."""
+    registry = new_registry("run", [QueueCollector(lambda: None)])
+
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+        harvester = Harvester(store, FakeEndpoint(script), clock=clock, observer=HarvestMetrics(registry))
+        registry.register(HarvesterCollector(harvester))
+        await harvester.run(asyncio.Event())
+
+    virtual_time.run(run())
+    return samples(registry)
+
+
+def samples(registry: CollectorRegistry) -> dict[str, float]:
+    """Samples of a page, those with labels by their values."""
+    return {
+        "/".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+    }
+
+
+def queue_up(store: Store, write_input: WriteInput, *prompts: str) -> str:
+    return submit(store, str(write_input(q=list(prompts))), TASK).job_id
+
+
+# Metrics.
+
+
+def test_a_drained_queue_is_counted_once_a_row(store: Store, write_input: WriteInput) -> None:
+    queue_up(store, write_input, *[f"row {number}" for number in range(40)])
+    page = harvested_page(store, Script(token_ms=100.0, tokens=5))
+    assert page["conserve_rows_total/succeeded"] == 40
+    assert page["conserve_rows_total/failed"] == page["conserve_rows_total/late"] == 0
+    for name in ("row_latency_seconds", "row_prompt_tokens", "row_completion_tokens"):
+        assert page[f"conserve_{name}_count"] == 40
+    assert page["conserve_claim_rows_sum"] == page["conserve_commit_rows_sum"] == 40
+    assert page["conserve_claim_rows_count"] == page["conserve_claim_seconds_count"] > 0
+    assert page["conserve_row_tokens_total/prompt"] == page["conserve_row_prompt_tokens_sum"] > 0
+    assert page["conserve_row_tokens_total/completion"] == page["conserve_row_completion_tokens_sum"] > 0
+    assert page["conserve_shard_seconds_count"] == 1
+    assert not any(name.endswith("_created") for name in page)
+    assert page["conserve_rows_in_flight"] == 0
+    assert page[f"conserve_build_info/run/{__version__}"] == 1
+
+
+def test_attempts_without_an_answer_are_counted_by_kind(store: Store, write_input: WriteInput) -> None:
+    queue_up(store, write_input, "UNAVAILABLE", "REJECT")
+    page = harvested_page(store, Script())
+    assert page["conserve_attempt_errors_total/unavailable"] == 1
+    assert page["conserve_attempt_errors_total/invalid_request"] == 1
+    assert page["conserve_row_retries_total"] == 1
+    assert page["conserve_rows_total/succeeded"] == page["conserve_rows_total/failed"] == 1
+    assert page["conserve_row_latency_seconds_count"] == 1, "of answered rows alone"
+
+
+def test_an_observer_that_breaks_costs_no_row(
+    store: Store, write_input: WriteInput, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue_up(store, write_input, "a", "b")
+    registry = CollectorRegistry()
+
+    class Broken(Observer):
+        def __getattribute__(self, name: str) -> Any:
+            raise ZeroDivisionError(name)
+
+    async def run() -> None:
+        both = Observers([Broken(), HarvestMetrics(registry)])
+        clock = asyncio.get_running_loop().time
+        await Harvester(store, FakeEndpoint(Script()), clock=clock, observer=both).run(asyncio.Event())
+
+    virtual_time.run(run())
+    assert samples(registry)["conserve_row_latency_seconds_count"] == 2
+    (warning,) = [record for record in caplog.records if "lost figures" in record.message]
+    assert "ZeroDivisionError" in warning.message
+
+
+def test_the_queue_is_read_at_most_so_often(store: Store, write_input: WriteInput) -> None:
+    now = [1e9]
+    look = StoreLook(load(), lambda: now[0])
+    first = look()
+    assert first is not None
+    assert first.rows_waiting == 0
+    queue_up(store, write_input, "a", "b")
+    with store.write() as tx:
+        harvested.note(tx, 900, since=now[0] - 900.0, now=now[0])
+    assert look() is first
+    now[0] += KEPT_S
+    second = look()
+    assert second is not None
+    assert (second.rows_waiting, second.states["queued"]) == (2, 1)
+    assert second.backlog is not None
+    assert second.backlog.jobs == 1
+    page = samples(new_registry("api", [QueueCollector(look)]))
+    assert page["conserve_jobs/queued"] == page["conserve_backlog_jobs"] == 1
+    assert page["conserve_rows_waiting"] == 2
+    assert page["conserve_backlog_seconds/any"] > 0
+
+
+def test_a_store_out_of_reach_leaves_the_queue_out() -> None:
+    assert not any(
+        name.startswith("conserve_jobs")
+        for name in samples(new_registry("run", [QueueCollector(lambda: None)]))
+    )
+
+
+def families(*registries: Any) -> set[str]:
+    """Names of all our metrics as Prometheus knows them."""
+    suffix = {"counter": "_total", "info": "_info"}
+    return {
+        f"{family.name}{suffix.get(family.type, '')}"
+        for registry in registries
+        for family in registry.collect()
+        if family.name.startswith("conserve_")
+    }
+
+
+def test_the_page_of_metrics_has_every_metric_and_no_other(store: Store) -> None:
+    pytest.importorskip("vllm")
+    from conserve.engine.runtime.traffic import Traffic
+    from conserve.engine.vllm.server.metrics import Report
+    from tests.unit.test_surface import FORMER_NAMES, SAID
+
+    traffic = Traffic()
+    traffic.arrived("a", 10, at=0.0)
+    traffic.tokens(["a"], at=0.1)
+    traffic.tokens(["a"], at=0.2)
+    online = {**traffic.report(now=1.0)["online"], **SAID["online"]}
+    harvest = new_registry("run")
+    HarvestMetrics(harvest)
+    harvest.register(HarvesterCollector(Harvester(store, FakeEndpoint(Script()))))
+    with store.write() as tx:
+        harvested.note(tx, 900, since=1e9 - 900.0, now=1e9)
+    api = ApiMetrics(StoreLook(load(), lambda: 1e9), {}).registry
+    found = families(harvest, api, Report({**SAID, "online": online}))
+    former = {name.partition("/")[0] for name in FORMER_NAMES}
+    page = (DOCS / "reference/metrics.md").read_text()
+    assert found == set(re.findall(r"conserve_[a-z_]+", page)) - former | (found & former)
+    assert former <= found
+
+
+def test_a_harvester_answers_at_its_port(server: ScriptedServer, write_input: WriteInput) -> None:
+    server.script.pause_at = 3
+    submitted = conserve("submit", str(write_input(q=["a", "b"])), "--prompt", "{{ q }}")
+    assert submitted.returncode == 0
+    running = start(["-m", "conserve", "harvest", "--endpoint", server.url, "--metrics-port", "0"])
+    assert running.stderr is not None
+    (url,) = re.findall(
+        r"^metrics at (http://127.0.0.1:\d+/metrics)$", running.stderr.readline(), re.MULTILINE
+    )
+    until(lambda: server.paused == 2, running)
+    text = read(url)
+    assert "conserve_rows_in_flight 2.0" in text
+    assert "conserve_rows_in_flight_most 16.0" in text
+    assert 'conserve_jobs{state="running"} 1.0' in text
+    assert "process_resident_memory_bytes" in text
+    server.script.pause_at = None
+    until(lambda: 'conserve_rows_total{outcome="succeeded"} 2.0' in read(url), running)
+    running.send_signal(signal.SIGTERM)
+    assert ended(running).returncode == 0
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url) as answer:
+        return str(answer.read().decode())
+
+
+def test_a_port_in_use_is_named(server: ScriptedServer, write_input: WriteInput) -> None:
+    conserve("submit", str(write_input(q=["a"])), "--prompt", "{{ q }}")
+    done = conserve("run", "--endpoint", server.url, "--metrics-port", str(server.port))
+    assert done.returncode == 2
+    assert f"cannot listen at 127.0.0.1:{server.port}" in done.stderr
+    assert "--metrics-port" in done.stderr
+    assert not server.requests
+
+
+def test_the_batch_apis_requests_are_counted_without_their_ids(store: Store) -> None:
+    from starlette.testclient import TestClient
+
+    from conserve.batch_api.app import application
+
+    with TestClient(application(store), base_url="http://127.0.0.1", client=("127.0.0.1", 1)) as client:
+        for path in ("/v1/batches", "/v1/batches/none-such", "/v1/batches/other", "/nowhere"):
+            client.get(path)
+        text = client.get("/metrics").text
+    assert 'conserve_api_requests_total{method="GET",route="/v1/batches",status="200"} 1.0' in text
+    assert 'conserve_api_requests_total{method="GET",route="/v1/batches/{id}",status="404"} 2.0' in text
+    assert 'conserve_api_requests_total{method="GET",route="other",status="404"} 1.0' in text
+    assert 'conserve_api_request_seconds_count{route="/v1/batches/{id}"} 2.0' in text
+
+
+def test_a_job_runs_while_rows_of_it_are_leased(store: Store, write_input: WriteInput) -> None:
+    job_id = queue_up(store, write_input, "a", "b")
+    now = [1e9]
+    foresight = Foresight(store, lambda: now[0])
+    assert foresight.now().queue.states == {"queued": 1}
+    with store.write() as tx:
+        jobs = queue.runnable_jobs(tx, None)
+        queue.claim(tx, owner="me", now=now[0] + KEPT_S, lease_s=60.0, limit=1, suspect=False, jobs=jobs)
+    now[0] += KEPT_S
+    assert foresight.now().queue.states == {"running": 1}
+    assert StoreLook(load(), lambda: now[0])() == foresight.now().queue
+    now[0] += 100.0
+    assert foresight.now().queue.states == {"queued": 1}, job_id
+
+
+def test_beside_a_live_server_the_page_has_no_figures_of_the_process() -> None:
+    names = samples(ApiMetrics(QueueSeen, {}, beside=True).registry)
+    assert not any(name.startswith(("process_", "conserve_build")) for name in names)
+    assert "conserve_rows_waiting" in names
+
+
+# Traces.
+
+
+def test_a_row_is_one_trace_from_submit_to_shard(
+    server: ScriptedServer, collector: OtlpReceiver, write_input: WriteInput
+) -> None:
+    job_id = conserve("submit", str(write_input(q=["a", "b"])), "--prompt", "{{ q }}").stdout.strip()
+    done = conserve("run", "--endpoint", server.url, "--otlp-endpoint", collector.url)
+    assert done.returncode == 0, done.stderr
+    assert collector.paths == {"/v1/traces"}
+    roots = collector.named("row")
+    assert len({root.trace_id for root in roots}) == len(roots) == 2
+    assert {root.service for root in roots} == {"conserve"}
+    for root in roots:
+        assert root.parent_id == ""
+        assert root.attributes["conserve.job"] == job_id
+        assert root.attributes["conserve.attempt"] == 1
+        below = {span.name: span for span in collector.spans if span.parent_id == root.span_id}
+        assert below.keys() == {"lease", "ask", "answer", "journal", "shard"}
+        assert {span.trace_id for span in below.values()} == {root.trace_id}
+        assert {span.attributes["conserve.row"] for span in below.values()} == {
+            root.attributes["conserve.row"]
+        }
+        assert below["ask"].attributes["gen_ai.usage.output_tokens"] == 8
+        order = [below[name].start_ns for name in ("lease", "ask", "answer", "journal", "shard")]
+        assert order == sorted(order)
+        assert root.start_ns <= below["lease"].start_ns
+        assert root.end_ns == below["journal"].end_ns
+    asked = {f"00-{span.trace_id}-{span.span_id}-01" for span in collector.named("ask")}
+    assert {request.traceparent for request in server.requests} == asked
+
+
+def test_attempts_of_a_row_are_in_one_trace(
+    server: ScriptedServer, collector: OtlpReceiver, write_input: WriteInput
+) -> None:
+    conserve("submit", str(write_input(q=["FAULT"])), "--prompt", "{{ q }}")
+    assert conserve("run", "--endpoint", server.url, "--otlp-endpoint", collector.url).returncode == 0
+    first, second = collector.named("ask")
+    assert (first.failed, second.failed) == (True, False)
+    assert (first.attributes["conserve.attempt"], second.attributes["conserve.attempt"]) == (1, 2)
+    assert first.attributes["error.type"] == "endpoint_fault"
+    (root,) = collector.named("row")
+    assert {span.trace_id for span in collector.spans} == {root.trace_id}
+    assert root.attributes["conserve.attempts"] == 2
+
+
+def test_the_standard_variables_name_the_collector_and_the_share(
+    server: ScriptedServer, collector: OtlpReceiver, write_input: WriteInput
+) -> None:
+    conserve("submit", str(write_input(q=[f"row {n}" for n in range(40)])), "--prompt", "{{ q }}")
+    done = conserve(
+        "run",
+        "--endpoint",
+        server.url,
+        OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
+        OTEL_SERVICE_NAME="nightly",
+        OTEL_TRACES_SAMPLER="parentbased_traceidratio",
+        OTEL_TRACES_SAMPLER_ARG="0.5",
+    )
+    assert done.returncode == 0
+    roots = collector.named("row")
+    assert 0 < len(roots) < 40
+    assert {root.service for root in roots} == {"nightly"}
+    assert len(collector.spans) == 6 * len(roots), "a row is kept or dropped as a whole"
+    assert sum(request.traceparent is not None for request in server.requests) == len(roots)
+
+
+def test_a_collector_that_fails_costs_no_row(
+    server: ScriptedServer, collector: OtlpReceiver, write_input: WriteInput
+) -> None:
+    collector.status = 400
+    conserve("submit", str(write_input(q=["a", "b"])), "--prompt", "{{ q }}")
+    done = conserve("run", "--endpoint", server.url, "--otlp-endpoint", collector.url)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 rows done" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_SDK_DISABLED": "true"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "none"}, False),
+    ],
+)
+def test_traces_are_sent_on_request(variables: dict[str, str], wanted: bool) -> None:
+    assert otlp.is_wanted(load(), variables) is wanted
+    assert otlp.is_wanted(load({"otlp_endpoint": "http://c:4318"}), variables) is True
+
+
+def test_without_the_packages_a_flag_is_refused_and_a_variable_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(otlp, "PACKAGES", ("no_such_package",))
+    said: list[str] = []
+    with pytest.raises(SettingsError, match=r"otel"):
+        otlp.open_tracer(load({"otlp_endpoint": "http://c:4318"}), {}, say=said.append)
+    assert otlp.open_tracer(load(), {}, say=said.append) is None
+    assert "otel" in said[0]
+
+
+def test_traces_url_is_a_collectors_or_that_of_its_traces() -> None:
+    assert otlp.traces_url("http://c:4318/") == otlp.traces_url("http://c:4318/v1/traces")
+    assert conserve("run", "--otlp-endpoint", "c:4318").returncode == 2
+
+
+def test_nothing_is_imported_for_what_is_not_asked_for(store: Store, write_input: WriteInput) -> None:
+    queue_up(store, write_input, "a")
+    code = (
+        "import sys; sys.argv[1:] = ['run', '--endpoint', 'fake:']\n"
+        "from conserve.cli.app import main\n"
+        "assert main() == 0\n"
+        "print(*{name.partition('.')[0] for name in sys.modules} & {'opentelemetry', 'prometheus_client'})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "CONSERVE_FAKE": "1"},
+    )
+    assert done.stdout.strip() == ""
