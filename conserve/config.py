@@ -124,6 +124,14 @@ class Settings:
         return self.store or f"{SQLITE}{self.home / 'conserve.db'}"
 
     @property
+    def place(self) -> str:
+        """Place of the store, for messages: its folder, or its database's URL without user and password."""
+        if not self.store:
+            return str(self.home)
+        scheme, separator, rest = self.store.partition("://")
+        return f"{scheme}{separator}{rest.partition('?')[0].rpartition('@')[2]}"
+
+    @property
     def sqlite_file(self) -> Path | None:
         """File of the database; None if that is not SQLite."""
         return Path(self.store_url.removeprefix(SQLITE)) if self.store_url.startswith(SQLITE) else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from conserve.api.display import SHOW_S, Silence, display_of, say
 from conserve.api.portal import portal
@@ -18,7 +18,8 @@ from conserve.config import Settings, load
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from conserve.endpoints.protocol import Call, Completion, Endpoint, OnTokens
+    from conserve.endpoints.protocol import Endpoint
+    from conserve.endpoints.wrapped import BorrowedEndpoint
 
 
 class Engine:
@@ -79,7 +80,7 @@ class Engine:
         """Stop the engine and free its memory; end the runs on it first."""
         await self._close()
 
-    async def borrowed(self) -> "Borrowed":
+    async def borrowed(self) -> "BorrowedEndpoint":
         """Endpoint for one run, in the portal; the run's end does not close the engine."""
         if self._of_parent:
             raise UsageError(
@@ -95,7 +96,9 @@ class Engine:
                 await self._shown_start(endpoint)
                 self._endpoint = endpoint
                 portal.last(self._close)
-            return Borrowed(self._endpoint)
+            from conserve.endpoints.wrapped import BorrowedEndpoint
+
+            return BorrowedEndpoint(self._endpoint)
 
     @property
     def _of_parent(self) -> bool:
@@ -152,30 +155,3 @@ async def show_steps(display: Silence, endpoint: "Endpoint") -> None:
         if (step := getattr(endpoint, "doing", None)) is not None:
             display.step(step)
         await asyncio.sleep(SHOW_S)
-
-
-class Borrowed:
-    """Endpoint of an engine that outlives the harvester that uses it."""
-
-    def __init__(self, endpoint: "Endpoint") -> None:
-        self._endpoint = endpoint
-
-    @property
-    def identity(self) -> str:
-        return self._endpoint.identity
-
-    @property
-    def capacity(self) -> int:
-        return self._endpoint.capacity
-
-    async def start(self) -> None:
-        """Do nothing: the engine is ready."""
-
-    async def close(self) -> None:
-        """Do nothing: the engine stays up."""
-
-    async def complete(self, call: "Call", on_tokens: "OnTokens | None" = None) -> "Completion":
-        return await self._endpoint.complete(call, on_tokens)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._endpoint, name)

@@ -192,9 +192,7 @@ class Watch:
             self._take_answers(urls, now, wait_s)
             return Overview(
                 at=now,
-                store=str(self._settings.home)
-                if self._settings.store is None
-                else shown(self._settings.store),
+                store=self._settings.place,
                 jobs=self._jobs,
                 servers=[self._server(url) for url in urls],
                 forecasts=self._forecasts,
@@ -275,9 +273,3 @@ def quarters(slots: Sequence[tuple[int, float, float]], now: float) -> list[floa
 def recent(course: Sequence[float]) -> float | None:
     """Rate of the present quarter of an hour; None if none was seen."""
     return course[-1] if any(course) else None
-
-
-def shown(store: str) -> str:
-    """Address of a store without its password."""
-    scheme, separator, rest = store.partition("://")
-    return f"{scheme}{separator}{rest.partition('?')[0].rpartition('@')[2]}"

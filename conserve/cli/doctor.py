@@ -3,7 +3,6 @@
 import asyncio
 import os
 import platform
-import re
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import asdict
@@ -150,20 +149,13 @@ def store(settings: Settings) -> tuple[list[Finding], float | None]:
     jobs = read_jobs(settings, now=time.time())
     unfinished = sum(not job.state.final for job in jobs)
     what = f"{output.count(len(jobs), 'job')}, {unfinished} unfinished, a commit takes {commit_ms:.3g} ms"
-    findings = [Finding("store", f"{where(settings)}: {what}"), *of_files]
+    findings = [Finding("store", f"{settings.place}: {what}"), *of_files]
     if server_s is not None:
         findings.append(doctor_machine.database_clock(server_s - here_s, settings.lease_s))
     times = [
         at for job in jobs for at in (job.submitted_at, job.started_at, job.finished_at) if at is not None
     ]
     return findings, max(times, default=None)
-
-
-def where(settings: Settings) -> str:
-    """URL of the store, without its password."""
-    if not settings.store:
-        return str(settings.home)
-    return re.sub(r"(//[^:/@]*):[^@]*@", r"\1:***@", settings.store.partition("?")[0])
 
 
 def store_fix(settings: Settings) -> str:

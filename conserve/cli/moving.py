@@ -40,6 +40,7 @@ def move(
     """
     from conserve.jobs.harvest.release import Release, waited
     from conserve.store.copying import move as moves
+    from conserve.store.database.connection import address
 
     if wait and cancel:
         raise UsageError("--wait and --cancel exclude each other")
@@ -48,17 +49,17 @@ def move(
     begun = time.monotonic()
     release = Release(lease_s=settings.lease_s)
     with closing(moves.Ends.of(source, target)) as ends:
-        address = moves.address(ends.target)
+        goal = address(ends.target)
         if cancel:
             moves.cancel(ends)
-            output.say(f"the move was cancelled; the store is at {moves.address(ends.source)}")
+            output.say(f"the move was cancelled; the store is at {address(ends.source)}")
             return
 
         def attempt() -> "Mapping[str, TableDigest]":
             return moves.move(settings.home, ends, Told().page, release.require)
 
         found = waited(attempt, output.say) if wait else attempt()
-    tell(found, address, time.monotonic() - begun, as_json=as_json)
+    tell(found, goal, time.monotonic() - begun, as_json=as_json)
 
 
 class Told:

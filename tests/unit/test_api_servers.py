@@ -7,9 +7,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from conserve.api.overview import shown
 from conserve.api.servers import ask
-from conserve.config import Settings
+from conserve.config import Settings, load
 
 HALF = b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n{"
 NO_JSON = b"HTTP/1.1 200 OK\r\n\r\nx"
@@ -58,4 +57,4 @@ def test_a_redirect_gets_no_key(settings: Settings) -> None:
 
 @pytest.mark.parametrize("rest", ["u:secret@db/x", "/x?host=db&password=secret", "u@db/x?password=secret"])
 def test_no_password_of_the_store_is_shown(rest: str) -> None:
-    assert "secret" not in shown(f"postgresql://{rest}")
+    assert "secret" not in load({"store": f"postgresql://{rest}"}).place

@@ -223,7 +223,10 @@ def test_tokens_count_when_a_server_computes_them_not_when_their_rows_end(store:
 
 
 def test_a_password_is_not_shown() -> None:
-    assert overview.shown("postgresql+psycopg://me:secret@db/conserve") == "postgresql+psycopg://db/conserve"
+    assert (
+        load({"store": "postgresql+psycopg://me:secret@db/conserve"}).place
+        == "postgresql+psycopg://db/conserve"
+    )
 
 
 # Once.

@@ -3,9 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from conserve.endpoints.protocol import Call, Completion, Endpoint, OnTokens
+from conserve.endpoints.wrapped import WrappedEndpoint
 from conserve.jobs.harvest.workload import Work
 from conserve.store.books.journal import Committed
 
@@ -84,8 +85,8 @@ class Observers(Observer):
             log.warning("%s lost figures of a row (%s: %s)", type(observer).__name__, kind, error)
 
 
-class ObservedEndpoint:
-    """An endpoint whose calls are observed; all else is the endpoint's own."""
+class ObservedEndpoint(WrappedEndpoint):
+    """An endpoint whose calls are observed."""
 
     def __init__(
         self,
@@ -95,24 +96,8 @@ class ObservedEndpoint:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._endpoint, self._observer, self._clock, self._monotonic = endpoint, observer, clock, monotonic
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._endpoint, name)
-
-    @property
-    def identity(self) -> str:
-        return self._endpoint.identity
-
-    @property
-    def capacity(self) -> int:
-        return self._endpoint.capacity
-
-    async def start(self) -> None:
-        await self._endpoint.start()
-
-    async def close(self) -> None:
-        await self._endpoint.close()
+        super().__init__(endpoint)
+        self._observer, self._clock, self._monotonic = observer, clock, monotonic
 
     async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
         """Answer a call; its trace context goes with it."""

@@ -31,7 +31,6 @@ from conserve.store.books.saved_tokens import whole_tokens
 from conserve.store.books.spans import Span, nothing_gone
 from conserve.store.books.states import JobState
 from conserve.store.database import schema
-from conserve.store.database.bulk import insert_rows
 from conserve.store.database.connection import chunks
 
 job, lease, request, span = schema.job, schema.lease, schema.request, schema.span
@@ -304,19 +303,7 @@ def put_rows_back(tx: Connection, rows: Sequence[Returned]) -> None:
     An error that counts against a suspect is the death of an engine in which the row was alone. A row that is no
     longer under its lease stays as it is.
     """
-    alive = spans.locked(tx, {row.epoch for row in rows})
-    first, others = [], []
-    for row in rows:
-        rest = alive.get(row.epoch)
-        if rest is not None and rest.take(row.job_id, row.position):
-            first.append(rest.record(row.position, **outcome(row)))
-        else:
-            new = {f"new_{name}": value for name, value in outcome(row).items()}
-            others.append({"of_job": row.job_id, "at": row.position, "under": row.epoch, **new})
-    spans.write(tx, alive.values())
-    insert_rows(tx, request, first)
-    if others:
-        tx.execute(PUT_BACK, others)
+    spans.record(tx, [(row, outcome(row)) for row in rows], PUT_BACK, held=False)
     count_retries(tx, [row.job_id for row in rows if row.failed])
 
 
@@ -333,11 +320,7 @@ def outcome(row: Returned) -> dict[str, Any]:
 
 PUT_BACK = (
     update(request)
-    .where(
-        request.c.job_id == bindparam("of_job"),
-        request.c.position == bindparam("at"),
-        request.c.epoch == bindparam("under"),
-    )
+    .where(spans.RECORD)
     .values(
         epoch=None,
         available_at=bindparam("new_available_at"),

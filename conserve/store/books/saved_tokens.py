@@ -11,7 +11,6 @@ from sqlalchemy import Connection, bindparam, update
 
 from conserve.store.books import spans
 from conserve.store.database import schema
-from conserve.store.database.bulk import insert_rows
 
 request = schema.request
 
@@ -29,19 +28,7 @@ class SavedTokens:
 
 def save_tokens(tx: Connection, saved: Sequence[SavedTokens]) -> None:
     """Save the tokens of rows in flight; a row that is no longer under that lease is skipped."""
-    alive = spans.locked(tx, {s.epoch for s in saved})
-    first, later = [], []
-    for s in saved:
-        rest = alive.get(s.epoch)
-        if rest is not None and rest.take(s.job_id, s.position):
-            first.append(rest.record(s.position, epoch=s.epoch, **columns(s)))
-        elif s.epoch in alive:
-            new = {f"new_{name}": value for name, value in columns(s).items()}
-            later.append({"of_job": s.job_id, "at": s.position, "under": s.epoch, **new})
-    spans.write(tx, alive.values())
-    insert_rows(tx, request, first)
-    if later:
-        tx.execute(SAVE, later)
+    spans.record(tx, [(s, columns(s)) for s in saved], SAVE, held=True)
 
 
 def columns(s: SavedTokens) -> dict[str, Any]:
@@ -51,11 +38,7 @@ def columns(s: SavedTokens) -> dict[str, Any]:
 
 SAVE = (
     update(request)
-    .where(
-        request.c.job_id == bindparam("of_job"),
-        request.c.position == bindparam("at"),
-        request.c.epoch == bindparam("under"),
-    )
+    .where(spans.RECORD)
     .values(
         tokens=bindparam("new_tokens"),
         tokens_by=bindparam("new_tokens_by"),

@@ -10,9 +10,9 @@ with the lock could be older than the lock.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from sqlalchemy import Connection, bindparam, delete, exists, insert, select, update
+from sqlalchemy import Connection, Update, and_, bindparam, delete, exists, insert, select, update
 
 from conserve.store.database import schema
 from conserve.store.database.bulk import insert_rows
@@ -82,6 +82,19 @@ class Span:
         return {"epoch": None, "failures": 0, "available_at": 0.0, "suspect": False, **first, **values}
 
 
+class Leased(Protocol):
+    """A row and the lease under which it was claimed."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def job_id(self) -> str: ...
+
+    @property
+    def position(self) -> int: ...
+
+
 def nothing_gone(positions: int) -> bytes:
     """Bitmap of so many positions of which none has left."""
     return bytes((positions + 7) // 8)
@@ -146,6 +159,37 @@ def write(tx: Connection, changed: Iterable[Span | None]) -> None:
     if left:
         smaller: dict[str, Any] = {"held": bindparam("still"), "gone": bindparam("bits")}
         tx.execute(update(span).where(span.c.epoch == bindparam("at")).values(smaller), left)
+
+
+RECORD = and_(
+    request.c.job_id == bindparam("of_job"),
+    request.c.position == bindparam("at"),
+    request.c.epoch == bindparam("under"),
+)
+"""Condition on the record of a row that is still under its lease."""
+
+
+def record(
+    tx: Connection, rows: Sequence[tuple[Leased, dict[str, Any]]], later: Update, *, held: bool
+) -> None:
+    """Set columns in the records of rows under leases; a row of a span leaves it for a record with them.
+
+    `later` updates the `RECORD` of a row that has one; the new value of a column is its parameter `new_COLUMN`.
+    `held` rows stay under their leases, others wait. A row that is no longer under its lease stays as it is.
+    """
+    alive = locked(tx, {row.epoch for row, _ in rows})
+    first, others = [], []
+    for row, columns in rows:
+        rest = alive.get(row.epoch)
+        if rest is not None and rest.take(row.job_id, row.position):
+            first.append(rest.record(row.position, epoch=row.epoch if held else None, **columns))
+        elif row.epoch in alive:
+            new = {f"new_{name}": value for name, value in columns.items()}
+            others.append({"of_job": row.job_id, "at": row.position, "under": row.epoch, **new})
+    write(tx, alive.values())
+    insert_rows(tx, request, first)
+    if others:
+        tx.execute(later, others)
 
 
 def dissolve(tx: Connection, epochs: Sequence[int]) -> None:

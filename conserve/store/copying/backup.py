@@ -21,10 +21,10 @@ from sqlalchemy import Engine
 
 from conserve import __version__
 from conserve.errors import SettingsError, StoreInUse
-from conserve.store.copying import contents, filling, manifest, move, tables
+from conserve.store.copying import contents, filling, manifest, tables
 from conserve.store.copying.manifest import DATABASE, MANIFEST, Manifest
 from conserve.store.database import guard
-from conserve.store.database.connection import engine_of, transaction
+from conserve.store.database.connection import address, engine_of, transaction
 from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.database.reader import reader
 from conserve.store.database.store import Store
@@ -159,7 +159,7 @@ def export(store: Store, path: Path) -> None:
     mark = MoveMark(
         id=uuid.uuid4().hex,
         state=MoveState.ARRIVING,
-        other=move.address(store.engine),
+        other=address(store.engine),
         store_id=store.id,
     )
     with closing_engine(engine_of(f"sqlite:///{path}")) as engine:
@@ -189,7 +189,7 @@ def describe(store: Store, folder: Path, taken: Taken, now: float) -> Manifest:
         store_id=store.id,
         version=__version__,
         made_at=now,
-        source=move.address(store.engine),
+        source=address(store.engine),
         database=digests.seal(folder / DATABASE),
         tables=rows,
         files=len(taken.names),

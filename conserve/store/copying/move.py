@@ -22,7 +22,7 @@ from conserve.store.copying import filling
 from conserve.store.copying.filling import Told
 from conserve.store.copying.tables import TableDigest
 from conserve.store.database import guard, lineage, schema
-from conserve.store.database.connection import engine_of, transaction
+from conserve.store.database.connection import address, engine_of, transaction
 from conserve.store.database.migrations import migrate, store_id
 from conserve.store.database.moves import MoveMark, MoveState
 
@@ -51,11 +51,6 @@ class Ends:
         """Close the connections."""
         self.source.dispose()
         self.target.dispose()
-
-
-def address(engine: Engine) -> str:
-    """Address of a database without its password."""
-    return engine.url.render_as_string(hide_password=True)
 
 
 def move(home: Path, ends: Ends, told: Told, ask: Callable[[Connection], None]) -> dict[str, TableDigest]:

@@ -21,7 +21,7 @@ from conserve.store.copying.backup import closing_engine
 from conserve.store.copying.filling import Told
 from conserve.store.copying.manifest import DATABASE, MANIFEST, Manifest
 from conserve.store.database import counters, guard, lineage, schema
-from conserve.store.database.connection import engine_of, transaction
+from conserve.store.database.connection import address, engine_of, transaction
 from conserve.store.database.migrations import migrate
 from conserve.store.database.moves import MoveMark, MoveState
 from conserve.store.files import home
@@ -82,7 +82,7 @@ def claim(target: Engine, where: Path, made: Manifest, backup: Path) -> None:
         if there is None or there.id != mark.id:
             if guard.tables(tx) and (not guard.is_store(tx) or there is not None or move.rows_in(tx)):
                 raise SettingsError(
-                    f"{move.address(target)} is not empty; set CONSERVE_STORE to an empty database"
+                    f"{address(target)} is not empty; set CONSERVE_STORE to an empty database"
                 )
             if any(home.jobs_folder(where).glob("[!.]*")):
                 raise SettingsError(f"{where} has jobs; set CONSERVE_HOME to an empty folder")

@@ -150,10 +150,15 @@ def one_moment(dialect: str) -> dict[str, Any]:
     return options
 
 
+def address(engine: Engine) -> str:
+    """Address of a database without its password."""
+    return engine.url.render_as_string(hide_password=True)
+
+
 def explain(error: SQLAlchemyError, engine: Engine) -> StoreError:
     """Store error for a database error."""
     cause = str(error.orig) if isinstance(error, DBAPIError) else str(error)
-    where = engine.url.render_as_string(hide_password=True)
+    where = address(engine)
     if said := moves.said_by_guard(cause):
         return StoreMoved(said)
     lowered = cause.lower()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sqlalchemy import Engine
 
+from conserve.store.database.connection import address
 from conserve.store.files.locks import alone
 from conserve.whole import write_whole
 
@@ -24,7 +25,7 @@ def place(home: Path, engine: Engine) -> str:
     path = engine.url.database
     if engine.dialect.name == "sqlite" and path and Path(path).is_relative_to(home):
         return str(Path(path).relative_to(home))
-    return engine.url.render_as_string(hide_password=True)
+    return address(engine)
 
 
 def ids(home: Path, at: str) -> list[str]:

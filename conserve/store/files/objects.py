@@ -203,20 +203,21 @@ FilePath: TypeAlias = Path | ObjectPath
 """A file of a store, in a folder or in a bucket."""
 
 
-class ObjectFile(io.RawIOBase):
-    """An object that is read like a file; raises `StoreUnreachable` where the service fails."""
+class RangedFile(io.RawIOBase):
+    """Bytes that are fetched by ranges and read like a file of `size` bytes."""
 
-    def __init__(self, path: ObjectPath) -> None:
+    size = 0
+
+    def __init__(self) -> None:
         super().__init__()
-        self.path = path
-        filesystem = path.bucket.filesystem()
-        with reached(path.bucket):
-            self._file: NativeFile = filesystem.open_input_file(path.at)
-            self.bytes = int(self._file.size())
         self._place = 0
 
+    def read_at(self, start: int, size: int) -> bytes:
+        """Fetch `size` bytes, which exist, from the byte `start`."""
+        raise NotImplementedError
+
     def readable(self) -> bool:
-        """True: the object is open to be read."""
+        """True: the file is open to be read."""
         return True
 
     def seekable(self) -> bool:
@@ -229,13 +230,13 @@ class ObjectFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Let the next read start at another byte."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self.bytes}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self.size}[whence]
         self._place = max(0, base + offset)
         return self._place
 
     def read(self, size: int | None = -1) -> bytes:
         """Read `size` bytes, or all that are left; fewer at the end."""
-        left = max(0, self.bytes - self._place)
+        left = max(0, self.size - self._place)
         wanted = left if size is None or size < 0 else min(size, left)
         found = self.read_at(self._place, wanted) if wanted else b""
         self._place += len(found)
@@ -248,8 +249,20 @@ class ObjectFile(io.RawIOBase):
         view[: len(found)] = found
         return len(found)
 
+
+class ObjectFile(RangedFile):
+    """An object that is read like a file; raises `StoreUnreachable` where the service fails."""
+
+    def __init__(self, path: ObjectPath) -> None:
+        super().__init__()
+        self.path = path
+        filesystem = path.bucket.filesystem()
+        with reached(path.bucket):
+            self._file: NativeFile = filesystem.open_input_file(path.at)
+            self.size = int(self._file.size())
+
     def read_at(self, start: int, size: int) -> bytes:
-        """Read `size` bytes from the byte `start`; a service that sends fewer is asked again once."""
+        """Fetch bytes; a service that sends fewer is asked again once."""
         with reached(self.path.bucket):
             found = bytes(self._file.read_at(size, start))
             if len(found) < size:

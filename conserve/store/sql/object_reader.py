@@ -5,7 +5,6 @@ have to be downloaded, and looks for credentials elsewhere. Ends of files are ke
 when a view is made and when it is scanned.
 """
 
-import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +14,7 @@ import duckdb
 from fsspec import AbstractFileSystem
 
 from conserve.store.files.bucket import Bucket
-from conserve.store.files.objects import ObjectFile, ObjectPath
+from conserve.store.files.objects import ObjectFile, ObjectPath, RangedFile
 
 TAIL_BYTES = 128 << 10
 AT_ONCE = 16  # requests, most of whose time is the way to the service
@@ -84,7 +83,7 @@ class Objects(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
         return datetime.fromtimestamp(0, UTC)
 
 
-class KeptTail(io.RawIOBase):
+class KeptTail(RangedFile):
     """An object whose last bytes are kept for all readers; it is opened once other bytes are asked for."""
 
     def __init__(self, path: ObjectPath, sizes: dict[str, int], tails: dict[str, bytes]) -> None:
@@ -93,39 +92,16 @@ class KeptTail(io.RawIOBase):
         self._file: ObjectFile | None = None
         if path.key not in tails:
             self._file = path.open()
-            size = sizes[path.key] = self._file.bytes
+            size = sizes[path.key] = self._file.size
             tails[path.key] = self._file.read_at(max(0, size - TAIL_BYTES), min(size, TAIL_BYTES))
         self.size = sizes[path.key]
-        self._place = 0
 
-    def readable(self) -> bool:
-        """True: the object is open to be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """True: reads may start anywhere."""
-        return True
-
-    def tell(self) -> int:
-        """Byte at which the next read starts."""
-        return self._place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Let the next read start at another byte."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self.size}[whence]
-        self._place = max(0, base + offset)
-        return self._place
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Read `size` bytes, or all that are left; fewer at the end."""
-        left = max(0, self.size - self._place)
-        wanted = left if size is None or size < 0 else min(size, left)
-        start = self._place
-        self._place += wanted
+    def read_at(self, start: int, size: int) -> bytes:
+        """Take bytes from the kept end, or fetch them."""
         tail = self._tails[self._path.key]
         first = self.size - len(tail)
         if start >= first:
-            return tail[start - first : start - first + wanted]
+            return tail[start - first : start - first + size]
         if self._file is None:
             self._file = self._path.open()
-        return self._file.read_at(start, wanted)
+        return self._file.read_at(start, size)
