@@ -1,58 +1,29 @@
-"""A PostgreSQL server of the tests' own, of the binaries that are installed, and databases on it.
+"""Databases for tests, on a PostgreSQL server of their own.
 
-`apt install postgresql` is enough; tests that need a server are skipped where there is none. It listens on a socket
-in a temporary folder alone and never flushes to the disk. `POSTGRES_URL` names another server instead, by the URL
-of a database whose user may create others.
+Tests that need a server are skipped where none is installed. `POSTGRES_URL` names another server instead, by a
+database whose user may create others.
 """
 
 import contextlib
-import ctypes
 import itertools
 import os
-import pwd
-import shutil
-import signal
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
-import pytest
 from sqlalchemy import Connection, create_engine, delete, make_url, text
 
 from conserve.store.database import schema
 from conserve.store.database.connection import connect
 from conserve.store.database.migrations import STORE_ID
 from conserve.store.database.versions import LATEST
+from tests.postgres_server import binaries, running
 
-INSTALLED = "/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/usr/local/pgsql/bin"
 SETTINGS = {
-    "listen_addresses": "",
-    "fsync": "off",
-    "synchronous_commit": "off",
-    "full_page_writes": "off",
     "shared_buffers": "32MB",
     "max_connections": "200",
     "track_commit_timestamp": "on",  # histories are checked in the order of commits
     "autovacuum": "off",
 }
-PR_SET_PDEATHSIG = 1
-
-
-def binaries() -> Path | None:
-    """Folder of the newest server that is installed."""
-    found = [
-        path for pattern in INSTALLED for path in Path("/").glob(pattern[1:]) if (path / "initdb").exists()
-    ]
-    if found:
-        return max(
-            found, key=lambda path: [int(part) for part in path.parts[-2].split(".") if part.isdigit()]
-        )
-    on_path = shutil.which("initdb")
-    return Path(on_path).resolve().parent if on_path else None
 
 
 def missing() -> str | None:
@@ -136,61 +107,7 @@ def databases(**settings: str) -> Iterator[Databases]:
     """Databases on a server that is started for them, or on that of `POSTGRES_URL`."""
     with contextlib.ExitStack() as stack:
         given = os.environ.get("POSTGRES_URL")
-        found = Databases(given or stack.enter_context(server(**settings)), ours=not given)
+        url = given or stack.enter_context(running({**SETTINGS, **settings})).url()
+        found = Databases(url, ours=not given)
         stack.callback(found.close)
         yield found
-
-
-@contextlib.contextmanager
-def server(**settings: str) -> Iterator[str]:
-    """Run a server; yields the URL of its first database."""
-    where = binaries()
-    assert where is not None
-    with tempfile.TemporaryDirectory(prefix="pg-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        user, data = own(Path(folder)), f"{folder}/data"
-        configured = [f"-c {name}={value!s}" for name, value in {**SETTINGS, **settings}.items()]
-        options = " ".join([f"-k {folder}", *configured]).replace("listen_addresses=", "listen_addresses=''")
-        initdb = (*("-D", data, "-U", "conserve", "-A", "trust", "-E", "UTF8", "--locale", "C"), "--no-sync")
-        initdb = (*("-D", data, "-U", "conserve", "-A", "trust", "-E", "UTF8", "--locale", "C"), "--no-sync")
-        run(where / "initdb", *initdb, user=user).wait()
-        options = [word for item in {**SETTINGS, **settings}.items() for word in ("-c", "=".join(item))]
-        process = run(where / "postgres", "-D", data, "-k", folder, *options, user=user)
-        try:
-            until_ready(process, where / "pg_isready", folder, user)
-            yield f"postgresql+psycopg://conserve@/postgres?host={folder}"
-        finally:
-            process.send_signal(signal.SIGQUIT)  # at once; the folder goes anyway
-            process.wait()
-
-
-def until_ready(process: "subprocess.Popen[bytes]", asked: Path, folder: str, user: str | None) -> None:
-    """Wait until the server answers; fails if it has ended."""
-    while run(asked, "-h", folder, "-q", user=user).wait():
-        if process.poll() is not None:
-            pytest.fail(f"the PostgreSQL server ended with {process.returncode}")
-        time.sleep(0.05)
-
-
-def own(folder: Path) -> str | None:
-    """Give the folder to a user that may run a server; None if the tests' own user may."""
-    if os.geteuid() != 0:
-        return None
-    names = {entry.pw_name for entry in pwd.getpwall()}
-    user = "postgres" if "postgres" in names else "nobody"
-    shutil.chown(folder, user)
-    return user
-
-
-def run(*command: object, user: str | None) -> "subprocess.Popen[bytes]":
-    """Start one of the server's programs, as this user if one is given; it ends with the tests' process."""
-    words = [str(word) for word in command]
-    as_user: dict[str, Any] = {}
-    if user is not None:
-        as_user = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(words, cwd="/", preexec_fn=end_with_parent, **quiet, **as_user)
-
-
-def end_with_parent() -> None:
-    """Have the kernel end this process when the one that started it is gone, however that came about."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGQUIT)

@@ -1,32 +1,41 @@
-"""A PostgreSQL server of a test's own, in a folder of its own, reached through a socket."""
+"""A PostgreSQL server of the tests' own, of the binaries that are installed: `apt install postgresql` is enough.
 
+It lies in a folder of its own, listens on a socket there alone, and ends with the process that started it.
+"""
+
+import ctypes
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-USER = "postgres"  # the server refuses to run as root
+import pytest
+
+INSTALLED = "/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/usr/local/pgsql/bin"
+USER = "conserve"
 FAST = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}  # no test cuts the power
+PR_SET_PDEATHSIG = 1
 
 
-def is_installed() -> bool:
-    """True if there are programs to start a server with, and a driver to reach it."""
-    return find_spec("psycopg") is not None and bool(BINARIES) and (os.geteuid() != 0 or bool(account()))
-
-
-def account() -> pwd.struct_passwd | None:
-    """The account under which root runs the server."""
-    try:
-        return pwd.getpwnam(USER)
-    except KeyError:
-        return None
+def binaries() -> Path | None:
+    """Folder of the newest server that is installed."""
+    found = [
+        path for pattern in INSTALLED for path in Path("/").glob(pattern[1:]) if (path / "initdb").exists()
+    ]
+    if found:
+        return max(
+            found, key=lambda path: [int(part) for part in path.parts[-2].split(".") if part.isdigit()]
+        )
+    on_path = shutil.which("initdb")
+    return Path(on_path).resolve().parent if on_path else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,9 +43,13 @@ class PostgresServer:
     """A cluster in a folder, which may run or not."""
 
     folder: Path
+    binaries: Path
+    account: str | None
+    """User that runs the server; None for the tests' own, which is not root."""
     data: str = "data"
     settings: Mapping[str, str] = field(default_factory=dict)
     databases: int = 0
+    process: "subprocess.Popen[bytes] | None" = None
 
     @property
     def data_folder(self) -> Path:
@@ -45,25 +58,37 @@ class PostgresServer:
 
     def make(self) -> None:
         """Make the cluster."""
-        self.run("initdb", "-D", str(self.data_folder), "-U", USER, "-A", "trust", "--no-sync", "-E", "UTF8")
+        rights = ("-U", USER, "-A", "trust", "-E", "UTF8", "--locale", "C")
+        self.run("initdb", "-D", str(self.data_folder), *rights, "--no-sync")
 
     def start(self) -> None:
         """Start the server, and wait until it takes connections."""
-        options = {
-            "listen_addresses": "",
-            "unix_socket_directories": str(self.folder),
-            **FAST,
-            **self.settings,
-        }
-        words = " ".join(f"-c {name}='{value}'" for name, value in options.items())
-        log = str(self.folder / "log")
-        self.run("pg_ctl", "-D", str(self.data_folder), "-w", "-t", "120", "-l", log, "-o", words, "start")
+        settings = {"listen_addresses": "", **FAST, **self.settings}
+        options = [word for item in settings.items() for word in ("-c", "=".join(item))]
+        words = ("-D", str(self.data_folder), "-k", str(self.folder), *options)
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(self.binaries / "postgres"), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                preexec_fn=end_with_parent,
+                **self.as_account,
+            )
+        while self.done("pg_isready", "-h", str(self.folder), "-q").returncode:
+            if self.process.poll() is not None:
+                pytest.fail(f"the PostgreSQL server ended with {self.process.returncode}: {self.logged()}")
+            time.sleep(0.05)
 
-    def stop(self, how: str = "fast") -> None:
-        """Stop the server, if it runs."""
-        self.run("pg_ctl", "-D", str(self.data_folder), "-w", "-m", how, "stop", check=False)
+    def stop(self, how: int = signal.SIGINT) -> None:
+        """Stop the server, if it runs; SIGQUIT ends it at once."""
+        if self.process is not None:
+            self.process.send_signal(how)
+            self.process.wait()
+            self.process = None
 
-    def url(self, database: str) -> str:
+    def url(self, database: str = "postgres") -> str:
         """Address of a database, as CONSERVE_STORE has it."""
         return f"postgresql+psycopg://{USER}@/{database}?host={self.folder}"
 
@@ -83,23 +108,23 @@ class PostgresServer:
             done = connection.execute(statement)  # type: ignore[call-overload]
             return list(done.fetchall()) if done.description else []
 
-    def run(self, program: str, *words: str, check: bool = True) -> None:
-        """Run one of PostgreSQL's programs as the server's user."""
-        done = self.process([str(BINARIES[-1] / program), *words])
-        assert done.returncode == 0 or not check, (program, words, done.stdout, self.logged())
+    def run(self, program: str, *words: str) -> None:
+        """Run one of PostgreSQL's programs, or another one, as the server's user."""
+        done = self.done(program, *words)
+        assert done.returncode == 0, (program, words, done.stdout, self.logged())
 
-    def process(self, words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        """Run a program as the server's user."""
-        options = {"user": USER, "group": USER, "extra_groups": []} if os.geteuid() == 0 else {}
+    def done(self, program: str, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Run a program as the server's user, whatever comes of it."""
+        ours = self.binaries / program
         return subprocess.run(
-            words,
+            [str(ours) if ours.exists() else program, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
             cwd=self.folder,
             check=False,
-            **options,  # type: ignore[arg-type]
+            **self.as_account,
         )
 
     def logged(self) -> str:
@@ -107,19 +132,42 @@ class PostgresServer:
         log = self.folder / "log"
         return log.read_text()[-2000:] if log.exists() else ""
 
+    @property
+    def as_account(self) -> dict[str, Any]:
+        """Arguments of `subprocess` that start a program as the server's user."""
+        if self.account is None:
+            return {}
+        return {"user": self.account, "group": pwd.getpwnam(self.account).pw_gid, "extra_groups": []}
+
 
 @contextmanager
 def running(settings: Mapping[str, str] | None = None) -> Iterator[PostgresServer]:
     """Run a server until the context ends."""
-    folder = Path(tempfile.mkdtemp(prefix="pg", dir="/tmp"))  # short, for the path of the socket
-    folder.chmod(0o755)
-    if (found := account()) is not None and os.geteuid() == 0:
-        os.chown(folder, found.pw_uid, found.pw_gid)
-    server = PostgresServer(folder=folder, settings=settings or {})
-    try:
-        server.make()
-        server.start()
-        yield server
-    finally:
-        server.stop("immediate")
-        shutil.rmtree(folder, ignore_errors=True)
+    found = binaries()
+    assert found is not None, "PostgreSQL is not installed"
+    with tempfile.TemporaryDirectory(prefix="pg", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        where = Path(folder)  # short, for the path of the socket
+        server = PostgresServer(
+            folder=where, binaries=found, account=given_to(where), settings=settings or {}
+        )
+        try:
+            server.make()
+            server.start()
+            yield server
+        finally:
+            server.stop(signal.SIGQUIT)
+
+
+def given_to(folder: Path) -> str | None:
+    """Give the folder to a user that may run a server; None if the tests' own user may."""
+    if os.geteuid() != 0:
+        return None
+    names = {entry.pw_name for entry in pwd.getpwall()}
+    user = "postgres" if "postgres" in names else "nobody"
+    shutil.chown(folder, user, pwd.getpwnam(user).pw_gid)
+    return user
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that started it is gone, however that came about."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGQUIT)

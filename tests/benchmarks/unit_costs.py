@@ -29,10 +29,9 @@ from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.database.store import Store
-from tests import postgres_server
 from tests.benchmarks.inputs import short_rows
 from tests.benchmarks.report import Figure
-from tests.postgres_server import PostgresServer
+from tests.postgres_server import PostgresServer, running
 
 ROWS = 20_000
 PACE_ROWS_S = 1e9 / 86_400 / 1_000  # of one server of a thousand, at a billion rows a day
@@ -69,7 +68,7 @@ class Spent:
 
 def measure() -> list[Figure]:
     """Costs of a drain by row, of a paced harvester and an idle one by second, and of a job's files."""
-    with postgres_server.running(SAFE) as server, tempfile.TemporaryDirectory() as folder:
+    with running(SAFE) as server, tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         store = load({"home": where / "home", "store": server.new_database()}, environ={})
         submitted = submitted_rows(server, store, where)

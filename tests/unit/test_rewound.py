@@ -18,9 +18,9 @@ from conserve.store.books import leases, shards
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.upkeep import checking
-from tests import commands, postgres_server
+from tests import commands, postgres
 from tests.commands import conserve
-from tests.postgres_server import PostgresServer
+from tests.postgres_server import USER, PostgresServer, running
 from tests.store_rows import finish, leased, select
 
 ROWS = 40
@@ -122,10 +122,10 @@ def test_an_older_copy_of_a_sqlite_database(store: Store, tmp_path: Path) -> Non
 @pytest.fixture
 def archiving(tmp_path: Path) -> Iterator[PostgresServer]:
     """A server that archives its log."""
-    if not postgres_server.is_installed():
-        pytest.skip("PostgreSQL is not installed")
+    if reason := postgres.missing():
+        pytest.skip(reason)
     archive = {"archive_mode": "on", "archive_command": "cp %p ../archive/%f", "wal_level": "replica"}
-    with postgres_server.running({**archive, "full_page_writes": "on"}) as server:
+    with running({**archive, "full_page_writes": "on"}) as server:
         yield server
 
 
@@ -135,9 +135,18 @@ def test_point_in_time_recovery_of_postgresql(
 ) -> None:
     """docs/how-to/recover.md, step by step."""
     server = archiving
-    server.process(["mkdir", "archive"])
+    server.run("mkdir", "archive")
     monkeypatch.setenv("CONSERVE_STORE", server.new_database())
-    server.run("pg_basebackup", "-h", str(server.folder), "-U", "postgres", "-D", str(server.folder / "base"))
+    server.run(
+        "pg_basebackup",
+        "--checkpoint=fast",
+        "-h",
+        str(server.folder),
+        "-U",
+        USER,
+        "-D",
+        str(server.folder / "base"),
+    )
     jobs = before(tmp_path)
     ((moment,),) = server.sql("select clock_timestamp()::text")
     last_epoch = after(tmp_path, jobs)
@@ -147,7 +156,7 @@ def test_point_in_time_recovery_of_postgresql(
     with (server.data_folder / "postgresql.auto.conf").open("a") as conf:
         conf.write(f"restore_command = 'cp ../archive/%f %p'\nrecovery_target_time = '{moment}'\n")
         conf.write("recovery_target_action = 'promote'\n")
-    server.process(["touch", str(server.data_folder / "recovery.signal")])
+    server.run("touch", str(server.data_folder / "recovery.signal"))
     server.start()
     commands.until(lambda: server.sql("select pg_is_in_recovery()") == [(False,)])
     check_recovered(jobs, last_epoch)
