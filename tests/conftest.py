@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -52,6 +53,13 @@ SERVERS = frozenset(
 # A library of vLLM's API server sets the level of the root logger, and of pytest's handler, to this or to ERROR.
 os.environ["SAGEMAKER_CONTAINER_LOG_LEVEL"] = "WARNING"
 os.environ["CONSERVE_FORK_SERVER"] = "keep"  # engines of one process import vLLM once
+
+MEMORY = Path("/dev/shm")
+NEEDED = 4 << 30  # bytes; the files of all tests together take a quarter, of which those of failed ones stay
+
+# Databases sync at every commit, and the tests make tens of thousands: a slow disk would take most of the time.
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= NEEDED:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # Of the examples that a property names, a run of minutes tries a quarter and one before a release twice as many.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)

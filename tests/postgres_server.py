@@ -145,7 +145,9 @@ def running(settings: Mapping[str, str] | None = None) -> Iterator[PostgresServe
     """Run a server until the context ends."""
     found = binaries()
     assert found is not None, "PostgreSQL is not installed"
-    with tempfile.TemporaryDirectory(prefix="pg", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="pg", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT", "/tmp"), ignore_cleanup_errors=True
+    ) as folder:
         where = Path(folder)  # short, for the path of the socket
         server = PostgresServer(
             folder=where, binaries=found, account=given_to(where), settings=settings or {}

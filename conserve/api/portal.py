@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 STOPPING = "stopping: saving progress (once more to stop at once)"
+ENDS_WITHIN_S = 5.0  # a task that is cancelled
 AT_EXIT: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
 """Registers a function for the time at which thread pools still take work; that of atexit's is too late."""
 
@@ -103,10 +104,20 @@ class Portal:
             self._last.remove(end)
 
     def end(self) -> None:
-        """End what still runs, in the reverse order of its beginning."""
+        """End what still runs, in the reverse order of its beginning, and then the tasks beside it."""
         while self._last:
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 self.submit(self._last.pop()()).done.result()
+        self.submit(cancel_others()).done.result()
+
+
+async def cancel_others() -> None:
+    """Cancel the other tasks of this loop: once thread pools take no work, one that begins anew would fail."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), ENDS_WITHIN_S)
 
 
 portal = Portal()

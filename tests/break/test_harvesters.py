@@ -154,7 +154,14 @@ class Fleet:
             assert found[job_id].by_row() == {row: job.expected(row) for row in range(len(job.prompts))}
 
 
-@pytest.mark.parametrize(("number", "jobs"), [(2, (200,)), (5, (300, 200)), (20, (500, 300, 200))])
+@pytest.mark.parametrize(
+    ("number", "jobs"),
+    [
+        (2, (200,)),
+        pytest.param(5, (300, 200), marks=pytest.mark.full),
+        pytest.param(20, (500, 300, 200), marks=pytest.mark.full),
+    ],
+)
 def test_harvesters_that_freeze_and_clocks_that_are_set_lose_and_double_no_row(
     tmp_path: Path, forks: Forks, number: int, jobs: Sequence[int], rounds: int, seed: int
 ) -> None:

@@ -13,7 +13,7 @@ from .mix import Mix, Server, server
 KILLS = 25  # a round of each of these, which two processes can play at a time
 COMMANDS = (("run", "submit -", "a migration"), ("submit FILE", "harvest", "retry", "cancel", "results -o"))
 
-pytestmark = [pytest.mark.breakage, pytest.mark.timeout(7_200)]
+pytestmark = [pytest.mark.breakage, pytest.mark.full, pytest.mark.timeout(7_200)]
 
 
 @pytest.fixture(scope="module")

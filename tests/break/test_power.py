@@ -28,7 +28,7 @@ from .table import report
 CONSTANTS = {"conserve__store__books__shards__SHARD_ROWS": 40}
 JOB = Job(prompts=[f"q{n}" + (" REJECT" if n % 40 == 7 else "") for n in range(100)], tokens=4, served=False)
 SYNCED, RENAMED = "os:fsync", "os:rename"
-CUTS = 12  # at random points, a round; each command is also followed by one
+CUTS = 6  # at random points, a round; each command is also followed by one
 
 pytestmark = [pytest.mark.breakage, pytest.mark.timeout(7_200)]
 

@@ -140,6 +140,7 @@ class TestGraphs:
         for seed in range(4):
             assert engine.preempted(asked, Dice(seed, LAYERS)) == wanted
 
+    @pytest.mark.full
     def test_rows_lose_their_memory(self, with_graphs: Any) -> None:
         storm(with_graphs[0], 200)
 

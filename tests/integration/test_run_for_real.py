@@ -51,6 +51,7 @@ def batch_file(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_killed_run_continues_its_long_row_and_the_rest_is_right(
     demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -347,7 +347,9 @@ def names(requests: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", ["conserve", "online-only", "paced"])
-@pytest.mark.parametrize(("blocks", "ahead"), [(64, 1), (64, 3), (4096, 1)])
+@pytest.mark.parametrize(
+    ("blocks", "ahead"), [pytest.param(64, 1, marks=pytest.mark.full), (64, 3), (4096, 1)]
+)
 def test_an_engine_that_schedules_ahead_does_the_same(
     make: Make, policy: str, blocks: int, ahead: int
 ) -> None:

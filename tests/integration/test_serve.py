@@ -367,6 +367,7 @@ def ask_until_refused(client: openai.OpenAI) -> None:
         client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=200, timeout=200)
 
 
+@pytest.mark.full
 def test_a_killed_engine_comes_back_and_no_row_is_lost_or_doubled(
     service: Service, client: openai.OpenAI, tmp_path: Path
 ) -> None:

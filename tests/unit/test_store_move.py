@@ -181,7 +181,7 @@ def test_a_harvester_that_follows_the_old_database_ends(
         await asyncio.to_thread(move_once_it_runs)
         await working
 
-    with pytest.raises(StoreMoved, match="was moved to"):
+    with pytest.raises(StoreMoved, match="moved to"):
         asyncio.run(follow())
     ends.close()
 

@@ -131,6 +131,7 @@ def test_one_score_that_differs_a_little_is_no_reason_to_doubt() -> None:
     assert 100 < (found.evidence.needed or 0) <= 150, "as many as clear one of twenty"
 
 
+@pytest.mark.full
 def test_rare_falls_get_no_all_clear_more_often_than_stated() -> None:
     dice, cleared = rng(5), 0
     before = {item: 0.01 * (item % 90) for item in range(45)}

@@ -222,7 +222,8 @@ def format_of(path: Path | None, wanted: Format | None) -> Format:
     if path is None:
         return Format.JSONL
     named = SUFFIXES.get(path.suffix.lower())
-    if named is None and (path.is_relative_to("/dev") or (path.exists() and not path.is_file())):
+    device = path.is_relative_to("/dev") and not path.is_relative_to("/dev/shm")
+    if named is None and (device or (path.exists() and not path.is_file())):
         return Format.JSONL
     if named is None:
         raise UsageError(
