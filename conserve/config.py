@@ -66,7 +66,7 @@ class Settings:
     sql_timeout_s: float = 300.0
     """Seconds that a query may compute; 0 for any time."""
     log_format: str = "text"
-    """What long-running commands say beside their data: `text`, or `json`, one object a line."""
+    """Form of the messages of long-running commands: `text`, or `json`, one object a line."""
     metrics_port: int | None = None
     """Port at which a harvester answers /metrics; 0 for a free one."""
     metrics_host: str = "127.0.0.1"

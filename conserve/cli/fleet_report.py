@@ -117,7 +117,7 @@ def document(sight: Sight) -> dict[str, Any]:
 
 
 def why(sight: Sight) -> str | None:
-    """What is wrong with a server, in the words of a harvester that sees it."""
+    """Fault of a server, in the words of a harvester that sees it."""
     said = Counter(one.why for one in sight.fresh if one.why and one.state in (*BAD, "busy"))
     return said.most_common(1)[0][0] if said else None
 

@@ -1,4 +1,4 @@
-"""What a harvesting command tells the tools that watch it: a metrics page, traces, structured logs."""
+"""Metrics page, traces and structured logs of a harvesting command."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -45,14 +45,14 @@ class Container:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What a pod runs."""
+    """Containers of a pod."""
 
     containers: list[Container] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """How a pod is."""
+    """State of a pod."""
 
     podIP: str | None = None  # noqa: N815  the API's name
     conditions: list[Condition] | None = None

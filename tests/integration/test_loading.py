@@ -47,12 +47,18 @@ def test_a_library_without_kernels_does_not_pass(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.engine
-def test_the_printed_command_serves_as_conserve_serve_would(demo_model: Path) -> None:
+def test_the_printed_command_serves_as_conserve_serve_would(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM reads the same arguments from it, and its scheduler the same settings."""
+    from conserve.engine.vllm.launching import flags as launching
     from conserve.engine.vllm.server.printed import VLLM_CPU, command_of
     from conserve.engine.vllm.server.process import arguments, parsed
     from conserve.engine.vllm.settings import EngineSettings, written
 
+    monkeypatch.setattr(
+        launching, "_available_bytes", lambda: 8 << 30
+    )  # other tests take some, and give it back
     flags = ["--max-model-len", "2048", "--port", "8123"]
     section = {
         "policy": "conserve",

@@ -1,1 +1,1 @@
-"""What operators install: the dashboard, the page on the chart's values, and checks of deploy/."""
+"""Tools for deploy/: the dashboard, the page on the chart's values, and checks."""

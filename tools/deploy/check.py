@@ -45,7 +45,7 @@ class Missing(Exception):
 
 
 class Wrong(Exception):
-    """What a tool says against a file."""
+    """Finding of a tool in a file."""
 
 
 def tool(name: str, where: str) -> str:

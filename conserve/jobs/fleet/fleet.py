@@ -102,7 +102,7 @@ class Fleet:
         return InFlight(sum(one.computed for one in told), sum(most) if len(most) == len(told) else None)
 
     def sightings(self) -> list[Sighting]:
-        """What this harvester sees of each server."""
+        """Observations of each server by this harvester."""
         return self.servers.sightings(now_s())
 
     def drain(self, urls: Collection[str]) -> None:

@@ -21,7 +21,7 @@ RECENT = 64  # rows whose times are remembered
 
 
 class MemberState(StrEnum):
-    """What a server is to a harvester."""
+    """State of a server, as a harvester treats it."""
 
     STARTING = "starting"
     """It has not answered yet."""

@@ -56,7 +56,7 @@ class Membership:
         return max(caches, key=lambda cache: cache.num_blocks or 0, default=KvCache())
 
     def sightings(self, now: float) -> list[Sighting]:
-        """What this harvester sees of each server."""
+        """Observations of each server by this harvester."""
         return [
             Sighting(
                 url=member.url,

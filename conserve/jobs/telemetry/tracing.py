@@ -71,7 +71,7 @@ def exporting(url: str | None, *, service: str | None) -> TracerProvider:
 
 
 def resource(service: str | None) -> Resource:
-    """What the spans are of: this service, and OTEL_RESOURCE_ATTRIBUTES."""
+    """Resource that the spans belong to: this service, and OTEL_RESOURCE_ATTRIBUTES."""
     return Resource.create({"service.name": service or "conserve", "service.version": __version__})
 
 

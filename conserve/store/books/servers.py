@@ -19,7 +19,7 @@ KEPT_S = 7 * 86_400  # a server that no harvester feeds is listed this long
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """What one harvester sees of one server."""
+    """One server as one harvester sees it."""
 
     url: str
     state: str
@@ -34,7 +34,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feeding:
-    """What one harvester saw of one server, and when."""
+    """One server as one harvester saw it, and when."""
 
     owner: str
     state: str

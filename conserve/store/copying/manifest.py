@@ -16,7 +16,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a backup holds."""
+    """Contents of a backup."""
 
     id: str
     store_id: str
