@@ -104,7 +104,12 @@ class Portal:
             self._last.remove(end)
 
     def end(self) -> None:
-        """End what still runs, in the reverse order of its beginning, and then the tasks beside it."""
+        """End what still runs, in the reverse order of its beginning, and then the tasks beside it.
+
+        A forked child inherits the registration of `end`, but not the loop: nothing runs there.
+        """
+        if self._loop is None:
+            return
         while self._last:
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 self.submit(self._last.pop()()).done.result()

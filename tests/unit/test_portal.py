@@ -1,10 +1,12 @@
 """The portal: every call that is handed to it comes to an end."""
 
 import asyncio
+import multiprocessing
+import threading
 
 import pytest
 
-from conserve.api.portal import Pending
+from conserve.api.portal import Pending, portal
 
 
 async def nothing() -> int:
@@ -42,3 +44,12 @@ def test_work_ends_with_its_result_or_its_error() -> None:
         bad.result()
     with pytest.raises(SystemExit):  # which would end the loop if it left the task
         leaves.result()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_process_ends_well_beside_a_portal() -> None:
+    assert portal.submit(nothing()).result() == 7
+    child = multiprocessing.get_context("fork").Process(target=threading.active_count)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
