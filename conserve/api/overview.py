@@ -106,7 +106,7 @@ class ServerSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """Jobs and servers at one moment. `error` says why the store cannot be read; the jobs are then those of before."""
+    """Jobs and servers at one moment. `error` says why the store cannot be read; the jobs are then older."""
 
     at: float
     store: str

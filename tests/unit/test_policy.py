@@ -787,3 +787,34 @@ def test_a_plan_says_what_offline_tokens_had_to_fit_into() -> None:
     composer.add(Candidate("offline", 5, 0), 5)
     assert composer.plan().limit_ms == 50.0
     assert composer.plan().predicted_ms == 20.0
+
+
+@pytest.mark.parametrize("restorable", [0, 99])
+def test_a_class_whose_prompt_finds_no_room_holds_up_no_prompt_that_runs(restorable: int) -> None:
+    agents = [Candidate(f"agent{n}", 16, 16, blocks=2) for n in range(2)]  # in the blocks that they have
+    chats = [Candidate(f"chat{n}", 100, 0, restorable=restorable) for n in range(2)]
+    row = Candidate("row", 16, 0, blocks=1)  # as it has its block, it would fit
+    plan = plan_of(
+        online=agents,
+        waiting_online=chats,
+        offline=[row],
+        free_blocks=0,
+        slos={"chat": Slo(), "agent": Slo()},
+        classes={"agent0": "agent", "agent1": "agent", "chat0": "chat", "chat1": "chat"},
+        served={"chat": 0.0, "agent": 50.0},
+    )
+    assert plan.tokens == {"agent0": 16, "agent1": 16}
+    assert not plan.evicted, "the row's block would not make enough room"
+
+
+def test_a_class_that_was_served_less_leaves_running_prompts_their_kv_blocks() -> None:
+    agent = Candidate("agent", 32, 16, blocks=1)  # lacks two blocks
+    changes: dict[str, Any] = {
+        "online": [agent],
+        "waiting_online": [Candidate("chat", 16, 0)],
+        "slos": {"chat": Slo(), "agent": Slo()},
+        "classes": {"agent": "agent", "chat": "chat"},
+        "served": {"chat": 0.0, "agent": 50.0},
+    }
+    assert plan_of(**changes, free_blocks=2).tokens == {"agent": 32}
+    assert [*plan_of(**changes, free_blocks=3).tokens] == ["chat", "agent"]

@@ -7,7 +7,7 @@ count, so a class with much traffic delays another by one prompt's chunk at a ti
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import inf
 from typing import TypeVar
 
@@ -16,14 +16,15 @@ from conserve.engine.policy.view import Candidate, View
 T = TypeVar("T")
 
 
-def prompts_in_turn(view: View) -> Iterator[tuple[Candidate, bool]]:
+def prompts_in_turn(view: View, has_room: Callable[[], bool]) -> Iterator[tuple[Candidate, bool]]:
     """Prompts in the order in which they are served, with True for those that wait.
 
     Without classes running prompts come before waiting requests. With classes the class that was served least comes
-    first; a running prompt comes before the waiting ones of its class.
+    first; a running prompt comes before the waiting ones of its class. Once `has_room()` is false none that waits
+    comes any more, but every running prompt does: it holds the KV blocks that the others wait for.
     """
     running = [request for request in view.online if not request.decode]
-    waiting = iter(view.waiting_online)
+    waiting = takewhile(lambda request: has_room(), view.waiting_online)
     if view.slos:
         yield from _merged(view, running, waiting)
         return

@@ -36,11 +36,17 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
         add_steps(composer, victims, decodes)
     typical_ms = view.typical_prompt_ms if view.prompt_tokens else inf
     first_tokens = 0  # of requests whose prompt ends in this iteration
-    for request, waiting in prompts_in_turn(view):
+    crowded_out: list[str] = []  # a waiting request that found no room
+    # KV blocks that running prompts lack: a waiting one of a class that was served less takes none of these.
+    owed = sum(composer.blocks_for(one, one.tokens) for one in view.online if not one.decode)
+    for request, waiting in prompts_in_turn(view, lambda: not crowded_out):
         slo = view.slo_of(request)
         if request.restorable:
-            if composer.tokens_left < 1 or not make_place(composer, victims, request):
+            if composer.tokens_left < 1:
                 return OnlineShare(False, limit_ms, rows_left(view, composer))
+            if not make_place(composer, victims, request, owed):
+                crowded_out.append(request.name)
+                continue
             composer.restore(request)
             if not request.answered:
                 first_tokens_ms = min(first_tokens_ms, slo.ttft_ms - request.age_ms)
@@ -52,8 +58,11 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
         # With classes the queue is mostly that of others, which this class's turns overtake.
         behind = 0 if view.slos else max(0, view.queued_online - len(composer.admitted) - waiting)
         tokens = chunk(composer, request, limit_ms, slo, late_ms, behind=behind, typical_ms=typical_ms)
-        if not tokens or not place(composer, victims, request, tokens, waiting=waiting):
-            return OnlineShare(False, limit_ms, rows_left(view, composer))
+        if not waiting:
+            owed -= composer.blocks_for(request, request.tokens)
+        if tokens and not place(composer, victims, request, tokens, waiting=waiting, owed=owed):
+            crowded_out.append(request.name)
+            continue
         if tokens < request.tokens:
             return OnlineShare(False, limit_ms, rows_left(view, composer))
         if not request.answered:
@@ -62,9 +71,8 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
             patience_ms = min(patience_ms, PATIENCE * slo.ttft_ms)
     if view.rows_leave and first_tokens_ms < inf:  # offline tokens delay it by `PATIENCE` at most
         first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + patience_ms)
-    return OnlineShare(
-        composer.free_blocks >= 0, min(limit_ms, first_tokens_ms, gap_ms), rows_left(view, composer)
-    )
+    complete = not crowded_out and composer.free_blocks >= 0
+    return OnlineShare(complete, min(limit_ms, first_tokens_ms, gap_ms), rows_left(view, composer))
 
 
 def add_steps(composer: Composer, victims: list[Candidate], decodes: list[Candidate]) -> None:
@@ -138,22 +146,31 @@ def chunks_ms(composer: Composer, request: Candidate, tokens: int, limit_ms: flo
 
 
 def place(
-    composer: Composer, victims: list[Candidate], request: Candidate, tokens: int, *, waiting: bool
+    composer: Composer,
+    victims: list[Candidate],
+    request: Candidate,
+    tokens: int,
+    *,
+    waiting: bool,
+    owed: int = 0,
 ) -> bool:
-    """Add the request, evicting others for it; False if it has to wait for room."""
+    """Add the request, evicting others for it; False if it waits and finds no room beside `owed` KV blocks."""
     if not waiting:
         composer.make_room(victims, composer.blocks_for(request, tokens))
         composer.add(request, tokens)
         return True
-    if not make_place(composer, victims, request):
+    if not make_place(composer, victims, request, owed):
         return False
     composer.admit(request, tokens)
     return True
 
 
-def make_place(composer: Composer, victims: list[Candidate], request: Candidate) -> bool:
-    """Evict others until a waiting request has room for all its tokens; False if that cannot be."""
-    whole = composer.blocks_for(request, request.tokens)
+def make_place(composer: Composer, victims: list[Candidate], request: Candidate, owed: int = 0) -> bool:
+    """Evict others until a waiting request has room for all its tokens, and `owed` KV blocks stay free.
+
+    False if that cannot be.
+    """
+    whole = owed + composer.blocks_for(request, request.tokens)
     return any(
         composer.make_room(victims, blocks, slots=1) for blocks in (whole + composer.watermark_blocks, whole)
     )
