@@ -476,6 +476,18 @@ def test_an_iteration_that_vllm_composes_alone_is_online_only_too(make: Make) ->
     assert set(engine.step().num_scheduled_tokens) == set(names(offline))
 
 
+def test_a_plan_for_some_live_requests_that_came_to_nothing_is_followed_by_vllms_own(make: Make) -> None:
+    engine = make("conserve")
+    engine.add(100, 50, offline=True)
+    first, _ = (engine.add(100, 6) for _ in range(2))
+    engine.step()
+    last = engine.scheduler._last
+    last.plan = replace(last.plan, tokens={first.request_id: 1})
+    assert engine.scheduler._plan() is not None
+    last.stalled = True
+    assert engine.scheduler._plan() is None
+
+
 def test_the_report_says_which_model_plans_and_how_far_off_it_was(make: Make) -> None:
     engine = make("conserve")
     engine.add(100, 20, offline=True)

@@ -263,10 +263,9 @@ class CoServing:
 
     @property
     def _last_was_a_turn(self) -> bool:
-        """True if the last plan left running online requests out: theirs is the next iteration anyway."""
+        """True if the last plan had rows alone while online requests run: theirs is the next iteration anyway."""
         plan = self._last.plan
-        online = (request.request_id for request in self.running if is_online(request))
-        return plan is not None and any(name not in plan.tokens for name in online)
+        return plan is not None and plan.tokens.keys() <= self._offline and any(map(is_online, self.running))
 
     @property
     def _slo(self) -> Slo:
