@@ -42,7 +42,7 @@ def known_model() -> dict[str, Any]:
 
 
 class Executed(NamedTuple):
-    """What an executor would have taken and brought."""
+    """An executor's time and results."""
 
     ms: float
     sampled: list[list[int]]
@@ -93,7 +93,7 @@ class BareEngine(SchedulerAlone):
         return outputs
 
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """What an executor would have brought."""
+        """Results that an executor would have brought."""
         names = list(output.num_scheduled_tokens)
         ms, sampled = self._under_way.pop(id(output))
         self.clock.now += max(ms, 0.1) / 1e3
@@ -107,7 +107,7 @@ class BareEngine(SchedulerAlone):
         )
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """As when clients hang up."""
+        """Abort requests as when clients hang up."""
         self.scheduler.finish_requests(
             [request.request_id for request in requests], RequestStatus.FINISHED_ABORTED
         )

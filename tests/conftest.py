@@ -98,7 +98,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long, and by which choices, tests in `tests/break` try to break things."""
+    """Rounds and seed of the tests in `tests/break`."""
     group = parser.getgroup("breakage")
     group.addoption("--break-rounds", type=int, default=os.environ.get("BREAK_ROUNDS", 1))
     group.addoption("--break-seed", type=int, default=os.environ.get("BREAK_SEED", 1))

@@ -35,7 +35,7 @@ ENVIRONMENT = {
 BLOCK = 32  # tokens, the least on a CPU
 CHUNK = 256  # tokens of an iteration
 FIRST, LAST = 100, 40_000  # of the tokens that prompts are made of
-NOISE = 5.0  # in KV blocks that nobody has computed
+NOISE = 5.0  # in KV blocks of tokens that were not computed
 ALL = -1  # offline rows
 Decide = Callable[
     [Stamp, int], int
@@ -73,21 +73,21 @@ class Scripted:
         self.decide, self.iterations = decide, 0
 
     def script(self, orders: Mapping[int, Sequence[Order]]) -> Decide:
-        """Orders by iteration, counted from 1 and only where somebody may leave."""
+        """Orders by iteration, counted from 1 and only where rows may leave."""
         return lambda stamp, layer: by_now(orders.get(self.iterations, ()), stamp, layer)
 
 
 def by_now(orders: Sequence[Order], stamp: Stamp, layer: int) -> int:
-    """How many are to have left: orders stay, as the flag does."""
+    """Number of rows that are to have left; orders stay, as the flag does."""
     numbers = [rows for before, rows in orders if before <= layer]
     return max((len(stamp.rows) if rows == ALL else rows for rows in numbers), default=0)
 
 
 class Dice:
-    """Decides at random: mostly somebody leaves, now and then more of them later, or everybody."""
+    """Decides at random: mostly some rows leave, now and then more of them later, or all of them."""
 
-    def __init__(self, seed: int, layers: int, *, often: float = 0.8, everybody: float = 0.05) -> None:
-        self._dice, self._layers, self._often, self._everybody = random.Random(seed), layers, often, everybody
+    def __init__(self, seed: int, layers: int, *, often: float = 0.8, whole: float = 0.05) -> None:
+        self._dice, self._layers, self._often, self._whole = random.Random(seed), layers, often, whole
         self._orders: list[Order] = []
 
     def __call__(self, stamp: Stamp, layer: int) -> int:
@@ -99,7 +99,7 @@ class Dice:
         dice = self._dice
         while dice.random() < self._often:
             some = dice.choice([rows, dice.randint(1, rows)])
-            yield dice.randrange(self._layers), ALL_ROWS if dice.random() < self._everybody else some
+            yield dice.randrange(self._layers), ALL_ROWS if dice.random() < self._whole else some
 
 
 class Ask(NamedTuple):
@@ -119,7 +119,7 @@ class Chunk(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came of it."""
+    """A request's answer: its tokens, its text, the reason of its end."""
 
     tokens: tuple[int, ...]
     text: str
@@ -200,7 +200,7 @@ class PreemptedEngine:
         return request, self.core.preprocess_add_request(request)[0]
 
     def add_prepared(self, request: tuple[Any, Any]) -> None:
-        """What the main thread does with it."""
+        """Add a prepared request, as the main thread does."""
         brought, prepared = request
         self.llm.output_processor.add_request(brought, None, None, 0)
         self.core.add_request(prepared)
@@ -263,13 +263,13 @@ class PreemptedEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to step for, be it that the worker forgets those who are gone."""
+        """True if a step is needed, be it for the worker to forget finished requests."""
         return bool(
             self.llm.has_unfinished_requests() or self.scheduler.has_requests() or self.core.batch_queue
         )
 
     def drain(self, within_s: float = 240.0) -> dict[str, Answer]:
-        """Until everybody is done; returns the answers, and forgets them."""
+        """Step until all requests are done; return their answers, and forget these."""
         end = time.monotonic() + within_s  # not steps, which cost nothing while a grammar is compiled
         while self.busy and time.monotonic() < end:
             self.step()
@@ -323,7 +323,7 @@ class PreemptedEngine:
         return next(str(long) for long in self.scheduler.requests if long.rpartition("-")[0] == name)
 
     def abort(self, name: str) -> None:
-        """As a client's abort that the engine core finds when the iteration under way has been computed."""
+        """Abort a request as a client does: the core finds it once the iteration under way has been computed."""
         inside = self.internal(name)
         self.llm.output_processor.abort_requests([inside], internal=True)
         self.core.aborts_queue.put_nowait([inside])
@@ -338,14 +338,14 @@ class PreemptedEngine:
             scheduler._preempt_request(victim, time.monotonic())
 
     def take_memory(self, name: str) -> None:
-        """A row loses its KV blocks, and what is written into them at once is somebody else's."""
+        """A row loses its KV blocks, and another request writes into them at once."""
         victim = self.scheduler.requests[self.internal(name)]
         self.scheduler.running.remove(victim)
         self.scheduler._preempt_request(victim, time.monotonic())
         self.overwrite_free()
 
     def overwrite_free(self) -> None:
-        """All blocks that nobody holds are used by others, and forgotten."""
+        """Fill all free blocks with other contents, and forget these."""
         pool = self.scheduler.kv_cache_manager.block_pool
         free = [block.block_id for block in pool.blocks if not block.ref_cnt and not block.is_null]
         pool.evict_blocks(set(free))
@@ -368,7 +368,7 @@ class PreemptedEngine:
         return list(ids)
 
     def assert_nothing_is_left(self) -> None:
-        """Everybody is gone, and all memory is free."""
+        """Check that no request is left and all memory is free."""
         scheduler, preemptions, runner = self.scheduler, self.preemptions, self.worker.model_runner
         for waiting in (scheduler.requests, scheduler.running, scheduler.waiting):
             assert not waiting
@@ -462,7 +462,7 @@ def started(model: Path, **flags: Any) -> Iterator[PreemptedEngine]:
 
 
 def requests_in(runner: Any) -> list[dict[str, Any]]:
-    """What vLLM's model runner, V1 or V2, keeps by a request's name."""
+    """State that vLLM's model runner, V1 or V2, keeps by a request's name."""
     if hasattr(runner, "req_states"):
         asked = runner.prompt_logprobs_worker
         return [

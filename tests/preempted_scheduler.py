@@ -17,7 +17,7 @@ LAYERS = 6
 
 
 class PreemptedScheduler(BareEngine):
-    """In two iterations of three somebody leaves: the first of the stamp's rows, or everybody."""
+    """In two iterations of three rows leave: the first of the stamp's, or all of them."""
 
     def __init__(self, folder: Path, clock: Clock, *, blocks: int, seed: int) -> None:
         config = engine_config(
@@ -43,7 +43,7 @@ class PreemptedScheduler(BareEngine):
         return self.requests[-1]
 
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """What the worker would have brought, had these rows left."""
+        """Results that the worker would have brought, had these rows left."""
         result, stamp, dice = super().result(output), stamp_of(output), self._dice
         if stamp is None or not stamp.rows or dice.random() < 0.33:
             if stamp is not None:
@@ -63,7 +63,7 @@ class PreemptedScheduler(BareEngine):
         return result
 
     def _work(self, name: str, tokens: int, reached: int) -> float:
-        """Of a row that keeps its memory."""
+        """Settle a row that keeps its memory."""
         prompt_tokens = next(one.num_prompt_tokens for one in self.requests if one.request_id == name)
         context = reached - tokens
         return self.scheduler._iterations.worth.of(1, context) if context >= prompt_tokens else float(tokens)

@@ -87,7 +87,7 @@ class ScheduledAhead(BareEngine):
         return len(self._queue)
 
     def step(self) -> Any:
-        """As `EngineCore.step_with_batch_queue`."""
+        """Step like `EngineCore.step_with_batch_queue`."""
         if self.scheduler.has_requests():
             output: SchedulerOutput = self.scheduler.schedule()
             self.clock.now += 1e-3

@@ -14,7 +14,7 @@ from conserve.metrics_page import new_registry
 
 PATH = "/metrics"
 REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-"""Of a request: a listing reads a few rows of the store, an upload may take a minute."""
+"""Buckets of a request: a listing reads a few rows of the store, an upload may take a minute."""
 OTHER = "other"
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
 BROKEN = 500

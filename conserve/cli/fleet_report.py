@@ -143,7 +143,7 @@ def lines(found: Sequence[Sight]) -> list[str]:
 
 
 def slo(kept: bool | None) -> str:
-    """Whether the SLO is kept, in a word."""
+    """State of the SLO, in a word."""
     if kept is None:
         return "-"
     return output.coloured("kept", "green") if kept else output.coloured("broken", "red")

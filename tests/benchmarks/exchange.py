@@ -1,4 +1,4 @@
-"""What harm buys: offline throughput over the harm to live requests, on simulated time.
+"""The price of harm: offline throughput over the harm to live requests, on simulated time.
 
 The settings and the engine are those of `tests.benchmarks.simulation`, with fewer blocks.
 """

@@ -47,7 +47,7 @@ class Fleet:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of a simulated stretch."""
+    """Figures of a simulated stretch."""
 
     rows_per_s: float
     transactions_per_s: float

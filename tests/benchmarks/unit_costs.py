@@ -45,7 +45,7 @@ SAFE = {"fsync": "on", "synchronous_commit": "on", "full_page_writes": "on"}
 
 @dataclass(slots=True, kw_only=True)
 class Spent:
-    """What a stretch of work took."""
+    """Costs of a stretch of work."""
 
     seconds: float
     statements: float

@@ -103,7 +103,7 @@ def copy_thread() -> Any:
 
 
 class Checkpointed:
-    """What is true whether prefixes are cached or not."""
+    """Properties with and without cached prefixes."""
 
     def test_what_comes_back_is_what_was_there_and_the_row_goes_on_where_it_stopped(
         self, engine: Any

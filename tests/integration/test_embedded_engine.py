@@ -109,7 +109,7 @@ def engine_cores() -> list[psutil.Process]:
 
 
 def facts(completion: Completion) -> tuple[str, str, int, int]:
-    """What a resumed answer shares with the uninterrupted one."""
+    """Parts that a resumed answer shares with the uninterrupted one."""
     (choice,) = completion.choices
     return choice.text, choice.finish_reason, completion.prompt_tokens, completion.completion_tokens
 

@@ -94,7 +94,7 @@ class Three:
         return program
 
     def conserve(self, *words: str) -> str:
-        """What a command prints."""
+        """Output of a command."""
         environment = self.servers[0].environment
         done = subprocess.run(
             [sys.executable, "-m", "conserve", *words],
@@ -161,7 +161,7 @@ def test_one_that_is_killed_costs_no_row_and_is_replaced(three: Three) -> None:
 
 
 def test_a_rolling_upgrade_empties_each_server_before_its_restart(three: Three) -> None:
-    """Of the servers that are left: drained, stopped, started again, fed again."""
+    """Upgrade the servers that are left: drained, stopped, started again, fed again."""
     job_id = three.submit("upgrade")
     flags = itertools.chain.from_iterable(("--endpoint", url) for url in (three.urls[0], three.urls[2]))
     harvester = three.start("harvest", job_id, *flags, "--until-empty")

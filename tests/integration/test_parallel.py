@@ -65,7 +65,7 @@ class Ranks:
         )
         self.core = self.llm.engine_core.engine_core
         self.preemptions = self.core.scheduler.arrival_monitor
-        self.outcomes: list[Any] = []  # of iterations that somebody left
+        self.outcomes: list[Any] = []  # of iterations that rows left
         self.each(note_outcomes)
 
     def step(self, answers: dict[str, Sequence[int]]) -> None:
@@ -79,7 +79,7 @@ class Ranks:
             self.outcomes.append(first)
 
     def each(self, work: Any) -> list[Any]:
-        """What it returns on each rank."""
+        """Its result on each rank."""
         results: list[Any] = self.core.model_executor.collective_rpc(work)
         return results
 
@@ -102,7 +102,7 @@ class Ranks:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to step for, be it copies under way, which hold blocks."""
+        """True if a step is needed, be it for copies under way, which hold blocks."""
         return bool(self.llm.has_unfinished_requests() or self.core.scheduler.has_requests())
 
     def saved_rows(self) -> list[Any]:
@@ -114,7 +114,7 @@ class Ranks:
         ]
 
     def take_memory(self, row: Any) -> None:
-        """As for an online request."""
+        """Raise the flag as for an online request."""
         self.core.scheduler.running.remove(row)
         self.core.scheduler._preempt_request(row, time.monotonic())
 
@@ -205,8 +205,8 @@ def test_both_ranks_leave_alike_and_answers_stay_what_they_were(ranks: Ranks) ->
             assert ranks.answers(asked) == wanted
     assert len(ranks.outcomes) >= ENOUGH
     assert len({outcome.layers_run for outcome in ranks.outcomes}) > LAYERS // 2, "at any layer"
-    everybody = ranks.preemptions.abandoned
-    assert 0 < everybody < len(ranks.outcomes), "all at once, and some while others went on"
+    whole = ranks.preemptions.abandoned
+    assert 0 < whole < len(ranks.outcomes), "all at once, and some while others went on"
     assert ranks.answers(asked) == wanted
 
 

@@ -74,7 +74,7 @@ def mixed(seed: int) -> list[Any]:
 
 
 def counts(engine: Any) -> Counter[str]:
-    """What the engine counts, to take differences of."""
+    """Counters of the engine, to take differences of."""
     report = engine.preemptions.report()
     return Counter({name: value for name, value in report.items() if isinstance(value, int | float)})
 
@@ -110,7 +110,7 @@ def shared_prefixes(engine: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class Rows:
-    """What is true wherever rows can leave: whether prefixes are cached or not."""
+    """Properties wherever rows can leave, with and without cached prefixes."""
 
     def test_an_iteration_of_offline_rows_alone_is_abandoned_at_any_layer(self, engine: Any) -> None:
         from tests.preempted_engine import ALL
@@ -157,7 +157,7 @@ class Rows:
                 assert new["preemptions"] == 4
                 assert new["abandoned"] == 1
                 assert new["layers_run"] == 4 * first, (
-                    "the first to leave wasted the least, nobody counts more"
+                    "the first to leave wasted the least, and no row counts more"
                 )
 
     def test_online_rows_go_along_where_everybody_leaves(self, engine: Any) -> None:
@@ -391,7 +391,7 @@ class TestWithPrefixCaching(Rows):
         assert left == 5
         assert not any(chunk.left for chunk in chunks[left:])
         assert sum(chunk.tokens for chunk in chunks[left : left + 2]) >= 200, (
-            "nobody cuts its chunks any more"
+            "its chunks are not cut any more"
         )
         engine.assert_nothing_is_left()
         engine.forget()
@@ -419,7 +419,7 @@ class TestSeeds:
             assert (counts(engine) - before)["preemptions"] > 3
 
     def test_so_are_those_of_a_row_under_shelter(self, engine: Any) -> None:
-        """Its iteration has no safepoints if it is alone, and nobody leaves it."""
+        """Its iteration has no safepoints if it is alone, and no row leaves it."""
         asked = self.rows(80)[:1]
         wanted = engine.undisturbed(asked)
         for layer in (0, 3):
@@ -583,7 +583,7 @@ class TestTheSchedulerAlone:
         for request in engine.requests:
             if request.request_id not in engine.aborted:
                 assert engine.tokens[request.request_id] == request.max_tokens
-        if blocks == 4096:  # nobody lost its memory: each token is counted once, whoever left how often
+        if blocks == 4096:  # no row lost its memory: each token is counted once, however often rows left
             assert scheduler._traffic.offline_tokens == engine.offline_computed
             assert scheduler._iterations.worth.step > 0
             assert scheduler._offline_tokens.work == pytest.approx(engine.offline_work)
@@ -724,7 +724,7 @@ def storm(engine: Any, preemptions: int, *, kinds: int = 40, longest: int = 12, 
     asks = storm_asks(kinds, longest)
     wanted = engine.undisturbed(asks)
     before = counts(engine)
-    engine.orders.follow(Dice(preemptions, LAYERS, often=0.9, everybody=0.02))
+    engine.orders.follow(Dice(preemptions, LAYERS, often=0.9, whole=0.02))
     lost, live = engine.lost, dict[str, Any]()
     done = names = aborted = 0
     resident: list[int] = []
@@ -750,7 +750,7 @@ def storm(engine: Any, preemptions: int, *, kinds: int = 40, longest: int = 12, 
         if dice.random() < losing:
             engine.lose_memory(dice)
         if dice.random() < 0.002:
-            engine.llm.reset_prefix_cache()  # refused while anybody runs, and harmless
+            engine.llm.reset_prefix_cache()  # refused while requests run, and harmless
         engine.step()
         take(engine.answers)
         if len(resident) <= 10 * count // preemptions:

@@ -303,7 +303,7 @@ class TestV1ScheduledAhead(Arriving):
 
 
 class TestV2ScheduledAhead(TestV2):
-    """As without; an iteration that was planned with tokens of rows that left is refused, and planned again."""
+    """An iteration that was planned with tokens of rows that left is refused, and planned again."""
 
     ahead = always = True
     refusals = (LAYERS, 20)  # at least: rows at any layer, and a storm

@@ -1,4 +1,4 @@
-"""The policies on vLLM's real scheduler: what is planned is what is scheduled, and nobody is lost."""
+"""The policies on vLLM's real scheduler: plans are scheduled as they are, and no request is lost."""
 
 import random
 from collections import Counter
@@ -138,7 +138,7 @@ class History:
             self.deviations.append((plan, output.num_scheduled_tokens, beyond))
 
     def drain(self, *, ahead: int = 0) -> None:
-        """Until everybody is done: nobody is lost, and the memory is free."""
+        """Step until all requests are done; check that none is lost and the memory is free."""
         scheduler = self.engine.scheduler
         for _ in range(20_000):
             if not scheduler.requests:
@@ -245,14 +245,16 @@ def test_rows_wait_one_iteration_for_a_prefix_that_another_computes(preemptible:
     """Each prefix about once (twice without waiting), although none is cached while it is being computed."""
     prefixes = [[n * 31 + i for i in range(10 * BLOCK)] for n in range(6)]
     least = sum(map(len, prefixes))
-    # The rows of the last prefix have nobody who would fill their iteration, so some do not wait.
+    # No others would fill the iteration of the last prefix's rows, so some do not wait.
     assert least <= prefix_tokens_computed(preemptible, prefixes) <= 1.3 * least
 
 
 def test_rows_that_all_share_one_prefix_do_not_wait_for_nothing(preemptible: Any) -> None:
     for n in range(4):
         preemptible.add([*range(4 * BLOCK), 900 + n], 1, offline=True)
-    assert len(preemptible.step().num_scheduled_tokens) == 4, "there was room, and nobody else to fill it"
+    assert len(preemptible.step().num_scheduled_tokens) == 4, (
+        "there was room, and no other request to fill it"
+    )
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -639,7 +641,7 @@ def test_requests_that_wait_for_a_grammar_are_not_planned(make: Make) -> None:
 
 
 def test_a_large_request_is_served_whatever_the_watermark(make: Make) -> None:
-    """It needs all memory, of which vLLM wants to keep a part free while somebody runs."""
+    """It needs all memory, of which vLLM wants to keep a part free while requests run."""
     for policy in ("conserve", "paced"):
         engine = make(policy, blocks=41, watermark=0.2)
         history = History(engine, 0)

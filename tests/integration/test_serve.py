@@ -62,7 +62,7 @@ class Service:
             )
 
     def conserve(self, *words: str) -> str:
-        """What another command over the same store prints."""
+        """Output of another command over the same store."""
         done = subprocess.run(
             [sys.executable, "-m", "conserve", *words],
             env=self.environment, capture_output=True, text=True, check=True, timeout=120,
@@ -96,7 +96,7 @@ class Service:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=http_client)
 
     def kill(self) -> None:
-        """The server and all of its processes: nobody is left to end them."""
+        """Kill the server and all of its processes: none is left to end the others."""
         if self.process.poll() is not None:
             return
         children = psutil.Process(self.process.pid).children(recursive=True)

@@ -60,7 +60,7 @@ def ask(engine: Any, what: str) -> dict[str, Any]:
 
 
 def spill(engine: Any, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """As at a clean stop: rows go on while it is written."""
+    """Save as at a clean stop: rows go on while it is written."""
     said = ask(engine, "begin")
     give_up_at = time.monotonic() + 240
     while said["writing"]:
@@ -81,7 +81,7 @@ def rows() -> list[Any]:
 
 
 class Left:
-    """What the rows of an engine had when it stopped, and what their answers should be."""
+    """State of an engine's rows when it stopped, and their expected answers."""
 
     def __init__(self, engine: Any, asked: Sequence[Any], wanted: dict[str, Any]) -> None:
         self.asked, self.wanted = asked, wanted
@@ -144,7 +144,7 @@ def spilled_by_one(
         engine.drain()
         engine.assert_nothing_is_left()
         memory = engine.scheduler.checkpoints.memory
-        assert memory.room == memory.capacity, "somebody holds host memory"
+        assert memory.room == memory.capacity, "host memory is held"
         return left, said
 
 

@@ -52,7 +52,7 @@ def classified(draw: st.DrawFn) -> View:
 @settings(max_examples=EXAMPLES)
 @given(views())
 def test_a_request_of_no_class_is_planned_as_on_a_server_without_classes(view: View) -> None:
-    """Of views as they are recorded: the plans are the same to the letter."""
+    """Plans of views as they are recorded: these are the same to the letter."""
     unused = replace(
         view, slos={DEFAULT_CLASS: view.slo, "chat": SLOS["chat"]}, served={DEFAULT_CLASS: 700.0, "chat": 0.0}
     )

@@ -66,7 +66,7 @@ def test_rows_run_alone_where_no_live_request_is() -> None:
 
 
 class TestArrivals:
-    """How long an iteration of rows alone may last."""
+    """Longest iteration of rows alone."""
 
     def test_where_rows_join_again_a_layer_takes_half_of_what_an_arrival_may_wait(self) -> None:
         view = view_of(slo=HARM, rows_leave=True, rows_join=True, layers=4, prompt_tokens=190)

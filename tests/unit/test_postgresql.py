@@ -1,4 +1,4 @@
-"""What PostgreSQL alone does: transactions that see one moment, locks of rows, calls that wake harvesters."""
+"""PostgreSQL alone: transactions that see one moment, locks of rows, calls that wake harvesters."""
 
 import asyncio
 import multiprocessing
@@ -258,7 +258,7 @@ def test_a_lease_that_is_just_renewed_is_not_ended_and_not_waited_for(store: Sto
 
 
 def test_a_commit_that_waited_for_the_end_of_its_lease_comes_late(store: Store) -> None:
-    """What it reads of the span is not older than its lock."""
+    """Rows that it reads of the span are not older than its lock."""
     add_job(store, rows=2)
     lease = leased(store)
     told: list[Committed] = []
@@ -310,7 +310,7 @@ def test_a_call_is_heard_once_its_rows_are_there(store: Store) -> None:
     assert not readable(listener)
     lease = leased(store)
     finish(store, lease, of=[0])
-    assert not readable(listener), "a claim and a commit call nobody"
+    assert not readable(listener), "a claim and a commit wake no harvester"
     with store.write() as tx:
         leases.end(tx, [lease.epoch])
         assert not readable(listener), "not before the commit"

@@ -76,7 +76,7 @@ class TestFlags:
 
 
 class TestDefault:
-    """What is promised where the user promises nothing."""
+    """The promise where the user promises nothing."""
 
     def test_no_promise_is_a_harm_of_ten_percent(self) -> None:
         assert written({}).promises == Promises(harm=HARM)

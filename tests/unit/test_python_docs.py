@@ -1,4 +1,4 @@
-"""What the documentation says of Python runs: the tutorial's examples, the typed example, the notebook's cells."""
+"""Python code of the documentation runs: the tutorial's examples, the typed example, the notebook's cells."""
 
 import ast
 import asyncio

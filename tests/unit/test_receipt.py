@@ -69,7 +69,7 @@ def played(
 
 
 class TestPauses:
-    """When no offline token is computed."""
+    """Pauses, in which no offline token is computed."""
 
     def test_a_drawn_slot_is_a_pause_from_its_start_to_its_end(self) -> None:
         made = receipt(PAUSE, NEITHER)
@@ -160,7 +160,7 @@ class TestReport:
 
 
 class TestShown:
-    """What users see and set."""
+    """Settings and figures that users see."""
 
     def test_status_has_the_ratios_and_their_intervals(self) -> None:
         one: dict[str, Any] = {"with_ms": 210.0, "without_ms": 200.0, "ratio": 1.05, "low": 0.98, "high": 1.1}

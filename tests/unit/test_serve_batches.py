@@ -1,4 +1,4 @@
-"""What `conserve serve` starts for files and batches, and when it asks for a key."""
+"""Processes that `conserve serve` starts for files and batches, and the keys that it asks for."""
 
 from contextlib import closing
 from dataclasses import replace

@@ -162,7 +162,7 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path, method: str) -> None
 
 
 def test_a_process_in_which_an_engine_started_ends_without_warnings_of_duckdb() -> None:
-    """What an engine's start has frozen is collected all the same."""
+    """Objects that an engine's start has frozen are collected all the same."""
     script = (
         "import atexit, gc, duckdb\n"
         "from conserve.engine.vllm.launching.launch import thaw\n"

@@ -271,7 +271,7 @@ def test_openai_lines_have_no_place_for_input_columns(store: Store, write_input:
 
 
 def read_back(path: Path) -> dict[str, Any]:
-    """The one row of a file."""
+    """Only row of a file."""
     if path.suffix == ".parquet":
         (row,) = pq.read_table(path).to_pylist()
     elif path.suffix == ".csv":

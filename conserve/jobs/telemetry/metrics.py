@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from conserve.jobs.harvest.harvester import Harvester
 
 LATENCY_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-"""Of a row at a server: from an embedding to an answer that waits an hour behind live requests."""
+"""Buckets of a row at a server: from an embedding to an answer that waits an hour behind live requests."""
 STORE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-"""Of a transaction: a commit to a fast disk takes 1 ms, one that waits for a lock up to 10 s."""
+"""Buckets of a transaction: a commit to a fast disk takes 1 ms, one that waits for a lock up to 10 s."""
 TOKENS = tuple(1 << power for power in range(3, 18))
 """8 to 131,072 tokens."""
 ROWS = tuple(1 << power for power in range(15))

@@ -31,7 +31,7 @@ class MoveMark:
     """Contents of the mark."""
 
     id: str
-    """Of the move; both databases carry it."""
+    """Name of the move, which both databases carry."""
     state: MoveState
     other: str
     """Address of the other database, or the path of a backup."""

@@ -146,7 +146,7 @@ def layout_of(one: Seen, other: Seen, index: int, arguments: Sequence[str]) -> L
 
 
 def axis_of(before: Any, now: Any, tokens_before: int, tokens_now: int) -> Axis | None:
-    """The one dimension in which a tensor of two passes differs, if it is the tokens."""
+    """Dimension of a tensor in which two passes differ, if that is the tokens."""
     if not isinstance(before, Shape) or before.strides != now.strides or len(before.sizes) != len(now.sizes):
         return None
     if 0 in (before.strides or ()):  # entries that share memory cannot be filled one by one

@@ -198,7 +198,7 @@ class SimulatedEngine(SchedulerAlone):
         return result
 
     def _forget(self, output: SchedulerOutput) -> None:
-        """As `Rows.begin`: a row that finished or was evicted does not go on."""
+        """Begin an iteration like `Rows.begin`: a row that finished or was evicted does not go on."""
         gone = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
         gone += output.scheduled_cached_reqs.resumed_req_ids
         for name in [*gone, *(new.req_id for new in output.scheduled_new_reqs)]:
@@ -255,7 +255,7 @@ class SimulatedEngine(SchedulerAlone):
         return int(flag.rows_asked(stamp.iteration)) if flag is not None else 0
 
     def _keep_the_rest(self, computed: Mapping[str, int]) -> None:
-        """As `Rows.end`: a row that ran part of its chunk keeps the remaining tokens."""
+        """End an iteration like `Rows.end`: a row that ran part of its chunk keeps the remaining tokens."""
         for name in self._suspended.keys() & computed.keys():
             one, ran = self._suspended.pop(name), computed[name]
             if ran < one.tokens:
