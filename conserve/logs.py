@@ -77,7 +77,7 @@ def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackTy
     logging.getLogger(PROGRAM).critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """A record as a line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -98,7 +98,7 @@ class JsonHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.setFormatter(JsonLines())
+        self.setFormatter(JsonFormatter())
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

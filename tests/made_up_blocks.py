@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class MadeUp:
-    """A block in the form of `conserve.bench.simulated.Played`."""
+    """A block in the form of `conserve.bench.simulated.PlayedBlock`."""
 
     began_s: float
     answers: list[Any]

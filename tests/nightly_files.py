@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conserve.endpoints.fake import WORDS
 from conserve.evals.outcome import Item
-from conserve.evals.records import RunRecord, RunState, Score, SuiteRecord
+from conserve.evals.records import MeanScore, RunRecord, RunState, SuiteRecord
 from conserve.nightly import keeping
 
 SUITES = {
@@ -84,7 +84,7 @@ def kept(
     items[:unanswered] = [replace(item, answer=None, scores={}, error="none") for item in items[:unanswered]]
     keeping.write_items(home, run.id, "items-sql.parquet", "sql", items)
     mean = sum(scores) / len(scores)
-    score = Score(metric="score", mean=mean, low=mean - 0.05, high=mean + 0.05, items=len(scores))
+    score = MeanScore(metric="score", mean=mean, low=mean - 0.05, high=mean + 0.05, items=len(scores))
     suite = SuiteRecord(
         name="sql",
         kind="sql",

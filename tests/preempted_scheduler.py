@@ -9,7 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from conserve.engine.vllm.iteration import Outcome, put, stamp_of
+from conserve.engine.vllm.iteration import IterationOutcome, put, stamp_of
 from conserve.engine.vllm.settings import WORKER
 from tests.bare_scheduler import BareEngine, Clock, engine_config
 
@@ -47,7 +47,7 @@ class PreemptedScheduler(BareEngine):
         result, stamp, dice = super().result(output), stamp_of(output), self._dice
         if stamp is None or not stamp.rows or dice.random() < 0.33:
             if stamp is not None:
-                put(result, Outcome(layers=LAYERS, safepoints=LAYERS, separable=True))
+                put(result, IterationOutcome(layers=LAYERS, safepoints=LAYERS, separable=True))
             return result
         left = frozenset(stamp.rows[: dice.randint(1, len(stamp.rows))])
         if dice.random() < 0.05:
@@ -56,7 +56,7 @@ class PreemptedScheduler(BareEngine):
             result.sampled_token_ids[result.req_id_to_index[name]] = []
         ran = dice.randrange(LAYERS)
         kept = {name: dice.randrange(ran, LAYERS) for name in sorted(left) if dice.random() < 0.5}
-        outcome = Outcome(
+        outcome = IterationOutcome(
             left=left, kept=kept, layers_run=ran, layers=LAYERS, safepoints=LAYERS, separable=True
         )
         put(result, outcome)

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from conserve.engine.vllm.iteration import Outcome, put, stamp_of
+from conserve.engine.vllm.iteration import IterationOutcome, put, stamp_of
 from conserve.engine.vllm.scheduling.scheduler import CoServing
 from conserve.engine.vllm.settings import WORKER
 from tests.bare_scheduler import BareEngine, Clock, engine_config
@@ -138,7 +138,7 @@ class ScheduledAhead(BareEngine):
         )
         if stamp is not None:
             can = {"layers": LAYERS, "safepoints": LAYERS, "separable": self._separable}
-            put(result, Outcome(left=left, refused=refused, **can))
+            put(result, IterationOutcome(left=left, refused=refused, **can))
         self._queue.append((output, result))
 
     def _refused(self, output: SchedulerOutput) -> bool:

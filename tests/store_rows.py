@@ -76,7 +76,7 @@ def put_back(store: Store, lease: Lease, position: int, **named: Any) -> None:
         queue.put_back(tx, epoch=lease.epoch, job_id=lease.job_id, position=position, **named)
 
 
-def job(store: Store, job_id: str = "job-1") -> catalog.Job:
+def job(store: Store, job_id: str = "job-1") -> catalog.JobRecord:
     """A job as it stands."""
     with store.read() as tx:
         return catalog.get(tx, job_id)

@@ -17,20 +17,20 @@ def make_input(
     files: Sequence[str], *, sql: str | None, form: str | None, keep: str | None, copy_gib: float
 ) -> "Input":
     """Input of files, patterns and folders, or of a query; and how to keep it."""
-    from conserve.jobs.inputs.files import Form
+    from conserve.jobs.inputs.files import FileFormat
     from conserve.jobs.inputs.keeping import Keep
     from conserve.jobs.inputs.source import Input
 
     if not files and sql is None:
         raise UsageError('there is no input; name a file, - for standard input, or --sql "select ..."')
-    if form is not None and form not in tuple(Form):
-        raise UsageError(f"--format takes {', '.join(Form)}, not {form!r}")
+    if form is not None and form not in tuple(FileFormat):
+        raise UsageError(f"--format takes {', '.join(FileFormat)}, not {form!r}")
     if keep is not None and keep not in tuple(Keep):
         raise UsageError(f"--keep-input takes {', '.join(Keep)}, not {keep!r}")
     return Input(
         names=files,
         sql=sql,
-        form=Form(form) if form else None,
+        form=FileFormat(form) if form else None,
         keep=Keep(keep) if keep else None,
         copy_gib=copy_gib,
     )

@@ -19,7 +19,7 @@ def say(message: str) -> None:
 SHOW_S = 0.5  # between two looks at a run
 
 
-class Silence:
+class SilentDisplay:
     """Display of a run that shows nothing."""
 
     def step(self, words: str) -> None:
@@ -35,7 +35,7 @@ class Silence:
         """Make room for an error."""
 
 
-class Lines(Silence):
+class PlainLines(SilentDisplay):
     """Lines on stderr: one at each new step, and every 30 s."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Lines(Silence):
         say(summary)
 
 
-class Terminal(Silence):
+class Terminal(SilentDisplay):
     """One line of a terminal, written over and over."""
 
     def step(self, words: str) -> None:
@@ -72,7 +72,7 @@ class Terminal(Silence):
         say("")
 
 
-class Notebook(Silence):
+class Notebook(SilentDisplay):
     """A bar below a notebook's cell."""
 
     def __init__(self) -> None:
@@ -94,13 +94,13 @@ class Notebook(Silence):
         self._handle.update(as_html(text))
 
 
-def display_of(*, progress: bool) -> Silence:
+def display_of(*, progress: bool) -> SilentDisplay:
     """Display that fits where this process runs."""
     if not progress:
-        return Silence()
+        return SilentDisplay()
     if in_notebook():
         return Notebook()
-    return Terminal() if sys.stderr.isatty() else Lines()
+    return Terminal() if sys.stderr.isatty() else PlainLines()
 
 
 def in_notebook() -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from conserve.api.display import SHOW_S, Silence, display_of, say
+from conserve.api.display import SHOW_S, SilentDisplay, display_of, say
 from conserve.api.portal import portal
-from conserve.api.running import Pace, check_endpoint, make_endpoint
+from conserve.api.running import ProfileFlags, check_endpoint, make_endpoint
 from conserve.api.twins import awaited
 from conserve.api.words import duration
 from conserve.config import Settings, load
@@ -46,7 +46,7 @@ class Engine:
         self._closed = False
         self._pid: int | None = None  # of the process that started it
         self._starting = asyncio.Lock()
-        check_endpoint(self._settings, self._flags, Pace())
+        check_endpoint(self._settings, self._flags, ProfileFlags())
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "not started" if self._endpoint is None else "ready"
@@ -92,7 +92,7 @@ class Engine:
             if self._closed:
                 raise UsageError("the engine is closed; make another one")
             if self._endpoint is None:
-                endpoint = make_endpoint(self._settings, self._flags, Pace(), say=say)
+                endpoint = make_endpoint(self._settings, self._flags, ProfileFlags(), say=say)
                 await self._shown_start(endpoint)
                 self._endpoint = endpoint
                 portal.last(self._close)
@@ -149,7 +149,7 @@ class Engine:
         await self.close.aio()
 
 
-async def show_steps(display: Silence, endpoint: "Endpoint") -> None:
+async def show_steps(display: SilentDisplay, endpoint: "Endpoint") -> None:
     """Show the steps of an endpoint's start until cancelled."""
     while True:
         if (step := getattr(endpoint, "doing", None)) is not None:

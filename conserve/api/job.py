@@ -14,7 +14,7 @@ from conserve.api.due import to_datetime
 from conserve.api.engines import Engine
 from conserve.api.results import Results
 from conserve.api.running import Outcome
-from conserve.api.runs import RunArguments, Watch, ended, reading_of, run_now, started, under_way
+from conserve.api.runs import JobWatch, RunArguments, ended, reading_of, run_now, started, under_way
 from conserve.api.twins import awaited, blocking
 from conserve.api.waiting import outlast
 from conserve.config import Settings
@@ -191,7 +191,7 @@ class Job:
 
     def _looks(self) -> "Generator[list[Result], None, None]":
         """Yield the results that are new at each look, until the job has ended."""
-        watch = Watch(self._settings, self.id)
+        watch = JobWatch(self._settings, self.id)
         with closing(self.new_results()) as new:
             ended = False
             while not ended:

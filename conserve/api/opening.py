@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from conserve.api.store import Store
-from conserve.api.twins import Call
+from conserve.api.twins import BlockingCall
 from conserve.config import load, variables
 from conserve.errors import SettingsError
 
 
-@Call
+@BlockingCall
 def open(path: str | Path | None = None, **settings: Any) -> Store:
     """Open a store, and make it if it is not there.
 

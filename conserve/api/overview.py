@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     tokens: float
 
 
-class Pace:
+class CounterRate:
     """Rate of a counter over the last seconds, and its course. One that falls was begun anew."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def part(said: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-class Watch:
+class StoreWatch:
     """Looks at the store and the servers again and again; a server that is slow holds nothing up."""
 
     def __init__(
@@ -169,8 +169,8 @@ class Watch:
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="server")
         self._questions: dict[str, Future[dict[str, Any]]] = {}
         self._answers: dict[str, dict[str, Any]] = {}
-        self._paces: dict[str, Pace] = {}
-        self._pace = Pace()
+        self._paces: dict[str, CounterRate] = {}
+        self._pace = CounterRate()
         self._course: deque[float] = deque(maxlen=KEPT)
         self._jobs: Sequence[JobReading] = ()
         self._forecasts: Mapping[str, Forecast] = {}
@@ -220,7 +220,7 @@ class Watch:
             self._answers[url] = said
             tokens = part(said, "offline").get("tokens")
             if tokens is not None:
-                self._paces.setdefault(url, Pace()).add(now, tokens)
+                self._paces.setdefault(url, CounterRate()).add(now, tokens)
 
     def _rate(self, urls: Sequence[str]) -> float | None:
         """Rate of the queue: what became durable, or what servers say that they computed, if that is more.

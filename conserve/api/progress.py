@@ -24,7 +24,7 @@ def first_step(settings: Settings) -> str:
     return f"asking {address.rstrip('/').removesuffix('/v1')} what it serves"
 
 
-class Standing(NamedTuple):
+class ProgressNow(NamedTuple):
     """Progress at one moment: the step of the start while there is one, else rows that are done and their pace."""
 
     step: str | None
@@ -73,14 +73,14 @@ class Progress:
         done, rows_left = self._tally.done, self._rows_left()
         return f"{done:,}/{done + rows_left:,} rows, {self._pace(self._harvester.progress(rows_left))}"
 
-    def standing(self) -> Standing:
+    def standing(self) -> ProgressNow:
         """Progress just now."""
         if (step := self._harvester.doing) is not None:
-            return Standing(step)
+            return ProgressNow(step)
         done, rows_left = self._tally.done, self._rows_left()
         seen = self._harvester.progress(rows_left)
         self._per_s = self._rate.look(self._clock(), seen.tokens)
-        return Standing(None, done, done + rows_left, self._pace(seen))
+        return ProgressNow(None, done, done + rows_left, self._pace(seen))
 
     def _pace(self, seen: "QueueProgress") -> str:
         """Tokens/s, rows in flight, time left, and the endpoint's fault if there is one."""

@@ -9,14 +9,14 @@ from conserve.config import Settings
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from conserve.store.books.catalog import Job
+    from conserve.store.books.catalog import JobRecord
     from conserve.store.sql.answer import SnapshotQuery
     from conserve.store.sql.readable import LeftOut
 
 
 def results_query(
     settings: Settings, job: str, *, with_inputs: bool, with_prompts: bool, with_urls: bool = False
-) -> "tuple[Job, SnapshotQuery]":
+) -> "tuple[JobRecord, SnapshotQuery]":
     """Job of this name, and the query for the results that it has now, in the order of its input.
 
     `with_urls` adds the route of each row instead of the input's columns and the prompts.

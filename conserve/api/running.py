@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FAKE = "CONSERVE_FAKE"  # 1 where rows may be answered with made-up words: in tests
 
 
-class Pace(NamedTuple):
+class ProfileFlags(NamedTuple):
     """Flags about latency profiles."""
 
     tbt_ms: float | None = None
@@ -88,7 +88,7 @@ def engine_flags(settings: Settings, flags: Sequence[str]) -> list[str]:
     return [*shlex.split(settings.engine_args), *flags]
 
 
-def make_pacing(settings: Settings, flags: Sequence[str], pace: Pace) -> "Pacing":
+def make_pacing(settings: Settings, flags: Sequence[str], pace: ProfileFlags) -> "Pacing":
     """Pacing of the embedded engine, from the flags."""
     from conserve.engine.policy.promises import Promises
     from conserve.engine.vllm.settings import Pacing
@@ -103,7 +103,7 @@ def make_pacing(settings: Settings, flags: Sequence[str], pace: Pace) -> "Pacing
     )
 
 
-def check_endpoint(settings: Settings, flags: Sequence[str], pace: Pace) -> None:
+def check_endpoint(settings: Settings, flags: Sequence[str], pace: ProfileFlags) -> None:
     """Raise `SettingsError` for an address, or for flags beside it, that no endpoint can be made from."""
     address = settings.endpoint
     if pace.tbt_ms is not None and not 0 < pace.tbt_ms < float("inf"):
@@ -124,7 +124,7 @@ def check_endpoint(settings: Settings, flags: Sequence[str], pace: Pace) -> None
 
 
 def make_endpoint(
-    settings: Settings, flags: Sequence[str], pace: Pace, *, say: Callable[[str], None]
+    settings: Settings, flags: Sequence[str], pace: ProfileFlags, *, say: Callable[[str], None]
 ) -> "Endpoint":
     """Make the endpoint of the settings: the fake, an HTTP server or the embedded engine.
 

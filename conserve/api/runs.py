@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from conserve.api.binding import Binding
-from conserve.api.display import SHOW_S, Silence, display_of, say
+from conserve.api.display import SHOW_S, SilentDisplay, display_of, say
 from conserve.api.engines import Engine
 from conserve.api.idle import idle
 from conserve.api.portal import Pending, portal
 from conserve.api.progress import Progress
 from conserve.api.running import (
     Outcome,
-    Pace,
+    ProfileFlags,
     check_endpoint,
     harvester_of,
     make_endpoint,
@@ -91,7 +91,7 @@ def started(settings: Settings, job_id: str, arguments: RunArguments) -> Pending
     return under_way[key]
 
 
-class Watch:
+class JobWatch:
     """One wait for a job. It raises the error of the background run that it sees end, and of each run once."""
 
     def __init__(self, settings: Settings, job_id: str) -> None:
@@ -139,7 +139,7 @@ async def drained_together(settings: Settings, job_ids: Sequence[str], arguments
         if job.state not in (JobState.QUEUED, JobState.RUNNING):
             raise JobRefused(idle(job))
     chosen = arguments.binding.settled(wanted, left)
-    check_endpoint(chosen, arguments.engine_args, Pace())
+    check_endpoint(chosen, arguments.engine_args, ProfileFlags())
     endpoint = await endpoint_of(chosen, arguments)
     display = display_of(progress=arguments.progress)
     store = await asyncio.to_thread(opened, chosen)
@@ -161,7 +161,7 @@ async def endpoint_of(settings: Settings, arguments: RunArguments) -> "Endpoint"
     """Endpoint of the arguments: borrowed from their engine, or one for this run alone."""
     if arguments.engine is not None:
         return await arguments.engine.borrowed()
-    return make_endpoint(settings, arguments.engine_args, Pace(), say=say)
+    return make_endpoint(settings, arguments.engine_args, ProfileFlags(), say=say)
 
 
 def opened(settings: Settings) -> "Store":
@@ -179,7 +179,7 @@ def sending_of(store: "Store") -> contextlib.AbstractContextManager[None]:
 
 
 async def shown(
-    harvester: "Harvester", settings: Settings, job_ids: Sequence[str], display: Silence
+    harvester: "Harvester", settings: Settings, job_ids: Sequence[str], display: SilentDisplay
 ) -> Outcome:
     """Run a harvester beside its display."""
     begun = time.monotonic()
@@ -227,7 +227,7 @@ def at_exit(stop: asyncio.Event, working: "asyncio.Task[None]") -> Iterator[None
         portal.not_last(end)
 
 
-async def show(display: Silence, progress: Progress) -> None:
+async def show(display: SilentDisplay, progress: Progress) -> None:
     """Show the progress until cancelled."""
     while True:
         display.show(progress)
@@ -260,7 +260,7 @@ async def ended(
 ) -> JobState:
     """Wait until no row of a job is left to run, whichever process runs it; raises the error of this one's run."""
     until = None if timeout_s is None else clock() + timeout_s
-    watch = Watch(settings, job_id)
+    watch = JobWatch(settings, job_id)
     while True:
         watch.look()
         job = await asyncio.to_thread(reading_of, settings, job_id)

@@ -17,7 +17,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 
-class Call(Generic[P, R]):
+class BlockingCall(Generic[P, R]):
     """A function that blocks; `aio` takes the same arguments and is awaited."""
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -34,7 +34,7 @@ class Call(Generic[P, R]):
             return await asyncio.to_thread(self._function, *args, **kwargs)
 
 
-class PortalCall(Call[P, R]):
+class PortalCall(BlockingCall[P, R]):
     """A coroutine function that runs in the portal; cancelling either form ends it in order."""
 
     def __init__(self, function: Callable[P, Coroutine[Any, Any, R]]) -> None:
@@ -52,9 +52,9 @@ class PortalCall(Call[P, R]):
 
 
 class Method(Generic[P, R]):
-    """A method whose bound form is a `Call`."""
+    """A method whose bound form is a `BlockingCall`."""
 
-    def __init__(self, function: Callable[..., Any], kind: Callable[..., Call[P, R]]) -> None:
+    def __init__(self, function: Callable[..., Any], kind: Callable[..., BlockingCall[P, R]]) -> None:
         wrapper: Any = self
         functools.update_wrapper(wrapper, function)
         self._function, self._kind = function, kind
@@ -66,9 +66,9 @@ class Method(Generic[P, R]):
     def __get__(self, instance: None, owner: type) -> Self: ...
 
     @overload
-    def __get__(self, instance: object, owner: type) -> Call[P, R]: ...
+    def __get__(self, instance: object, owner: type) -> BlockingCall[P, R]: ...
 
-    def __get__(self, instance: object | None, owner: type) -> Self | Call[P, R]:
+    def __get__(self, instance: object | None, owner: type) -> Self | BlockingCall[P, R]:
         if instance is None:
             return self
         return self._kind(self._function.__get__(instance, owner))
@@ -76,7 +76,7 @@ class Method(Generic[P, R]):
 
 def blocking(function: Callable[Concatenate[S, P], R]) -> Method[P, R]:
     """Give a method that blocks an awaited twin."""
-    return Method(function, Call)
+    return Method(function, BlockingCall)
 
 
 def awaited(function: Callable[Concatenate[S, P], Coroutine[Any, Any, R]]) -> Method[P, R]:

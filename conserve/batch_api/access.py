@@ -12,11 +12,11 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 
 from conserve.batch_api import refusals
-from conserve.batch_api.api import CALLER, Caller
+from conserve.batch_api.api import CALLER, ApiCaller
 from conserve.errors import StoreError
 from conserve.hosts import is_loopback
 from conserve.store.books import keys
-from conserve.store.books.keys import Key
+from conserve.store.books.keys import ApiKey
 from conserve.store.database.store import Store
 
 Scope = MutableMapping[str, Any]
@@ -38,14 +38,14 @@ class KeyRing:
         self._store, self._clock = store, clock
         self._lock = threading.Lock()
         self._read_at: float | None = None
-        self._keys: Sequence[Key] = ()
+        self._keys: Sequence[ApiKey] = ()
 
-    def for_caller(self, text: str) -> Sequence[Key]:
+    def for_caller(self, text: str) -> Sequence[ApiKey]:
         """The keys, read again for a caller whose key is not among them: it may have just been made."""
         known = self.current()
         return known if keys.of_text(known, text) is not None else self.current(AGAIN_S)
 
-    def current(self, kept_s: float | None = None) -> Sequence[Key]:
+    def current(self, kept_s: float | None = None) -> Sequence[ApiKey]:
         """The keys, also those that were revoked: a store that ever had a key asks for one."""
         with self._lock:
             now = self._clock()
@@ -83,7 +83,7 @@ class Access:
         scope[CALLER] = answer
         await self._app(scope, receive, send)
 
-    def _caller(self, headers: Headers, known: Sequence[Key], path: str) -> Caller | Response:
+    def _caller(self, headers: Headers, known: Sequence[ApiKey], path: str) -> ApiCaller | Response:
         """Sender of a request, or the answer to it."""
         if not self._beside:
             return caller_with_key(headers, known) if known else caller_of_this_machine(headers)
@@ -91,13 +91,13 @@ class Access:
             return uses(headers, known)
         said_of = headers.get(SAID_OF)
         if said_of == "keyed":
-            return Caller()
+            return ApiCaller()
         if known:
             return caller_with_key(headers, known)
         return keys_required() if said_of == "far" else caller_of_this_machine(headers)
 
 
-def uses(headers: Headers, known: Sequence[Key]) -> Response:
+def uses(headers: Headers, known: Sequence[ApiKey]) -> Response:
     """Answer to the live server's question what a key may do."""
     key = keys.of_text(known, bearer(headers))
     if key is None:
@@ -111,7 +111,7 @@ def bearer(headers: Headers) -> str:
     return text.strip() if scheme.lower() == "bearer" else ""
 
 
-def caller_with_key(headers: Headers, known: Sequence[Key]) -> Caller | Response:
+def caller_with_key(headers: Headers, known: Sequence[ApiKey]) -> ApiCaller | Response:
     """Caller whose key the store knows, or a refusal."""
     if not (text := bearer(headers)):
         said = "this API wants a key: send it as Authorization: Bearer KEY"
@@ -122,16 +122,16 @@ def caller_with_key(headers: Headers, known: Sequence[Key]) -> Caller | Response
     if not key.batch:
         said = f"the key {key.name!r} is for live requests, not for files and batches"
         return refusal(HTTPStatus.FORBIDDEN, said, "insufficient_permissions")
-    return Caller(project=key.project, key=key)
+    return ApiCaller(project=key.project, key=key)
 
 
-def caller_of_this_machine(headers: Headers) -> Caller | Response:
+def caller_of_this_machine(headers: Headers) -> ApiCaller | Response:
     """Caller of an API without keys; refuses pages of other sites that a browser on this machine shows."""
     origin = headers.get("origin")
     named = [urlsplit(f"//{headers.get('host', '')}").hostname]
     named += [urlsplit(origin).hostname] if origin is not None else []
     if all(is_loopback(host or "") for host in named):
-        return Caller()
+        return ApiCaller()
     return keys_required()
 
 

@@ -9,17 +9,17 @@ from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.streams import Streams
 from conserve.batch_api.workers import Admissions, Deliveries
 from conserve.jobs.batches.lines import Limits
-from conserve.store.books.keys import Key
+from conserve.store.books.keys import ApiKey
 from conserve.store.database.migrations import DEFAULT_PROJECT
 from conserve.store.database.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class ApiCaller:
     """Sender of a request, as its key tells."""
 
     project: str = DEFAULT_PROJECT
-    key: Key | None = None
+    key: ApiKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Api:
 CALLER = "conserve_caller"  # in a request's scope
 
 
-def caller_of(request: Request) -> Caller:
+def caller_of(request: Request) -> ApiCaller:
     """Sender of a request; the default project's where no key is asked for."""
     found = request.scope.get(CALLER)
-    return found if isinstance(found, Caller) else Caller()
+    return found if isinstance(found, ApiCaller) else ApiCaller()

@@ -16,7 +16,7 @@ from conserve.batch_api.api import Api
 from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.refusals import Refused
 from conserve.batch_api.streams import Streams
-from conserve.batch_api.workers import Admissions, Deliveries, Worker
+from conserve.batch_api.workers import Admissions, Deliveries, StepThread
 from conserve.errors import ConserveError
 from conserve.jobs.batches.lines import Limits
 from conserve.jobs.hooks.courier import Courier
@@ -69,7 +69,7 @@ def application(
 
     @asynccontextmanager
     async def working(app: Starlette) -> AsyncIterator[None]:
-        sender = Worker("hooks", lambda now: courier.step())
+        sender = StepThread("hooks", lambda now: courier.step())
         workers = api.admissions.worker, api.deliveries.worker, sender
         for worker in workers:
             worker.start()

@@ -13,11 +13,11 @@ from conserve.batch_api import bodies, objects
 from conserve.batch_api.api import Api, caller_of
 from conserve.batch_api.bodies import CreateBatch
 from conserve.batch_api.refusals import Refused
-from conserve.batch_api.streams import HEADERS, MEDIA, EventStream, Snapshot
+from conserve.batch_api.streams import HEADERS, MEDIA, BatchSnapshot, EventStream
 from conserve.errors import JobRefused
 from conserve.store.books import batches, keys, uploads
-from conserve.store.books.batches import Batch, BatchState, NewBatch
-from conserve.store.books.keys import Key
+from conserve.store.books.batches import BatchRecord, BatchState, NewBatch
+from conserve.store.books.keys import ApiKey
 
 MOST_BATCHES = 100  # in one page
 PAGE = 20
@@ -33,7 +33,7 @@ async def create(request: Request) -> Response:
     return JSONResponse(objects.batch_object(found))
 
 
-def add(api: Api, request: Request, asked: CreateBatch, key: str | None) -> Batch:
+def add(api: Api, request: Request, asked: CreateBatch, key: str | None) -> BatchRecord:
     """Add the batch, unless the key is known."""
     caller, now = caller_of(request), time.time()
     with api.store.write() as tx:
@@ -59,7 +59,7 @@ def add(api: Api, request: Request, asked: CreateBatch, key: str | None) -> Batc
         return required(batches.get(tx, caller.project, batch_id), batch_id)
 
 
-def require_within(tx: Any, key: Key, num_lines: int, *, now: float) -> None:
+def require_within(tx: Any, key: ApiKey, num_lines: int, *, now: float) -> None:
     """Raise `Refused` if so many more rows, or any, are beyond the limits of the key.
 
     Of two batches of the key at once, the second waits and counts the first.
@@ -88,7 +88,7 @@ def limited(kind: str, said: str) -> Refused:
     )
 
 
-def same_batch(earlier: Batch, asked: CreateBatch) -> Batch:
+def same_batch(earlier: BatchRecord, asked: CreateBatch) -> BatchRecord:
     """The batch of an earlier request with the same key; raises `Refused` if that asked for something else."""
     before = earlier.file_id, earlier.endpoint, earlier.completion_window, earlier.metadata
     same = before == (asked.input_file_id, asked.endpoint, asked.completion_window, asked.metadata)
@@ -104,7 +104,7 @@ def output_expires_s(asked: CreateBatch) -> float | None:
     return float(asked.output_expires_after.seconds) if asked.output_expires_after else None
 
 
-def required(batch: Batch | None, name: str) -> Batch:
+def required(batch: BatchRecord | None, name: str) -> BatchRecord:
     """The batch; raises `Refused` if there is none."""
     if batch is None:
         raise Refused.missing("batch", name)
@@ -116,7 +116,7 @@ async def index(request: Request) -> Response:
     api, limit = Api.of(request), bodies.limit(request, PAGE, MOST_BATCHES)
     after, project = bodies.after(request, "batch"), caller_of(request).project
 
-    def read() -> list[Batch]:
+    def read() -> list[BatchRecord]:
         with api.store.read() as tx:
             before = None if after is None else required(batches.get(tx, project, after), after).seq
             return batches.page(tx, project, before=before, limit=limit + 1)
@@ -131,7 +131,7 @@ async def show(request: Request) -> Response:
     api, name = Api.of(request), bodies.named(request, "batch")
     project = caller_of(request).project
 
-    def read() -> Batch:
+    def read() -> BatchRecord:
         with api.store.read() as tx:
             return required(batches.get(tx, project, name), name)
 
@@ -142,7 +142,7 @@ async def show(request: Request) -> Response:
     return JSONResponse(shown)
 
 
-def foreseen(api: Api, found: Sequence[Batch]) -> list[dict[str, Any]]:
+def foreseen(api: Api, found: Sequence[BatchRecord]) -> list[dict[str, Any]]:
     """Batch objects with the forecasts of their jobs."""
     going = (BatchState.VALIDATING, BatchState.IN_PROGRESS)
     return [
@@ -156,7 +156,7 @@ async def cancel(request: Request) -> Response:
     api, name = Api.of(request), bodies.named(request, "batch")
     project = caller_of(request).project
 
-    def change() -> Batch:
+    def change() -> BatchRecord:
         with api.store.write() as tx:
             found = required(batches.get(tx, project, name), name)
             try:
@@ -177,14 +177,14 @@ async def stream(request: Request) -> Response:
     api, name = Api.of(request), bodies.named(request, "batch")
     caller = caller_of(request)
 
-    def read() -> Batch:
+    def read() -> BatchRecord:
         with api.store.read() as tx:
             return required(batches.get(tx, caller.project, name), name)
 
     found = await run_in_threadpool(read)
     if found.unfinished:
         api.deliveries.ask(found.id)
-    now, last = Snapshot.of(found), request.headers.get("last-event-id")
+    now, last = BatchSnapshot.of(found), request.headers.get("last-event-id")
     if now.final and last == now.id:
         return Response(status_code=HTTPStatus.NO_CONTENT)
     if request.method == "HEAD":

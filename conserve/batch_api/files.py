@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from conserve.batch_api import bodies, objects
 from conserve.batch_api.api import Api, caller_of
 from conserve.batch_api.refusals import Refused
-from conserve.batch_api.upload import Form, Upload, form_of
+from conserve.batch_api.upload import MultipartForm, Upload, form_of
 from conserve.errors import StoreUnreachable
 from conserve.store.books import uploads
 from conserve.store.books.uploads import File, NewFile
@@ -42,7 +42,7 @@ async def create(request: Request) -> Response:
     return JSONResponse(objects.file_object(stored))
 
 
-def new_file(api: Api, form: Form, upload: Upload, key: str | None, *, now: float) -> NewFile:
+def new_file(api: Api, form: MultipartForm, upload: Upload, key: str | None, *, now: float) -> NewFile:
     """Record of an upload; raises `Refused` for a form without a file, or with another purpose."""
     if form.filename is None:
         raise Refused.invalid("the form has no file", param="file")

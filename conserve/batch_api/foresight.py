@@ -58,7 +58,7 @@ class Foresight:
 
     def _look(self, now: float) -> Foreseen:
         with self._store.read() as tx:
-            jobs: Sequence[catalog.Job] = catalog.everything(tx)
+            jobs: Sequence[catalog.JobRecord] = catalog.everything(tx)
             slots = harvested.slots(tx)
             leased = leases.jobs(tx, now=now)
         waiting, rates = queued(jobs, now=now), Rates.of(slots)
@@ -73,7 +73,7 @@ class Foresight:
         )
 
 
-def shown_state(job: catalog.Job, leased: Collection[str]) -> JobState:
+def shown_state(job: catalog.JobRecord, leased: Collection[str]) -> JobState:
     """State of a job as `conserve status` shows it: running while rows of it are under a lease."""
     return JobState.RUNNING if job.state is JobState.QUEUED and job.id in leased else job.state
 

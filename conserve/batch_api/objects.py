@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from conserve.jobs.task import Task
-from conserve.store.books.batches import Batch, BatchState
+from conserve.store.books.batches import BatchRecord, BatchState
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.books.uploads import File
 
@@ -31,7 +31,7 @@ def deleted(file: File) -> dict[str, Any]:
     return {"id": file.id, "object": "file", "deleted": True}
 
 
-def batch_object(batch: Batch, forecast: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def batch_object(batch: BatchRecord, forecast: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A batch, as OpenAI's `Batch`; `conserve` has what OpenAI's has not: job, forecast, what a late job does."""
     return {
         "id": batch.id,
@@ -57,14 +57,14 @@ def batch_object(batch: Batch, forecast: Mapping[str, Any] | None = None) -> dic
     }
 
 
-def endpoint(batch: Batch) -> str:
+def endpoint(batch: BatchRecord) -> str:
     """Route of a batch's requests; of a job by `conserve submit`, of its task."""
     if batch.endpoint is not None or batch.job is None:
         return batch.endpoint or ""
     return Task.from_json(batch.job.task).url.value
 
 
-def moments(batch: Batch) -> dict[str, int | None]:
+def moments(batch: BatchRecord) -> dict[str, int | None]:
     """Time stamps of a batch in whole seconds; a stamp that its state has not reached is None."""
     job, state = batch.job, batch.state
     finished_at = job.finished_at if job else None
@@ -86,7 +86,7 @@ def moments(batch: Batch) -> dict[str, int | None]:
     return {name: seconds(moment) for name, moment in found.items()}
 
 
-def expires_at(batch: Batch) -> float | None:
+def expires_at(batch: BatchRecord) -> float | None:
     """End of a batch's time: its job's deadline, once there is a job."""
     if batch.job is None:
         return batch.created_at + batch.window_s if batch.window_s is not None else None
@@ -100,7 +100,7 @@ def seconds(moment: float | None) -> int | None:
     return None if moment is None else int(moment)
 
 
-def errors(batch: Batch) -> dict[str, Any] | None:
+def errors(batch: BatchRecord) -> dict[str, Any] | None:
     """Reasons for which a batch failed as a whole; None for any other batch."""
     if batch.state is not BatchState.FAILED:
         return None
@@ -113,7 +113,7 @@ def errors(batch: Batch) -> dict[str, Any] | None:
     return {"object": "list", "data": found}
 
 
-def request_counts(batch: Batch) -> dict[str, int]:
+def request_counts(batch: BatchRecord) -> dict[str, int]:
     """Rows of a batch, those with an answer, and those that failed."""
     job = batch.job
     if job is None:
@@ -121,7 +121,7 @@ def request_counts(batch: Batch) -> dict[str, int]:
     return {"total": job.num_rows, "completed": job.succeeded, "failed": job.failed}
 
 
-def usage(batch: Batch) -> dict[str, Any]:
+def usage(batch: BatchRecord) -> dict[str, Any]:
     """Tokens that a batch has taken so far."""
     job = batch.job
     prompt, answer = (job.prompt_tokens, job.completion_tokens) if job else (0, 0)

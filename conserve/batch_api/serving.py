@@ -43,7 +43,7 @@ def serve(
     with ExitStack() as opened:
         sockets = None if socket is None else [opened.enter_context(closing(at_path(socket)))]
         streams = app.state.conserve_api.streams
-        asyncio.run(until_signalled(Server(config), on_ready, sockets, on_stop=streams.close))
+        asyncio.run(until_signalled(SignalledServer(config), on_ready, sockets, on_stop=streams.close))
 
 
 def at_path(path: Path) -> net.socket:
@@ -60,7 +60,7 @@ def at_path(path: Path) -> net.socket:
     return bound
 
 
-class Server(uvicorn.Server):
+class SignalledServer(uvicorn.Server):
     """uvicorn's server, whose signals are handled by `until_signalled`."""
 
     @contextmanager
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
 
 
 async def until_signalled(
-    server: Server,
+    server: SignalledServer,
     on_ready: Callable[[], object],
     sockets: list[net.socket] | None = None,
     *,

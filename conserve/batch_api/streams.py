@@ -21,7 +21,7 @@ from conserve.batch_api import objects
 from conserve.batch_api.refusals import Refused
 from conserve.errors import StoreError
 from conserve.store.books import batches, keys
-from conserve.store.books.batches import Batch
+from conserve.store.books.batches import BatchRecord
 from conserve.store.database.store import Store
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 MEDIA = "text/event-stream"
 
 
-class Snapshot(NamedTuple):
+class BatchSnapshot(NamedTuple):
     """A batch as its streams send it."""
 
     id: str  # digest of the object
@@ -42,7 +42,7 @@ class Snapshot(NamedTuple):
     final: bool
 
     @classmethod
-    def of(cls, batch: Batch) -> "Snapshot":
+    def of(cls, batch: BatchRecord) -> "BatchSnapshot":
         """Snapshot of a batch."""
         data = json.dumps(objects.batch_object(batch), separators=(",", ":"))
         return cls(hashlib.blake2b(data.encode(), digest_size=8).hexdigest(), data, batch.state.final)
@@ -53,10 +53,10 @@ class Snapshot(NamedTuple):
         return f"id: {self.id}\nevent: batch\ndata: {self.data}\n\n"
 
 
-class Look(NamedTuple):
+class StreamLook(NamedTuple):
     """A look at the store."""
 
-    found: Mapping[str, Snapshot]
+    found: Mapping[str, BatchSnapshot]
     revoked: Collection[str]  # names of keys
 
 
@@ -67,7 +67,7 @@ class Streams:
         self._store, self._ask, self._look_s = store, ask, look_s
         self._open: Counter[str | None] = Counter()  # by the name of the key
         self._watched: Counter[str] = Counter()  # by the batch's id
-        self._look = Look({}, ())
+        self._look = StreamLook({}, ())
         self._news = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
         self._closed = False
@@ -78,13 +78,13 @@ class Streams:
         """Number of open streams."""
         return self._open.total()
 
-    def enter(self, key: str | None, batch_id: str, now: Snapshot) -> None:
+    def enter(self, key: str | None, batch_id: str, now: BatchSnapshot) -> None:
         """Take a place for a stream; raises `Refused` if the key or the server has too many."""
         if self._open[key] >= MOST_OF_KEY or self.open >= MOST:
             raise too_many()
         self._open[key] += 1
         self._watched[batch_id] += 1
-        self._look = Look({**self._look.found, batch_id: now}, self._look.revoked)
+        self._look = StreamLook({**self._look.found, batch_id: now}, self._look.revoked)
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._keep_looking())
 
@@ -116,18 +116,18 @@ class Streams:
                 continue
             self.looks += 1
             opened = {each: self._look.found[each] for each in self._watched if each not in wanted}
-            before, self._look = self._look, Look({**seen.found, **opened}, seen.revoked)
+            before, self._look = self._look, StreamLook({**seen.found, **opened}, seen.revoked)
             if self._look != before:
                 self._tell()
 
-    def _read(self, wanted: Collection[str]) -> Look:
+    def _read(self, wanted: Collection[str]) -> StreamLook:
         with self._store.read() as tx:
             found = batches.several(tx, wanted)
             revoked = {key.name for key in keys.everything(tx) if key.revoked_at is not None}
         for batch in found:
             if batch.unfinished:
                 self._ask(batch.id)
-        return Look({batch.id: Snapshot.of(batch) for batch in found}, revoked)
+        return StreamLook({batch.id: BatchSnapshot.of(batch) for batch in found}, revoked)
 
     async def events(self, key: str | None, batch_id: str, last: str | None) -> AsyncIterator[str]:
         """Yield events, from the first state that the client has not got to the last."""

@@ -63,7 +63,7 @@ class Upload:
 
 
 @dataclass(slots=True)
-class Part:
+class FormPart:
     """One part of a form, while it is read."""
 
     headers: dict[bytes, bytes] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Part:
     text: bytearray = field(default_factory=bytearray)
 
 
-class Form:
+class MultipartForm:
     """A multipart form with one file."""
 
     def __init__(self, boundary: bytes, most_bytes: int) -> None:
@@ -80,7 +80,7 @@ class Form:
         self.filename: str | None = None
         self.whole = False
         self._most_bytes, self._file_bytes = most_bytes, 0
-        self._part = Part()
+        self._part = FormPart()
         self._header = (bytearray(), bytearray())
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
@@ -122,7 +122,7 @@ class Form:
             await run_in_threadpool(upload.write, data)
 
     def _begin(self) -> None:
-        self._part = Part()
+        self._part = FormPart()
 
     def _header_begin(self) -> None:
         self._header = (bytearray(), bytearray())
@@ -168,13 +168,13 @@ class Form:
         self.whole = True
 
 
-def form_of(request: Request, most_bytes: int) -> Form:
+def form_of(request: Request, most_bytes: int) -> MultipartForm:
     """The form that a request announces; raises `Refused` for another body, or one that is too large."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 256:
         raise Refused.invalid("files are uploaded as multipart/form-data with a boundary")
-    return Form(boundary, most_bytes)
+    return MultipartForm(boundary, most_bytes)
 
 
 def too_large(most_bytes: int) -> Refused:

@@ -14,7 +14,7 @@ from conserve.jobs.batches.admission import admit, refuse
 from conserve.jobs.batches.delivery import deliver
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, catalog, uploads
-from conserve.store.books.batches import Fault
+from conserve.store.books.batches import InputFault
 from conserve.store.database.store import Store
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ LONGEST_LOOK_S = 60.0  # while the store is out of reach
 CLEAN_S = 3600.0  # between two looks for files that have expired
 
 
-class Worker:
+class StepThread:
     """A thread that does its step at every look, and at once when it is woken."""
 
     def __init__(self, name: str, step: Callable[[float], None]) -> None:
@@ -67,7 +67,7 @@ class Admissions:
 
     def __init__(self, store: Store, limits: Limits) -> None:
         self._store, self._limits = store, limits
-        self.worker = Worker("admissions", self.step)
+        self.worker = StepThread("admissions", self.step)
         self.wake = self.worker.wake
 
     def step(self, now: float) -> None:
@@ -82,7 +82,7 @@ class Admissions:
                 trouble = error  # of this input perhaps; the batches behind it are not held up
             except Exception as error:
                 log.exception("batch %s was not admitted", batch_id)
-                why = Fault(code="server_error", message=f"the input cannot be read: {one_line(error)}")
+                why = InputFault(code="server_error", message=f"the input cannot be read: {one_line(error)}")
                 refuse(self._store, batch_id, [why], now=now)
         if trouble is not None:
             raise trouble
@@ -113,7 +113,7 @@ class Deliveries:
         self._asked: dict[str, None] = {}
         self._later: dict[str, Later] = {}
         self._cleaned_at = 0.0
-        self.worker = Worker("deliveries", self.step)
+        self.worker = StepThread("deliveries", self.step)
 
     def _deliver(self, batch_id: str, now: float) -> None:
         """Deliver a batch; one that fails is tried again ever more rarely, and holds up no other."""

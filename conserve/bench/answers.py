@@ -10,7 +10,7 @@ import numpy as np
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
-class Status(StrEnum):
+class RequestEnd(StrEnum):
     """End of a request."""
 
     OK = "ok"  # the answer is complete
@@ -20,7 +20,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class LoadAnswer:
     """One request and its answer; all times are seconds since the load began.
 
     `token_at_s` has one entry per token: tokens that came in one chunk share its time. `detail` says why a
@@ -33,7 +33,7 @@ class Answer:
     ended_s: float
     input_tokens: int
     token_at_s: tuple[float, ...]
-    status: Status
+    status: RequestEnd
     detail: str = ""
 
     @property
@@ -58,12 +58,12 @@ class Answer:
         return gaps
 
 
-def ttfts_ms(answers: Sequence[Answer]) -> Floats:
+def ttfts_ms(answers: Sequence[LoadAnswer]) -> Floats:
     """TTFTs of all answers that have a token, in ms."""
     return np.array([answer.ttft_ms for answer in answers if answer.token_at_s], dtype=np.float64)
 
 
-def tbts_ms(answers: Sequence[Answer]) -> Floats:
+def tbts_ms(answers: Sequence[LoadAnswer]) -> Floats:
     """Token gaps of all answers, pooled, in ms."""
     gaps_s = [np.diff(answer.token_at_s) for answer in answers if answer.token_at_s]
     pooled_ms: Floats = np.concatenate([np.zeros(0), *gaps_s]) * 1e3

@@ -19,7 +19,7 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from conserve.bench.forecast import Engine
+from conserve.bench.forecast import EngineModel
 from conserve.bench.measure import LatencyLimits
 from conserve.bench.traces import Arrival, Trace
 from conserve.profiles.batch import Batch, Slice
@@ -35,7 +35,7 @@ class Mix:
     step_ms: float
 
     @classmethod
-    def of(cls, lengths: Sequence[tuple[int, int]], engine: Engine) -> "Mix":
+    def of(cls, lengths: Sequence[tuple[int, int]], engine: EngineModel) -> "Mix":
         """The mean of these rows' prompt and answer tokens."""
         prompts, steps = sum(prompt for prompt, _ in lengths), sum(answer - 1 for _, answer in lengths)
         prompts_ms = sum(added_ms(engine, Slice(prompt, 0)) for prompt, _ in lengths)
@@ -62,14 +62,14 @@ class Mix:
 
 
 def rows_per_s(
-    blocks: Iterable[Trace], engine: Engine, block_s: float, slo: LatencyLimits, mix: Mix
+    blocks: Iterable[Trace], engine: EngineModel, block_s: float, slo: LatencyLimits, mix: Mix
 ) -> float:
     """Mean of the blocks' bounds, in rows' worth of work per second."""
     found = [_rows(trace, engine, block_s, slo, mix) for trace in blocks]
     return sum(found) / len(found) / block_s
 
 
-def _rows(trace: Trace, engine: Engine, block_s: float, slo: LatencyLimits, mix: Mix) -> float:
+def _rows(trace: Trace, engine: EngineModel, block_s: float, slo: LatencyLimits, mix: Mix) -> float:
     """Rows' worth of work in one block."""
     trace = wanted_by(trace, block_s, slo)
     live_ms, tokens, steps = _live(trace, engine)
@@ -96,7 +96,7 @@ def _tokens_by(one: Arrival, end_s: float, slo: LatencyLimits) -> int:
     return 0 if left_ms < 0 else min(one.output_tokens, 1 + int(left_ms / slo.tbt_ms))
 
 
-def _live(trace: Trace, engine: Engine) -> tuple[float, int, int]:
+def _live(trace: Trace, engine: EngineModel) -> tuple[float, int, int]:
     """Time that the live requests add to iterations in ms, their tokens, and the decode steps among them."""
     live_ms, tokens, steps = 0.0, 0, 0
     for one in trace:
@@ -126,12 +126,12 @@ def _end_s(one: Arrival, slo: LatencyLimits) -> float:
     return one.at_s + (slo.ttft_ms + (one.output_tokens - 1) * slo.tbt_ms) / 1e3
 
 
-def added_ms(engine: Engine, part: Slice) -> float:
+def added_ms(engine: EngineModel, part: Slice) -> float:
     """Time that this part adds to an iteration."""
     return engine.ms(Batch.of([part])) - engine.ms(Batch())
 
 
-def answers_ms(engine: Engine, prompt: int, answer: int) -> float:
+def answers_ms(engine: EngineModel, prompt: int, answer: int) -> float:
     """Time that an answer's decode steps add to iterations; its first token comes with the prompt."""
     steps = answer - 1
     return steps * added_ms(engine, Slice(1, prompt + answer // 2, True)) if steps else 0.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from conserve.bench.bound import Mix
 from conserve.bench.harm import Change
-from conserve.bench.measure import Block, Comparison, LatencyLimits, PolicyOutcome, compare
+from conserve.bench.measure import Block, LatencyLimits, PolicyComparison, PolicyOutcome, compare
 from conserve.bench.names import alone_of, most_of
 from conserve.bench.points import Cell
 
@@ -15,7 +15,7 @@ RATIOS = ("ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class PlayedCell:
     """Blocks of all policies in a cell."""
 
     cell: Cell
@@ -26,7 +26,7 @@ class Played:
     tuned: Sequence[str] = ()  # sentences on the baselines' parameters
 
 
-def document(played: Played, *, seed: int) -> dict[str, Any]:
+def document(played: PlayedCell, *, seed: int) -> dict[str, Any]:
     """The cell's figures; latencies are ratios to online-only's with their 95 % intervals."""
     comparison = compare(played.blocks, seed=seed)
     alone = alone_of([*comparison.policies])
@@ -43,7 +43,7 @@ def document(played: Played, *, seed: int) -> dict[str, Any]:
     }
 
 
-def _policy(name: str, comparison: Comparison, played: Played) -> dict[str, Any]:
+def _policy(name: str, comparison: PolicyComparison, played: PlayedCell) -> dict[str, Any]:
     outcome = comparison.policies[name]
     rows_per_s = _rows_per_s(outcome, played.mix)
     most = comparison.policies.get(most_of([*comparison.policies]) or "")
@@ -66,7 +66,7 @@ def _rows_per_s(outcome: PolicyOutcome, mix: Mix) -> float:
     return mix.rows(outcome.offline_prompt_tokens_per_s, outcome.offline_decode_tokens_per_s)
 
 
-def _ratios(name: str, comparison: Comparison) -> dict[str, Any]:
+def _ratios(name: str, comparison: PolicyComparison) -> dict[str, Any]:
     """Each latency to online-only's, as `[ratio, low, high]`; the interval is None where it cannot be told."""
     harm = comparison.harm.get(name)
     if harm is None:  # online-only itself, or none to compare with

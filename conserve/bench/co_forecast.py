@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from math import inf
 
-from conserve.bench.forecast import Engine, Request, requests_of
+from conserve.bench.forecast import EngineModel, Request, requests_of
 from conserve.bench.traces import Trace
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LinearModel
@@ -37,7 +37,7 @@ class Sharing:
 class _State:
     """The engine between two iterations."""
 
-    engine: Engine
+    engine: EngineModel
     sharing: Sharing
     lengths: Iterator[tuple[int, int]]
     window: int  # rows in the engine, waiting ones included
@@ -85,7 +85,7 @@ class _Iteration:
 
 def co_play(
     trace: Trace | None,
-    engine: Engine,
+    engine: EngineModel,
     block_s: float,
     sharing: Sharing,
     lengths: Sequence[tuple[int, int]],

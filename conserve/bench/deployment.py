@@ -6,10 +6,10 @@ from typing import Any, Self
 
 import httpx
 
-from conserve.bench.answers import Answer
+from conserve.bench.answers import LoadAnswer
 from conserve.bench.field import Turn, readings
-from conserve.bench.forecast import Engine
-from conserve.bench.load import Target
+from conserve.bench.forecast import EngineModel
+from conserve.bench.load import LoadTarget
 from conserve.bench.measure import LatencyLimits
 from conserve.bench.names import HYGENS, OFF, regime_of, wanted
 from conserve.errors import EndpointUnusable
@@ -21,7 +21,7 @@ FEATURES = ("preemption", "checkpoint", "batching")  # parts of a server's repor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counters:
+class SchedulerCounters:
     """Counts of the scheduler since its start."""
 
     offline_tokens: int
@@ -78,7 +78,9 @@ class Deployment:
         self._can: frozenset[str] | None = None  # of `FEATURES`; None if not asked yet
         self.terms: dict[str, Mapping[str, float]] = {}  # of HyGen's policies, by name
 
-    async def follow(self, name: str, slo: LatencyLimits | None = None, *, preemption: str = OFF) -> Counters:
+    async def follow(
+        self, name: str, slo: LatencyLimits | None = None, *, preemption: str = OFF
+    ) -> SchedulerCounters:
         """Switch the scheduler to this policy, with this SLO or the one it has; returns its counters.
 
         A policy may name its preemption (`conserve/just-enough`) or the mechanisms that it goes without
@@ -103,7 +105,7 @@ class Deployment:
                 f"{self._client.base_url} cannot run {name}: its preemption is {section['policy']} "
                 f"({section['why_off']})"
             )
-        return Counters.of(said)
+        return SchedulerCounters.of(said)
 
     async def regime(self) -> dict[str, Any]:
         """Current policy, preemption, checkpoints and SLO."""
@@ -136,11 +138,11 @@ class Deployment:
         """Set policy, preemption, checkpoints and SLO back."""
         await self._ask("POST", json=regime)
 
-    async def counters(self) -> Counters:
+    async def counters(self) -> SchedulerCounters:
         """Current counters."""
-        return Counters.of(await self._ask("GET"))
+        return SchedulerCounters.of(await self._ask("GET"))
 
-    async def engine(self) -> Engine | None:
+    async def engine(self) -> EngineModel | None:
         """Speed of the engine by its latency model; None if the server does not tell.
 
         Raises `EndpointUnusable` if it has no model yet, without which its policies cannot act.
@@ -153,7 +155,7 @@ class Deployment:
             )
         try:
             told = said["latency_model"]
-            return Engine(
+            return EngineModel(
                 model=MODELS[told["name"]](told["coefficients"]),
                 scale=float(told["scale"]),
                 max_tokens=int(said["max_num_batched_tokens"]),
@@ -169,16 +171,16 @@ class Deployment:
         except (KeyError, TypeError, ValueError):  # an older server, or one that has learned none
             return None
 
-    async def watch(self, start_at: float) -> list[tuple[float, Counters]]:
+    async def watch(self, start_at: float) -> list[tuple[float, SchedulerCounters]]:
         """Read the counters until cancelled; returns them with their times in s since `start_at`."""
         return await readings(self.counters, start_at)
 
     def counted(
         self,
-        first: Counters,
-        last: Counters,
-        seen: Sequence[tuple[float, Counters]],
-        answers: Sequence[Answer],
+        first: SchedulerCounters,
+        last: SchedulerCounters,
+        seen: Sequence[tuple[float, SchedulerCounters]],
+        answers: Sequence[LoadAnswer],
         duration_s: float,
     ) -> dict[str, Any]:
         """Counts of a block, by the names of `Block`."""
@@ -220,7 +222,7 @@ class OneServer:
     """The field of a comparison on one server, which has its turn all the time."""
 
     deployment: Deployment
-    target: Target
+    target: LoadTarget
     preemption: str  # of policies that do not name theirs
 
     async def turn(self, policy: str, slo: LatencyLimits | None) -> Turn:

@@ -4,15 +4,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from conserve.bench.answers import Answer
-from conserve.bench.load import Target
+from conserve.bench.answers import LoadAnswer
+from conserve.bench.load import LoadTarget
 from conserve.bench.measure import LatencyLimits
 
 LOOK_S = 1.0  # time between two readings of the counters
 C = TypeVar("C")
 
 
-class Counted(Protocol):
+class CountedServer(Protocol):
     """A server whose counters are read while a block is played."""
 
     async def counters(self) -> Any:
@@ -26,7 +26,7 @@ class Counted(Protocol):
         first: Any,
         last: Any,
         seen: Sequence[tuple[float, Any]],
-        answers: Sequence[Answer],
+        answers: Sequence[LoadAnswer],
         duration_s: float,
     ) -> dict[str, Any]:
         """Counts of a block, by the names of `Block`."""
@@ -35,8 +35,8 @@ class Counted(Protocol):
 class Turn(NamedTuple):
     """The server that has its turn, and how live requests reach it."""
 
-    server: Counted
-    target: Target
+    server: CountedServer
+    target: LoadTarget
 
 
 class Field(Protocol):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from conserve.bench import svg
-from conserve.bench.answers import Answer, Floats, Status, ttfts_ms
+from conserve.bench.answers import Floats, LoadAnswer, RequestEnd, ttfts_ms
 from conserve.bench.measure import ORDER, Block, LatencyLimits, by_policy
 from conserve.bench.svg import Scale
 
@@ -176,7 +176,7 @@ def _dots(block: Block, stage: Stage, y: Scale) -> str:
     drawn: dict[tuple[int, int], str] = {}
     for answer in block.answers:
         at_s = stage.shift_s(block) + answer.due_s
-        failed = answer.status is not Status.OK
+        failed = answer.status is not RequestEnd.OK
         across, down = stage.x(at_s), y.end + 4 if failed else y(answer.ttft_ms or 0)
         told = f"{block.policy}, {at_s:.1f} s: {_told(answer)}"
         draw = svg.cross if failed else svg.dot
@@ -184,8 +184,8 @@ def _dots(block: Block, stage: Stage, y: Scale) -> str:
     return "".join(drawn.values())
 
 
-def _told(answer: Answer) -> str:
-    if answer.status is not Status.OK:
+def _told(answer: LoadAnswer) -> str:
+    if answer.status is not RequestEnd.OK:
         return f"failed, {answer.status.value} ({answer.detail})"
     return f"TTFT {svg.figure(answer.ttft_ms or 0)} ms, {answer.input_tokens} tokens in, {answer.tokens} out"
 

@@ -21,7 +21,7 @@ FULL_PROMPT = 256  # tokens of each prompt in an iteration that offline rows fil
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineModel:
     """Latency model of an engine, and the tokens and sequences one iteration holds."""
 
     model: LinearModel
@@ -91,7 +91,7 @@ def requests_of(trace: Trace | None) -> list[Request]:
     return [] if trace is None else [Request(*arrival, trace.cached(arrival)) for arrival in trace]
 
 
-def play(trace: Trace | None, engine: Engine, block_s: float, *, until_s: float = inf) -> BlockForecast:
+def play(trace: Trace | None, engine: EngineModel, block_s: float, *, until_s: float = inf) -> BlockForecast:
     """Simulate the answers to these arrivals; without a trace the engine is idle."""
     requests = requests_of(trace)
     due, running = deque(requests), list[Request]()
@@ -113,7 +113,9 @@ def play(trace: Trace | None, engine: Engine, block_s: float, *, until_s: float 
     return BlockForecast(block_s=block_s, requests=requests, busy_s=busy_s, ended_s=now_s)
 
 
-def _schedule(running: list[Request], waiting: deque[Request], engine: Engine) -> list[tuple[Request, int]]:
+def _schedule(
+    running: list[Request], waiting: deque[Request], engine: EngineModel
+) -> list[tuple[Request, int]]:
     """Requests and tokens of the next iteration, as vLLM schedules them; admitted requests move to `running`."""
     room, scheduled = engine.max_tokens, []
     for one in running:

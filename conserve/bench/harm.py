@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from conserve.bench.answers import Answer, Floats, tbts_ms, ttfts_ms
+from conserve.bench.answers import Floats, LoadAnswer, tbts_ms, ttfts_ms
 
 FEWEST_BLOCKS = 4
 DRAWS = 1000
@@ -59,7 +59,9 @@ class Clusters(NamedTuple):
     units: int
 
 
-def harm(with_offline: Sequence[Sequence[Answer]], without: Sequence[Sequence[Answer]], *, seed: int) -> Harm:
+def harm(
+    with_offline: Sequence[Sequence[LoadAnswer]], without: Sequence[Sequence[LoadAnswer]], *, seed: int
+) -> Harm:
     """Compare the blocks' answers with and without offline work."""
     enough = min(len(with_offline), len(without)) >= FEWEST_BLOCKS
     rng = np.random.default_rng(seed)

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from conserve.bench import raw
-from conserve.bench.answers import Answer, Status
+from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.stream import StreamedReply, post
 from conserve.bench.traces import Arrival, Trace
 from conserve.errors import ConserveError, InputError
@@ -34,7 +34,7 @@ DETAIL_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class LoadTarget:
     """An OpenAI server under load, and the constant parts of its requests.
 
     `vocab_range` bounds the random prompts' token ids (the upper one excluded); `extra` joins the body.
@@ -53,7 +53,7 @@ class LoadPlan:
     """Plan of one load generator process; `start_at` as in `play`, `cores` to pin it to, if any."""
 
     trace: Trace
-    target: Target
+    target: LoadTarget
     seed: int
     start_at: float | None = None
     cores: tuple[int, ...] = ()
@@ -89,10 +89,10 @@ class Exchange:
     sent_at: float
     ended_at: float = 0.0
     token_at: list[float] = field(default_factory=list)
-    status: Status = Status.OK
+    status: RequestEnd = RequestEnd.OK
     detail: str = ""
 
-    def fail(self, status: Status, detail: str) -> None:
+    def fail(self, status: RequestEnd, detail: str) -> None:
         self.status, self.detail = status, detail[:DETAIL_CHARACTERS]
 
 
@@ -109,7 +109,7 @@ def prompt_ids(
     return ids
 
 
-def request_body(arrival: Arrival, index: int, target: Target, seed: int, *, shared: int = 0) -> bytes:
+def request_body(arrival: Arrival, index: int, target: LoadTarget, seed: int, *, shared: int = 0) -> bytes:
     """JSON body of one request, which makes the server generate exactly the arrival's output tokens."""
     body = {
         "model": target.model,
@@ -124,7 +124,9 @@ def request_body(arrival: Arrival, index: int, target: Target, seed: int, *, sha
     return msgspec.json.encode({**body, **target.extra})
 
 
-async def play(trace: Trace, target: Target, *, seed: int, start_at: float | None = None) -> list[Answer]:
+async def play(
+    trace: Trace, target: LoadTarget, *, seed: int, start_at: float | None = None
+) -> list[LoadAnswer]:
     """Send the trace's requests, each when it is due, and collect the answers in the trace's order.
 
     `start_at`, on the monotonic clock that a machine's processes share, is the trace's time 0: now, unless
@@ -148,7 +150,7 @@ async def play(trace: Trace, target: Target, *, seed: int, start_at: float | Non
     ]
 
 
-async def play_apart(plan: LoadPlan) -> list[Answer]:
+async def play_apart(plan: LoadPlan) -> list[LoadAnswer]:
     """Play the plan in a process of its own, which takes about a second to start; raises `ConserveError`."""
     with TemporaryDirectory(prefix="conserve-load-") as folder:
         path = Path(folder) / "answers.parquet"
@@ -177,16 +179,16 @@ async def _until(due: float) -> None:
         await asyncio.sleep(0)
 
 
-async def _ask(url: SplitResult, host: str, target: Target, body: bytes) -> Exchange:
+async def _ask(url: SplitResult, host: str, target: LoadTarget, body: bytes) -> Exchange:
     """Send one request and time its tokens; faults of the server or network are noted, not raised."""
     exchange = Exchange(sent_at=time.monotonic())
     try:
         async with asyncio.timeout(target.timeout_s), post(url, host, _headers(target), body) as reply:
             await (_take(reply, exchange) if reply.status == 200 else _take_refusal(reply, exchange))
     except TimeoutError:
-        exchange.fail(Status.TIMEOUT, f"the answer was not complete within {target.timeout_s:g} s")
+        exchange.fail(RequestEnd.TIMEOUT, f"the answer was not complete within {target.timeout_s:g} s")
     except (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError) as error:
-        exchange.fail(Status.BROKEN, f"{type(error).__name__}: {error}")
+        exchange.fail(RequestEnd.BROKEN, f"{type(error).__name__}: {error}")
     exchange.ended_at = time.monotonic()
     return exchange
 
@@ -199,14 +201,14 @@ async def _take(reply: StreamedReply, exchange: Exchange) -> None:
         now, event = time.monotonic(), line[5:].strip()
         if event == b"[DONE]":
             if not exchange.token_at:
-                exchange.fail(Status.BROKEN, "the answer has no token")
+                exchange.fail(RequestEnd.BROKEN, "the answer has no token")
             return
         chunk = CHUNKS.decode(event)
         if chunk.error is not None:
-            exchange.fail(Status.REFUSED, str(chunk.error))
+            exchange.fail(RequestEnd.REFUSED, str(chunk.error))
             return
         exchange.token_at += [now] * _new_tokens(chunk, len(exchange.token_at))
-    exchange.fail(Status.BROKEN, "the answer broke off")
+    exchange.fail(RequestEnd.BROKEN, "the answer broke off")
 
 
 def _new_tokens(chunk: Chunk, known: int) -> int:
@@ -222,11 +224,11 @@ async def _take_refusal(reply: StreamedReply, exchange: Exchange) -> None:
     said = [str(reply.status)]
     with suppress(EOFError, ValueError):
         said += [line.decode(errors="replace") async for line in reply.lines()]
-    exchange.fail(Status.REFUSED, " ".join(said))
+    exchange.fail(RequestEnd.REFUSED, " ".join(said))
 
 
-def _answer(index: int, arrival: Arrival, exchange: Exchange, start_at: float) -> Answer:
-    return Answer(
+def _answer(index: int, arrival: Arrival, exchange: Exchange, start_at: float) -> LoadAnswer:
+    return LoadAnswer(
         index=index,
         due_s=arrival.at_s,
         sent_s=exchange.sent_at - start_at,
@@ -238,7 +240,7 @@ def _answer(index: int, arrival: Arrival, exchange: Exchange, start_at: float) -
     )
 
 
-def _headers(target: Target) -> Mapping[str, str]:
+def _headers(target: LoadTarget) -> Mapping[str, str]:
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     return {**headers, "Authorization": f"Bearer {target.api_key}"} if target.api_key else headers
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from conserve.bench.forecast import Engine
+from conserve.bench.forecast import EngineModel
 from conserve.bench.offline import like_papers
 from conserve.bench.presets import CPU
 from conserve.errors import ProfileMissing
@@ -26,7 +26,7 @@ ROWS = 1 << 16  # different rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class BenchMachine:
     """An engine, and lengths of requests and rows that suit it."""
 
     name: str
@@ -69,9 +69,9 @@ class Machine:
         )
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineModel:
         """The engine for forecasts."""
-        return Engine(
+        return EngineModel(
             model=self.model,
             max_tokens=self.flags["max_num_batched_tokens"],
             max_requests=self.flags["max_num_seqs"],

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from conserve.bench.answers import Answer, Floats, Status, tbts_ms, ttfts_ms
+from conserve.bench.answers import Floats, LoadAnswer, RequestEnd, tbts_ms, ttfts_ms
 from conserve.bench.harm import Harm, harm
 from conserve.bench.names import ALL, PRIORITY, SARATHI_P, alone_of, most_of
 
@@ -32,7 +32,7 @@ class Block:
     policy: str
     started_s: float
     duration_s: float
-    answers: tuple[Answer, ...]
+    answers: tuple[LoadAnswer, ...]
     offline_tokens: int
     iterations: int
     planned: int
@@ -162,7 +162,7 @@ class PolicyOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class PolicyComparison:
     """Figures of all policies; attainment is relative to `reference`."""
 
     reference: LatencyLimits | None
@@ -180,7 +180,9 @@ class Comparison:
         }
 
 
-def compare(blocks: Sequence[Block], *, reference: LatencyLimits | None = None, seed: int = 0) -> Comparison:
+def compare(
+    blocks: Sequence[Block], *, reference: LatencyLimits | None = None, seed: int = 0
+) -> PolicyComparison:
     """Compare the policies of these blocks.
 
     Attainment is relative to `reference`: the P99s of online-only, unless given. The seed is the bootstrap's.
@@ -190,7 +192,7 @@ def compare(blocks: Sequence[Block], *, reference: LatencyLimits | None = None, 
     policies = {name: outcome(of, reference) for name, of in named.items()}
     alone = alone_of([*named])
     without = [block.answers for block in named.get(alone or "", [])]
-    return Comparison(
+    return PolicyComparison(
         reference=reference,
         policies=policies,
         ratios={name: ratios(name, policies) for name in policies},
@@ -217,7 +219,7 @@ def rank(name: str) -> tuple[int, str]:
 def outcome(blocks: Sequence[Block], reference: LatencyLimits | None) -> PolicyOutcome:
     """Figures of one policy's pooled blocks."""
     answers = [answer for block in blocks for answer in block.answers]
-    failures = [answer.status.value for answer in answers if answer.status is not Status.OK]
+    failures = [answer.status.value for answer in answers if answer.status is not RequestEnd.OK]
     duration_s = sum(block.duration_s for block in blocks)
     return PolicyOutcome(
         blocks=len(blocks),
@@ -256,15 +258,15 @@ def percentiles(values_ms: Floats) -> Percentiles | None:
     return Percentiles(float(p50), float(p90), float(p99), float(most))
 
 
-def attainments(answers: Sequence[Answer], reference: LatencyLimits | None) -> dict[str, Attainment]:
+def attainments(answers: Sequence[LoadAnswer], reference: LatencyLimits | None) -> dict[str, Attainment]:
     """Attainment by scale; empty without a reference."""
     return {str(scale): attainment(answers, reference, scale) for scale in SCALES} if reference else {}
 
 
-def attainment(answers: Sequence[Answer], reference: LatencyLimits, scale: float) -> Attainment:
+def attainment(answers: Sequence[LoadAnswer], reference: LatencyLimits, scale: float) -> Attainment:
     """Shares within `scale` times the reference; a failed request misses once in each."""
-    failed = sum(answer.status is not Status.OK for answer in answers)
-    complete = [answer for answer in answers if answer.status is Status.OK]
+    failed = sum(answer.status is not RequestEnd.OK for answer in answers)
+    complete = [answer for answer in answers if answer.status is RequestEnd.OK]
     ttft = _share_within(ttfts_ms(complete), scale * reference.ttft_ms, failed)
     tbt = _share_within(tbts_ms(complete), scale * reference.tbt_ms, failed)
     known = [share for share in (ttft, tbt) if share is not None]
@@ -276,7 +278,7 @@ def _share_within(values_ms: Floats, limit_ms: float, missed: int) -> float | No
     return int(np.count_nonzero(values_ms <= limit_ms)) / number if number else None
 
 
-def lateness(answers: Sequence[Answer]) -> Lateness:
+def lateness(answers: Sequence[LoadAnswer]) -> Lateness:
     """Share of requests that the generator sent late, and the largest delay."""
     late_ms = np.array([answer.late_ms for answer in answers])
     if not len(late_ms):

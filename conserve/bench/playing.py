@@ -9,14 +9,14 @@ from typing import Any, Literal
 from conserve.bench.compare import Design, alternate
 from conserve.bench.deployment import Deployment, OneServer
 from conserve.bench.field import Field
-from conserve.bench.forecast import Engine
-from conserve.bench.load import Target
+from conserve.bench.forecast import EngineModel
+from conserve.bench.load import LoadTarget
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, SARATHI_P, TUNED
 from conserve.bench.presets import Preset
 from conserve.bench.profiler import DEFAULT, Promise
 from conserve.bench.sizing import Offered, Sized, judge, size
-from conserve.bench.tuning import Workload, token_budget, tuned_hygen
+from conserve.bench.tuning import TuningWorkload, token_budget, tuned_hygen
 from conserve.config import Settings
 from conserve.errors import EndpointUnusable
 
@@ -24,7 +24,7 @@ VOCABULARY = (100, 20_000)  # token ids of prompts
 RESTORE_S = 5.0  # time-out for giving a server its policy back
 
 Say = Callable[[str], None]
-Prepare = Callable[[Sized, Engine | None, int | None], Awaitable[Field]]
+Prepare = Callable[[Sized, EngineModel | None, int | None], Awaitable[Field]]
 """Makes the field for a comparison of this size; the last is the token budget of `sarathi-p`, if that is tuned."""
 
 
@@ -35,13 +35,13 @@ class Measurement:
     offered: Offered
     blocks: list[Block] = field(default_factory=list)
     sized: Sized | None = None  # None before the engine's speed was asked for
-    engine: Engine | None = None  # None if the server does not tell its latency model
+    engine: EngineModel | None = None  # None if the server does not tell its latency model
     model: str = ""  # the server's name for it
     tuned: list[str] = field(default_factory=list)  # sentences on the baselines' parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class PlayWishes:
     """Wishes of the user that the size of the comparison does not say."""
 
     overload: bool = False  # play also what online-only alone cannot keep up with
@@ -56,14 +56,14 @@ async def on_server(
     preset: Preset,
     design: Design,
     measurement: Measurement,
-    wishes: Wishes,
+    wishes: PlayWishes,
 ) -> None:
     """Compare on a server that runs already, and restore its policy, preemption and SLO."""
     endpoint = endpoint.rstrip("/").removesuffix("/v1")
     deployment = Deployment(endpoint, api_key=settings.harvest_key or settings.api_key)
 
-    async def prepare(sized: Sized, engine: Engine | None, tokens: int | None) -> Field:
-        target = Target(
+    async def prepare(sized: Sized, engine: EngineModel | None, tokens: int | None) -> Field:
+        target = LoadTarget(
             base_url=endpoint, model=measurement.model, api_key=settings.api_key, vocab_range=VOCABULARY
         )
         return OneServer(deployment=deployment, target=target, preemption=design.preemption)
@@ -85,7 +85,7 @@ async def measure(
     preset: Preset,
     design: Design,
     measurement: Measurement,
-    wishes: Wishes,
+    wishes: PlayWishes,
 ) -> None:
     """Size the load, play it under each policy, and add the blocks to `measurement` as they end.
 
@@ -106,7 +106,7 @@ async def measure(
 
 
 async def ready(
-    deployment: Deployment, prepare: Prepare, preset: Preset, measurement: Measurement, wishes: Wishes
+    deployment: Deployment, prepare: Prepare, preset: Preset, measurement: Measurement, wishes: PlayWishes
 ) -> Field:
     """The field with the baselines tuned to the load; each tuned parameter is said."""
     sized, engine, tokens = measurement.sized, measurement.engine, None
@@ -120,7 +120,7 @@ async def ready(
         if untuned := [name for name in sized.design.policies if name in TUNED]:
             told(f"{', '.join(untuned)}: not tuned, since the server tells no latency model")
         return await prepare(sized, None, None)
-    workload = Workload.of(sized, preset, engine, sized.design.seed)
+    workload = TuningWorkload.of(sized, preset, engine, sized.design.seed)
     if SARATHI_P in sized.design.policies:
         budget = await asyncio.to_thread(token_budget, workload, wishes.promised)
         told(budget.sentence())

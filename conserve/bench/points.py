@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 from conserve.bench import traces
-from conserve.bench.forecast import Engine, play
+from conserve.bench.forecast import EngineModel, play
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
 from conserve.profiles.batch import Batch, Slice
@@ -147,7 +147,7 @@ def _of_trace(whole: Trace, rate: float, block_s: float, times: float, seed: int
 
 
 @lru_cache(maxsize=256)
-def _rate(lengths: str, busy: float, engine: Engine, block_s: float, times: float, seed: int) -> float:
+def _rate(lengths: str, busy: float, engine: EngineModel, block_s: float, times: float, seed: int) -> float:
     """The rate, which cells that differ in CV and scale share."""
     steady = Cell(busy=busy, cv=None if lengths in TRACES else 1.0, lengths=lengths, scale=1.0)
     low, high = _bracket(steady, engine, block_s, times, seed)
@@ -159,12 +159,12 @@ def _rate(lengths: str, busy: float, engine: Engine, block_s: float, times: floa
     return low
 
 
-def rate_of(cell: Cell, engine: Engine, block_s: float, *, times: float = 1.0, seed: int = 0) -> float:
+def rate_of(cell: Cell, engine: EngineModel, block_s: float, *, times: float = 1.0, seed: int = 0) -> float:
     """Requests per second at which online-only alone keeps the engine so busy, as a Poisson process."""
     return _rate(cell.lengths, cell.busy, engine, block_s, times, seed)
 
 
-def _bracket(cell: Cell, engine: Engine, block_s: float, times: float, seed: int) -> tuple[float, float]:
+def _bracket(cell: Cell, engine: EngineModel, block_s: float, times: float, seed: int) -> tuple[float, float]:
     """Rates between which the wanted one lies: a batch makes many answers as fast as one."""
     sample = next(iter(arrivals(cell, 1.0, block_s, times=times, seed=seed)(0)))
     alone_ms = engine.ms(Batch.of([Slice(sample.input_tokens, 0)]))
@@ -173,6 +173,6 @@ def _bracket(cell: Cell, engine: Engine, block_s: float, times: float, seed: int
     return max(rate / 8, 1.5 / block_s), max(16 * rate, 3 / block_s)
 
 
-def _busy(cell: Cell, rate: float, engine: Engine, block_s: float, times: float, seed: int) -> float:
+def _busy(cell: Cell, rate: float, engine: EngineModel, block_s: float, times: float, seed: int) -> float:
     played = arrivals(cell, rate, 4 * block_s, times=times, seed=seed)
     return play(played(0), engine, 4 * block_s, until_s=4 * block_s).busy

@@ -28,7 +28,7 @@ class Promise(NamedTuple):
         return f"{self.statistic} {self.metric.upper()} +{self.tolerance:.0%}"
 
 
-class Latencies(NamedTuple):
+class RunLatencies(NamedTuple):
     """TTFTs and TBTs of a test run's live requests, in ms."""
 
     ttft_ms: Floats
@@ -52,7 +52,7 @@ class Found(NamedTuple):
     runs: int
 
 
-TestRun = Callable[[float], Awaitable[Latencies]]
+TestRun = Callable[[float], Awaitable[RunLatencies]]
 """Plays the live requests with this value of the parameter."""
 
 DEFAULT = (Promise("p99", "ttft", LEAST), Promise("p99", "tbt", LEAST))
@@ -94,14 +94,14 @@ def _unreadable(flag: str, names: str, example: str, text: str) -> SettingsError
     )
 
 
-def excess(found: Latencies, alone: Latencies, promised: Iterable[Promise]) -> float:
+def excess(found: RunLatencies, alone: RunLatencies, promised: Iterable[Promise]) -> float:
     """Largest ratio of a promised latency to its limit; all promises are kept up to 1."""
     limits = [(found.of(one), (1 + one.tolerance) * alone.of(one)) for one in promised]
     return max((value / limit if limit else inf for value, limit in limits if value), default=0.0)
 
 
 async def search(
-    low: float, high: float, run: TestRun, alone: Latencies, promised: Sequence[Promise]
+    low: float, high: float, run: TestRun, alone: RunLatencies, promised: Sequence[Promise]
 ) -> Found:
     """Largest value from `low` to `high` that keeps the promises; without one, the value that exceeds them least.
 

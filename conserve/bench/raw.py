@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conserve.bench.answers import Answer, Status
+from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.measure import Block
 
 SCHEMA = pa.schema(
@@ -54,7 +54,7 @@ BLOCKS = pa.schema(
 COUNTS = BLOCKS.names[1:-1]  # fields of a `Block`
 
 
-def table(answers: Sequence[Answer], *, policy: str, block: int) -> Any:
+def table(answers: Sequence[LoadAnswer], *, policy: str, block: int) -> Any:
     """Table with a row for each request of one block."""
     rows = [
         {
@@ -91,22 +91,22 @@ def write_counts(blocks: Sequence[Block], path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows, schema=BLOCKS), path, compression="zstd")
 
 
-def write_answers(answers: Sequence[Answer], path: Path) -> None:
+def write_answers(answers: Sequence[LoadAnswer], path: Path) -> None:
     """Write requests of no policy yet; raises OSError."""
     pq.write_table(table(answers, policy="", block=0), path, compression="zstd")
 
 
-def read_answers(path: Path) -> list[Answer]:
+def read_answers(path: Path) -> list[LoadAnswer]:
     """Read the requests of a file of raw numbers; raises OSError."""
     return [
-        Answer(
+        LoadAnswer(
             index=row["request"],
             due_s=row["due_s"],
             sent_s=row["sent_s"],
             ended_s=row["ended_s"],
             input_tokens=row["input_tokens"],
             token_at_s=tuple(ms / 1e3 for ms in row["token_at_ms"]),
-            status=Status(row["status"]),
+            status=RequestEnd(row["status"]),
             detail=row["detail"],
         )
         for row in pq.read_table(path).to_pylist()

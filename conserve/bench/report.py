@@ -7,7 +7,15 @@ from typing import NamedTuple
 from conserve.bench import verdict
 from conserve.bench.figures import SPARE, colours, timeline
 from conserve.bench.harm import Change, Harm, Interval
-from conserve.bench.measure import LATE_MS, ORDER, SCALES, Block, Comparison, LatencyLimits, PolicyOutcome
+from conserve.bench.measure import (
+    LATE_MS,
+    ORDER,
+    SCALES,
+    Block,
+    LatencyLimits,
+    PolicyComparison,
+    PolicyOutcome,
+)
 from conserve.bench.names import alone_of, most_of
 from conserve.bench.svg import figure
 
@@ -48,19 +56,19 @@ ATTAINMENT_NOTE = (
 )
 
 
-class Table(NamedTuple):
+class CellTable(NamedTuple):
     """Cells as text; all columns but the first hold figures."""
 
     header: list[str]
     rows: list[list[str]]
 
-    def part(self, names: Sequence[str]) -> "Table":
+    def part(self, names: Sequence[str]) -> "CellTable":
         """Table with the policies and these columns."""
         places = [0, *(self.header.index(name) for name in names)]
-        return Table([self.header[n] for n in places], [[row[n] for n in places] for row in self.rows])
+        return CellTable([self.header[n] for n in places], [[row[n] for n in places] for row in self.rows])
 
 
-def table_rows(comparison: Comparison) -> Table:
+def table_rows(comparison: PolicyComparison) -> CellTable:
     """Table with a row per policy: latencies in ms, tokens per second, and ratios.
 
     Work is the offline tokens weighted by their cost: a decode step counts as the prompt tokens it is worth. The
@@ -91,25 +99,25 @@ def table_rows(comparison: Comparison) -> Table:
                 _fine_share(outcome.overruns.share),
             ]
         )
-    return Table([*HEADER], rows)
+    return CellTable([*HEADER], rows)
 
 
-def attainment_rows(comparison: Comparison) -> Table:
+def attainment_rows(comparison: PolicyComparison) -> CellTable:
     """Table with a row per policy and a column per scale; no rows without a reference."""
     rows = [
         [name, *(percent(outcome.attainment[str(scale)].attainment) for scale in SCALES)]
         for name, outcome in comparison.policies.items()
         if outcome.attainment
     ]
-    return Table(["policy", *(f"{scale:g} x" for scale in SCALES)], rows)
+    return CellTable(["policy", *(f"{scale:g} x" for scale in SCALES)], rows)
 
 
-def receipts(comparison: Comparison) -> list[str]:
+def receipts(comparison: PolicyComparison) -> list[str]:
     """Harm receipt of each policy, a sentence each."""
     return [_receipt(name, harm) for name, harm in comparison.harm.items()]
 
 
-def warnings(comparison: Comparison) -> list[str]:
+def warnings(comparison: PolicyComparison) -> list[str]:
     """Sentences on failed requests and a late load generator, which make the figures doubtful."""
     found = []
     for name, outcome in comparison.policies.items():
@@ -128,7 +136,7 @@ def warnings(comparison: Comparison) -> list[str]:
 
 
 def page(
-    comparison: Comparison,
+    comparison: PolicyComparison,
     blocks: Sequence[Block],
     *,
     title: str = "Policies compared",
@@ -164,7 +172,7 @@ def page(
     )
 
 
-def _chart_note(comparison: Comparison) -> str:
+def _chart_note(comparison: PolicyComparison) -> str:
     """Key to the chart, for the references that were measured."""
     said = ["In each column the longest bar is the largest figure."]
     if (alone := alone_of([*comparison.policies])) is not None:
@@ -175,7 +183,7 @@ def _chart_note(comparison: Comparison) -> str:
     return " ".join(said)
 
 
-def _tables(comparison: Comparison) -> list[tuple[str, str, Table]]:
+def _tables(comparison: PolicyComparison) -> list[tuple[str, str, CellTable]]:
     """Heading, explanation and cells of each table, none of them wider than a sheet of paper."""
     table, reference = table_rows(comparison), comparison.reference
     found = [

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import count, cycle
 from typing import Any, Protocol
 
-from conserve.bench.answers import Answer, Status
-from conserve.bench.deployment import Counters
-from conserve.bench.machine import Machine
+from conserve.bench.answers import LoadAnswer, RequestEnd
+from conserve.bench.deployment import SchedulerCounters
+from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block, LatencyLimits
 from conserve.bench.names import CONSERVE, ONLINE_ONLY, PRIORITY, SARATHI_P, regime_of
 from conserve.bench.traces import Trace
@@ -15,7 +15,7 @@ from conserve.bench.traces import Trace
 ROWS = 4096  # different rows of a simulation, over and over
 
 
-class Timed(Protocol):
+class TimedAnswer(Protocol):
     """A live request's answer; times are of the simulation's clock."""
 
     @property
@@ -23,13 +23,13 @@ class Timed(Protocol):
         """Times of its tokens."""
 
 
-class Played(Protocol):
+class PlayedBlock(Protocol):
     """A simulated block, and the scheduler's reports at its begin and at its end."""
 
     @property
     def began_s(self) -> float: ...
     @property
-    def answers(self) -> Sequence[Timed]: ...
+    def answers(self) -> Sequence[TimedAnswer]: ...
     @property
     def first(self) -> Mapping[str, Any]: ...
     @property
@@ -41,7 +41,7 @@ class Simulate(Protocol):
 
     def __call__(
         self,
-        machine: Machine,
+        machine: BenchMachine,
         policy: str,
         blocks: Iterable[Trace],
         *,
@@ -50,14 +50,14 @@ class Simulate(Protocol):
         promises: Mapping[str, Any],
         terms: Mapping[str, float] | None,
         shared_tokens: int,
-    ) -> Iterator[Played]: ...
+    ) -> Iterator[PlayedBlock]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulator:
     """A simulated engine, on which policies play the same blocks."""
 
-    machine: Machine
+    machine: BenchMachine
     simulate: Simulate
     block_s: float
     seed: int
@@ -90,17 +90,17 @@ class Simulator:
         )
         return [self._block(name, *pair) for pair in zip(blocks, played, strict=True)]
 
-    def _block(self, name: str, trace: Trace, played: Played) -> Block:
-        first, last = Counters.of(dict(played.first)), Counters.of(dict(played.last))
+    def _block(self, name: str, trace: Trace, played: PlayedBlock) -> Block:
+        first, last = SchedulerCounters.of(dict(played.first)), SchedulerCounters.of(dict(played.last))
         answers = [
-            Answer(
+            LoadAnswer(
                 index=number,
                 due_s=arrival.at_s,
                 sent_s=arrival.at_s,
                 ended_s=timed.token_at_s[-1] - played.began_s,
                 input_tokens=arrival.input_tokens,
                 token_at_s=tuple(at - played.began_s for at in timed.token_at_s),
-                status=Status.OK,
+                status=RequestEnd.OK,
             )
             for number, arrival, timed in zip(count(), trace, played.answers, strict=False)
         ]

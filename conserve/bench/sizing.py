@@ -11,7 +11,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from conserve.bench.compare import LEAD_S, Design, Source
-from conserve.bench.forecast import BlockForecast, Engine, p99s_ms, play
+from conserve.bench.forecast import BlockForecast, EngineModel, p99s_ms, play
 from conserve.bench.measure import Block
 from conserve.bench.names import (
     NON_PREEMPTIVE,
@@ -62,7 +62,7 @@ class Offered:
     )
 
 
-class Load(NamedTuple):
+class BlockLoad(NamedTuple):
     """Load of a block under online-only, predicted or measured."""
 
     busy: float  # share of the block
@@ -95,7 +95,7 @@ class Sized:
     trace_s: float | None = None  # as in `Offered`
 
     @property
-    def load(self) -> Load:
+    def load(self) -> BlockLoad:
         """Expected load."""
         return _load(self.forecasts, self.design.block_s)
 
@@ -136,7 +136,7 @@ class Sized:
 
 
 def size(
-    offered: Offered, preset: Preset, design: Design, engine: Engine | None, *, overload: bool = False
+    offered: Offered, preset: Preset, design: Design, engine: EngineModel | None, *, overload: bool = False
 ) -> Sized:
     """Choose rate, lengths and blocks for this engine; `engine` is None if its speed is unknown.
 
@@ -162,7 +162,7 @@ def size(
     return found
 
 
-def judge(block: Block, *, sized: Sized, offered: Offered, engine: Engine | None) -> None:
+def judge(block: Block, *, sized: Sized, offered: Offered, engine: EngineModel | None) -> None:
     """Raise `Overloaded` if online-only alone could not keep up in this block."""
     load = measured(block, sized.design.block_s)
     if load.too_much and load.busy < IDLE:
@@ -177,14 +177,20 @@ def judge(block: Block, *, sized: Sized, offered: Offered, engine: Engine | None
         raise Overloaded(advice(load, sized, offered, slower, "kept", work_s=work_s))
 
 
-def measured(block: Block, block_s: float) -> Load:
+def measured(block: Block, block_s: float) -> BlockLoad:
     """Load of a played block. A request without a token counts as owed until it was given up."""
     firsts = [one.token_at_s[0] if one.token_at_s else one.ended_s for one in block.answers]
-    return Load(block.busy_s / block.duration_s, max(firsts, default=0.0), block_s)
+    return BlockLoad(block.busy_s / block.duration_s, max(firsts, default=0.0), block_s)
 
 
 def advice(
-    load: Load, sized: Sized, offered: Offered, engine: Engine | None, verb: str, *, work_s: float = 0.0
+    load: BlockLoad,
+    sized: Sized,
+    offered: Offered,
+    engine: EngineModel | None,
+    verb: str,
+    *,
+    work_s: float = 0.0,
 ) -> str:
     """Sentence on too many arrivals, with the rate to use.
 
@@ -203,7 +209,7 @@ def advice(
     )
 
 
-def _chosen(offered: Offered, preset: Preset, design: Design, engine: Engine) -> Sized:
+def _chosen(offered: Offered, preset: Preset, design: Design, engine: EngineModel) -> Sized:
     """Sizing with the longest prompts and answers that keep the comparison short and its blocks full enough."""
     options = (offered.lengths,) if "lengths" in offered.given else LENGTHS
     for lengths in options:
@@ -219,7 +225,9 @@ def _chosen(offered: Offered, preset: Preset, design: Design, engine: Engine) ->
     return found
 
 
-def _at_lengths(offered: Offered, preset: Preset, design: Design, engine: Engine, lengths: float) -> Sized:
+def _at_lengths(
+    offered: Offered, preset: Preset, design: Design, engine: EngineModel, lengths: float
+) -> Sized:
     """Sizing at the rate that keeps the engine as busy as the preset says."""
     shortened = replace(preset.times(lengths), block_s=design.block_s)
     rate = _rate(shortened, offered, design, engine, preset.busy or BUSY)
@@ -236,14 +244,14 @@ def _at_lengths(offered: Offered, preset: Preset, design: Design, engine: Engine
     return _with_forecasts(found, engine)
 
 
-def _with_forecasts(sized: Sized, engine: Engine) -> Sized:
+def _with_forecasts(sized: Sized, engine: EngineModel) -> Sized:
     """Copy with a forecast of each round."""
     forecasts = _forecasts(sized.source, sized.design, engine)
     return replace(sized, forecasts=forecasts, takes_s=_takes_s(sized.design, forecasts, engine))
 
 
 def _forecasts(
-    source: Source, design: Design, engine: Engine, *, until_s: float = inf
+    source: Source, design: Design, engine: EngineModel, *, until_s: float = inf
 ) -> list[BlockForecast]:
     """Forecast of each round's arrivals under online-only."""
     found = []
@@ -256,13 +264,13 @@ def _forecasts(
     return found
 
 
-def _load(forecasts: Sequence[BlockForecast], block_s: float) -> Load:
+def _load(forecasts: Sequence[BlockForecast], block_s: float) -> BlockLoad:
     """Load with the mean of the rounds' busy shares and the longest of their queues."""
     last_s = max(one.last_first_token_s for one in forecasts)
-    return Load(_mean([one.busy for one in forecasts]), last_s, block_s)
+    return BlockLoad(_mean([one.busy for one in forecasts]), last_s, block_s)
 
 
-def _rate(preset: Preset, offered: Offered, design: Design, engine: Engine, busy: float) -> float:
+def _rate(preset: Preset, offered: Offered, design: Design, engine: EngineModel, busy: float) -> float:
     """Rate, to three digits, that keeps the engine busy for this share, or as near as the arrivals allow."""
 
     until_s = (1 + QUEUED) * design.block_s
@@ -293,7 +301,7 @@ def _rate(preset: Preset, offered: Offered, design: Design, engine: Engine, busy
     return min(tried, key=lambda rate: abs(tried[rate]))
 
 
-def _takes_s(design: Design, forecasts: Sequence[BlockForecast], engine: Engine) -> float:
+def _takes_s(design: Design, forecasts: Sequence[BlockForecast], engine: EngineModel) -> float:
     """Estimate the seconds of the comparison: every block, and its longest answers after the last arrival.
 
     Beside unbounded offline rows each token of an answer takes a full iteration, under ConServe as long as the SLO.

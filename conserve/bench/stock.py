@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from conserve.bench.answers import Answer
+from conserve.bench.answers import LoadAnswer
 from conserve.bench.field import readings
 from conserve.endpoints.window import total
 from conserve.errors import EndpointUnusable
@@ -17,7 +17,7 @@ PATH = "/metrics"
 ANSWER_S = 60.0
 
 
-class Tokens(NamedTuple):
+class ComputedTokens(NamedTuple):
     """Tokens that a server has computed since its start, of live and offline requests."""
 
     prompts: float  # counted with the first token of the answer; without the ones found in the prefix cache
@@ -30,7 +30,7 @@ class Tokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RowsInFlight:
     """Offline rows that a server has in flight, as far as their cost depends on them."""
 
     worth: Worth  # of a decode step, in prompt tokens
@@ -48,7 +48,7 @@ class StockServer:
         self,
         url: str,
         *,
-        rows: Rows | None,
+        rows: RowsInFlight | None,
         api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class StockServer:
             base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False, transport=transport
         )
 
-    async def counters(self) -> Tokens:
+    async def counters(self) -> ComputedTokens:
         """Tokens so far; raises `EndpointUnusable`."""
         try:
             answer = (await self._client.get(PATH)).raise_for_status()
@@ -66,16 +66,16 @@ class StockServer:
             raise EndpointUnusable(f"{self._url} went away ({error!r}); see its log") from error
         return tokens_of(answer.text)
 
-    async def watch(self, start_at: float) -> list[tuple[float, Tokens]]:
+    async def watch(self, start_at: float) -> list[tuple[float, ComputedTokens]]:
         """Read the counters until cancelled; returns them with their times in s since `start_at`."""
         return await readings(self.counters, start_at)
 
     def counted(
         self,
-        first: Tokens,
-        last: Tokens,
-        seen: Sequence[tuple[float, Tokens]],
-        answers: Sequence[Answer],
+        first: ComputedTokens,
+        last: ComputedTokens,
+        seen: Sequence[tuple[float, ComputedTokens]],
+        answers: Sequence[LoadAnswer],
         duration_s: float,
     ) -> dict[str, Any]:
         """Counts of a block, by the names of `Block`.
@@ -107,22 +107,22 @@ class StockServer:
         await self._client.aclose()
 
 
-def tokens_of(page: str) -> Tokens:
+def tokens_of(page: str) -> ComputedTokens:
     """Counts of vLLM's metrics page; raises `EndpointUnusable` if it has none."""
     prompts, answers = total(page, "vllm:prompt_tokens_total"), total(page, "vllm:generation_tokens_total")
     if prompts is None or answers is None:
         raise EndpointUnusable("the stock server's /metrics counts no tokens; leave --disable-log-stats out")
-    return Tokens(prompts - (total(page, "vllm:prompt_tokens_cached_total") or 0.0), answers)
+    return ComputedTokens(prompts - (total(page, "vllm:prompt_tokens_cached_total") or 0.0), answers)
 
 
-def live_tokens(answers: Sequence[Answer], until_s: float) -> Tokens:
+def live_tokens(answers: Sequence[LoadAnswer], until_s: float) -> ComputedTokens:
     """Tokens of live requests that their clients had got by then, each prompt with its first token."""
     begun = [one for one in answers if one.token_at_s and one.token_at_s[0] <= until_s]
     got = sum(at <= until_s for one in begun for at in one.token_at_s)
-    return Tokens(float(sum(one.input_tokens for one in begun)), float(got))
+    return ComputedTokens(float(sum(one.input_tokens for one in begun)), float(got))
 
 
-def in_flight_s(answers: Sequence[Answer], duration_s: float) -> float:
+def in_flight_s(answers: Sequence[LoadAnswer], duration_s: float) -> float:
     """Seconds of the block in which at least one of these requests was in flight."""
     busy_s, until_s = 0.0, 0.0
     for one in sorted(answers, key=lambda answer: answer.sent_s):

@@ -13,14 +13,14 @@ from typing import Any
 from conserve.bench import cell as cells
 from conserve.bench import points
 from conserve.bench.bound import Mix, rows_per_s
-from conserve.bench.cell import Played
+from conserve.bench.cell import PlayedCell
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, HYGEN, HYGEN_STAR, ONLINE_ONLY, SARATHI_P
 from conserve.bench.points import Cell
 from conserve.bench.profiler import DEFAULT, LEAST, MOST, Promise
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
-from conserve.bench.tuning import TERMS, Workload, latency_budget, offline_rate, sentence, token_budget
+from conserve.bench.tuning import TERMS, TuningWorkload, latency_budget, offline_rate, sentence, token_budget
 from conserve.errors import InputError
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import Samples, fit
@@ -34,7 +34,7 @@ Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SweepPlan:
     """Cells of a sweep, and how each is played. The same plan goes on in the same file."""
 
     seed: int
@@ -64,15 +64,15 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Ledger:
+class CellLedger:
     """Measured cells in a file of lines, the plan first. A line that was cut short is measured again."""
 
     path: Path
-    plan: Plan
+    plan: SweepPlan
     measured: dict[Cell, Document] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path, plan: Plan) -> "Ledger":
+    def open(cls, path: Path, plan: SweepPlan) -> "CellLedger":
         """Go on with the file, or begin it; raises `InputError` if it is another sweep's."""
         ledger, lines = cls(path, plan), list(_lines(path))
         if lines and lines[0] != plan.document():
@@ -113,7 +113,7 @@ def _lines(path: Path) -> Iterator[Document]:
             continue
 
 
-class Estimate:
+class SweepTimeLeft:
     """Time that the missing cells will take, from those that were measured just now."""
 
     def __init__(self, each_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -130,7 +130,7 @@ class Estimate:
         return each_s * cells
 
 
-def simulated(cell: Cell, plan: Plan, simulator: Simulator) -> Document:
+def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:
     """Measure a cell on a simulated engine."""
     engine, mix = simulator.machine.engine, _mix(simulator)
     rate, traces = arrivals(cell, plan, simulator)
@@ -149,11 +149,11 @@ def simulated(cell: Cell, plan: Plan, simulator: Simulator) -> Document:
                 tokens=tokens if name == SARATHI_P else None,
             )
     bound = rows_per_s(traces, engine, plan.block_s, slo, mix) if slo else None
-    played = Played(cell=cell, rate=rate, blocks=blocks, mix=mix, bound_rows_per_s=bound, tuned=told)
+    played = PlayedCell(cell=cell, rate=rate, blocks=blocks, mix=mix, bound_rows_per_s=bound, tuned=told)
     return cells.document(played, seed=plan.seed)
 
 
-def arrivals(cell: Cell, plan: Plan, simulator: Simulator) -> tuple[float, list[Trace]]:
+def arrivals(cell: Cell, plan: SweepPlan, simulator: Simulator) -> tuple[float, list[Trace]]:
     """Rate of a cell on this engine, and the arrivals of its blocks."""
     machine = simulator.machine
     rate = points.rate_of(cell, machine.engine, plan.block_s, times=machine.times, seed=plan.seed)
@@ -167,11 +167,11 @@ def _mix(simulator: Simulator) -> Mix:
 
 
 def _tuned(
-    cell: Cell, plan: Plan, simulator: Simulator, traces: Sequence[Trace]
+    cell: Cell, plan: SweepPlan, simulator: Simulator, traces: Sequence[Trace]
 ) -> tuple[int | None, dict[str, Any], list[str]]:
     """Parameters of the baselines in this cell: Sarathi's token budget, HyGen's terms; and sentences on them."""
     machine = simulator.machine
-    workload = Workload(
+    workload = TuningWorkload(
         engine=machine.engine,
         traces=traces[:2],
         block_s=plan.block_s,
@@ -193,7 +193,7 @@ def _tuned(
 
 
 async def _hygen(
-    name: str, workload: Workload, predictor: LinearModel, promised: Sequence[Promise]
+    name: str, workload: TuningWorkload, predictor: LinearModel, promised: Sequence[Promise]
 ) -> tuple[float, str]:
     alone = workload.alone()
     if name == HYGEN:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from conserve.bench.cell import RATIOS, ratio, worst
 from conserve.bench.names import alone_of
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell
-from conserve.bench.report import NOTHING, Table, percent, times
+from conserve.bench.report import NOTHING, CellTable, percent, times
 from conserve.bench.svg import figure
 from conserve.bench.sweep import ranked
 
@@ -60,7 +60,7 @@ def lead_of(policies: Sequence[str]) -> str:
     return next((name for name in policies if name != alone), policies[0])
 
 
-def first_table(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> Table:
+def first_table(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> CellTable:
     """The worst cell under each policy, then medians and worst figures over all cells."""
     lead, count = lead_of(policies), len(measured)
     order = [lead, *(name for name in policies if name != lead)]
@@ -77,13 +77,13 @@ def first_table(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) 
         [f"worst of {count} cells" if name == lead else "", name, *_over(measured, name, None)]
         for name in order
     ]
-    return Table(HEADER, rows)
+    return CellTable(HEADER, rows)
 
 
-def every_cell(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> Table:
+def every_cell(measured: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> CellTable:
     """All cells under the ranked policy, the worst first."""
     lead = lead_of(policies)
-    return Table(HEADER, [_row(Cell.of(one).name, lead, one) for one in ranked(measured, lead)])
+    return CellTable(HEADER, [_row(Cell.of(one).name, lead, one) for one in ranked(measured, lead)])
 
 
 def _row(heading: str, policy: str, measured: Mapping[str, Any]) -> list[str]:
@@ -186,7 +186,7 @@ def markdown(measured: Sequence[Mapping[str, Any]], policies: Sequence[str], fac
     return "\n\n".join(parts) + "\n"
 
 
-def _piped(table: Table) -> str:
+def _piped(table: CellTable) -> str:
     rule = ["---", "---", *["---:"] * (len(table.header) - 2)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (table.header, rule, *table.rows))
 

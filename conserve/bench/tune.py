@@ -14,7 +14,7 @@ from conserve.bench.answers import tbts_ms, ttfts_ms
 from conserve.bench.bound import Mix
 from conserve.bench.measure import Block
 from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY
-from conserve.bench.profiler import Latencies, Promise, excess, search
+from conserve.bench.profiler import Promise, RunLatencies, excess, search
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
@@ -33,7 +33,7 @@ class Parameter(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class TriedValue:
     """A value of a parameter, and what its test run gave."""
 
     parameter: Parameter
@@ -58,8 +58,8 @@ class Tuning:
     promised: Sequence[Promise]
     mix: Mix
     say: Callable[[str], None]
-    alone: Latencies = field(init=False)
-    runs: list[Candidate] = field(default_factory=list)
+    alone: RunLatencies = field(init=False)
+    runs: list[TriedValue] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         played = self.simulator.play(ONLINE_ONLY, self.blocks)
@@ -82,7 +82,7 @@ class Tuning:
             ),
         ]
 
-    async def best(self) -> Candidate:
+    async def best(self) -> TriedValue:
         """The candidate with the largest harvest of those that keep what may be harmed.
 
         Without one, the candidate that exceeds it least.
@@ -94,10 +94,10 @@ class Tuning:
             return max(kept, key=lambda run: run.rows_per_s)
         return min(self.runs, key=lambda run: run.excess)
 
-    def test_run(self, parameter: Parameter) -> Callable[[float], Awaitable[Latencies]]:
+    def test_run(self, parameter: Parameter) -> Callable[[float], Awaitable[RunLatencies]]:
         """Plays the live requests with this value of the parameter, and notes the harvest."""
 
-        async def run(value: float) -> Latencies:
+        async def run(value: float) -> RunLatencies:
             promises = section(parameter.promises(value))
             blocks = self.simulator.play(CONSERVE, self.blocks, promises=promises)
             found = latencies(blocks)
@@ -107,18 +107,18 @@ class Tuning:
 
         return run
 
-    async def measure(self, reduced: Candidate) -> Candidate:
+    async def measure(self, reduced: TriedValue) -> TriedValue:
         """The candidate with this value of its parameter, and the harvest of a test run of its own."""
         await self.test_run(reduced.parameter)(reduced.value)
         return self.runs[-1]
 
     def _candidate(
-        self, parameter: Parameter, value: float, blocks: Sequence[Block], found: Latencies
-    ) -> Candidate:
+        self, parameter: Parameter, value: float, blocks: Sequence[Block], found: RunLatencies
+    ) -> TriedValue:
         seconds = sum(block.duration_s for block in blocks)
         steps = sum(block.offline_decodes for block in blocks)
         prompts = sum(block.offline_tokens for block in blocks) - steps
-        return Candidate(
+        return TriedValue(
             parameter=parameter,
             value=value,
             excess=excess(found, self.alone, self.promised),
@@ -134,10 +134,10 @@ def section(promises: Mapping[str, float]) -> dict[str, Any]:
     return {named[name]: value for name, value in promises.items()}
 
 
-def latencies(blocks: Sequence[Block]) -> Latencies:
+def latencies(blocks: Sequence[Block]) -> RunLatencies:
     """TTFTs and TBTs of all blocks."""
     answers = [answer for block in blocks for answer in block.answers]
-    return Latencies(ttfts_ms(answers), tbts_ms(answers))
+    return RunLatencies(ttfts_ms(answers), tbts_ms(answers))
 
 
 def words(promises: Mapping[str, float]) -> str:
@@ -147,7 +147,7 @@ def words(promises: Mapping[str, float]) -> str:
     return f"--ttft-slo {promises['ttft_ms']:.0f}ms --tbt-slo {promises['tbt_ms']:.1f}ms"
 
 
-def sentence(run: Candidate) -> str:
+def sentence(run: TriedValue) -> str:
     """Line of progress on a test run."""
     kept = "kept" if run.excess <= 1 else f"exceeded by {run.excess - 1:.0%}"
     return f"{words(run.promises)}: {kept}, {run.rows_per_s:.2f} rows/s"

@@ -16,11 +16,11 @@ from conserve.bench.co_forecast import Sharing, co_play
 from conserve.bench.compare import one_block
 from conserve.bench.deployment import Deployment
 from conserve.bench.field import Field
-from conserve.bench.forecast import Engine, Request, play
+from conserve.bench.forecast import EngineModel, Request, play
 from conserve.bench.names import HYGEN, HYGEN_STAR, ONLINE_ONLY_PLANNED, SARATHI_P
 from conserve.bench.offline import lengths_of
 from conserve.bench.presets import Preset
-from conserve.bench.profiler import Found, Latencies, Promise, TestRun, excess, search
+from conserve.bench.profiler import Found, Promise, RunLatencies, TestRun, excess, search
 from conserve.bench.sizing import Sized
 from conserve.bench.traces import Trace
 from conserve.errors import InputError
@@ -36,17 +36,17 @@ TERMS = {HYGEN: "budget_ms", HYGEN_STAR: "offline_per_s"}  # parameter of each p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class TuningWorkload:
     """Live requests and rows of a comparison, for test runs on an engine's model."""
 
-    engine: Engine
+    engine: EngineModel
     traces: Sequence[Trace | None]  # of the rounds
     block_s: float
     lengths: Sequence[tuple[int, int]]  # tokens of rows and their answers
     window: int  # rows in the engine
 
     @classmethod
-    def of(cls, sized: Sized, preset: Preset, engine: Engine, seed: int) -> "Workload":
+    def of(cls, sized: Sized, preset: Preset, engine: EngineModel, seed: int) -> "TuningWorkload":
         """The workload that a comparison of this size plays."""
         return cls(
             engine=engine,
@@ -56,13 +56,13 @@ class Workload:
             window=preset.offline_window or 2 * engine.max_requests,
         )
 
-    def alone(self) -> Latencies:
+    def alone(self) -> RunLatencies:
         """Latencies without rows."""
         return _latencies(
             one for trace in self.traces for one in play(trace, self.engine, self.block_s).requests
         )
 
-    def beside(self, sharing: Sharing) -> tuple[Latencies, float]:
+    def beside(self, sharing: Sharing) -> tuple[RunLatencies, float]:
         """Latencies beside rows, and the rows' tokens per second."""
         found = [
             co_play(trace, self.engine, self.block_s, sharing, self.lengths, window=self.window)
@@ -93,7 +93,7 @@ class TokenBudget:
         return f"{SARATHI_P}: {self.tokens} tokens an iteration, of {others} ({why}, simulated)"
 
 
-def token_budget(workload: Workload, promised: Sequence[Promise]) -> TokenBudget:
+def token_budget(workload: TuningWorkload, promised: Sequence[Promise]) -> TokenBudget:
     """Token budget with the most offline tokens that keeps the promises, else the one nearest to that."""
     least, most = max(LEAST_TOKENS, workload.engine.max_requests), workload.engine.max_tokens
     tried = sorted({least, most, *(size for size in _doublings(LEAST_TOKENS, most) if least <= size)})
@@ -107,11 +107,11 @@ def token_budget(workload: Workload, promised: Sequence[Promise]) -> TokenBudget
 
 
 async def latency_budget(
-    workload: Workload,
+    workload: TuningWorkload,
     predictor: LinearModel,
     promised: Sequence[Promise],
     run: TestRun | None,
-    alone: Latencies,
+    alone: RunLatencies,
 ) -> Found:
     """HyGen's latency budget, in ms: between the smallest iteration and a full one."""
     engine = workload.engine
@@ -121,11 +121,11 @@ async def latency_budget(
 
 
 async def offline_rate(
-    workload: Workload, promised: Sequence[Promise], run: TestRun | None, alone: Latencies
+    workload: TuningWorkload, promised: Sequence[Promise], run: TestRun | None, alone: RunLatencies
 ) -> Found:
     """Fixed rate of HyGen's variant `hygen-star`, in rows/s: up to as many as the engine answers."""
 
-    async def simulated(rows_per_s: float) -> Latencies:
+    async def simulated(rows_per_s: float) -> RunLatencies:
         sharing = Sharing(online_first=True, max_tokens=workload.engine.max_tokens, rows_per_s=rows_per_s)
         return (await asyncio.to_thread(workload.beside, sharing))[0]
 
@@ -146,7 +146,7 @@ def sentence(policy: str, found: Found, promised: Sequence[Promise], how: str) -
 async def tuned_hygen(
     playing: Field,
     deployment: Deployment,
-    workload: Workload,
+    workload: TuningWorkload,
     sized: Sized,
     promised: Sequence[Promise],
     *,
@@ -177,7 +177,7 @@ def measured_run(playing: Field, deployment: Deployment, sized: Sized, policy: s
     """Test run on the engine itself: a block of the first round's arrivals under this policy."""
     runs = 0
 
-    async def run(value: float) -> Latencies:
+    async def run(value: float) -> RunLatencies:
         nonlocal runs
         runs += 1
         deployment.terms[policy] = {TERMS[policy]: value}
@@ -186,16 +186,16 @@ def measured_run(playing: Field, deployment: Deployment, sized: Sized, policy: s
     return run
 
 
-async def measured(playing: Field, sized: Sized, policy: str, *, seed: int) -> Latencies:
+async def measured(playing: Field, sized: Sized, policy: str, *, seed: int) -> RunLatencies:
     """Latencies of a block that is played now and counts for nothing else."""
     turn = await playing.turn(policy, None)
     await asyncio.sleep(sized.design.settle_s)
     block = await one_block(turn, sized.source(0), sized.design, policy, seed=TEST_SEED + seed)
-    return Latencies(ttfts_ms(block.answers), tbts_ms(block.answers))
+    return RunLatencies(ttfts_ms(block.answers), tbts_ms(block.answers))
 
 
-def _simulated(workload: Workload, predictor: LinearModel) -> TestRun:
-    async def run(budget_ms: float) -> Latencies:
+def _simulated(workload: TuningWorkload, predictor: LinearModel) -> TestRun:
+    async def run(budget_ms: float) -> RunLatencies:
         sharing = Sharing(
             online_first=True,
             max_tokens=workload.engine.max_tokens,
@@ -214,11 +214,11 @@ def _trace(sized: Sized, number: int) -> Trace | None:
         return None
 
 
-def _latencies(requests: Iterable[Request]) -> Latencies:
+def _latencies(requests: Iterable[Request]) -> RunLatencies:
     answered = [one for one in requests if one.token_at_s]
     ttft_ms = np.array([(one.token_at_s[0] - one.at_s) * 1e3 for one in answered], dtype=np.float64)
     gaps_s = [np.diff(one.token_at_s) for one in answered]
-    return Latencies(ttft_ms, np.concatenate([np.zeros(0), *gaps_s]) * 1e3)
+    return RunLatencies(ttft_ms, np.concatenate([np.zeros(0), *gaps_s]) * 1e3)
 
 
 def _doublings(least: int, most: int) -> list[int]:

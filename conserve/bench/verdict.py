@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from conserve.bench.harm import Change
-from conserve.bench.measure import Comparison, Percentiles, PolicyOutcome
+from conserve.bench.measure import Percentiles, PolicyComparison, PolicyOutcome
 from conserve.bench.names import alone_of, most_of, runs_offline
 from conserve.bench.svg import figure
 
@@ -36,7 +36,7 @@ class Chart(NamedTuple):
     columns: list[Column]
 
 
-def sentence(comparison: Comparison) -> str:
+def sentence(comparison: PolicyComparison) -> str:
     """Sentence with the answer for the first policy that runs offline rows."""
     lead = next((name for name in comparison.policies if runs_offline(name)), None)
     if lead is None:
@@ -47,7 +47,7 @@ def sentence(comparison: Comparison) -> str:
     return f"Under {lead} {_clients(outcome, *changes)}; the queue got {_queue(comparison, lead)}."
 
 
-def chart(comparison: Comparison) -> Chart:
+def chart(comparison: PolicyComparison) -> Chart:
     """Chart of clients' latencies and the queue's tokens, a bar for each policy."""
     outcomes, ratios = list(comparison.policies.values()), list(comparison.ratios.values())
     alone = alone_of([*comparison.policies])
@@ -129,7 +129,7 @@ def _before(change: Change | None, *, again: bool = False) -> str:
     return f" ({figure(change.without_ms)} ms{alone}{within})"
 
 
-def _queue(comparison: Comparison, policy: str) -> str:
+def _queue(comparison: PolicyComparison, policy: str) -> str:
     tokens_per_s = comparison.policies[policy].offline_tokens_per_s
     if not tokens_per_s:
         return "nothing"

@@ -17,7 +17,7 @@ from conserve.cli.bench_names import KNOWN, VARIANTS, which
 from conserve.cli.bench_report import conclude
 from conserve.cli.bench_server import on_own_server, own_plan
 from conserve.cli.context import Context
-from conserve.cli.sweep import Wanted, sweeping
+from conserve.cli.sweep import SweepFlags, sweeping
 from conserve.engine.policy.checkpointing import ADAPTIVE
 from conserve.engine.policy.policies import CONSERVE
 from conserve.errors import ConserveError, SettingsError, UsageError
@@ -147,7 +147,7 @@ def bench(
 ) -> None:
     """Play live traffic under each policy in turn, on one engine that also has offline rows to run."""
     from conserve.bench.arrivals import arrivals
-    from conserve.bench.playing import Measurement, Wishes, on_server
+    from conserve.bench.playing import Measurement, PlayWishes, on_server
     from conserve.bench.presets import PRESETS
 
     words = model or []
@@ -162,7 +162,7 @@ def bench(
             "--offline goes with a server of the benchmark's own; submit rows to that one's queue"
         )
     if sweep is not None or cells is not None or simulated:
-        raise typer.Exit(sweeping(ctx.obj, words, Wanted.of(ctx.params), as_json=as_json))
+        raise typer.Exit(sweeping(ctx.obj, words, SweepFlags.of(ctx.params), as_json=as_json))
     chosen = resized(PRESETS[preset], rounds, block_s, offline)
     folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def bench(
     names = which(policies, arms, preemption=preemption, endpoint=endpoint is not None)
     failed: ConserveError | None = None
     design = make_design(chosen, names, limits(ttft_slo, tbt_slo), slo_scale, seed)
-    wishes = Wishes(
+    wishes = PlayWishes(
         overload=overload,
         promised=promised(tolerance, slo_scale),
         profiler=known_profiler(profiler),

@@ -21,7 +21,7 @@ HARVESTER_S = 1.0  # until a harvester is up
 WARDEN = 'read -r _; for group; do kill -s CONT -- "-$group"; done 2>/dev/null; exit 0'
 
 
-class Place:
+class ServerPlace:
     """One of the servers of a comparison."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Place:
         url: str,
         preset: "Preset",
     ) -> None:
-        """`server` reads its counters (`field.Counted`)."""
+        """`server` reads its counters (`field.CountedServer`)."""
         self.name, self.server, self.url = name, server, url
         self._command, self._harvester, self._preset = command, harvester, preset
         self._service: Service | None = None

@@ -14,7 +14,7 @@ from conserve.errors import ConserveError
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
-    from conserve.bench.measure import Block, Comparison
+    from conserve.bench.measure import Block, PolicyComparison
     from conserve.bench.playing import Measurement
     from conserve.bench.sizing import Sized
 
@@ -89,7 +89,7 @@ def report(
     output.say(f"the page: {folder / 'page.html'}")
 
 
-def show(comparison: "Comparison") -> None:
+def show(comparison: "PolicyComparison") -> None:
     """Print the answer, then the tables and sentences behind it."""
     from conserve.bench import report as reports
     from conserve.bench import verdict

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from conserve.api.running import engine_flags
 from conserve.cli import output
 from conserve.cli.bench_names import is_ours, section
-from conserve.cli.bench_place import Place
+from conserve.cli.bench_place import ServerPlace
 from conserve.cli.listening import HERE, free_port, url_of
 from conserve.cli.serve import harvester_command, keyed, server_command
 from conserve.cli.serve_flags import checkpointing
@@ -19,9 +19,9 @@ from conserve.engine.policy.checkpointing import ADAPTIVE
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
     from conserve.bench.field import Turn
-    from conserve.bench.forecast import Engine
+    from conserve.bench.forecast import EngineModel
     from conserve.bench.measure import LatencyLimits
-    from conserve.bench.playing import Measurement, Wishes
+    from conserve.bench.playing import Measurement, PlayWishes
     from conserve.bench.presets import Preset
     from conserve.bench.sizing import Sized
     from conserve.engine.service import ProcessCommand
@@ -31,7 +31,7 @@ FILL_S = 15.0  # for the rows of a server that has begun just now to get beyond 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ServersPlan:
     """The servers to start: settings of the user, flags of vLLM, our section of the engine's configuration."""
 
     settings: Settings
@@ -51,11 +51,11 @@ def own_plan(
     kv_checkpoint: str = ADAPTIVE,
     *,
     seed: int,
-) -> Plan:
+) -> ServersPlan:
     """Plan of servers for these policies, with a store of their own at `home`; `words` are flags of vLLM."""
     flags = [*preset.engine_flags, *engine_flags(settings, list(words))]
     own = replace(settings, home=home.absolute(), store=None)  # never the user's queue
-    return Plan(
+    return ServersPlan(
         settings=own,
         section=section(settings, names),
         flags=flags,
@@ -65,7 +65,9 @@ def own_plan(
     )
 
 
-async def on_own_server(plan: Plan, design: "Design", measurement: "Measurement", wishes: "Wishes") -> None:
+async def on_own_server(
+    plan: ServersPlan, design: "Design", measurement: "Measurement", wishes: "PlayWishes"
+) -> None:
     """Start the servers one by one, and compare the policies on them."""
     from conserve.bench.playing import measure
 
@@ -84,7 +86,7 @@ class Servers:
     tracks, rows in flight included; with a preset that has no memory for several, it is ended instead.
     """
 
-    def __init__(self, plan: Plan, design: "Design") -> None:
+    def __init__(self, plan: ServersPlan, design: "Design") -> None:
         from conserve.bench.deployment import Deployment
 
         self._plan, self._design = plan, design
@@ -94,7 +96,7 @@ class Servers:
             url_of(HERE, self._port), api_key=settings.harvest_key or settings.api_key
         )
         self._ordered = True
-        self._plugged = Place(
+        self._plugged = ServerPlace(
             "the plug-in's server",
             self._command(),
             self._harvester(settings, self._port),
@@ -102,7 +104,7 @@ class Servers:
             url=url_of(HERE, self._port),
             preset=plan.preset,
         )
-        self._stock: dict[str, Place] = {}
+        self._stock: dict[str, ServerPlace] = {}
         self._budgets: dict[str, int | None] = {}  # token budgets of the stock servers
 
     async def start(self) -> None:
@@ -110,7 +112,7 @@ class Servers:
         output.say(f"starting {self._plan.settings.model}")
         await self._plugged.begin()
 
-    async def prepare(self, sized: "Sized", engine: "Engine | None", tokens: int | None) -> "Servers":
+    async def prepare(self, sized: "Sized", engine: "EngineModel | None", tokens: int | None) -> "Servers":
         """Name the stock servers of a comparison of this size; `tokens` is the token budget of `sarathi-p`."""
         from conserve.bench.names import SARATHI_P, is_stock
 
@@ -126,7 +128,7 @@ class Servers:
     async def turn(self, policy: str, slo: "LatencyLimits | None") -> "Turn":
         """Stop the other servers, and let this policy's one go on, or start."""
         from conserve.bench.field import Turn
-        from conserve.bench.load import Target
+        from conserve.bench.load import LoadTarget
         from conserve.bench.names import runs_offline
         from conserve.bench.playing import VOCABULARY
 
@@ -142,7 +144,7 @@ class Servers:
         if runs_offline(policy):
             await place.filled(FILL_S)
         settings = self._plan.settings
-        target = Target(
+        target = LoadTarget(
             base_url=place.url, model=settings.model, api_key=settings.api_key, vocab_range=VOCABULARY
         )
         return Turn(place.server, target)
@@ -178,7 +180,7 @@ class Servers:
         words = (*limit, "--lease-s", str(LEASE_S), *more)
         return harvester_command(settings, url_of(HERE, port), *words)
 
-    def _stock_place(self, policy: str, engine: "Engine | None", tokens: int | None) -> Place:
+    def _stock_place(self, policy: str, engine: "EngineModel | None", tokens: int | None) -> ServerPlace:
         from conserve.bench.names import SARATHI_P, runs_offline
         from conserve.bench.stock import StockServer
 
@@ -199,7 +201,7 @@ class Servers:
             rows=rows_of(plan.preset, engine) if harvester else None,
             api_key=settings.api_key,
         )
-        return Place(
+        return ServerPlace(
             f"stock vLLM for {policy}",
             stock_command(settings, flags, plan.preset, port),
             harvester,
@@ -233,18 +235,18 @@ def stock_command(settings: Settings, flags: Sequence[str], preset: "Preset", po
     )
 
 
-def rows_of(preset: "Preset", engine: "Engine | None") -> Any:
+def rows_of(preset: "Preset", engine: "EngineModel | None") -> Any:
     """Cost of a preset's rows on this engine."""
     from itertools import islice
 
     from conserve.bench.offline import lengths_of
-    from conserve.bench.stock import Rows
+    from conserve.bench.stock import RowsInFlight
     from conserve.profiles.worth import Worth
 
     lengths = list(islice(lengths_of(preset, 0), 1000))
     answers = sum(answer for _, answer in lengths)
     contexts = sum(answer * (prompt + answer / 2) for prompt, answer in lengths)
-    return Rows(worth=Worth.by(engine.model) if engine else Worth(), context=contexts / answers)
+    return RowsInFlight(worth=Worth.by(engine.model) if engine else Worth(), context=contexts / answers)
 
 
 def make_rows(settings: Settings, preset: "Preset", seed: int) -> Path:

@@ -19,7 +19,7 @@ OPTIONS = {
 }
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """One command. The module has a function of the command's name; the summary fits on a line of 80."""
 
     module: str
@@ -31,36 +31,36 @@ class Entry(NamedTuple):
 
 
 COMMANDS = {
-    "submit": Entry("submit", "Queue a file of prompts and print the job's id."),
-    "run": Entry("run", "Run queued rows until none is left."),
-    "serve": Entry("serve", "Serve a model like vllm serve, and run queued rows beside."),
-    "api": Entry("api", "Serve OpenAI's files and batches over the store."),
-    "keys": Entry("keys", "Make, list and revoke keys of the Batch API and of live requests."),
-    "hooks": Entry("hooks", "Tell other programs of batches that end, by signed webhooks."),
-    "harvest": Entry("harvest", "Send queued rows to a server that serves live requests too."),
-    "fleet": Entry("fleet", "List the servers that get rows; drain one of them."),
-    "status": Entry("status", "Show how far the jobs are, and how live requests fare."),
-    "top": Entry("top", "Show jobs with forecasts, and servers, live; pause and resume jobs."),
-    "jobs": Entry("jobs", "List all jobs, the newest first."),
-    "results": Entry("results", "Write the answers a job has so far, in input order."),
-    "sql": Entry("sql", "Query jobs, results, inputs, requests and evaluations with DuckDB."),
-    "show": Entry("show", "Show one row: what was asked, the answer, where it is now."),
-    "pause": Entry("control", "Stop taking rows of a job."),
-    "resume": Entry("control", "Let a paused job go on, or a refused one try again."),
-    "deadline": Entry("deadline", "Give a job a deadline, and say what becomes of it then."),
-    "forecast": Entry("forecast", "Forecast when jobs are done, with 50 and 90 % probability."),
-    "cancel": Entry("control", "Stop a job for good; the results it has are kept."),
-    "retry": Entry("control", "Put the failed rows of a job back into the queue."),
-    "check": Entry("check", "Find what is damaged in the store, and mend it."),
-    "rm": Entry("rm", "Remove jobs with their requests and results."),
-    "prune": Entry("rm", "Remove finished jobs that ended long ago, and empty the trash."),
-    "store": Entry("storage", "Show the store's size, move it, back it up and restore it."),
-    "eval": Entry("evaluations", "Run evaluations every night, and say whether the model is worse."),
-    "profile": Entry("profile", "Measure how long the engine's iterations take, and show it."),
-    "bench": Entry("bench", "Play live traffic under each policy in turn, and compare."),
-    "tune": Entry("tune", "Search the promise to live requests that gives queued rows most."),
-    "doctor": Entry("doctor", "Try the engine, the endpoint, the store and the machine."),
-    "help": Entry("help", "Explain the program, or one command."),
+    "submit": CommandEntry("submit", "Queue a file of prompts and print the job's id."),
+    "run": CommandEntry("run", "Run queued rows until none is left."),
+    "serve": CommandEntry("serve", "Serve a model like vllm serve, and run queued rows beside."),
+    "api": CommandEntry("api", "Serve OpenAI's files and batches over the store."),
+    "keys": CommandEntry("keys", "Make, list and revoke keys of the Batch API and of live requests."),
+    "hooks": CommandEntry("hooks", "Tell other programs of batches that end, by signed webhooks."),
+    "harvest": CommandEntry("harvest", "Send queued rows to a server that serves live requests too."),
+    "fleet": CommandEntry("fleet", "List the servers that get rows; drain one of them."),
+    "status": CommandEntry("status", "Show how far the jobs are, and how live requests fare."),
+    "top": CommandEntry("top", "Show jobs with forecasts, and servers, live; pause and resume jobs."),
+    "jobs": CommandEntry("jobs", "List all jobs, the newest first."),
+    "results": CommandEntry("results", "Write the answers a job has so far, in input order."),
+    "sql": CommandEntry("sql", "Query jobs, results, inputs, requests and evaluations with DuckDB."),
+    "show": CommandEntry("show", "Show one row: what was asked, the answer, where it is now."),
+    "pause": CommandEntry("control", "Stop taking rows of a job."),
+    "resume": CommandEntry("control", "Let a paused job go on, or a refused one try again."),
+    "deadline": CommandEntry("deadline", "Give a job a deadline, and say what becomes of it then."),
+    "forecast": CommandEntry("forecast", "Forecast when jobs are done, with 50 and 90 % probability."),
+    "cancel": CommandEntry("control", "Stop a job for good; the results it has are kept."),
+    "retry": CommandEntry("control", "Put the failed rows of a job back into the queue."),
+    "check": CommandEntry("check", "Find what is damaged in the store, and mend it."),
+    "rm": CommandEntry("rm", "Remove jobs with their requests and results."),
+    "prune": CommandEntry("rm", "Remove finished jobs that ended long ago, and empty the trash."),
+    "store": CommandEntry("storage", "Show the store's size, move it, back it up and restore it."),
+    "eval": CommandEntry("evaluations", "Run evaluations every night, and say whether the model is worse."),
+    "profile": CommandEntry("profile", "Measure how long the engine's iterations take, and show it."),
+    "bench": CommandEntry("bench", "Play live traffic under each policy in turn, and compare."),
+    "tune": CommandEntry("tune", "Search the promise to live requests that gives queued rows most."),
+    "doctor": CommandEntry("doctor", "Try the engine, the endpoint, the store and the machine."),
+    "help": CommandEntry("help", "Explain the program, or one command."),
 }
 
 

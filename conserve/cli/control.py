@@ -9,7 +9,7 @@ from conserve.cli import output
 from conserve.cli.context import Context, job_ids
 
 if TYPE_CHECKING:
-    from conserve.store.books.catalog import Job
+    from conserve.store.books.catalog import JobRecord
 
 EXAMPLES = {
     "pause": "conserve pause gsm8k-k3f9",
@@ -61,7 +61,7 @@ def move(context: Context, jobs: list[str], verb: str) -> None:
         output.data(f"{job.id}: {job.state}")
 
 
-def moved(context: Context, jobs: list[str], verb: str) -> list["Job"]:
+def moved(context: Context, jobs: list[str], verb: str) -> list["JobRecord"]:
     """Apply the verb to all these jobs, or to none if one of them refuses it; returns them as they are then."""
     from conserve.store.books import catalog
 

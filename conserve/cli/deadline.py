@@ -15,7 +15,7 @@ from conserve.errors import UsageError, one_line
 from conserve.store.books.states import LONGEST_DEADLINE_S, OnLate
 
 if TYPE_CHECKING:
-    from conserve.store.books.catalog import Job
+    from conserve.store.books.catalog import JobRecord
 
 EXAMPLE = """
 conserve deadline gsm8k-k3f9 --by 06:00
@@ -71,7 +71,7 @@ def deadline(
         output.data(f"{job.id}: {shown(job)}")
 
 
-def shown(job: "Job") -> str:
+def shown(job: "JobRecord") -> str:
     """A job's deadline in words."""
     if job.deadline is None:
         return "no deadline"

@@ -13,7 +13,7 @@ from conserve.store.books.readings import JobReading, read_task
 
 if TYPE_CHECKING:
     from conserve.jobs.requests.preview import Preview
-    from conserve.jobs.requests.rehearsal import Rehearsal, Tokens
+    from conserve.jobs.requests.rehearsal import Rehearsal, Tokenizer
 
 PROMPTS = ("messages", "prompt")  # fields of a body that get lines of their own
 
@@ -21,7 +21,7 @@ PROMPTS = ("messages", "prompt")  # fields of a body that get lines of their own
 class Counter(NamedTuple):
     """A tokenizer, or the reason that there is none."""
 
-    tokens: "Tokens | None"
+    tokens: "Tokenizer | None"
     why_none: str = ""
 
 

@@ -13,7 +13,7 @@ UNKNOWN = "hardly any row was answered here, so there is no forecast, and --stri
 
 
 @dataclass(slots=True, kw_only=True)
-class Due:
+class DeadlineFlags:
     """Deadline flags of `conserve submit`."""
 
     deadline: float | None

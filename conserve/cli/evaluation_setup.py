@@ -36,7 +36,7 @@ def init(
     given = {"data": data, "prompt": prompt, "expected": expected, "model": model, "endpoint": endpoint,
              "limit": limit}  # fmt: skip
     answers = {key: answered(key, value, starting.QUESTIONS[key], given) for key, value in given.items()}
-    wishes = starting.Wishes(
+    wishes = starting.NightlyWishes(
         name=name or re.sub(r"[^A-Za-z0-9_.-]+", "-", file.stem).strip("-._") or "nightly",
         data=str(answers["data"]),
         prompt=str(answers["prompt"]),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from conserve.api.binding import Binding
-from conserve.api.running import Pace, make_endpoint, outcome, unfinished, unfinished_rows
+from conserve.api.running import ProfileFlags, make_endpoint, outcome, unfinished, unfinished_rows
 from conserve.cli import exits, output
 from conserve.cli.context import Context, job_ids
 from conserve.cli.idle_jobs import nothing_to_run
@@ -207,7 +207,7 @@ def servers(
 ) -> "Endpoint":
     """The servers as one endpoint, which live requests use too."""
     if not lists and not urls[0].startswith(("http://", "https://")):
-        return make_endpoint(settings, [], Pace(), say=output.say)
+        return make_endpoint(settings, [], ProfileFlags(), say=output.say)
     from conserve.endpoints.roster import rosters_of
     from conserve.jobs.fleet.fleet import Fleet
 

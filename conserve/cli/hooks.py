@@ -13,7 +13,7 @@ from conserve.errors import UsageError, one_line
 if TYPE_CHECKING:
     from conserve.store.books.events import Event
     from conserve.store.books.hooks import Hook
-    from conserve.store.books.outbox import Message
+    from conserve.store.books.outbox import MessageRecord
 
 EXAMPLE = """
 conserve hooks add https://example.com/batches --events completed,failed,expired
@@ -150,7 +150,7 @@ def log(
     output.data("\n".join(output.columns(header, [message_row(message) for message in found], right=(6,))))
 
 
-def message_row(message: "Message") -> list[str]:
+def message_row(message: "MessageRecord") -> list[str]:
     """A line of the log."""
     return [
         message.id,
@@ -165,7 +165,7 @@ def message_row(message: "Message") -> list[str]:
     ]
 
 
-def message_document(message: "Message") -> dict[str, Any]:
+def message_document(message: "MessageRecord") -> dict[str, Any]:
     """A message as JSON (docs/reference/json.md)."""
     hidden = ("seq", "owner", "held_until", "body")
     kept = {name: value for name, value in asdict(message).items() if name not in hidden}

@@ -56,13 +56,13 @@ def move(
             return
 
         def attempt() -> "Mapping[str, TableDigest]":
-            return moves.move(settings.home, ends, Told().page, release.require)
+            return moves.move(settings.home, ends, CopyProgress().page, release.require)
 
         found = waited(attempt, output.say) if wait else attempt()
     tell(found, goal, time.monotonic() - begun, as_json=as_json)
 
 
-class Told:
+class CopyProgress:
     """Tells the rows of each table as they are copied."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from conserve.cli.options import JOB
 from conserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from conserve.store.books.catalog import Job
+    from conserve.store.books.catalog import JobRecord
     from conserve.store.sql.batches import RowBatches
     from conserve.store.sql.export import Format
     from conserve.store.sql.readable import LeftOut
@@ -83,7 +83,7 @@ def results(
         raise typer.Exit(exits.FAILED)
 
 
-def tell(job: "Job", rows: int, out: Path | None) -> None:
+def tell(job: "JobRecord", rows: int, out: Path | None) -> None:
     """Say how many rows were written, and if that is not all of the job."""
     if rows < job.num_rows:
         so_far = f"{rows:,} of {output.count(job.num_rows, 'row')} so far"
@@ -143,7 +143,7 @@ def accept(gap: "LeftOut", left_out: "list[LeftOut]") -> None:
     left_out.append(gap)
 
 
-def write(answers: "RowBatches", job: "Job", wanted: "Format", stream: BinaryIO) -> int:
+def write(answers: "RowBatches", job: "JobRecord", wanted: "Format", stream: BinaryIO) -> int:
     """Write the results of the job in this format; returns the number of rows."""
     from conserve.jobs.task import Task
     from conserve.store.sql import export

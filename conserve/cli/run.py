@@ -15,7 +15,7 @@ from conserve.api.binding import Binding
 from conserve.api.progress import first_step
 from conserve.api.running import (
     Outcome,
-    Pace,
+    ProfileFlags,
     check_endpoint,
     harvester_of,
     make_endpoint,
@@ -113,7 +113,7 @@ def run(
         log_format=log_format,
     )
     begin_logging(settings)
-    pace = Pace(tbt_ms, profile, forget_correction)
+    pace = ProfileFlags(tbt_ms, profile, forget_correction)
     binding = Binding(named=model is not None, rebind=rebind)
     code = drain(settings, wanted, flags, pace, binding, dry_run=dry_run, as_json=as_json)
     if code == exits.INTERRUPTED:
@@ -134,7 +134,7 @@ def drain(
     settings: Settings,
     jobs: list[str],
     flags: list[str],
-    pace: Pace,
+    pace: ProfileFlags,
     binding: Binding = Binding(),  # noqa: B008  immutable
     *,
     dry_run: bool = False,

@@ -13,9 +13,9 @@ from conserve.errors import UsageError
 
 if TYPE_CHECKING:
     from conserve.jobs.requests.asked import FoundRequest
-    from conserve.store.books.catalog import Job
+    from conserve.store.books.catalog import JobRecord
     from conserve.store.books.results import Result
-    from conserve.store.books.standing import Standing
+    from conserve.store.books.standing import RowStanding
 
 EXAMPLE = """
 conserve show last 0
@@ -54,7 +54,7 @@ def show(
         output.data("\n".join(lines(found, question, stands)))
 
 
-def document(job: "Job", asked: "FoundRequest", stands: "Standing") -> dict[str, Any]:
+def document(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> dict[str, Any]:
     """Row as JSON (docs/reference/json.md)."""
     from conserve.store.books.results import COLUMNS, DOCUMENTS, TIMES
 
@@ -79,7 +79,7 @@ def document(job: "Job", asked: "FoundRequest", stands: "Standing") -> dict[str,
     }
 
 
-def lines(job: "Job", asked: "FoundRequest", stands: "Standing") -> list[str]:
+def lines(job: "JobRecord", asked: "FoundRequest", stands: "RowStanding") -> list[str]:
     """Lines on the row for a reader."""
     result = stands.result
     head = [

@@ -11,7 +11,7 @@ from conserve.api.asking import in_order, job_name, make_input, make_task, reque
 from conserve.cli import output
 from conserve.cli.context import Context
 from conserve.cli.deadline import By, OnLateFlag, Within
-from conserve.cli.due import Due
+from conserve.cli.due import DeadlineFlags
 from conserve.cli.signals import ended_in_order, held_back
 from conserve.cli.submit_flags import read_params, read_prompt, read_schema, read_tags
 from conserve.config import Settings
@@ -144,7 +144,7 @@ def submit(
     )
     task = make_task(read_prompt(prompt, prompt_file), messages, system, completions, id, params)
     task = in_order(task, order)
-    due = Due.of(by, within, on_late, strict=strict, priority=priority)
+    due = DeadlineFlags.of(by, within, on_late, strict=strict, priority=priority)
     context: Context = ctx.obj
     given = make_input(
         files or [], sql=sql, form=form, keep=keep_input, copy_gib=context.settings().input_copy_gib

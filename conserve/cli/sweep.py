@@ -15,14 +15,14 @@ from conserve.config import Settings
 from conserve.errors import SettingsError
 
 if TYPE_CHECKING:
-    from conserve.bench.machine import Machine
-    from conserve.bench.simulated import Played, Simulate
-    from conserve.bench.sweep import Ledger, Plan
+    from conserve.bench.machine import BenchMachine
+    from conserve.bench.simulated import PlayedBlock, Simulate
+    from conserve.bench.sweep import CellLedger, SweepPlan
     from conserve.bench.traces import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class SweepFlags:
     """Flags of a sweep."""
 
     size: str
@@ -76,7 +76,7 @@ SETS = {
 }  # flags of `conserve bench` that a sweep sets for each cell
 
 
-def sweeping(context: Context, words: list[str], wanted: Wanted, *, as_json: bool) -> int:
+def sweeping(context: Context, words: list[str], wanted: SweepFlags, *, as_json: bool) -> int:
     """Run the sweep, or go on with it; returns the exit code."""
     size = require_size(wanted.size)
     folder = folder_of(wanted.size, wanted.folder, simulated=wanted.simulated)
@@ -92,16 +92,16 @@ def sweeping(context: Context, words: list[str], wanted: Wanted, *, as_json: boo
     return simulated(plan, machine, folder, as_json=as_json)
 
 
-def plan_of(wanted: Wanted, size: Size, engine: str) -> "Plan":
+def plan_of(wanted: SweepFlags, size: Size, engine: str) -> "SweepPlan":
     """The plan of a sweep by its flags."""
-    from conserve.bench.sweep import Plan
+    from conserve.bench.sweep import SweepPlan
 
     rounds, cells, block_s = (
         (size.simulated_rounds, size.simulated_cells, SIMULATED_BLOCK_S)
         if wanted.simulated
         else (size.rounds, size.cells, BLOCK_S)
     )
-    return Plan(
+    return SweepPlan(
         seed=wanted.seed,
         cells=wanted.cells or cells,
         policies=policies_of(wanted),
@@ -113,7 +113,7 @@ def plan_of(wanted: Wanted, size: Size, engine: str) -> "Plan":
     )
 
 
-def policies_of(wanted: Wanted) -> list[str]:
+def policies_of(wanted: SweepFlags) -> list[str]:
     """Policies of the sweep; raises `SettingsError` if online-only, their yardstick, is not among them."""
     from conserve.bench.names import CONSERVE, HARM, HYGENS, ONLINE_ONLY, USUAL
 
@@ -146,14 +146,14 @@ def folder_of(name: str, given: Path | None, *, simulated: bool) -> Path:
     return given or Path(f"bench-sweep-{name}{'-simulated' if simulated else ''}")
 
 
-def machine_of(settings: Settings, model: str | None) -> "Machine":
+def machine_of(settings: Settings, model: str | None) -> "BenchMachine":
     """The engine to simulate: that of the model's profile, or the demo model's; raises `ProfileError`."""
-    from conserve.bench.machine import Machine
+    from conserve.bench.machine import BenchMachine
     from conserve.profiles.book import Book
 
     if model is None:
-        return Machine.demo()
-    return Machine.of(Book(settings.profiles_folder).named(model))
+        return BenchMachine.demo()
+    return BenchMachine.of(Book(settings.profiles_folder).named(model))
 
 
 def simulator() -> "Simulate":
@@ -163,7 +163,9 @@ def simulator() -> "Simulate":
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from conserve.engine.vllm.simulation.play import SimulatedMachine, simulate
 
-    def play(machine: "Machine", policy: str, blocks: "Iterable[Trace]", **given: Any) -> "Iterator[Played]":
+    def play(
+        machine: "BenchMachine", policy: str, blocks: "Iterable[Trace]", **given: Any
+    ) -> "Iterator[PlayedBlock]":
         sizes = SimulatedMachine(
             model=machine.model, layers=machine.layers, flags=machine.flags, num_blocks=machine.num_blocks
         )
@@ -172,14 +174,14 @@ def simulator() -> "Simulate":
     return play
 
 
-def simulated(plan: "Plan", machine: "Machine", folder: Path, *, as_json: bool) -> int:
+def simulated(plan: "SweepPlan", machine: "BenchMachine", folder: Path, *, as_json: bool) -> int:
     """Measure the missing cells on a simulated engine, and report; returns the exit code."""
     from conserve.bench.simulated import Simulator
-    from conserve.bench.sweep import Ledger
+    from conserve.bench.sweep import CellLedger
     from conserve.bench.sweep import simulated as measured
     from conserve.cli.bench import interruptible
 
-    ledger = Ledger.open(folder / FILE, plan)
+    ledger = CellLedger.open(folder / FILE, plan)
     with interruptible():  # the cell under way is dropped
         if ledger.missing:
             engine = Simulator(machine=machine, simulate=simulator(), block_s=plan.block_s, seed=plan.seed)
@@ -187,12 +189,12 @@ def simulated(plan: "Plan", machine: "Machine", folder: Path, *, as_json: bool) 
     return conclude(ledger, folder, as_json=as_json)
 
 
-def fill(ledger: "Ledger", measure: Callable[[Any], Mapping[str, Any]]) -> None:
+def fill(ledger: "CellLedger", measure: Callable[[Any], Mapping[str, Any]]) -> None:
     """Measure the missing cells one by one, and say how long the others will take."""
-    from conserve.bench.sweep import Estimate
+    from conserve.bench.sweep import SweepTimeLeft
 
     missing, known = ledger.missing, len(ledger.done)
-    estimate = Estimate(CELL_S * len(ledger.plan.policies) / 8)
+    estimate = SweepTimeLeft(CELL_S * len(ledger.plan.policies) / 8)
     say_plan(ledger, estimate.left_s(len(missing)), known)
     for number, cell in enumerate(missing):
         ledger.keep(dict(measure(cell)))
@@ -201,7 +203,7 @@ def fill(ledger: "Ledger", measure: Callable[[Any], Mapping[str, Any]]) -> None:
         output.say(f"{known + number + 1} of {len(missing) + known}: {cell.name}; {left} left")
 
 
-def say_plan(ledger: "Ledger", left_s: float, known: int) -> None:
+def say_plan(ledger: "CellLedger", left_s: float, known: int) -> None:
     """Print how many cells are to come, and how long they take."""
     plan = ledger.plan
     earlier = f" ({known} measured earlier)" if known else ""
@@ -212,7 +214,7 @@ def say_plan(ledger: "Ledger", left_s: float, known: int) -> None:
     )
 
 
-def conclude(ledger: "Ledger", folder: Path, *, as_json: bool) -> int:
+def conclude(ledger: "CellLedger", folder: Path, *, as_json: bool) -> int:
     """Print the tables and write the page, Markdown and JSON; returns the exit code."""
     from conserve.bench import sweep_report as reports
     from conserve.whole import write_whole
@@ -246,7 +248,7 @@ def show(measured: Any, policies: list[str]) -> None:
     output.data("\n".join(output.columns(table.header, table.rows, right=range(2, len(table.header)))))
 
 
-def facts(ledger: "Ledger") -> dict[str, str]:
+def facts(ledger: "CellLedger") -> dict[str, str]:
     """Facts that stand beside the figures."""
     from conserve import __version__
     from conserve.bench.points import grid

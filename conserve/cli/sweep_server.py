@@ -15,30 +15,30 @@ from conserve.errors import EndpointUnusable
 
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
-    from conserve.bench.forecast import Engine
+    from conserve.bench.forecast import EngineModel
     from conserve.bench.playing import Measurement
     from conserve.bench.points import Cell
     from conserve.bench.presets import Preset
     from conserve.bench.sizing import Offered
-    from conserve.bench.sweep import Ledger, Plan
-    from conserve.cli.sweep import Size, Wanted
+    from conserve.bench.sweep import CellLedger, SweepPlan
+    from conserve.cli.sweep import Size, SweepFlags
 
 START_S = 60.0  # of a server
 MOST_ROWS_PER_S = 5.0
 
 
 def on_servers(
-    settings: Settings, flags: list[str], wanted: "Wanted", size: "Size", folder: Path, *, as_json: bool
+    settings: Settings, flags: list[str], wanted: "SweepFlags", size: "Size", folder: Path, *, as_json: bool
 ) -> int:
     """Measure the missing cells on an engine, and report; returns the exit code."""
     from conserve.bench.presets import PRESETS
-    from conserve.bench.sweep import Ledger
+    from conserve.bench.sweep import CellLedger
     from conserve.cli.bench import interruptible, until_stopped
     from conserve.cli.sweep import FILE, conclude, plan_of
 
     preset = PRESETS[wanted.preset]
     plan = plan_of(wanted, size, " ".join([settings.model, *preset.engine_flags, *flags]))
-    ledger = Ledger.open(folder / FILE, plan)
+    ledger = CellLedger.open(folder / FILE, plan)
     if ledger.missing:
         sweep = OnServers(settings, flags, plan, ledger, preset, folder)
         quick = wanted.size == "quick" and wanted.cells is None
@@ -55,8 +55,8 @@ class OnServers:
         self,
         settings: Settings,
         flags: list[str],
-        plan: "Plan",
-        ledger: "Ledger",
+        plan: "SweepPlan",
+        ledger: "CellLedger",
         preset: "Preset",
         folder: Path,
     ) -> None:
@@ -89,13 +89,13 @@ class OnServers:
         finally:
             await servers.close()
 
-    async def _cells(self, servers: Servers, engine: "Engine") -> None:
-        from conserve.bench.sweep import Estimate
+    async def _cells(self, servers: Servers, engine: "EngineModel") -> None:
+        from conserve.bench.sweep import SweepTimeLeft
         from conserve.cli.sweep import say_plan
 
         missing, known = self.ledger.missing, len(self.ledger.done)
         takes_s = {cell: self._takes_s(cell, engine) for cell in missing}
-        estimate = Estimate(1.0)
+        estimate = SweepTimeLeft(1.0)
         say_plan(self.ledger, self._starts_s() + sum(takes_s.values()), known)
         for number, cell in enumerate(missing):
             self.ledger.keep(await self._measure(cell, servers, engine))
@@ -103,16 +103,16 @@ class OnServers:
             left = output.duration(sum(takes_s[other] for other in missing[number + 1 :]))
             output.say(f"{known + number + 1} of {len(missing) + known}: {cell.name}; about {left} left")
 
-    async def _measure(self, cell: "Cell", servers: Servers, engine: "Engine") -> dict[str, Any]:
+    async def _measure(self, cell: "Cell", servers: Servers, engine: "EngineModel") -> dict[str, Any]:
         """Play one cell."""
         from conserve.bench import cell as cells
-        from conserve.bench.playing import Measurement, Wishes, measure
+        from conserve.bench.playing import Measurement, PlayWishes, measure
         from conserve.bench.profiler import DEFAULT, LEAST, MOST
 
         output.say(f"{cell.name}:")
         tolerance = min(MOST, max(LEAST, cell.scale - 1))
         measurement = Measurement(offered=self._offered(cell, engine))
-        wishes = Wishes(
+        wishes = PlayWishes(
             overload=True, promised=[one._replace(tolerance=tolerance) for one in DEFAULT], say=output.say
         )
         await measure(
@@ -120,7 +120,7 @@ class OnServers:
         )
         return cells.document(self._played(cell, measurement, engine), seed=self._plan.seed)
 
-    def _played(self, cell: "Cell", measurement: "Measurement", engine: "Engine") -> Any:
+    def _played(self, cell: "Cell", measurement: "Measurement", engine: "EngineModel") -> Any:
         """The cell's blocks, with the bound by the latency model."""
         from conserve.bench import cell as cells
         from conserve.bench.bound import Mix, rows_per_s
@@ -132,7 +132,7 @@ class OnServers:
         slo = cells.limits(measurement.blocks, cell.scale)
         traces = [sized.source(number) for number in range(self._plan.blocks)]
         bound = rows_per_s(traces, engine, self._plan.block_s, slo, mix) if slo else None
-        return cells.Played(
+        return cells.PlayedCell(
             cell=cell,
             rate=sized.rate,
             blocks=measurement.blocks,
@@ -141,7 +141,7 @@ class OnServers:
             tuned=measurement.tuned,
         )
 
-    def _offered(self, cell: "Cell", engine: "Engine") -> "Offered":
+    def _offered(self, cell: "Cell", engine: "EngineModel") -> "Offered":
         """Arrivals of a cell, at the rate that this engine's speed sets."""
         from conserve.bench.points import arrivals, rate_of
         from conserve.bench.sizing import Offered
@@ -153,7 +153,7 @@ class OnServers:
             name=cell.name, source=lambda preset, rate: source, flags=lambda rate: f"{rate:g}/s", rate=rate
         )
 
-    def _takes_s(self, cell: "Cell", engine: "Engine") -> float:
+    def _takes_s(self, cell: "Cell", engine: "EngineModel") -> float:
         from conserve.bench.sizing import size
 
         offered = self._offered(cell, engine)
@@ -167,7 +167,7 @@ class OnServers:
         again = len(self.ledger.missing) - 1 if SARATHI_P in self._plan.policies else 0
         return START_S * (stock + again)
 
-    def _fit(self, engine: "Engine") -> None:
+    def _fit(self, engine: "EngineModel") -> None:
         """Cut the sweep to the cells that half an hour allows, before the first one is measured."""
         from conserve.cli.sweep import QUICK_S
 

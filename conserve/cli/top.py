@@ -19,8 +19,8 @@ from conserve.errors import ConserveError, SettingsError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from conserve.api.overview import Overview, Watch
-    from conserve.cli.top_frame import Choice
+    from conserve.api.overview import Overview, StoreWatch
+    from conserve.cli.top_frame import ScreenState
     from conserve.cli.top_keys import Screen
 
 EXAMPLE = """
@@ -55,9 +55,9 @@ def top(
         raise SettingsError("--json prints one frame; run: conserve top --once --json")
     if not once and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise SettingsError("the live screen needs a terminal; run: conserve top --once")
-    from conserve.api.overview import Watch
+    from conserve.api.overview import StoreWatch
 
-    with closing(Watch(settings, endpoint or ())) as watch:
+    with closing(StoreWatch(settings, endpoint or ())) as watch:
         if not once:
             follow(watch, context)
         elif as_json:
@@ -113,7 +113,7 @@ def painted(lines: Sequence["Text"], width: int, *, colours: bool) -> list[str]:
 class Looking(threading.Thread):
     """Looks again and again in a thread of its own, and wakes the screen."""
 
-    def __init__(self, watch: "Watch", screen: "Screen") -> None:
+    def __init__(self, watch: "StoreWatch", screen: "Screen") -> None:
         super().__init__(name="look", daemon=True)
         self.seen: Overview | None = None
         self.failed: BaseException | None = None
@@ -145,12 +145,12 @@ class Looking(threading.Thread):
         self.join(2.0)  # a database that is silent may hold it up for minutes
 
 
-def follow(watch: "Watch", context: Context) -> None:
+def follow(watch: "StoreWatch", context: Context) -> None:
     """Draw frames until the user quits."""
-    from conserve.cli.top_frame import Choice, frame
+    from conserve.cli.top_frame import ScreenState, frame
     from conserve.cli.top_keys import screen
 
-    choice = Choice()
+    choice = ScreenState()
     with ended_in_order(), screen() as shown:
         looking = Looking(watch, shown)
         looking.start()
@@ -171,7 +171,7 @@ def follow(watch: "Watch", context: Context) -> None:
             looking.stop()
 
 
-def chosen(choice: "Choice", seen: "Overview") -> "Choice":
+def chosen(choice: "ScreenState", seen: "Overview") -> "ScreenState":
     """The choice with a job that is shown: the first one if the last is gone."""
     from conserve.cli.top_frame import shown_jobs
 
@@ -179,7 +179,7 @@ def chosen(choice: "Choice", seen: "Overview") -> "Choice":
     return choice if choice.job in ids else replace(choice, job=ids[0] if ids else None)
 
 
-def pressed(key: str, choice: "Choice", seen: "Overview | None", context: Context) -> "Choice":
+def pressed(key: str, choice: "ScreenState", seen: "Overview | None", context: Context) -> "ScreenState":
     """The choice after a key, which may pause or resume the chosen job."""
     from conserve.cli.top_frame import shown_jobs
 
@@ -199,7 +199,7 @@ def pressed(key: str, choice: "Choice", seen: "Overview | None", context: Contex
     return choice
 
 
-def steered(choice: "Choice", job_id: str, verb: str, context: Context) -> "Choice":
+def steered(choice: "ScreenState", job_id: str, verb: str, context: Context) -> "ScreenState":
     """Pause or resume a job as the command of that name does; an error is shown, and the screen goes on."""
     try:
         (job,) = moved(context, [job_id], verb)

@@ -42,7 +42,7 @@ HELP = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ScreenState:
     """State of the screen that is the user's."""
 
     job: str | None = None  # id of the chosen one
@@ -52,7 +52,7 @@ class Choice:
     failed: bool = False  # the message is an error
 
 
-def frame(seen: Overview, choice: Choice, *, width: int = WIDTH, height: int = HEIGHT) -> list[Text]:
+def frame(seen: Overview, choice: ScreenState, *, width: int = WIDTH, height: int = HEIGHT) -> list[Text]:
     """Lines of the screen, as many as it is high."""
     width = max(width, 40)
     head = [title(seen, width), *queue(seen, width)]
@@ -63,7 +63,7 @@ def frame(seen: Overview, choice: Choice, *, width: int = WIDTH, height: int = H
     return [*head, *body, *(Text("") for _ in range(room - len(body))), *foot][:height]
 
 
-def figures(seen: Overview, choice: Choice, width: int, room: int) -> list[Text]:
+def figures(seen: Overview, choice: ScreenState, width: int, room: int) -> list[Text]:
     """Servers and jobs in so many lines; at least half of them are for jobs."""
     shown = shown_jobs(seen.jobs, everything=choice.everything)
     above = servers(seen.servers, width, max(SERVER_LINES + 1, room // 2)) if seen.servers else []
@@ -74,8 +74,8 @@ def report(seen: Overview, *, width: int = WIDTH) -> list[Text]:
     """All lines at once, without keys, for `--once`."""
     shown = shown_jobs(seen.jobs, everything=False)
     above = servers(seen.servers, width, 3 * len(seen.servers) + 1) if seen.servers else []
-    below = [notice(seen, Choice(), width)] if seen.error else []
-    table = jobs(seen, shown, Choice(), width, len(shown) + 2)
+    below = [notice(seen, ScreenState(), width)] if seen.error else []
+    table = jobs(seen, shown, ScreenState(), width, len(shown) + 2)
     return [title(seen, width), *queue(seen, width), *above, Text(""), *table, *below]
 
 
@@ -162,7 +162,9 @@ def shown_jobs(found: Sequence[JobReading], *, everything: bool) -> list[JobRead
     return newest if everything else [job for job in newest if not job.state.final] or newest[:1]
 
 
-def jobs(seen: Overview, found: Sequence[JobReading], choice: Choice, width: int, room: int) -> list[Text]:
+def jobs(
+    seen: Overview, found: Sequence[JobReading], choice: ScreenState, width: int, room: int
+) -> list[Text]:
     """Table of jobs around the chosen one."""
     if not found:
         return [Text(' no jobs yet; queue one with: conserve submit data.parquet --prompt "..."', style=DIM)]
@@ -184,7 +186,7 @@ def first_shown(ids: Sequence[str], chosen: str | None, room: int) -> int:
     return max(0, min(index - room // 2, len(ids) - room))
 
 
-def job_line(seen: Overview, job: JobReading, choice: Choice, name_width: int, bar_width: int) -> Text:
+def job_line(seen: Overview, job: JobReading, choice: ScreenState, name_width: int, bar_width: int) -> Text:
     """One job."""
     chosen = job.id == choice.job
     share = job.done / job.rows if job.rows else 0.0
@@ -221,7 +223,7 @@ def moment(at: float | None, now: float) -> str:
     return local.strftime("%H:%M" if local.date() == today.date() else "%m-%d")
 
 
-def notice(seen: Overview, choice: Choice, width: int) -> Text:
+def notice(seen: Overview, choice: ScreenState, width: int) -> Text:
     """Why the store cannot be read, or what the last key did."""
     words = seen.error or choice.message
     return Text(cut(f" {words}", width), style=LATE if seen.error or choice.failed else "green")

@@ -16,10 +16,10 @@ from conserve.config import Settings
 from conserve.errors import Overloaded, SettingsError
 
 if TYPE_CHECKING:
-    from conserve.bench.machine import Machine
+    from conserve.bench.machine import BenchMachine
     from conserve.bench.profiler import Promise
     from conserve.bench.traces import Trace
-    from conserve.bench.tune import Candidate, Tuning
+    from conserve.bench.tune import TriedValue, Tuning
 
 EXAMPLE = """
 conserve tune Qwen/Qwen2.5-7B-Instruct --harm-ttft p99=5% --harm-tbt p99=5%
@@ -31,7 +31,7 @@ BUSIEST = 0.9  # share of the time, by online-only alone; above it nothing is le
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class TuneFlags:
     """Flags of the confirmation on an engine."""
 
     model: str
@@ -113,7 +113,7 @@ def tune(
     if not (simulated_only or dry_run):
         from conserve.cli.tune_server import confirm
 
-        wanted = Wanted(model=words[0], flags=words[1:], preset=preset, rounds=rounds, seed=seed)
+        wanted = TuneFlags(model=words[0], flags=words[1:], preset=preset, rounds=rounds, seed=seed)
         tried, confirmed = confirm(settings, wanted, tuning, found)
         if not confirmed:
             output.say(refused(found, tried, promised))
@@ -140,7 +140,7 @@ def blocks_of(
     rate: float | None,
     lengths: float,
     block_s: float,
-    machine: "Machine",
+    machine: "BenchMachine",
 ) -> "list[Trace]":
     """Blocks of the trace, from its quietest to its busiest; raises `InputError` and `Overloaded`."""
     from conserve.bench import recorded, traces
@@ -170,7 +170,7 @@ def blocks_of(
 
 
 def start(
-    machine: "Machine", blocks: "list[Trace]", promised: "list[Promise] | Any", block_s: float, seed: int
+    machine: "BenchMachine", blocks: "list[Trace]", promised: "list[Promise] | Any", block_s: float, seed: int
 ) -> "Tuning":
     """The search on a simulated engine."""
     from conserve.bench.bound import Mix
@@ -183,7 +183,7 @@ def start(
     return Tuning(simulator=simulated, blocks=blocks, promised=promised, mix=mix, say=output.say)
 
 
-def refused(found: "Candidate", tried: "Candidate", promised: "Any") -> str:
+def refused(found: "TriedValue", tried: "TriedValue", promised: "Any") -> str:
     """Sentence where the engine kept none of the values, from the one found to the last one tried."""
     return (
         f"the engine kept {named(promised)} with none of the values tried, from {flags(found)} down to "
@@ -191,7 +191,7 @@ def refused(found: "Candidate", tried: "Candidate", promised: "Any") -> str:
     )
 
 
-def expected(found: "Candidate") -> dict[str, float]:
+def expected(found: "TriedValue") -> dict[str, float]:
     """Harvest in rows' worth of work and in tokens."""
     return {
         "rows_per_s": found.rows_per_s,
@@ -200,7 +200,7 @@ def expected(found: "Candidate") -> dict[str, float]:
     }
 
 
-def flags(found: "Candidate") -> str:
+def flags(found: "TriedValue") -> str:
     """The promises as flags of `conserve serve`."""
     from conserve.bench.tune import words
 

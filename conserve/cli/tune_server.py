@@ -17,16 +17,16 @@ from conserve.config import Settings
 if TYPE_CHECKING:
     from conserve.bench.compare import Design
     from conserve.bench.measure import Block
-    from conserve.bench.tune import Candidate, Tuning
-    from conserve.cli.tune import Wanted
+    from conserve.bench.tune import TriedValue, Tuning
+    from conserve.cli.tune import TuneFlags
 
 SMALLER = 0.7  # factor on a value that the engine did not keep
 TRIES = 4
 
 
 def confirm(
-    settings: Settings, wanted: "Wanted", tuning: "Tuning", found: "Candidate"
-) -> "tuple[Candidate, bool]":
+    settings: Settings, wanted: "TuneFlags", tuning: "Tuning", found: "TriedValue"
+) -> "tuple[TriedValue, bool]":
     """The largest value up to the one found that the engine keeps, and True; the last one tried, and False."""
     from conserve.cli.bench import interruptible, until_stopped
 
@@ -41,15 +41,15 @@ def confirm(
 class Confirmation:
     """Blocks on a server of its own."""
 
-    def __init__(self, settings: Settings, wanted: "Wanted", tuning: "Tuning", folder: Path) -> None:
+    def __init__(self, settings: Settings, wanted: "TuneFlags", tuning: "Tuning", folder: Path) -> None:
         from conserve.bench.presets import PRESETS
 
         self._settings, self._wanted, self._tuning = settings, wanted, tuning
         self._preset = replace(PRESETS[wanted.preset], block_s=tuning.simulator.block_s)
         self._folder = folder
-        self.outcome: tuple[Candidate, bool]
+        self.outcome: tuple[TriedValue, bool]
 
-    async def run(self, found: "Candidate") -> None:
+    async def run(self, found: "TriedValue") -> None:
         """Try the value, and smaller ones while they do not keep what may be harmed."""
         wanted = self._wanted
         plan = own_plan(
@@ -68,9 +68,9 @@ class Confirmation:
         finally:
             await servers.close()
 
-    async def _excess(self, servers: Servers, found: "Candidate") -> float:
+    async def _excess(self, servers: Servers, found: "TriedValue") -> float:
         """Largest ratio of what may be harmed to its limit, beside blocks of live requests alone."""
-        from conserve.bench.playing import Measurement, Wishes, measure
+        from conserve.bench.playing import Measurement, PlayWishes, measure
         from conserve.bench.profiler import excess
         from conserve.bench.sizing import Offered
         from conserve.bench.tune import latencies, words
@@ -85,7 +85,7 @@ class Confirmation:
             rate=sum(map(len, blocks)) / len(blocks) / self._preset.block_s,
         )
         measurement = Measurement(offered=offered)
-        wishes = Wishes(overload=True, say=output.say)
+        wishes = PlayWishes(overload=True, say=output.say)
         design = self._design(found)
         await measure(servers.deployment, servers.prepare, self._preset, design, measurement, wishes)
 
@@ -95,7 +95,7 @@ class Confirmation:
         alone = latencies(of(ONLINE_ONLY_PLANNED))
         return excess(latencies(of(design.policies[1])), alone, self._tuning.promised)
 
-    def _design(self, found: "Candidate") -> "Design":
+    def _design(self, found: "TriedValue") -> "Design":
         from conserve.bench.compare import Design
         from conserve.bench.measure import LatencyLimits
         from conserve.engine.vllm.settings import PREEMPTION

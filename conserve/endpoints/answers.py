@@ -54,7 +54,7 @@ class TokenUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class AssistantMessage:
     """The answer to a chat."""
 
     content: str | None
@@ -66,7 +66,7 @@ class Message:
 class ChatChoice:
     """One of the answers to a chat."""
 
-    message: Message
+    message: AssistantMessage
     index: int | None = None
     finish_reason: str | None = None
     logprobs: Logprobs | None = None

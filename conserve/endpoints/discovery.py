@@ -35,7 +35,7 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class ServerFacts:
     """Facts about a server."""
 
     mode: Mode
@@ -73,7 +73,7 @@ async def discover(
     most_rows: int | None,
     considerate: bool,
     listed_only: bool = False,
-) -> Server:
+) -> ServerFacts:
     """Find out what kind of server answers; raises `EndpointUnusable` if it completes no requests.
 
     With `considerate`, rows give way to live requests, and vLLM is asked by a request of one token whether it
@@ -86,7 +86,7 @@ async def discover(
     if ours is not None:
         await healthy(client)
         bears = 2 * ours.max_num_seqs
-        return Server(
+        return ServerFacts(
             mode=Mode.COSERVING,
             model=found,
             # Tokens saved under one key are not continued under another, so the identities differ.
@@ -101,7 +101,7 @@ async def discover(
     if has_metrics:
         await healthy(client)
     prioritised = considerate and has_metrics and await takes_priority(client, found)
-    return Server(
+    return ServerFacts(
         mode=Mode.PRIORITY if prioritised else Mode.PLAIN,
         model=found,
         identity=f"{base_url_of(client)} {found}",

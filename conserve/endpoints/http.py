@@ -14,7 +14,7 @@ from conserve.endpoints.discovery import (
     LOOK_S,
     MOST_ROWS,
     Mode,
-    Server,
+    ServerFacts,
     discover,
     healthy,
     metrics,
@@ -35,8 +35,8 @@ from conserve.endpoints.exchange import (
 from conserve.endpoints.other_routes import read
 from conserve.endpoints.protocol import Call, Completion, InFlight, KvCache, OnTokens, Url
 from conserve.endpoints.refusals import refusal, untrusted
-from conserve.endpoints.stream import NotFaithful, Pieces, events
-from conserve.endpoints.window import CongestionWindow, Latencies, MetricsPressure
+from conserve.endpoints.stream import AnswerPieces, NotFaithful, events
+from conserve.endpoints.window import CongestionWindow, MetricsPressure, SlownessWindow
 from conserve.errors import (
     EndpointBusy,
     EndpointError,
@@ -84,12 +84,12 @@ class HttpEndpoint:
         self._steady, self._listed_only = steady, listed_only
         self._limits = limits or AnswerLimits()
         self._memory = AnswerMemory(self._limits)
-        self._server: Server | None = None
+        self._server: ServerFacts | None = None
         self._window = CongestionWindow(high=MOST_ROWS)
         self._streams = True
         self._answered = False  # with this key, this model
         self._in_flight = 0
-        self._streamed: set[Pieces] = set()
+        self._streamed: set[AnswerPieces] = set()
         self._look_again = False  # the server may be another one by now
         self._looking = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
@@ -97,7 +97,7 @@ class HttpEndpoint:
         self._client = open_client(self.base_url, api_key, transport)
 
     @property
-    def server(self) -> Server:
+    def server(self) -> ServerFacts:
         """Facts about the server, once started."""
         assert self._server is not None, "not started"
         return self._server
@@ -243,7 +243,7 @@ class HttpEndpoint:
         }
         if call.resume_from:
             body["vllm_xargs"] = {**body.get("vllm_xargs", {}), "conserve_resume": list(call.resume_from)}
-        pieces = Pieces(call.url, on_tokens)
+        pieces = AnswerPieces(call.url, on_tokens)
         self._streamed.add(pieces)
         try:
             async with (
@@ -327,7 +327,7 @@ class HttpEndpoint:
 
     async def _keep_looking(self) -> None:
         """Move the window by the server's pressure, read repeatedly while rows are in flight."""
-        from_metrics, from_probes = MetricsPressure(), Latencies()
+        from_metrics, from_probes = MetricsPressure(), SlownessWindow()
         while True:
             await asyncio.sleep(LOOK_EVERY_S if self.server.has_metrics else PROBE_EVERY_S)
             if not self._in_flight or self.server.mode is Mode.COSERVING:

@@ -34,7 +34,7 @@ class MessagePart(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | None = None
 
 
-class Item(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseItem(msgspec.Struct, frozen=True, kw_only=True):
     """One item of a response: a message, a tool call, or reasoning."""
 
     type: str
@@ -61,7 +61,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 class ResponsesAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Response body of the route for responses."""
 
-    output: list[Item]
+    output: list[ResponseItem]
     status: str
     incomplete_details: Incomplete | None = None
     usage: ResponseUsage | None = None

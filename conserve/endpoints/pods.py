@@ -51,7 +51,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class PodStatus:
     """State of a pod."""
 
     podIP: str | None = None  # noqa: N815  the API's name
@@ -72,7 +72,7 @@ class Pod:
 
     metadata: Metadata = field(default_factory=Metadata)
     spec: Spec = field(default_factory=Spec)
-    status: Status = field(default_factory=Status)
+    status: PodStatus = field(default_factory=PodStatus)
 
     @property
     def ready(self) -> bool:

@@ -36,7 +36,7 @@ class Given:
         return self._urls
 
 
-class Listed:
+class ListedServers:
     """Servers in a file, one URL a line; a `#` begins a comment. The file is read again once it has changed."""
 
     every_s: float | None = FILE_S
@@ -106,7 +106,7 @@ def roster_of(source: str) -> Roster:
         if not path.is_file():
             raise SettingsError(f"there is no list of servers {path}; write one URL a line into it")
         urls_in(path.read_text(encoding="utf-8", errors="replace"))
-        return Listed(path)
+        return ListedServers(path)
     if scheme == "dns" and rest:
         host, port = host_and_port(source)
         return Resolved(host, port)

@@ -56,7 +56,7 @@ class StreamEvent:
 decode = msgspec.json.Decoder(StreamEvent).decode
 
 
-class Pieces:
+class AnswerPieces:
     """One answer in pieces, of one choice: rows that can be resumed have no more."""
 
     def __init__(self, url: Url, on_tokens: OnTokens) -> None:

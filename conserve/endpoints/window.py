@@ -27,7 +27,7 @@ class CongestionWindow:
         return self.size
 
 
-class Latencies:
+class SlownessWindow:
     """Tells if a server has become slow: compares the last readings' median with the lowest median."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class MetricsPressure:
     """
 
     def __init__(self) -> None:
-        self._latencies = Latencies()
+        self._latencies = SlownessWindow()
         self._last: ServerMetrics | None = None
 
     def observe(self, metrics: ServerMetrics) -> bool:

@@ -10,12 +10,12 @@ from conserve.evals.history import ChangePoint
 from conserve.evals.paired import Pairs
 from conserve.evals.plan import Metric, SuitePlan
 from conserve.evals.records import RunRecord
-from conserve.evals.verdict import WORST_FIRST, Judged, Verdict, judge
+from conserve.evals.verdict import WORST_FIRST, SuiteVerdict, Verdict, judge
 
 IGNORED = ("conserve",)  # its version changes no answer
 
 
-class Named(NamedTuple):
+class SuiteMetric(NamedTuple):
     """A metric of a suite."""
 
     suite: str
@@ -31,7 +31,7 @@ class SuiteScores:
     unanswered: Set[Hashable] = frozenset()
 
 
-class Difference(NamedTuple):
+class FactDifference(NamedTuple):
     """A fact in which two runs differ; `suites` are those that it holds for. None: the run does not know."""
 
     fact: str
@@ -55,12 +55,14 @@ class Comparison:
 
     before: str
     after: str
-    differences: Sequence[Difference]
-    judged: Mapping[Named, Judged]
-    metrics: Mapping[Named, Metric]
+    differences: Sequence[FactDifference]
+    judged: Mapping[SuiteMetric, SuiteVerdict]
+    metrics: Mapping[SuiteMetric, Metric]
     missing: Mapping[str, str] = field(default_factory=dict)  # suites that cannot be judged, and why
     new: Sequence[str] = ()  # suites that only the later run has
-    changes: Mapping[Named, ChangePoint] = field(default_factory=dict)  # declines of level, against a history
+    changes: Mapping[SuiteMetric, ChangePoint] = field(
+        default_factory=dict
+    )  # declines of level, against a history
     nights: Sequence[str] = ()  # runs of the history
 
     @property
@@ -82,10 +84,10 @@ def compared(
     plans: Mapping[str, SuitePlan],
     *,
     seed: int = 0,
-) -> tuple[dict[Named, Judged], dict[Named, Metric]]:
+) -> tuple[dict[SuiteMetric, SuiteVerdict], dict[SuiteMetric, Metric]]:
     """Judge all suites and metrics that both runs have, together."""
-    pairs: dict[Named, Pairs] = {}
-    metrics: dict[Named, Metric] = {}
+    pairs: dict[SuiteMetric, Pairs] = {}
+    metrics: dict[SuiteMetric, Metric] = {}
     for suite in (name for name in after if name in before):
         for metric, scores in after[suite].by_metric.items():
             known = metric_of(plans, suite, metric)
@@ -93,12 +95,12 @@ def compared(
             if known is None or not known.judged or not earlier.keys() & scores.keys():
                 continue
             sign = -1.0 if known.lower_is_better else 1.0
-            pairs[Named(suite, metric)] = Pairs.of(
+            pairs[SuiteMetric(suite, metric)] = Pairs.of(
                 {item: sign * score for item, score in earlier.items()},
                 {item: sign * score for item, score in scores.items()},
                 after[suite].sources,
             )
-            metrics[Named(suite, metric)] = known
+            metrics[SuiteMetric(suite, metric)] = known
     standards = {key_of(name): metric.standard for name, metric in metrics.items()}
     found = judge({key_of(name): one for name, one in pairs.items()}, standards, np.random.default_rng(seed))
     return {name: found[key_of(name)] for name in pairs}, metrics
@@ -108,7 +110,7 @@ def unpaired(
     before: Mapping[str, SuiteScores],
     after: Mapping[str, SuiteScores],
     plans: Mapping[str, SuitePlan],
-    judged: Collection[Named],
+    judged: Collection[SuiteMetric],
     named: str,
 ) -> dict[str, str]:
     """Suites of both with a metric of the earlier night's that is not judged, though it should be."""
@@ -118,13 +120,13 @@ def unpaired(
         lost = [one for one in wanted if one not in after[suite].by_metric]
         if lost:
             found[suite] = f"has no {', '.join(lost)}, which {named} has; say judged = false of what is gone"
-        elif any(Named(suite, one) not in judged for one in wanted):
+        elif any(SuiteMetric(suite, one) not in judged for one in wanted):
             found[suite] = f"has no item in common with {named}"
     return found
 
 
 def lacking(
-    before: Mapping[str, SuiteScores], after: Mapping[str, SuiteScores], metrics: Mapping[Named, Metric]
+    before: Mapping[str, SuiteScores], after: Mapping[str, SuiteScores], metrics: Mapping[SuiteMetric, Metric]
 ) -> dict[str, str]:
     """Suites whose items lack an answer where 0 is the best score: what is left of them may look better."""
     found = {}
@@ -136,7 +138,7 @@ def lacking(
     return found
 
 
-def key_of(name: Named) -> str:
+def key_of(name: SuiteMetric) -> str:
     """Text that stands for a metric of a suite."""
     return f"{name.suite} {name.metric}"
 
@@ -147,7 +149,7 @@ def metric_of(plans: Mapping[str, SuitePlan], suite: str, metric: str) -> Metric
     return None if plan is None else plan.metric(metric)
 
 
-def differences(before: RunRecord, after: RunRecord) -> list[Difference]:
+def differences(before: RunRecord, after: RunRecord) -> list[FactDifference]:
     """Facts in which suites of two runs differ, one entry for all suites with the same difference."""
     found: dict[tuple[str, str | None, str | None], list[str]] = {}
     for suite in after.suites:
@@ -159,7 +161,8 @@ def differences(before: RunRecord, after: RunRecord) -> list[Difference]:
             if values[0] != values[1] and fact not in IGNORED:
                 found.setdefault((fact, *values), []).append(suite.name)
     return [
-        Difference(fact, earlier, later, tuple(suites)) for (fact, earlier, later), suites in found.items()
+        FactDifference(fact, earlier, later, tuple(suites))
+        for (fact, earlier, later), suites in found.items()
     ]
 
 

@@ -25,7 +25,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SuiteOutcome:
     """Items of a suite in its order, read once; its facts (digests of data and template, versions); its jobs."""
 
     items: Iterable[Item]

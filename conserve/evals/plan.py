@@ -13,7 +13,7 @@ RESUME_S = 20 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ModelTarget:
     """Model that is asked: in an engine of the run's own, or an endpoint; with neither, the settings decide.
 
     With `answered_by` "serve" the run asks nothing itself: a `conserve serve` of the store answers its rows.
@@ -68,11 +68,11 @@ class Reports:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class NightlyPlan:
     """Plan of all runs of one nightly.toml."""
 
     name: str
-    targets: tuple[Target, ...]
+    targets: tuple[ModelTarget, ...]
     suites: tuple[SuitePlan, ...]
     reports: Reports = Reports()
     against: str = "previous"  # what a report and the webhook compare with
@@ -80,7 +80,7 @@ class Plan:
     keep_s: float | None = None  # runs that are older are removed at the end of a run
     resume_s: float = RESUME_S  # a killed run that began longer ago is given up
 
-    def label(self, suite: SuitePlan, target: Target) -> str:
+    def label(self, suite: SuitePlan, target: ModelTarget) -> str:
         """Name of a suite on a target: the suite's own where there is one target."""
         return suite.name if len(self.targets) == 1 else f"{suite.name}@{target.name}"
 

@@ -9,7 +9,16 @@ from typing import Any, TypeVar, get_args
 
 from conserve.errors import SettingsError, UsageError, one_line
 from conserve.evals.paired import Standard
-from conserve.evals.plan import RESUME_S, Answering, Metric, Overlap, Plan, Reports, SuitePlan, Target
+from conserve.evals.plan import (
+    RESUME_S,
+    Answering,
+    Metric,
+    ModelTarget,
+    NightlyPlan,
+    Overlap,
+    Reports,
+    SuitePlan,
+)
 
 T = TypeVar("T")
 
@@ -25,32 +34,32 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 STANDARD = Standard(effect=0.02)
 
 
-def plan_of(text: str, *, title: str = "nightly.toml") -> Plan:
+def plan_of(text: str, *, title: str = "nightly.toml") -> NightlyPlan:
     """Plan of the file's text; raises `SettingsError` with one sentence for the first fault."""
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{title} is no TOML: {one_line(error)}") from error
     try:
-        return Table(found, "").plan()
+        return PlanTable(found, "").plan()
     except UsageError as error:
         raise SettingsError(f"{title}: {error}") from error
 
 
-class Table:
+class PlanTable:
     """A table of the file, whose entries are asked for by type; `path` names it in sentences."""
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self._values, self._path = values, path
 
-    def plan(self) -> Plan:
+    def plan(self) -> NightlyPlan:
         """Plan of the whole file."""
         self.only(TOP)
         standard = self.table("worse").standard(STANDARD)
         suites = self.table("suites")
         if not suites.names:
             raise SettingsError('there is no suite; write a table such as [suites.gsm8k] with kind = "sql"')
-        return Plan(
+        return NightlyPlan(
             name=self.name_of("name", self.text("name") or "nightly"),
             targets=self.targets(),
             suites=tuple(suites.table(name).suite(name, self, standard) for name in suites.names),
@@ -61,7 +70,7 @@ class Table:
             resume_s=self.length("resume") or RESUME_S,
         )
 
-    def targets(self) -> tuple[Target, ...]:
+    def targets(self) -> tuple[ModelTarget, ...]:
         """Models or endpoints; the settings' own where none is named."""
         many = self.table("models")
         if "model" in self._values and many.names:
@@ -70,11 +79,11 @@ class Table:
             return tuple(many.table(name).target(name) for name in many.names)
         return (self.table("model").target(""),)
 
-    def target(self, name: str) -> Target:
+    def target(self, name: str) -> ModelTarget:
         """One model or endpoint."""
         self.only(("model", "endpoint", "engine_args", "answered_by"))
         self.name_of("", name or "model")
-        return Target(
+        return ModelTarget(
             name=name,
             model=self.text("model"),
             endpoint=self.text("endpoint"),
@@ -82,7 +91,7 @@ class Table:
             answered_by=self.choice("answered_by", get_args(Answering)) or "run",
         )
 
-    def suite(self, name: str, whole: "Table", standard: Standard) -> SuitePlan:
+    def suite(self, name: str, whole: "PlanTable", standard: Standard) -> SuitePlan:
         """One suite; entries that are not common to all kinds are its kind's."""
         self.name_of("", name)
         kind = self.text("kind")
@@ -207,9 +216,9 @@ class Table:
             raise SettingsError(f"{self._at(name)} takes {', '.join(known)}, not {value!r}")
         return value
 
-    def table(self, name: str) -> "Table":
+    def table(self, name: str) -> "PlanTable":
         """Table of this name; an empty one if it is missing."""
-        return Table(self.get(name, dict) or {}, self._at(name))
+        return PlanTable(self.get(name, dict) or {}, self._at(name))
 
     def name_of(self, entry: str, name: str) -> str:
         """Name that files, tags and addresses all take."""

@@ -19,7 +19,7 @@ class RunState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class MeanScore:
     """Mean score of a suite's items by one metric, with the bounds of its interval."""
 
     metric: str
@@ -40,7 +40,7 @@ class SuiteRecord:
     target: str = ""
     error: str | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
-    scores: tuple[Score, ...] = ()
+    scores: tuple[MeanScore, ...] = ()
     items: int = 0
     failed: int = 0  # items without an answer
     prompt_tokens: int = 0
@@ -50,7 +50,7 @@ class SuiteRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Harm:
+class LiveLatencies:
     """Latencies of live requests while a server answered the run's rows; None where nothing was measured."""
 
     ttft_p99_ms: float | None = None  # of the worst minute that was looked at
@@ -74,7 +74,7 @@ class RunRecord:
     suites: tuple[SuiteRecord, ...] = ()
     work_s: float = 0.0  # in which rows were answered
     error: str | None = None
-    harm: Harm | None = None
+    harm: LiveLatencies | None = None
 
     def suite(self, name: str) -> SuiteRecord | None:
         """Suite of this name; None if it has not ended."""

@@ -34,7 +34,7 @@ class Verdict(StrEnum):
 WORST_FIRST = (Verdict.WORSE, Verdict.CANNOT_TELL, Verdict.NO_WORSE)
 
 
-class Judged(NamedTuple):
+class SuiteVerdict(NamedTuple):
     """Verdict on a suite with its evidence; `p_decline` is adjusted for the number of suites."""
 
     verdict: Verdict
@@ -55,7 +55,7 @@ class Judged(NamedTuple):
 
 def judge(
     suites: Mapping[str, Pairs], standards: Mapping[str, Standard], rng: np.random.Generator
-) -> dict[str, Judged]:
+) -> dict[str, SuiteVerdict]:
     """Judge the suites of a night together: alarms without a decline have one chance for all of them.
 
     The all-clear of each suite keeps a chance of its own. `rng` draws the bootstraps.
@@ -65,7 +65,7 @@ def judge(
     found = {name: evidence(pairs, standards[name], rng, among=len(suites)) for name, pairs in suites.items()}
     adjusted = false_discovery_control([seen.p_decline for seen in found.values()], method="bh")
     return {
-        name: Judged(decide(seen, float(p), standards[name]), seen, float(p))
+        name: SuiteVerdict(decide(seen, float(p), standards[name]), seen, float(p))
         for (name, seen), p in zip(found.items(), adjusted, strict=True)
     }
 
@@ -77,7 +77,7 @@ def decide(seen: Evidence, p_decline: float, standard: Standard) -> Verdict:
     return Verdict.WORSE if p_decline <= standard.alpha else Verdict.CANNOT_TELL
 
 
-def of_night(judged: Mapping[str, Judged]) -> Verdict:
+def of_night(judged: Mapping[str, SuiteVerdict]) -> Verdict:
     """Worst verdict of a night's suites; nothing can be told of none."""
     found = {one.verdict for one in judged.values()}
     return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.CANNOT_TELL)

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from conserve.errors import UsageError
-from conserve.jobs.inputs.files import Form
+from conserve.jobs.inputs.files import FileFormat
 from conserve.jobs.inputs.fingerprint import is_other
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.parquet_rows import ParquetRows
@@ -51,7 +51,7 @@ def repair(store: Store, job_id: str, damages: Collection[Damage], *, now: float
     return said + [f"job {job.id} is queued again"] * queued
 
 
-def task_fault(job: catalog.Job) -> str | None:
+def task_fault(job: catalog.JobRecord) -> str | None:
     """Fault of a job's task; None without one."""
     try:
         Task.from_json(job.task)
@@ -60,7 +60,7 @@ def task_fault(job: catalog.Job) -> str | None:
     return None
 
 
-def mend_inputs(store: Store, job: catalog.Job, now: float) -> list[str]:
+def mend_inputs(store: Store, job: catalog.JobRecord, now: float) -> list[str]:
     """Copy the input rows again."""
     path = home.inputs_file(store.data, job.id)
     if is_whole(path, job):
@@ -74,7 +74,7 @@ def mend_inputs(store: Store, job: catalog.Job, now: float) -> list[str]:
     return [f"{below(path, store.data)} was copied from {job.source.path} again"]
 
 
-def mend_requests(store: Store, job: catalog.Job, now: float) -> list[str]:
+def mend_requests(store: Store, job: catalog.JobRecord, now: float) -> list[str]:
     """Render the requests again; if that is not possible, a job with rows left to run fails."""
     path = home.requests_file(store.data, job.id)
     source = render_again(store, job, path, now)
@@ -84,7 +84,7 @@ def mend_requests(store: Store, job: catalog.Job, now: float) -> list[str]:
     return [f"{below(path, store.data)} was rendered from {source} again"]
 
 
-def fail(store: Store, job: catalog.Job, reason: str, now: float) -> list[str]:
+def fail(store: Store, job: catalog.JobRecord, reason: str, now: float) -> list[str]:
     """Let a job that cannot run any more fail, if it has rows left to run; returns the reason if so."""
     reason += f", the {job.succeeded + job.failed:,} results it has stay"
     with store.write() as tx:
@@ -100,7 +100,7 @@ class RenderSource(NamedTuple):
     original: bool  # their fingerprint is that of the job's input
 
 
-def render_sources(store: Store, job: catalog.Job, folder: Path) -> Iterator[RenderSource]:
+def render_sources(store: Store, job: catalog.JobRecord, folder: Path) -> Iterator[RenderSource]:
     """Yield the sources to render from: the input, if it is as it was, then the copy of its rows in the store."""
     if (opened := open_again(job, folder, Keep.REFERENCE)) is not None:
         yield RenderSource(str(job.source.path), opened.rows, True)
@@ -111,19 +111,19 @@ def render_sources(store: Store, job: catalog.Job, folder: Path) -> Iterator[Ren
             yield RenderSource(name, ParquetRows(path, name), False)
 
 
-def open_again(job: catalog.Job, folder: Path, keep: Keep) -> Opened | None:
+def open_again(job: catalog.JobRecord, folder: Path, keep: Keep) -> Opened | None:
     """Open the job's input, kept in a scratch folder; None unless it is in its place and unchanged."""
     files = [] if job.source.path is None else job.source.files
     if not files or any(not Path(part.path).exists() or is_other(part, Path(part.path)) for part in files):
         return None
-    form = Form(job.source.format) if job.source.format in set(Form) else None
+    form = FileFormat(job.source.format) if job.source.format in set(FileFormat) else None
     given = Input(names=[part.path for part in files], form=form, keep=keep)
     with suppress(UsageError):
         return open_input(given, folder, openai=Task.from_json(job.task).kind is Kind.OPENAI)
     return None
 
 
-def render_again(store: Store, job: catalog.Job, path: FilePath, now: float) -> str | None:
+def render_again(store: Store, job: catalog.JobRecord, path: FilePath, now: float) -> str | None:
     """Render a job's requests from what is left of its input; returns the name of the source, None if none serves.
 
     A file that is the same byte for byte is accepted. From the original input, another version may have rendered
@@ -143,7 +143,7 @@ def render_again(store: Store, job: catalog.Job, path: FilePath, now: float) -> 
     return None
 
 
-def fits(store: Store, job: catalog.Job, requests: Path) -> bool:
+def fits(store: Store, job: catalog.JobRecord, requests: Path) -> bool:
     """True if the results that there are answer the requests at their positions."""
     indexes = pq.read_table(requests, columns=["row_index"])["row_index"].to_numpy()
     if len(indexes) != job.num_rows:
@@ -153,7 +153,7 @@ def fits(store: Store, job: catalog.Job, requests: Path) -> bool:
     return bool(np.array_equal(indexes[positions], rows))
 
 
-def is_whole(path: FilePath, job: catalog.Job) -> bool:
+def is_whole(path: FilePath, job: catalog.JobRecord) -> bool:
     """True if a file of a job is undamaged."""
     return checking.file_fault(path, job.files.get(path.name)) is None
 
@@ -167,7 +167,7 @@ def scratch_file(store: Store, path: FilePath) -> Iterator[Path]:
             yield scratch
 
 
-def replace(store: Store, job: catalog.Job, path: FilePath, scratch: Path, now: float) -> None:
+def replace(store: Store, job: catalog.JobRecord, path: FilePath, scratch: Path, now: float) -> None:
     """Put a file that was made anew in its place, and store its seal."""
     mending.throw_away(store, path, now)
     seal = digests.seal(scratch)

@@ -14,8 +14,8 @@ from conserve.api.runs import RunArguments, drained_together
 from conserve.api.store import Store
 from conserve.config import Settings
 from conserve.errors import JobRefused
-from conserve.evals.plan import SuitePlan, Target
-from conserve.evals.records import Harm
+from conserve.evals.plan import ModelTarget, SuitePlan
+from conserve.evals.records import LiveLatencies
 from conserve.nightly.beside import await_served
 from conserve.nightly.rounds import Rounds
 from conserve.store.books.states import JobState
@@ -25,11 +25,11 @@ STEPS = {JobState.PAUSED: "resume", JobState.FAILED: "resume", JobState.EXPIRED:
 """Command that goes on with a job in this state; a cancelled one is asked anew."""
 
 
-class Asked(NamedTuple):
+class AskedJob(NamedTuple):
     """A job, and what answers it."""
 
     job_id: str
-    target: Target
+    target: ModelTarget
 
 
 class SuiteNight:
@@ -38,20 +38,20 @@ class SuiteNight:
     def __init__(
         self,
         settings: Settings,
-        rounds: "Rounds[Asked, Any]",
+        rounds: "Rounds[AskedJob, Any]",
         *,
         run_id: str,
         label: str,
         suite: SuitePlan,
-        target: Target,
+        target: ModelTarget,
         folder: Path,
     ) -> None:
         self.store = Store(settings)
         self.run_id, self.suite, self.target, self.folder = run_id, suite, target, folder
         self.settings, self._rounds, self._label = settings, rounds, label
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, ModelTarget] = {}
 
-    def submitted(self, key: str, source: Source, *, target: Target | None = None, **task: Any) -> Job:
+    def submitted(self, key: str, source: Source, *, target: ModelTarget | None = None, **task: Any) -> Job:
         """Job of this run, suite and key: one that an earlier try has queued, else a new one."""
         tags = {RUN: self.run_id, SUITE: self._label, ASK: key}
         known = (job for job in self.store.jobs(tags=tags) if job.status is not JobState.CANCELLED)
@@ -61,7 +61,7 @@ class SuiteNight:
 
     def answered(self, *jobs: Job) -> None:
         """Wait until each row of these jobs has a result; raises `JobRefused` for a job that ends otherwise."""
-        wanted = [Asked(job.id, self._targets.get(job.id, self.target)) for job in jobs]
+        wanted = [AskedJob(job.id, self._targets.get(job.id, self.target)) for job in jobs]
         if any(job.status is not JobState.COMPLETED for job in jobs):
             self._rounds.wait(*wanted)
         for job in jobs:
@@ -91,17 +91,17 @@ class Answering:
     def __init__(self, settings: Settings, *, progress: bool) -> None:
         self._settings, self._progress = settings, progress
         self._engine: Engine | None = None
-        self._target: Target | None = None
+        self._target: ModelTarget | None = None
         self.work_s = 0.0
-        self.harm: Harm | None = None
+        self.harm: LiveLatencies | None = None
 
-    def answer(self, wanted: Sequence[Asked]) -> None:
+    def answer(self, wanted: Sequence[AskedJob]) -> None:
         """Answer jobs, those of the engine that is up first."""
         targets = list(dict.fromkeys(one.target for one in wanted))
         for target in sorted(targets, key=lambda target: target != self._target):
             self._answer(target, [one.job_id for one in wanted if one.target == target])
 
-    def _answer(self, target: Target, job_ids: Sequence[str]) -> None:
+    def _answer(self, target: ModelTarget, job_ids: Sequence[str]) -> None:
         if target.answered_by == "serve":
             begun = time.monotonic()
             for job_id in job_ids:
@@ -112,7 +112,7 @@ class Answering:
         done = portal.submit(drained_together(self._settings, job_ids, arguments)).result()
         self.work_s += done.work_s
 
-    def _ready(self, target: Target) -> Engine:
+    def _ready(self, target: ModelTarget) -> Engine:
         """Engine of a target; the one of another target is closed first."""
         if self._engine is None or target != self._target:
             self.close()

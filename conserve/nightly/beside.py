@@ -6,7 +6,7 @@ from typing import Any
 from conserve.api.job import Job
 from conserve.config import Settings
 from conserve.errors import JobRefused
-from conserve.evals.records import Harm
+from conserve.evals.records import LiveLatencies
 from conserve.jobs.harvest.services import running
 from conserve.store.books.states import JobState
 
@@ -14,7 +14,7 @@ LOOK_S = 30.0
 ANSWER_S = 5.0
 
 
-def await_served(job: Job, settings: Settings, harm: Harm | None) -> Harm | None:
+def await_served(job: Job, settings: Settings, harm: LiveLatencies | None) -> LiveLatencies | None:
     """Wait until a server has answered a job; returns the harm that was seen meanwhile, with the harm before.
 
     Raises `JobRefused` if the job ends otherwise.
@@ -50,11 +50,11 @@ def answers(settings: Settings) -> list[Mapping[str, Any]]:
     return found
 
 
-def worst(known: Harm | None, said: Mapping[str, Any]) -> Harm:
+def worst(known: LiveLatencies | None, said: Mapping[str, Any]) -> LiveLatencies:
     """The larger of the latencies known and those of a server's last minute, and the server's latest ratios."""
-    before = known or Harm()
+    before = known or LiveLatencies()
     online, receipt = said.get("online") or {}, said.get("harm") or {}
-    return Harm(
+    return LiveLatencies(
         ttft_p99_ms=larger(before.ttft_p99_ms, p99(online, "ttft_ms")),
         tbt_p99_ms=larger(before.tbt_p99_ms, p99(online, "tbt_ms")),
         ttft_p99_ratio=ratio(receipt, "ttft_ms"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from conserve.errors import UsageError
 from conserve.evals.comparison import (
     Comparison,
-    Named,
+    SuiteMetric,
     SuiteScores,
     compared,
     differences,
@@ -22,7 +22,7 @@ from conserve.evals.plan import SuitePlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord, SuiteRecord
 from conserve.nightly import keeping
-from conserve.nightly.items import Key, scores_of, texts_of
+from conserve.nightly.items import ItemKey, scores_of, texts_of
 from conserve.nightly.running import overridden
 from conserve.store.files import nights
 
@@ -86,7 +86,7 @@ def with_history(home: Path, after: RunRecord) -> Comparison | None:
     )
 
 
-def declines(runs: Sequence[RunRecord], plans: Mapping[str, SuitePlan]) -> dict[Named, ChangePoint]:
+def declines(runs: Sequence[RunRecord], plans: Mapping[str, SuitePlan]) -> dict[SuiteMetric, ChangePoint]:
     """Lasting declines among the nights that are as large as what counts."""
     found = {}
     for name, series in series_of(runs).items():
@@ -100,13 +100,13 @@ def declines(runs: Sequence[RunRecord], plans: Mapping[str, SuitePlan]) -> dict[
     return found
 
 
-def series_of(runs: Sequence[RunRecord]) -> dict[Named, list[tuple[RunRecord, float]]]:
+def series_of(runs: Sequence[RunRecord]) -> dict[SuiteMetric, list[tuple[RunRecord, float]]]:
     """Mean scores of each metric, night by night."""
-    found: dict[Named, list[tuple[RunRecord, float]]] = {}
+    found: dict[SuiteMetric, list[tuple[RunRecord, float]]] = {}
     for run in runs:
         for suite in run.suites:
             for score in suite.scores:
-                found.setdefault(Named(suite.name, score.metric), []).append((run, score.mean))
+                found.setdefault(SuiteMetric(suite.name, score.metric), []).append((run, score.mean))
     return found
 
 
@@ -210,7 +210,7 @@ def flips(home: Path, before: RunRecord, after: RunRecord, *, most: int = FLIPS)
                 )
 
 
-def picked(before: Mapping[Key, float], after: Mapping[Key, float], most: int) -> list[Key]:
+def picked(before: Mapping[ItemKey, float], after: Mapping[ItemKey, float], most: int) -> list[ItemKey]:
     """Items whose score changed: those that fell, then those that rose."""
     fell = [key for key, score in after.items() if key in before and score < before[key]]
     rose = [key for key, score in after.items() if key in before and score > before[key]]

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 from conserve.config import Settings
-from conserve.evals.plan import Plan
+from conserve.evals.plan import NightlyPlan
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
@@ -33,7 +33,7 @@ def evaluate(settings: Settings, asking: Asking, say: Say) -> RunRecord | None:
     return run
 
 
-def checked(asking: Asking) -> Plan:
+def checked(asking: Asking) -> NightlyPlan:
     """Plan of a file whose suites could be asked; raises `UsageError` for the first fault."""
     plan, _ = plan_of_file(asking.file)
     plan = overridden(plan, asking.overrides)
@@ -46,7 +46,7 @@ def reported(settings: Settings, run: RunRecord, say: Say) -> Document:
     return published(settings, run, plan_of(run.plan), say)
 
 
-def remove_outdated(settings: Settings, plan: Plan, *, now: float, say: Say) -> None:
+def remove_outdated(settings: Settings, plan: NightlyPlan, *, now: float, say: Say) -> None:
     """Remove runs beyond their retention; those with a name stay, and so do jobs (`conserve prune`)."""
     if plan.keep_s is None:
         return

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from conserve import __version__
 from conserve.config import DEMO_MODEL, Settings
-from conserve.evals.plan import Target
+from conserve.evals.plan import ModelTarget
 from conserve.nightly.redacted import address_of, flags_of
 from conserve.nightly.rows import rows_of
 
 ANSWER_S = 5.0
 
 
-def facts_of(settings: Settings, target: Target, job_ids: Sequence[str]) -> dict[str, str]:
+def facts_of(settings: Settings, target: ModelTarget, job_ids: Sequence[str]) -> dict[str, str]:
     """Facts about a target and the answers that it gave."""
     given = {
         "model": target.model or settings.model,

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from conserve.errors import StoreDamaged
 
 
-class Key(NamedTuple):
+class ItemKey(NamedTuple):
     """Names one item of a suite in any night."""
 
     item: str
@@ -21,9 +21,9 @@ class Key(NamedTuple):
 class Scored:
     """Scores of a suite's items. Items without a source of their own are a source each; epochs share it."""
 
-    by_metric: dict[str, dict[Key, float]] = field(default_factory=dict)
-    sources: dict[Key, str] = field(default_factory=dict)
-    unanswered: set[Key] = field(default_factory=set)  # items with an error
+    by_metric: dict[str, dict[ItemKey, float]] = field(default_factory=dict)
+    sources: dict[ItemKey, str] = field(default_factory=dict)
+    unanswered: set[ItemKey] = field(default_factory=set)  # items with an error
     items: int = 0
     failed: int = 0
     prompt_tokens: int = 0
@@ -38,7 +38,7 @@ def scores_of(path: Path) -> Scored:
     """Scores in a file of items."""
     found = Scored()
     for row in rows_of(path, COUNTED):
-        key = Key(row["item"], row["epoch"])
+        key = ItemKey(row["item"], row["epoch"])
         found.sources[key] = f"source {row['source']}" if row["source"] is not None else f"item {key.item}"
         found.items += 1
         if row["error"] is not None:
@@ -51,9 +51,9 @@ def scores_of(path: Path) -> Scored:
     return found
 
 
-def texts_of(path: Path, wanted: set[Key]) -> Mapping[Key, Mapping[str, Any]]:
+def texts_of(path: Path, wanted: set[ItemKey]) -> Mapping[ItemKey, Mapping[str, Any]]:
     """Prompts and answers of some items."""
-    return {key: row for row in rows_of(path, SHOWN) if (key := Key(row["item"], row["epoch"])) in wanted}
+    return {key: row for row in rows_of(path, SHOWN) if (key := ItemKey(row["item"], row["epoch"])) in wanted}
 
 
 def rows_of(path: Path, columns: tuple[str, ...]) -> Any:

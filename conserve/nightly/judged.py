@@ -8,9 +8,9 @@ from typing import Any
 
 from conserve.api.job import Job
 from conserve.errors import SettingsError
-from conserve.evals.outcome import Item, Outcome
-from conserve.evals.plan import SuitePlan, Target
-from conserve.evals.plan_file import Table
+from conserve.evals.outcome import Item, SuiteOutcome
+from conserve.evals.plan import ModelTarget, SuitePlan
+from conserve.evals.plan_file import PlanTable
 from conserve.nightly.harness.asking import row_missing
 from conserve.nightly.options import Options, asking_of
 from conserve.nightly.questions import Answer, Questions, digest_of, whole
@@ -26,7 +26,7 @@ OF_JUDGE = (
 TRUTHS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
 
 
-class Judged:
+class JudgeScores:
     """Scores by a judge, which is asked about each question and the model's answer to it."""
 
     def check(self, suite: SuitePlan, folder: Path) -> None:
@@ -38,7 +38,7 @@ class Judged:
                 f"{options.where}.judge.prompt does not show the answer; write {{{{ {ANSWER} }}}} in it"
             )
 
-    def run(self, night: Night) -> Outcome:
+    def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=OWN)
         judge = Judge(options)
         asked = Questions(night, options)
@@ -53,7 +53,7 @@ class Judged:
                 yield judge.item(one, verdict_of(job, verdicts) if one.text is not None else None)
 
         facts = asked.facts | {"judge": digest_of(judge.asking), "judge_model": target.model or "the same"}
-        return Outcome(items=items(), facts=facts, job_ids=[*asked.job_ids, job.id])
+        return SuiteOutcome(items=items(), facts=facts, job_ids=[*asked.job_ids, job.id])
 
 
 class Judge:
@@ -69,12 +69,12 @@ class Judge:
         self._field = self.table.text("field")
         self._scale = self.table.real("scale") or 1.0
 
-    def target(self, of_suite: Target) -> Target:
+    def target(self, of_suite: ModelTarget) -> ModelTarget:
         """The judge's model; the suite's own unless the table names another."""
         model, endpoint = self.table.text("model"), self.table.text("endpoint")
         if model is None and endpoint is None:
             return of_suite
-        return Target(
+        return ModelTarget(
             name="judge", model=model, endpoint=endpoint, engine_args=self.table.texts("engine_args")
         )
 
@@ -116,13 +116,13 @@ def verdict_of(job: Job, verdicts: Iterator[Mapping[str, Any]]) -> Mapping[str, 
     return verdict
 
 
-def grades_of(table: Table) -> dict[str, float]:
+def grades_of(table: PlanTable) -> dict[str, float]:
     """Scores of words: those that the table names, else yes and no."""
     named = table.table("grades")
     return {word.lower(): named.real(word) or 0.0 for word in named.names} or TRUTHS
 
 
-def pattern_of(table: Table, where: str, grades: Mapping[str, float]) -> re.Pattern[str]:
+def pattern_of(table: PlanTable, where: str, grades: Mapping[str, float]) -> re.Pattern[str]:
     """Pattern of the score; the first grade, or number, by default."""
     words = "|".join(map(re.escape, grades))
     text = table.text("pattern") or rf"(?i)\b({words}|\d+(?:\.\d+)?)\b"

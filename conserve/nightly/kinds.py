@@ -10,7 +10,7 @@ KINDS = {
     "sql": "conserve.nightly.scored:SqlScored",
     "python": "conserve.nightly.scored:PythonScored",
     "schema": "conserve.nightly.scored:SchemaScored",
-    "judge": "conserve.nightly.judged:Judged",
+    "judge": "conserve.nightly.judged:JudgeScores",
     "lm-eval": "conserve.nightly.harness.lm_eval_suite:LmEvalSuite",
     "inspect": "conserve.nightly.harness.inspect_suite:InspectSuite",
 }

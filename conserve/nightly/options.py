@@ -7,7 +7,7 @@ from typing import Any
 from conserve.api.asking import in_order, make_task, request_params
 from conserve.errors import SettingsError, UsageError
 from conserve.evals.plan import SuitePlan
-from conserve.evals.plan_file import Table, unknown
+from conserve.evals.plan_file import PlanTable, unknown
 from conserve.jobs.task import Task
 from conserve.nightly.samples import check_data
 
@@ -20,7 +20,7 @@ class Options:
 
     def __init__(self, suite: SuitePlan, folder: Path, own: Collection[str] = ()) -> None:
         self.suite, self.folder, self.where = suite, folder, f"suites.{suite.name}"
-        self.table = Table(suite.options, self.where)
+        self.table = PlanTable(suite.options, self.where)
         known = (*OPTIONS, *own)
         for name in suite.options:
             if name not in known:
@@ -60,7 +60,7 @@ class Options:
             raise SettingsError(f"{where}{error}") from error
 
 
-def asking_of(table: Table, suite: SuitePlan, folder: Path) -> dict[str, Any]:
+def asking_of(table: PlanTable, suite: SuitePlan, folder: Path) -> dict[str, Any]:
     """Arguments of `Store.submit` by a table: greedy unless its parameters say otherwise."""
     params = {"temperature": 0, **(table.get("params", dict) or {})}
     if params["temperature"]:
@@ -79,7 +79,7 @@ def asking_of(table: Table, suite: SuitePlan, folder: Path) -> dict[str, Any]:
     return given
 
 
-def prompt_of(table: Table, folder: Path) -> str | None:
+def prompt_of(table: PlanTable, folder: Path) -> str | None:
     """Template of the prompt, given or in a file."""
     given, name = table.text("prompt"), table.text("prompt_file")
     if name is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from conserve.config import Settings
 from conserve.errors import SettingsError, UsageError, one_line
-from conserve.evals.plan import Plan, Reports
+from conserve.evals.plan import NightlyPlan, Reports
 from conserve.evals.records import RunRecord
 from conserve.nightly.redacted import host_of
 from conserve.nightly.report.document import Document, against_of, document
@@ -25,7 +25,7 @@ SIGNATURE = "X-Conserve-Signature"
 Say = Callable[[str], None]
 
 
-def published(settings: Settings, run: RunRecord, plan: Plan, say: Say) -> Document:
+def published(settings: Settings, run: RunRecord, plan: NightlyPlan, say: Say) -> Document:
     """Write the reports that the file asks for, and post the verdict; returns the document."""
     found = document(settings.home, run, against_of(settings.home, run, None, plan.against))
     if plan.reports.folder is not None:

@@ -12,14 +12,14 @@ import numpy as np
 from conserve.config import Settings
 from conserve.errors import ConserveError, SettingsError, UsageError, one_line
 from conserve.evals.level import interval
-from conserve.evals.outcome import Outcome
-from conserve.evals.plan import Plan, SuitePlan, Target
+from conserve.evals.outcome import SuiteOutcome
+from conserve.evals.plan import ModelTarget, NightlyPlan, SuitePlan
 from conserve.evals.plan_file import plan_of
-from conserve.evals.records import RunRecord, RunState, Score, SuiteRecord
+from conserve.evals.records import MeanScore, RunRecord, RunState, SuiteRecord
 from conserve.nightly import keeping
-from conserve.nightly.asking import Answering, Asked, SuiteNight
+from conserve.nightly.asking import Answering, AskedJob, SuiteNight
 from conserve.nightly.facts import facts_of
-from conserve.nightly.items import Key, Scored, scores_of
+from conserve.nightly.items import ItemKey, Scored, scores_of
 from conserve.nightly.kinds import kind_of, waves
 from conserve.nightly.rounds import Rounds
 from conserve.store.files import nights
@@ -37,7 +37,7 @@ class Asking:
     progress: bool = True
 
 
-def plan_of_file(file: Path) -> tuple[Plan, str]:
+def plan_of_file(file: Path) -> tuple[NightlyPlan, str]:
     """Plan of a nightly.toml and its text; raises `SettingsError`."""
     try:
         text = file.read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def plan_of_file(file: Path) -> tuple[Plan, str]:
     return plan_of(text, title=file.name), text
 
 
-def overridden(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
+def overridden(plan: NightlyPlan, overrides: Mapping[str, Any]) -> NightlyPlan:
     """Plan with the flags of the command line on top."""
     suites, targets = plan.suites, plan.targets
     if "limit" in overrides:
@@ -61,13 +61,13 @@ def overridden(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
     return replace(plan, suites=suites, targets=targets)
 
 
-def check(plan: Plan, folder: Path) -> None:
+def check(plan: NightlyPlan, folder: Path) -> None:
     """Raise for a suite that could not be asked, before the first one is."""
     for suite in plan.suites:
         kind_of(suite.kind).check(suite, folder)
 
 
-def begun(home: Path, asking: Asking, plan: Plan, text: str, *, now: float, say: Say) -> RunRecord:
+def begun(home: Path, asking: Asking, plan: NightlyPlan, text: str, *, now: float, say: Say) -> RunRecord:
     """The run that was killed and is young enough, else a new one; an older one is given up."""
     left = keeping.unfinished(home, plan.name)
     if left is not None and not asking.anew and now - left.began_at <= plan.resume_s:
@@ -117,7 +117,7 @@ def has_scores(run: RunRecord, label: str) -> bool:
     return known is not None and known.error is None
 
 
-def in_order(run: RunRecord, plan: Plan) -> RunRecord:
+def in_order(run: RunRecord, plan: NightlyPlan) -> RunRecord:
     """Run with its suites in the order of the file."""
     order = list(plan.standards())
     return replace(run, suites=tuple(sorted(run.suites, key=lambda suite: order.index(suite.name))))
@@ -126,7 +126,7 @@ def in_order(run: RunRecord, plan: Plan) -> RunRecord:
 def of_target(
     settings: Settings,
     run: RunRecord,
-    target: Target,
+    target: ModelTarget,
     suites: Mapping[str, SuitePlan],
     answering: Answering,
     before_s: float,
@@ -142,7 +142,7 @@ def of_target(
         keeping.write(settings.home, current[0])
         say(sentence(record))
 
-    def work(label: str, rounds: Rounds[Asked, SuiteRecord]) -> Callable[[], SuiteRecord]:
+    def work(label: str, rounds: Rounds[AskedJob, SuiteRecord]) -> Callable[[], SuiteRecord]:
         night = SuiteNight(
             settings,
             rounds,
@@ -155,7 +155,7 @@ def of_target(
         return lambda: recorded(settings, night, label)
 
     for labels in waves({label: suite.kind for label, suite in suites.items()}):
-        rounds: Rounds[Asked, SuiteRecord] = Rounds(answering.answer)
+        rounds: Rounds[AskedJob, SuiteRecord] = Rounds(answering.answer)
         rounds.run({label: work(label, rounds) for label in labels}, ended)
     return current[0]
 
@@ -181,13 +181,13 @@ def recorded(settings: Settings, night: SuiteNight, label: str) -> SuiteRecord:
     )
 
 
-def all_facts(settings: Settings, night: SuiteNight, outcome: Outcome) -> dict[str, str]:
+def all_facts(settings: Settings, night: SuiteNight, outcome: SuiteOutcome) -> dict[str, str]:
     """Facts of the target and of the suite."""
     given = facts_of(settings, night.target, outcome.job_ids)
     return {**given, "kind": night.suite.kind, "epochs": str(night.suite.epochs), **outcome.facts}
 
 
-def means(suite: SuitePlan, known: Scored) -> list[Score]:
+def means(suite: SuitePlan, known: Scored) -> list[MeanScore]:
     """Mean of each metric with its interval; raises `UsageError` for no score, or one that is no finite number."""
     if not known.by_metric:
         raise UsageError(f"suite {suite.name} has no scores: none of its {known.items:,} items got one")
@@ -199,7 +199,7 @@ def means(suite: SuitePlan, known: Scored) -> list[Score]:
         clusters = np.unique([known.sources[item] for item in scores], return_inverse=True)[1]
         mean, low, high = interval(values, clusters, suite.metric(metric).standard.confidence)
         found.append(
-            Score(
+            MeanScore(
                 metric=metric,
                 mean=mean,
                 low=low,
@@ -212,7 +212,7 @@ def means(suite: SuitePlan, known: Scored) -> list[Score]:
     return found
 
 
-def not_finite(suite: SuitePlan, metric: str, scores: Mapping[Key, float]) -> str:
+def not_finite(suite: SuitePlan, metric: str, scores: Mapping[ItemKey, float]) -> str:
     """Sentence about scores that are no finite numbers, which no mean and no record can hold."""
     bad = [key.item for key, score in scores.items() if not np.isfinite(score)]
     return (
@@ -221,7 +221,7 @@ def not_finite(suite: SuitePlan, metric: str, scores: Mapping[Key, float]) -> st
     )
 
 
-def failed(label: str, suite: SuitePlan, target: Target, error: Exception, say: Say) -> SuiteRecord:
+def failed(label: str, suite: SuitePlan, target: ModelTarget, error: Exception, say: Say) -> SuiteRecord:
     """Record of a suite that ended in an error."""
     if not isinstance(error, ConserveError):
         say("".join(traceback.format_exception(error)).rstrip())
@@ -240,7 +240,7 @@ def sentence(suite: SuiteRecord) -> str:
     return f"{suite.name}: {scores}, {suite.items:,} items{lost}{''.join(map(sameness, suite.scores))}"
 
 
-def sameness(score: Score) -> str:
+def sameness(score: MeanScore) -> str:
     """Doubt about a score that every item has, as where it compares with the wrong column."""
     if not score.same:
         return ""

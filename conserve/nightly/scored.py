@@ -11,7 +11,7 @@ from typing import Any
 
 from conserve.api.job import Job
 from conserve.errors import QueryError, SettingsError, UsageError, one_line
-from conserve.evals.outcome import Outcome
+from conserve.evals.outcome import SuiteOutcome
 from conserve.evals.plan import SuitePlan
 from conserve.nightly.options import Options
 from conserve.nightly.questions import Answer, Questions, Scores, digest_of
@@ -36,7 +36,7 @@ class SqlScored:
         options.check()
         select_of(options)
 
-    def run(self, night: Night) -> Outcome:
+    def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=("score",))
         select = select_of(options)
         asked = Questions(night, options)
@@ -46,7 +46,9 @@ class SqlScored:
             one.item(scored(one, scores[one.epoch].get(one.row_index, {}), metrics))
             for one in asked.answers()
         )
-        return Outcome(items=items, facts=asked.facts | {"scorer": digest_of(select)}, job_ids=asked.job_ids)
+        return SuiteOutcome(
+            items=items, facts=asked.facts | {"scorer": digest_of(select)}, job_ids=asked.job_ids
+        )
 
 
 class PythonScored:
@@ -57,7 +59,7 @@ class PythonScored:
         options.check()
         function_of(options)
 
-    def run(self, night: Night) -> Outcome:
+    def run(self, night: Night) -> SuiteOutcome:
         options = Options(night.suite, night.folder, own=("score",))
         function, source = function_of(options)
         asked = Questions(night, options)
@@ -67,7 +69,9 @@ class PythonScored:
 
         metrics = next((found.keys() for one in asked.answers() if (found := score(one))), (METRIC,))
         items = (one.item(scored(one, score(one), metrics)) for one in asked.answers())
-        return Outcome(items=items, facts=asked.facts | {"scorer": digest_of(source)}, job_ids=asked.job_ids)
+        return SuiteOutcome(
+            items=items, facts=asked.facts | {"scorer": digest_of(source)}, job_ids=asked.job_ids
+        )
 
 
 class SchemaScored:
@@ -78,7 +82,7 @@ class SchemaScored:
         options.check()
         schema_of(options)
 
-    def run(self, night: Night) -> Outcome:
+    def run(self, night: Night) -> SuiteOutcome:
         from jsonschema.validators import validator_for
 
         options = Options(night.suite, night.folder, own=("schema", "guided"))
@@ -90,7 +94,9 @@ class SchemaScored:
             one.item({"valid": float(is_valid(one.text, validator)), "json": float(is_json(one.text))})
             for one in asked.answers()
         )
-        return Outcome(items=items, facts=asked.facts | {"scorer": digest_of(schema)}, job_ids=asked.job_ids)
+        return SuiteOutcome(
+            items=items, facts=asked.facts | {"scorer": digest_of(schema)}, job_ids=asked.job_ids
+        )
 
 
 def scored(answer: Answer, scores: Scores, metrics: Iterable[str] = (METRIC,)) -> Scores:

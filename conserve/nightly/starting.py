@@ -11,7 +11,7 @@ from conserve.evals.plan_file import plan_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class NightlyWishes:
     """Answers from which a nightly.toml is written."""
 
     name: str
@@ -25,7 +25,7 @@ class Wishes:
     effect: float = 0.02
 
 
-def text_of(wishes: Wishes) -> str:
+def text_of(wishes: NightlyWishes) -> str:
     """Text of a nightly.toml that explains itself."""
     asked = {"model": wishes.model, "endpoint": wishes.endpoint}
     target = "".join(f"{name} = {quoted(value)}\n" for name, value in asked.items() if value is not None)
@@ -68,7 +68,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def write(path: Path, wishes: Wishes) -> None:
+def write(path: Path, wishes: NightlyWishes) -> None:
     """Write the file; raises `UsageError` if there is one already, or for an answer that makes no sense."""
     text = text_of(wishes)
     plan_of(text)

@@ -7,8 +7,8 @@ from conserve.api.handing import Source
 from conserve.api.job import Job
 from conserve.api.store import Store
 from conserve.config import Settings
-from conserve.evals.outcome import Outcome
-from conserve.evals.plan import SuitePlan, Target
+from conserve.evals.outcome import SuiteOutcome
+from conserve.evals.plan import ModelTarget, SuitePlan
 
 
 class Night(Protocol):
@@ -35,14 +35,14 @@ class Night(Protocol):
         """The suite's name, seed, limit, epochs and own options."""
 
     @property
-    def target(self) -> Target:
+    def target(self) -> ModelTarget:
         """Model or endpoint that is asked."""
 
     @property
     def folder(self) -> Path:
         """Folder of nightly.toml, which relative paths begin at."""
 
-    def submitted(self, key: str, source: Source, *, target: Target | None = None, **task: Any) -> Job:
+    def submitted(self, key: str, source: Source, *, target: ModelTarget | None = None, **task: Any) -> Job:
         """Job of this run, suite and key: one that an earlier try has queued, else a new one of `Store.submit`.
 
         `target` is asked instead of the suite's; `task` are further arguments of `Store.submit`. The key
@@ -60,5 +60,5 @@ class SuiteKind(Protocol):
     def check(self, suite: SuitePlan, folder: Path) -> None:
         """Raise `UsageError` for options that make no sense, or a file that is missing. Asks nothing."""
 
-    def run(self, night: Night) -> Outcome:
+    def run(self, night: Night) -> SuiteOutcome:
         """Ask and score the suite, in a thread of its own. Items come in the same order every night."""

@@ -16,7 +16,7 @@ BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class ModelOnDevices:
     """A model on its devices, with numbers from public data sheets and model cards."""
 
     model: str
@@ -51,14 +51,16 @@ class Coefficients:
 
 
 def from_two_chunks(
-    machine: Machine, tokens: int, fresh_ms: float, context: int, late_ms: float
+    machine: ModelOnDevices, tokens: int, fresh_ms: float, context: int, late_ms: float
 ) -> Coefficients:
     """Derive k2 from the time that `context` adds to a chunk of `tokens`, and k1 + k3 from the fresh chunk."""
     attention = (late_ms - fresh_ms - machine.memory_ms * context) / (tokens * context)
     return from_one_chunk(machine, tokens, 0, fresh_ms, attention)
 
 
-def from_one_chunk(machine: Machine, tokens: int, context: int, ms: float, attention: float) -> Coefficients:
+def from_one_chunk(
+    machine: ModelOnDevices, tokens: int, context: int, ms: float, attention: float
+) -> Coefficients:
     """Derive k1 + k3 from the time of one batch; the other coefficients are known."""
     rest = ms - machine.weights_ms - machine.memory_ms * (tokens + context)
     return Coefficients(
@@ -69,7 +71,7 @@ def from_one_chunk(machine: Machine, tokens: int, context: int, ms: float, atten
     )
 
 
-H100_8B = Machine(
+H100_8B = ModelOnDevices(
     model="llama-3.1-8b",
     device="NVIDIA H100 SXM 80 GB",
     degree=1,
@@ -79,7 +81,7 @@ H100_8B = Machine(
     hbm_bytes_s=3.35e12,
     link_bytes_s=37e9,
 )
-H100_70B = Machine(
+H100_70B = ModelOnDevices(
     model="llama-3.1-70b",
     device="4 x NVIDIA H100 SXM 80 GB",
     degree=4,
@@ -89,7 +91,7 @@ H100_70B = Machine(
     hbm_bytes_s=3.35e12,
     link_bytes_s=132e9 / 4,
 )
-A100_7B = Machine(
+A100_7B = ModelOnDevices(
     model="llama-2-7b",
     device="NVIDIA A100 SXM 40 GB",
     degree=1,
@@ -170,7 +172,7 @@ def llama_7b_a100() -> Profile:
     )
 
 
-def roofline(machine: Machine, k: Coefficients) -> list[str]:
+def roofline(machine: ModelOnDevices, k: Coefficients) -> list[str]:
     """Derivations of k4 and k5, for the profile's text."""
     shared = f" / {machine.degree} devices" if machine.degree > 1 else ""
     return [
@@ -182,7 +184,7 @@ def roofline(machine: Machine, k: Coefficients) -> list[str]:
 
 
 def derived(
-    name: str, machine: Machine, k: Coefficients, *, safepoint_us: float, derivation: list[str]
+    name: str, machine: ModelOnDevices, k: Coefficients, *, safepoint_us: float, derivation: list[str]
 ) -> Profile:
     """A profile with these coefficients, in the forms of all models."""
     return Profile(
@@ -219,7 +221,7 @@ def derived(
     )
 
 
-def copy_of(machine: Machine, blocks: int) -> KVCopy:
+def copy_of(machine: ModelOnDevices, blocks: int) -> KVCopy:
     """Time of copying blocks of 16 tokens: every worker its share over its link, after 0.5 ms of gathering."""
     size = blocks * BLOCK_TOKENS * machine.kv_bytes
     ms = 0.5 + size / machine.degree / machine.link_bytes_s * 1e3

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from conserve.jobs.deadlines.forecast import Forecast, QueuedJob, forecasts
 from conserve.jobs.deadlines.rate import SLOT_S, Rates
 from conserve.jobs.deadlines.slack import SHARE
-from conserve.jobs.deadlines.work import Work
+from conserve.jobs.deadlines.work import RemainingWork
 from tests.benchmarks.report import Figure
 
 COMMAND = "python -m tests.benchmarks forecast"
@@ -183,7 +183,7 @@ def random_queue(
         seen_rows = dice.choice((0, 10, 100, 1000))
         mean = scale * fmean(dice.choices(lengths, k=seen_rows)) if seen_rows else hour_tokens / 2000
         deadline = now + 3600 * dice.uniform(0.5, 24) if dice.random() < 0.6 else None
-        work = Work(rows_left=rows, row_tokens=mean, rows_seen=seen_rows)
+        work = RemainingWork(rows_left=rows, row_tokens=mean, rows_seen=seen_rows)
         job = QueuedJob(id=f"job-{seq}", seq=seq, work=work, deadline=deadline, expires=False)
         queue.append(Running(job, tokens, dice.random()))
     return queue

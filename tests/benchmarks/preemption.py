@@ -302,7 +302,7 @@ class Layer:
 
 def scheduling(raw: dict[str, Any]) -> list[Figure]:
     """Stamps, and blocks that become reusable when they are computed: one scheduler, with and without."""
-    from conserve.engine.vllm.iteration import Outcome, put
+    from conserve.engine.vllm.iteration import IterationOutcome, put
     from conserve.engine.vllm.settings import WORKER
     from tests.bare_scheduler import BareEngine, engine_config
     from tests.benchmarks.scheduling import ANSWER, PROMPT
@@ -316,7 +316,7 @@ def scheduling(raw: dict[str, Any]) -> list[Figure]:
 
     def with_outcome(output: Any) -> Any:
         brought = result(output)
-        put(brought, Outcome(layers=30, safepoints=30, separable=True))
+        put(brought, IterationOutcome(layers=30, safepoints=30, separable=True))
         return brought
 
     made.result = with_outcome  # type: ignore[method-assign]

@@ -77,10 +77,10 @@ def engine(online: int, offline: int, waiting: int, *, ours: bool) -> Any:
 
 def served(config: Any) -> Any:
     """An engine whose worker tells, as ours does in eager mode, that no row left and that rows could have."""
-    from conserve.engine.vllm.iteration import Outcome, put, stamp_of
+    from conserve.engine.vllm.iteration import IterationOutcome, put, stamp_of
     from tests.bare_scheduler import BareEngine
 
-    stayed = Outcome(
+    stayed = IterationOutcome(
         left=frozenset(), kept={}, joined=0, layers_run=0, layers=LAYERS, separable=True, safepoints=LAYERS
     )
 

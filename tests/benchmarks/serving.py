@@ -14,8 +14,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from conserve.bench.answers import Answer, tbts_ms, ttfts_ms
-from conserve.bench.load import Target, play
+from conserve.bench.answers import LoadAnswer, tbts_ms, ttfts_ms
+from conserve.bench.load import LoadTarget, play
 from conserve.bench.measure import percentiles
 from conserve.bench.traces import Trace, gamma
 from conserve.config import load
@@ -99,7 +99,7 @@ def pair(servers: Sequence[Server], number: int) -> dict[str, float]:
     found = {}
     for server in servers if number % 2 else reversed(servers):
         server.signal(signal.SIGCONT)
-        target = Target(base_url=server.url, model=MODEL)
+        target = LoadTarget(base_url=server.url, model=MODEL)
         calm = asyncio.run(play(gamma(seed=number + 1, **LATENCY), target, seed=2 * number + 10))  # type: ignore[arg-type]
         full = asyncio.run(play(batch(), target, seed=2 * number + 11))
         server.signal(signal.SIGSTOP)
@@ -115,7 +115,7 @@ def batch() -> Trace:
     return gamma(1000.0, 1.0, BATCH / 1000, 256, 24, seed=1)
 
 
-def p99s(answers: Sequence[Answer]) -> tuple[float, float]:
+def p99s(answers: Sequence[LoadAnswer]) -> tuple[float, float]:
     """TTFT and TBT in ms."""
     ttft, tbt = percentiles(ttfts_ms(answers)), percentiles(tbts_ms(answers))
     assert ttft is not None
@@ -123,7 +123,7 @@ def p99s(answers: Sequence[Answer]) -> tuple[float, float]:
     return ttft.p99, tbt.p99
 
 
-def tokens_per_s(answers: Sequence[Answer]) -> float:
+def tokens_per_s(answers: Sequence[LoadAnswer]) -> float:
     """Tokens of prompts and answers per second, from the first request to the last answer."""
     tokens = sum(answer.input_tokens + answer.tokens for answer in answers)
     return tokens / (max(answer.ended_s for answer in answers) - min(answer.due_s for answer in answers))

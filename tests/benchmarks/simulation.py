@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from conserve.bench.deployment import Counters
+from conserve.bench.deployment import SchedulerCounters
 from conserve.bench.measure import LatencyLimits
 from conserve.bench.offline import like_papers
 from conserve.bench.presets import CPU
@@ -197,7 +197,7 @@ def simulate(
         )
     )
     ended_s = played[-1].began_s + setting.block_s
-    counted = Counters.of(dict(played[-1].last)).since(Counters.of(dict(played[0].first)))
+    counted = SchedulerCounters.of(dict(played[-1].last)).since(SchedulerCounters.of(dict(played[0].first)))
     return Seen(
         ttft_ms=[np.array([answer.ttft_ms for answer in block.answers]) for block in played],
         tbt_ms=[

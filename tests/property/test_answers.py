@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from conserve.endpoints.answers import UNREADABLE, completion
 from conserve.endpoints.protocol import Call, Completion, Url
-from conserve.endpoints.stream import NotFaithful, Pieces
+from conserve.endpoints.stream import AnswerPieces, NotFaithful
 from conserve.errors import EndpointError
 from conserve.jobs.harvest.outcome import success, valid_json
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.jobs.requests.file import StoredRequest
 from conserve.store.books.leases import LeasedRow
 from conserve.store.books.results import checked, decode, to_arrow
@@ -87,8 +87,8 @@ def spoilt(draw: st.DrawFn, document: dict[str, Any]) -> bytes:
     return json.dumps(found).encode()
 
 
-def work(url: Url) -> Work:
-    return Work(
+def work(url: Url) -> ReadyRow:
+    return ReadyRow(
         job_id="job-1",
         epoch=1,
         row=LeasedRow(4, 1, 0, 11.0),
@@ -126,7 +126,7 @@ def test_an_answer_is_an_error_or_can_be_kept(url: Url, content: bytes) -> None:
 @settings(max_examples=examples(1000))
 def test_a_stream_is_an_error_or_can_be_kept(url: Url, payload: bytes) -> None:
     found = None
-    pieces = Pieces(url, lambda _: None)
+    pieces = AnswerPieces(url, lambda _: None)
     try:
         pieces.add(payload)
         found = pieces.completion()

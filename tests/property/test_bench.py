@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from conserve.bench.answers import Answer, Status
+from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.harm import change, clusters, percentile, resampled
 from conserve.bench.measure import LatencyLimits, attainment, percentiles
 from conserve.bench.svg import Scale, log_ticks, ticks
@@ -110,11 +110,11 @@ def test_percentiles_grow_and_were_measured(values: list[float]) -> None:
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> Answer:
+def answers(draw: st.DrawFn) -> LoadAnswer:
     gaps_s = draw(st.lists(st.floats(0, 100), max_size=5))
-    status = draw(st.sampled_from(Status)) if gaps_s else Status.BROKEN
+    status = draw(st.sampled_from(RequestEnd)) if gaps_s else RequestEnd.BROKEN
     token_at_s = tuple(np.cumsum(gaps_s).tolist())
-    return Answer(
+    return LoadAnswer(
         index=0, due_s=0.0, sent_s=0.0, ended_s=1e3, input_tokens=1, token_at_s=token_at_s, status=status
     )
 
@@ -129,7 +129,7 @@ limits_ms = st.floats(1, 1e5)
     st.floats(0, 5),
 )
 def test_attainment_grows_with_the_scale(
-    given_answers: list[Answer], reference: LatencyLimits, scale: float, more: float
+    given_answers: list[LoadAnswer], reference: LatencyLimits, scale: float, more: float
 ) -> None:
     one = attainment(given_answers, reference, scale)
     other = attainment(given_answers, reference, scale + more)
@@ -139,7 +139,7 @@ def test_attainment_grows_with_the_scale(
             assert tight is not None
             assert loose is not None
             assert 0 <= tight <= loose <= 1
-    failed = sum(answer.status is not Status.OK for answer in given_answers)
+    failed = sum(answer.status is not RequestEnd.OK for answer in given_answers)
     reached("answers fail", failed)
     assert one.ttft is not None
     assert one.ttft <= (len(given_answers) - failed) / len(given_answers)

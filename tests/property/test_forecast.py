@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from conserve.jobs.deadlines.backlog import backlog
 from conserve.jobs.deadlines.forecast import QueuedJob, finite, forecasts, with_others, without_others
 from conserve.jobs.deadlines.rate import DAY, HORIZON_S, SLOT_S, Course, Rates
-from conserve.jobs.deadlines.work import UNSEEN_TOKENS, Work, usual_row_tokens
+from conserve.jobs.deadlines.work import UNSEEN_TOKENS, RemainingWork, usual_row_tokens
 from tests.conftest import examples
 from tests.reach import reached
 
@@ -25,7 +25,7 @@ def steady(tokens_per_s: float = 100.0, days: int = 5) -> Rates:
 
 def job(name: str = "a", rows: int = 1000, seen: int = 10_000, **named: object) -> QueuedJob:
     """A job whose rows take 100 tokens each."""
-    work = Work(rows_left=rows, row_tokens=100.0, rows_seen=seen)
+    work = RemainingWork(rows_left=rows, row_tokens=100.0, rows_seen=seen)
     return QueuedJob(**{"id": name, "seq": ord(name[0]), "work": work, **named})
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.jobs.fleet.pieces import MOST_AGAIN, Asked, Piece, pieces, work
-from conserve.jobs.fleet.placement import WORTH, Load, cost_s, pays, place
+from conserve.jobs.fleet.pieces import MOST_AGAIN, Piece, UnplacedRow, pieces, work
+from conserve.jobs.fleet.placement import WORTH, ServerLoad, cost_s, pays, place
 from conserve.jobs.fleet.prefixes import CachedPrefixes
 from tests.reach import reached
 
@@ -20,23 +20,23 @@ def chained(parts: Sequence[int]) -> tuple[int, ...]:
 
 KEYS = st.lists(st.integers(0, 2), max_size=6).map(chained)
 ROWS = st.lists(st.tuples(KEYS, st.floats(1, 500)), min_size=1, max_size=40).map(
-    lambda found: [Asked(n, key, tokens) for n, (key, tokens) in enumerate(found)]
+    lambda found: [UnplacedRow(n, key, tokens) for n, (key, tokens) in enumerate(found)]
 )
 LOADS = st.lists(st.tuples(st.floats(1, 1000), st.floats(0, 10_000)), min_size=1, max_size=5)
 
 
-def loads_of(found: Sequence[tuple[float, float]]) -> list[Load]:
-    return [Load(tokens_per_s=rate, tokens=tokens, cached=set()) for rate, tokens in found]
+def loads_of(found: Sequence[tuple[float, float]]) -> list[ServerLoad]:
+    return [ServerLoad(tokens_per_s=rate, tokens=tokens, cached=set()) for rate, tokens in found]
 
 
 @given(ROWS, st.integers(1, 5))
-def test_each_row_is_in_one_piece(rows: list[Asked], servers: int) -> None:
+def test_each_row_is_in_one_piece(rows: list[UnplacedRow], servers: int) -> None:
     found = pieces(rows, servers=servers, block_tokens=BLOCK)
     assert sorted(row.number for piece in found for row in piece.rows) == [row.number for row in rows]
 
 
 @given(ROWS, st.integers(1, 5))
-def test_cutting_adds_few_tokens(rows: list[Asked], servers: int) -> None:
+def test_cutting_adds_few_tokens(rows: list[UnplacedRow], servers: int) -> None:
     """A piece that was cut off computes its prefix again on at most every other server."""
     found = pieces(rows, servers=servers, block_tokens=BLOCK)
     ordered = sorted(rows, key=lambda row: row.key)
@@ -56,13 +56,15 @@ def test_cutting_adds_few_tokens(rows: list[Asked], servers: int) -> None:
 
 
 @given(ROWS)
-def test_with_one_server_nothing_is_cut_but_by_size(rows: list[Asked]) -> None:
+def test_with_one_server_nothing_is_cut_but_by_size(rows: list[UnplacedRow]) -> None:
     found = pieces(rows, servers=1, block_tokens=BLOCK)
     assert len(found) == 1
 
 
 @given(ROWS, LOADS)
-def test_each_piece_goes_where_it_costs_least(rows: list[Asked], found: list[tuple[float, float]]) -> None:
+def test_each_piece_goes_where_it_costs_least(
+    rows: list[UnplacedRow], found: list[tuple[float, float]]
+) -> None:
     loads = loads_of(found)
     for piece in pieces(rows, servers=len(loads), block_tokens=BLOCK):
         costs = [cost_s(piece, load, BLOCK) for load in loads]
@@ -74,9 +76,9 @@ def test_each_piece_goes_where_it_costs_least(rows: list[Asked], found: list[tup
 def test_a_piece_moves_once_its_server_is_behind_by_more_than_it_is_worth(
     key: tuple[int, ...], behind: float, own: float
 ) -> None:
-    piece = Piece([Asked(0, key, own)])
-    home = Load(tokens_per_s=10.0, tokens=behind, cached=set(key))
-    other = Load(tokens_per_s=10.0, tokens=0.0, cached=set())
+    piece = Piece([UnplacedRow(0, key, own)])
+    home = ServerLoad(tokens_per_s=10.0, tokens=behind, cached=set(key))
+    other = ServerLoad(tokens_per_s=10.0, tokens=0.0, cached=set())
     (chosen,) = place([piece], [home, other], block_tokens=BLOCK)
     worth = WORTH * BLOCK * len(key)
     assert abs(behind - worth) < 1e-6 or chosen == (1 if behind > worth else 0)
@@ -84,7 +86,7 @@ def test_a_piece_moves_once_its_server_is_behind_by_more_than_it_is_worth(
 
 @given(ROWS, LOADS, st.floats(1.1, 50))
 def test_a_faster_server_gets_no_fewer_tokens(
-    rows: list[Asked], found: list[tuple[float, float]], times: float
+    rows: list[UnplacedRow], found: list[tuple[float, float]], times: float
 ) -> None:
     """A single piece never leaves a server because it became faster."""
     piece = Piece(sorted(rows, key=lambda row: row.key))
@@ -96,11 +98,11 @@ def test_a_faster_server_gets_no_fewer_tokens(
 
 @given(ROWS, st.floats(1, 1000), st.floats(0, 10_000), st.floats(1, 1000))
 def test_a_piece_that_is_taken_over_is_done_sooner(
-    rows: list[Asked], rate: float, tokens: float, idle_rate: float
+    rows: list[UnplacedRow], rate: float, tokens: float, idle_rate: float
 ) -> None:
     piece = Piece(sorted(rows, key=lambda row: row.key))
-    slow = Load(tokens_per_s=rate, tokens=tokens + piece.tokens, cached=set())
-    idle = Load(tokens_per_s=idle_rate, tokens=0.0, cached=set())
+    slow = ServerLoad(tokens_per_s=rate, tokens=tokens + piece.tokens, cached=set())
+    idle = ServerLoad(tokens_per_s=idle_rate, tokens=0.0, cached=set())
     if pays(piece, slow, idle, block_tokens=BLOCK):
         idle.take(piece, BLOCK)
         assert idle.wait_s < slow.wait_s

@@ -8,7 +8,7 @@ import pytest
 
 from conserve.endpoints.answers import LEVELS, completion, num_choices
 from conserve.endpoints.protocol import Call, Url
-from conserve.endpoints.stream import Pieces
+from conserve.endpoints.stream import AnswerPieces
 from conserve.errors import EndpointFault
 
 SURROGATE = "half \ud83d"
@@ -185,7 +185,7 @@ GOOD = {"id": "one", "choices": [{"index": 0, "delta": {"content": "a"}, "token_
 )
 def test_a_malformed_piece_is_refused_and_nothing_of_it_is_taken(event: dict[str, Any]) -> None:
     seen: list[list[int]] = []
-    pieces = Pieces(Url.CHAT, lambda tokens: seen.append(list(tokens)))
+    pieces = AnswerPieces(Url.CHAT, lambda tokens: seen.append(list(tokens)))
     pieces.add(json.dumps(GOOD).encode())
     with pytest.raises(Exception) as error:
         pieces.add(json.dumps(event).encode())

@@ -44,7 +44,7 @@ def test_a_later_run_makes_an_earlier_error_void(job: conserve.Job) -> None:
 
 
 def test_every_wait_under_way_learns_of_an_error_and_later_ones_do_not(job: conserve.Job) -> None:
-    first, second, later = (runs.Watch(job._settings, job.id) for _ in range(3))
+    first, second, later = (runs.JobWatch(job._settings, job.id) for _ in range(3))
     job.start(endpoint="fake:?start_ms=600000")
     for watch in (first, second):
         watch.look()

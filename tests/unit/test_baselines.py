@@ -16,18 +16,18 @@ import psutil
 import pytest
 
 from conserve.bench import tuning
-from conserve.bench.answers import Answer, Status
+from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.co_forecast import Sharing, co_play
 from conserve.bench.compare import Design
-from conserve.bench.forecast import Engine, play
+from conserve.bench.forecast import EngineModel, play
 from conserve.bench.names import ONLINE_ONLY_PLANNED, alone_of, most_of
 from conserve.bench.presets import CPU
-from conserve.bench.profiler import Latencies, Promise, excess, promises, search
+from conserve.bench.profiler import Promise, RunLatencies, excess, promises, search
 from conserve.bench.sizing import size
-from conserve.bench.stock import Rows, StockServer, in_flight_s, live_tokens, tokens_of
+from conserve.bench.stock import RowsInFlight, StockServer, in_flight_s, live_tokens, tokens_of
 from conserve.bench.traces import Arrival, Trace
-from conserve.bench.tuning import Workload
-from conserve.cli.bench_place import Place
+from conserve.bench.tuning import TuningWorkload
+from conserve.cli.bench_place import ServerPlace
 from conserve.engine.vllm.server.stock import environment
 from conserve.errors import EndpointUnusable, SettingsError
 from conserve.profiles.batch import Batch
@@ -39,10 +39,10 @@ from tests.unit.test_sizing import asked
 # A stock server
 
 
-def answered(sent_s: float, *token_at_s: float, prompt: int = 100) -> Answer:
+def answered(sent_s: float, *token_at_s: float, prompt: int = 100) -> LoadAnswer:
     end_s = token_at_s[-1] if token_at_s else sent_s + 1
     times = {"due_s": sent_s, "sent_s": sent_s, "ended_s": end_s, "token_at_s": token_at_s}
-    return Answer(index=0, input_tokens=prompt, status=Status.OK, **times)
+    return LoadAnswer(index=0, input_tokens=prompt, status=RequestEnd.OK, **times)
 
 
 def page(prompts: float, cached: float, answers: float) -> str:
@@ -54,13 +54,13 @@ def page(prompts: float, cached: float, answers: float) -> str:
     )
 
 
-def stock(*pages: str, rows: Rows | None) -> StockServer:
+def stock(*pages: str, rows: RowsInFlight | None) -> StockServer:
     left = list(pages)
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=left.pop(0)))
     return StockServer("http://host", rows=rows, transport=transport)
 
 
-def counted(rows: Rows | None, answers: list[Answer]) -> dict[str, Any]:
+def counted(rows: RowsInFlight | None, answers: list[LoadAnswer]) -> dict[str, Any]:
     async def go() -> dict[str, Any]:
         server = stock(page(1000, 0, 50), page(5000, 200, 150), rows=rows)
         first, last = await server.counters(), await server.counters()
@@ -71,7 +71,7 @@ def counted(rows: Rows | None, answers: list[Answer]) -> dict[str, Any]:
 
 
 def test_offline_tokens_are_the_servers_less_what_clients_got() -> None:
-    rows = Rows(worth=Worth(step=2.0, context=0.01), context=100.0)
+    rows = RowsInFlight(worth=Worth(step=2.0, context=0.01), context=100.0)
     found = counted(rows, [answered(1.0, 2.0, 3.0, 11.0), answered(9.0, 12.0)])
     # 3,800 prompt tokens of which 100 were a client's, 100 answer tokens of which 2 were
     assert found["offline_tokens"] == 3700 + 98
@@ -148,7 +148,7 @@ def until(service: Sleeping, stopped: bool) -> None:
 def test_a_server_without_a_turn_is_stopped_in_its_tracks_and_freed_with_this_process(
     sleeping: Sleeping,
 ) -> None:
-    place = Place("it", None, None, None, url="", preset=CPU)  # type: ignore[arg-type]
+    place = ServerPlace("it", None, None, None, url="", preset=CPU)  # type: ignore[arg-type]
 
     async def go() -> None:
         place._service = sleeping  # type: ignore[assignment]
@@ -175,7 +175,7 @@ def test_a_server_without_a_turn_is_stopped_in_its_tracks_and_freed_with_this_pr
 # Rows beside live requests, simulated
 
 MODEL = ConServeModel.of(*(ms / FASTER for ms in DEMO))
-ENGINE = Engine(model=MODEL, max_tokens=512, max_requests=16)
+ENGINE = EngineModel(model=MODEL, max_tokens=512, max_requests=16)
 ROWS = [(300, 20), (200, 40)]
 
 
@@ -242,8 +242,8 @@ def test_promises_are_read_as_they_are_said() -> None:
             promises(wrong)
 
 
-def latencies(ttft_ms: float, tbt_ms: float) -> Latencies:
-    return Latencies(np.full(9, ttft_ms), np.full(9, tbt_ms))
+def latencies(ttft_ms: float, tbt_ms: float) -> RunLatencies:
+    return RunLatencies(np.full(9, ttft_ms), np.full(9, tbt_ms))
 
 
 def test_several_promises_have_to_be_kept_at_once() -> None:
@@ -251,15 +251,15 @@ def test_several_promises_have_to_be_kept_at_once() -> None:
     assert excess(latencies(110, 15), alone, both) == pytest.approx(1.0)
     assert excess(latencies(121, 15), alone, both) == pytest.approx(1.1)
     assert excess(latencies(110, 30), alone, both) == pytest.approx(2.0)
-    assert excess(Latencies(np.zeros(0), np.zeros(0)), alone, both) == 0.0
-    assert excess(alone, Latencies(np.zeros(0), np.zeros(0)), both) == float("inf")
+    assert excess(RunLatencies(np.zeros(0), np.zeros(0)), alone, both) == 0.0
+    assert excess(alone, RunLatencies(np.zeros(0), np.zeros(0)), both) == float("inf")
 
 
 @pytest.mark.parametrize(("harm_ms", "found"), [(0.25, 200.0), (1.0, 55.0), (3.0, 55 / 3), (1e3, 2.0)])
 def test_the_largest_budget_that_keeps_the_promises_is_found(harm_ms: float, found: float) -> None:
     runs: list[float] = []
 
-    async def run(budget_ms: float) -> Latencies:
+    async def run(budget_ms: float) -> RunLatencies:
         runs.append(budget_ms)
         return latencies(100, 50 + harm_ms * budget_ms)
 
@@ -273,7 +273,7 @@ def test_the_largest_budget_that_keeps_the_promises_is_found(harm_ms: float, fou
 def test_a_budget_that_is_too_small_does_harm_too() -> None:
     """Prompts in slivers below 30 ms, long iterations above 120: the search goes between."""
 
-    async def run(budget_ms: float) -> Latencies:
+    async def run(budget_ms: float) -> RunLatencies:
         return latencies(3000 / budget_ms, budget_ms)
 
     alone = latencies(100, 120)
@@ -286,15 +286,15 @@ def test_a_budget_that_is_too_small_does_harm_too() -> None:
 
 
 @pytest.fixture(scope="module")
-def workload() -> Workload:
-    engine = Engine(model=MODEL, max_tokens=1024, max_requests=32)
+def workload() -> TuningWorkload:
+    engine = EngineModel(model=MODEL, max_tokens=1024, max_requests=32)
     preset = replace(CPU, offline_window=40)
     design = Design(policies=["online-only", "hygen"], rounds=1, block_s=10.0, settle_s=0.0)
     sized = size(asked(preset, block_s=10.0, rounds=1), preset, design, engine)
-    return Workload.of(sized, preset, engine, seed=0)
+    return TuningWorkload.of(sized, preset, engine, seed=0)
 
 
-def test_a_tuned_budget_keeps_what_a_full_one_breaks(workload: Workload) -> None:
+def test_a_tuned_budget_keeps_what_a_full_one_breaks(workload: TuningWorkload) -> None:
     promised = promises("mean-tbt=30%")
     alone = workload.alone()
     found = asyncio.run(tuning.latency_budget(workload, MODEL, promised, None, alone))
@@ -307,7 +307,7 @@ def test_a_tuned_budget_keeps_what_a_full_one_breaks(workload: Workload) -> None
     assert "mean TBT +30%" in tuning.sentence("hygen", found, promised, "simulated")
 
 
-def test_a_fixed_rate_is_tuned_the_same_way(workload: Workload) -> None:
+def test_a_fixed_rate_is_tuned_the_same_way(workload: TuningWorkload) -> None:
     promised, alone = promises("mean-tbt=30%"), workload.alone()
     found = asyncio.run(tuning.offline_rate(workload, promised, None, alone))
     sharing = Sharing(online_first=True, max_tokens=1024, rows_per_s=found.value)
@@ -316,7 +316,7 @@ def test_a_fixed_rate_is_tuned_the_same_way(workload: Workload) -> None:
     assert "rows/s" in tuning.sentence("hygen-star", found, promised, "simulated")
 
 
-def test_the_token_budget_is_one_of_those_it_names(workload: Workload) -> None:
+def test_the_token_budget_is_one_of_those_it_names(workload: TuningWorkload) -> None:
     loose = tuning.token_budget(workload, promises("p99-ttft=50%,p99-tbt=50%"))
     assert loose.tokens in loose.tried
     assert loose.tried == [128, 256, 512, 1024]

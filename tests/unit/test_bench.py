@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.bench import raw, report, svg, traces
-from conserve.bench.answers import Answer, Status
+from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.compare import Design
-from conserve.bench.deployment import Counters, Deployment
+from conserve.bench.deployment import Deployment, SchedulerCounters
 from conserve.bench.figures import colours
-from conserve.bench.load import LoadPlan, Target, play, play_apart, prompt_ids, request_body
+from conserve.bench.load import LoadPlan, LoadTarget, play, play_apart, prompt_ids, request_body
 from conserve.bench.measure import Block, LatencyLimits, attainment, compare, lateness
 from conserve.bench.names import MECHANISMS, regime_of
 from conserve.bench.offline import like_papers, rows
@@ -203,7 +203,7 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
         await asyncio.gather(*under_way, return_exceptions=True)
 
 
-def load(handler: Handler, trace: Trace, *, late_s: float = 0.0, timeout_s: float = 30.0) -> list[Answer]:
+def load(handler: Handler, trace: Trace, *, late_s: float = 0.0, timeout_s: float = 30.0) -> list[LoadAnswer]:
     """Play a trace in virtual time, over socket pairs: on these what one end sends is at the other at once."""
     under_way: list[asyncio.Task[None]] = []
     open_connection = asyncio.open_connection
@@ -213,9 +213,9 @@ def load(handler: Handler, trace: Trace, *, late_s: float = 0.0, timeout_s: floa
         under_way.append(asyncio.create_task(serve(handler, *await open_connection(sock=theirs))))
         return await open_connection(sock=ours, limit=limit)
 
-    async def go() -> list[Answer]:
+    async def go() -> list[LoadAnswer]:
         clock = asyncio.get_running_loop().time
-        target = Target(base_url="http://127.0.0.1:1", model="m", timeout_s=timeout_s)
+        target = LoadTarget(base_url="http://127.0.0.1:1", model="m", timeout_s=timeout_s)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(asyncio, "open_connection", connect)
             patch.setattr("conserve.bench.load.time", SimpleNamespace(monotonic=clock))
@@ -241,7 +241,7 @@ def test_tokens_are_timed_from_when_the_request_was_due() -> None:
     answers = load(three_tokens, even(5))
     assert [answer.index for answer in answers] == [0, 1, 2, 3, 4]
     for answer in answers:
-        assert (answer.status, answer.tokens) == (Status.OK, 3)
+        assert (answer.status, answer.tokens) == (RequestEnd.OK, 3)
         assert answer.due_s <= answer.sent_s < answer.token_at_s[0] < answer.token_at_s[-1] <= answer.ended_s
         assert answer.ttft_ms == pytest.approx(50, abs=2)
         assert answer.ttft_ms == pytest.approx((answer.token_at_s[0] - answer.due_s) * 1e3)
@@ -256,7 +256,7 @@ def test_a_server_that_never_answers_holds_up_no_later_request() -> None:
         await asyncio.Event().wait()
 
     answers = load(never, even(40), timeout_s=2.0)
-    assert [answer.status for answer in answers] == [Status.TIMEOUT] * 40
+    assert [answer.status for answer in answers] == [RequestEnd.TIMEOUT] * 40
     assert len(came) == 40
     assert [at - came[0] for at in came] == pytest.approx([n * 0.02 for n in range(40)], abs=0.002)
     assert all(answer.sent_s == pytest.approx(answer.due_s, abs=0.002) for answer in answers)
@@ -280,7 +280,7 @@ def test_tokens_are_counted_as_the_server_says_and_lines_may_come_in_pieces() ->
         await send(writer, closing + event(choices=[], usage={"completion_tokens": 3}) + DONE, b"")
 
     (answer,) = load(packed, even(1))
-    assert (answer.status, answer.tokens) == (Status.OK, 3)
+    assert (answer.status, answer.tokens) == (RequestEnd.OK, 3)
     assert answer.token_at_s[0] == answer.token_at_s[1] <= answer.token_at_s[2]
 
 
@@ -327,18 +327,18 @@ async def greet(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
 @pytest.mark.parametrize(
     ("handler", "status", "tokens", "detail"),
     [
-        (refuse, Status.REFUSED, 0, "503 slow down"),
-        (drop, Status.BROKEN, 0, ""),
-        (break_off, Status.BROKEN, 1, ""),
-        (end_early, Status.BROKEN, 1, "broke off"),
-        (say_nothing, Status.BROKEN, 0, "no token"),
-        (fail_halfway, Status.REFUSED, 1, "out of memory"),
-        (babble, Status.BROKEN, 0, "DecodeError"),
-        (greet, Status.BROKEN, 0, ""),
+        (refuse, RequestEnd.REFUSED, 0, "503 slow down"),
+        (drop, RequestEnd.BROKEN, 0, ""),
+        (break_off, RequestEnd.BROKEN, 1, ""),
+        (end_early, RequestEnd.BROKEN, 1, "broke off"),
+        (say_nothing, RequestEnd.BROKEN, 0, "no token"),
+        (fail_halfway, RequestEnd.REFUSED, 1, "out of memory"),
+        (babble, RequestEnd.BROKEN, 0, "DecodeError"),
+        (greet, RequestEnd.BROKEN, 0, ""),
     ],
 )
 def test_a_failed_request_is_recorded_with_what_came(
-    handler: Handler, status: Status, tokens: int, detail: str
+    handler: Handler, status: RequestEnd, tokens: int, detail: str
 ) -> None:
     for answer in load(handler, even(3)):
         assert (answer.status, answer.tokens) == (status, tokens)
@@ -347,22 +347,22 @@ def test_a_failed_request_is_recorded_with_what_came(
 
 
 def test_a_server_that_is_not_there_fails_every_request() -> None:
-    async def go() -> list[Answer]:
+    async def go() -> list[LoadAnswer]:
         async with serving(drop) as base_url:
             pass
-        return await play(even(3), Target(base_url=base_url, model="m"), seed=0)
+        return await play(even(3), LoadTarget(base_url=base_url, model="m"), seed=0)
 
-    assert [answer.status for answer in asyncio.run(go())] == [Status.BROKEN] * 3
+    assert [answer.status for answer in asyncio.run(go())] == [RequestEnd.BROKEN] * 3
 
 
 @pytest.mark.parametrize("base_url", ["", "127.0.0.1:8000", "ftp://host", "http://", "http://host:port"])
 def test_a_bad_url_is_refused(base_url: str) -> None:
     with pytest.raises(InputError, match="URL"):
-        asyncio.run(play(even(1), Target(base_url=base_url, model="m"), seed=0))
+        asyncio.run(play(even(1), LoadTarget(base_url=base_url, model="m"), seed=0))
 
 
 def test_a_request_asks_for_exactly_its_tokens() -> None:
-    target = Target(base_url="http://host", model="m", extra={"priority": 5})
+    target = LoadTarget(base_url="http://host", model="m", extra={"priority": 5})
     body = json.loads(request_body(Arrival(0.0, 50, 7), 3, target, seed=1))
     assert (body["max_tokens"], body["ignore_eos"], body["stream"], body["priority"]) == (7, True, True, 5)
     assert body["prompt"] == prompt_ids(Arrival(9.9, 50, 1), 3, target.vocab_range, seed=1)
@@ -373,19 +373,19 @@ def test_a_request_asks_for_exactly_its_tokens() -> None:
 
 
 def test_a_plan_is_played_in_a_process_of_its_own() -> None:
-    async def go() -> list[Answer]:
+    async def go() -> list[LoadAnswer]:
         async with serving(three_tokens) as base_url:
-            target = Target(base_url=base_url, model="m", extra={"priority": 0})
+            target = LoadTarget(base_url=base_url, model="m", extra={"priority": 0})
             plan = LoadPlan(trace=even(4), target=target, seed=0, cores=(0,))
             return await play_apart(plan)
 
     answers = asyncio.run(go())
-    assert [(answer.status, answer.tokens) for answer in answers] == [(Status.OK, 3)] * 4
+    assert [(answer.status, answer.tokens) for answer in answers] == [(RequestEnd.OK, 3)] * 4
     assert [answer.due_s for answer in answers] == [arrival.at_s for arrival in even(4)]
 
 
 def test_a_process_that_fails_says_why() -> None:
-    plan = LoadPlan(trace=even(1), target=Target(base_url="nowhere", model="m"), seed=0)
+    plan = LoadPlan(trace=even(1), target=LoadTarget(base_url="nowhere", model="m"), seed=0)
     with pytest.raises(ConserveError, match="nowhere is no server's URL"):
         asyncio.run(play_apart(plan))
 
@@ -400,10 +400,15 @@ def test_the_load_generator_needs_no_engine() -> None:
 
 
 def answer(
-    ttft_ms: float, tbt_ms: float = 10.0, *, due_s: float = 0.0, status: Status = Status.OK, tokens: int = 4
-) -> Answer:
+    ttft_ms: float,
+    tbt_ms: float = 10.0,
+    *,
+    due_s: float = 0.0,
+    status: RequestEnd = RequestEnd.OK,
+    tokens: int = 4,
+) -> LoadAnswer:
     times = due_s + ttft_ms / 1e3 + tbt_ms / 1e3 * np.arange(tokens)
-    return Answer(
+    return LoadAnswer(
         index=0,
         due_s=due_s,
         sent_s=due_s,
@@ -414,12 +419,12 @@ def answer(
     )
 
 
-def failed(due_s: float = 0.0) -> Answer:
-    return answer(0, due_s=due_s, status=Status.REFUSED, tokens=0)
+def failed(due_s: float = 0.0) -> LoadAnswer:
+    return answer(0, due_s=due_s, status=RequestEnd.REFUSED, tokens=0)
 
 
 def block(
-    policy: str, answers: list[Answer], *, started_s: float = 0.0, offline_tokens: int = 0, **more: Any
+    policy: str, answers: list[LoadAnswer], *, started_s: float = 0.0, offline_tokens: int = 0, **more: Any
 ) -> Block:
     counts = {"iterations": 0, "planned": 0, "overruns": 0, **more}
     return Block(
@@ -842,8 +847,8 @@ def test_a_mechanism_that_cannot_be_turned_off_is_refused_before_the_first_block
 
 @pytest.mark.parametrize("name", ["iterations_left", "preemptions"])  # the latter by an older server
 def test_a_block_counts_what_its_time_added(name: str) -> None:
-    first = Counters.of({**REPORT, "preemption": {**SECTION, name: 3}})
-    last = Counters.of({**REPORT, "busy_s": 2.0, "preemption": {**SECTION, name: 10}})
+    first = SchedulerCounters.of({**REPORT, "preemption": {**SECTION, name: 3}})
+    last = SchedulerCounters.of({**REPORT, "busy_s": 2.0, "preemption": {**SECTION, name: 10}})
     added = last.since(first)
     assert added["iterations_left"] == 7
     assert added["busy_s"] == 1.5
@@ -882,7 +887,7 @@ def test_the_page_holds_everything_it_shows() -> None:
 @pytest.mark.parametrize("answers", [[], [failed()], [answer(5, tokens=1)], [answer(0.0)], [answer(1e7)]])
 @pytest.mark.parametrize("series", [(), ((0.0, 5),), ((0.0, 0), (0.1, 5)), ((0.0, 0), (5.0, 10), (10.0, 20))])
 def test_a_page_of_very_little_can_be_drawn(
-    answers: list[Answer], series: tuple[tuple[float, int], ...]
+    answers: list[LoadAnswer], series: tuple[tuple[float, int], ...]
 ) -> None:
     blocks = [block("my <policy>", answers, offline_series=series)]
     page = report.page(compare(blocks), blocks)
@@ -898,8 +903,8 @@ def test_table_rows_fill_their_header() -> None:
 
 
 def test_receipts_and_warnings_are_plain_sentences() -> None:
-    late = Answer(
-        index=0, due_s=0.0, sent_s=0.02, ended_s=1.0, input_tokens=1, token_at_s=(0.5,), status=Status.OK
+    late = LoadAnswer(
+        index=0, due_s=0.0, sent_s=0.02, ended_s=1.0, input_tokens=1, token_at_s=(0.5,), status=RequestEnd.OK
     )
     comparison = compare([*four_policies(), block("priority", [failed(), late])])
     assert report.receipts(comparison)[0].startswith(

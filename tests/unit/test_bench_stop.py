@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from conserve.bench import compare, presets
-from conserve.bench.answers import Answer, Status
+from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.deployment import Deployment
 from conserve.bench.load import LoadPlan
 from conserve.bench.stock import StockServer
@@ -66,7 +66,7 @@ class World:
         self.came_s = asyncio.get_running_loop().time()
         os.kill(os.getpid(), self.number)
 
-    async def play(self, plan: LoadPlan) -> list[Answer]:
+    async def play(self, plan: LoadPlan) -> list[LoadAnswer]:
         """The load generator: three tokens for every request, or a block in which the signal comes."""
         self.playing += 1
         try:
@@ -106,10 +106,10 @@ class World:
         return virtual_time.run(timed())
 
 
-def answer(index: int, due_s: float) -> Answer:
+def answer(index: int, due_s: float) -> LoadAnswer:
     times_s = (due_s + 0.1, due_s + 0.2, due_s + 0.3)
     sent = {"index": index, "due_s": due_s, "sent_s": due_s, "ended_s": due_s + 0.3}
-    return Answer(**sent, input_tokens=9, token_at_s=times_s, status=Status.OK)
+    return LoadAnswer(**sent, input_tokens=9, token_at_s=times_s, status=RequestEnd.OK)
 
 
 class SlowService:

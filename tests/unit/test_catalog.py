@@ -20,7 +20,7 @@ from tests.store_rows import LEASE_S, add_job, finish, job, leased, put_back
 SOURCE = Source(path="/data/in.jsonl", format="jsonl", size=7, mtime_ns=8, digest="d", copied=True)
 
 
-def move(store: Store, verb: str, *, now: float = 0.0, job_id: str = "job-1") -> catalog.Job:
+def move(store: Store, verb: str, *, now: float = 0.0, job_id: str = "job-1") -> catalog.JobRecord:
     with store.write() as tx:
         return catalog.move(tx, job_id, verb, now=now)
 
@@ -160,7 +160,7 @@ def test_status_reads_the_counters_of_every_job(store: Store, read_settings: Set
 
 
 def test_a_reading_has_all_that_the_catalogue_has_but_where_the_job_came_from() -> None:
-    named = {field.name for field in fields(catalog.Job)} - {
+    named = {field.name for field in fields(catalog.JobRecord)} - {
         "seq",
         "source",
         "task",

@@ -8,14 +8,14 @@ import pytest
 from sqlalchemy import text
 
 from conserve.batch_api.objects import batch_object
-from conserve.batch_api.workers import Deliveries, Worker
+from conserve.batch_api.workers import Deliveries, StepThread
 from conserve.errors import InputError, StoreError
 from conserve.jobs.batches import admission, delivery
 from conserve.jobs.batches.admission import admit
 from conserve.jobs.batches.delivery import deliver
 from conserve.jobs.batches.lines import Limits
 from conserve.store.books import batches, uploads
-from conserve.store.books.batches import Batch, BatchState, NewBatch
+from conserve.store.books.batches import BatchRecord, BatchState, NewBatch
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from tests.batch_rig import CHAT, client, compute, create, lines, live, reaches
@@ -24,7 +24,7 @@ from tests.store_rows import add_job
 
 
 @pytest.fixture
-def ended(store: Store, tmp_path: Path) -> Batch:
+def ended(store: Store, tmp_path: Path) -> BatchRecord:
     """A batch whose job has ended, without its files."""
     (tmp_path / "rows.jsonl").write_bytes(lines(["one", "two"]))
     assert conserve("submit", str(tmp_path / "rows.jsonl")).returncode == 0
@@ -32,18 +32,18 @@ def ended(store: Store, tmp_path: Path) -> Batch:
     return only_batch(store)
 
 
-def only_batch(store: Store) -> Batch:
+def only_batch(store: Store) -> BatchRecord:
     with store.read() as tx:
         (found,) = batches.page(tx, "default", before=None, limit=2)
     return found
 
 
-def delivered(store: Store, batch: Batch) -> list[str]:
+def delivered(store: Store, batch: BatchRecord) -> list[str]:
     assert batch.job is not None
     return [path.stem for path in (home.job_folder(store.home, batch.job.id) / uploads.DELIVERIES).iterdir()]
 
 
-def test_the_second_of_two_deliveries_leaves_the_files_of_the_first(store: Store, ended: Batch) -> None:
+def test_the_second_of_two_deliveries_leaves_the_files_of_the_first(store: Store, ended: BatchRecord) -> None:
     deliver(store, ended.id, now=1.0)
     with store.write() as tx:
         assert not batches.deliver(tx, ended, output="file-other", errors=None, now=2.0)
@@ -52,7 +52,7 @@ def test_the_second_of_two_deliveries_leaves_the_files_of_the_first(store: Store
 
 
 def test_a_delivery_that_waited_for_another_writes_nothing(
-    store: Store, ended: Batch, monkeypatch: pytest.MonkeyPatch
+    store: Store, ended: BatchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = delivery.alone
 
@@ -68,7 +68,9 @@ def test_a_delivery_that_waited_for_another_writes_nothing(
     assert delivered(store, found) == [found.output_file_id]
 
 
-def test_answers_that_cannot_be_read_just_now_are_delivered_whole_later(store: Store, ended: Batch) -> None:
+def test_answers_that_cannot_be_read_just_now_are_delivered_whole_later(
+    store: Store, ended: BatchRecord
+) -> None:
     assert ended.job is not None
     folder = home.job_folder(store.home, ended.job.id)
     (shard,) = (folder / home.RESULTS).glob("*.parquet")
@@ -85,7 +87,7 @@ def test_answers_that_cannot_be_read_just_now_are_delivered_whole_later(store: S
 
 
 def test_a_batch_that_cannot_be_delivered_is_tried_ever_more_rarely_and_holds_up_no_other(
-    store: Store, ended: Batch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: Store, ended: BatchRecord, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert ended.job is not None
     home.job_folder(store.home, ended.job.id).rename(tmp_path / "away")
@@ -106,7 +108,7 @@ def test_a_batch_that_cannot_be_delivered_is_tried_ever_more_rarely_and_holds_up
     assert found.state is BatchState.COMPLETED
 
 
-def test_a_damaged_record_of_a_job_hides_no_other_batch(store: Store, ended: Batch) -> None:
+def test_a_damaged_record_of_a_job_hides_no_other_batch(store: Store, ended: BatchRecord) -> None:
     add_job(store)
     with store.write() as tx:
         batches.of_submitted(tx, "job-1", now=0.0)
@@ -125,7 +127,7 @@ def test_a_worker_outlives_a_fault_of_its_step(caplog: pytest.LogCaptureFixture)
         if len(steps) == 1:
             raise LookupError("a fault of the program")
 
-    worker = Worker("faulty", step)
+    worker = StepThread("faulty", step)
     worker.start()
     until(lambda: "a step of faulty failed" in caplog.text)
     worker.wake()

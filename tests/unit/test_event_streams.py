@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from conserve.batch_api import streams as streams_module
-from conserve.batch_api.streams import MOST_OF_KEY, Snapshot, Streams
+from conserve.batch_api.streams import MOST_OF_KEY, BatchSnapshot, Streams
 from conserve.store.books import batches, catalog, keys
 from conserve.store.database.store import Store
 from tests.batch_rig import client, compute, create, live, reaches
@@ -122,7 +122,7 @@ def test_a_key_may_have_so_many_streams_and_gets_its_places_back(store: Store, u
     until(has_place)
 
 
-def queued(store: Store, job_id: str) -> batches.Batch:
+def queued(store: Store, job_id: str) -> batches.BatchRecord:
     add_job(store, job_id)
     with store.write() as tx:
         batches.of_submitted(tx, job_id, now=0.0)
@@ -131,10 +131,10 @@ def queued(store: Store, job_id: str) -> batches.Batch:
 
 
 async def collected(
-    streams: Streams, key: str | None, batch: batches.Batch, last: str | None = None
+    streams: Streams, key: str | None, batch: batches.BatchRecord, last: str | None = None
 ) -> list[str]:
     """Events that a stream sends until it ends."""
-    streams.enter(key, batch.id, Snapshot.of(batch))
+    streams.enter(key, batch.id, BatchSnapshot.of(batch))
     try:
         return [text async for text in streams.events(key, batch.id, last)]
     finally:
@@ -195,7 +195,7 @@ def test_a_silent_stream_shows_that_it_lives(store: Store, monkeypatch: pytest.M
 
     async def run() -> None:
         streams = Streams(store, lambda batch_id: None)
-        streams.enter(None, batch.id, Snapshot.of(batch))
+        streams.enter(None, batch.id, BatchSnapshot.of(batch))
         events = streams.events(None, batch.id, None)
         sent = [await anext(events) for _ in range(3)]
         assert sent[0] == "retry: 3000\n\n"
@@ -231,8 +231,8 @@ def test_a_store_out_of_reach_keeps_its_streams(store: Store, monkeypatch: pytes
 
 def test_rows_that_end_are_told_as_counts(store: Store) -> None:
     batch = queued(store, "job-1")
-    before = Snapshot.of(batch)
+    before = BatchSnapshot.of(batch)
     finish(store, leased(store), of=[0])
     with store.read() as tx:
         (now,) = batches.several(tx, [batch.id])
-    assert Snapshot.of(now).id != before.id
+    assert BatchSnapshot.of(now).id != before.id

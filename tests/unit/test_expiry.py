@@ -12,7 +12,7 @@ from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.tally import Tally
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books.journal import Finished
@@ -40,7 +40,7 @@ class Machine:
     def __init__(self, store: Store, world: World, ahead_s: float = 0.0) -> None:
         self.store, self.world, self.ahead_s = store, world, ahead_s
         self.tally = Tally()
-        self.held: list[Work] = []
+        self.held: list[ReadyRow] = []
         self.ledger = Ledger(
             store,
             self.tally,

@@ -16,7 +16,7 @@ from conserve.engine.vllm.compat.installed import InstalledEngine
 from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.fork_server import (
     SWITCH,
-    Server,
+    ForkServer,
     changed,
     differences,
     recalled,
@@ -77,7 +77,7 @@ def test_only_a_cpus_processes_are_forked(
     monkeypatch.setattr(fork_server, "installed_engine", lambda: engine)
     monkeypatch.setattr(fork_server, "pythons_server", lambda: SimpleNamespace(_forkserver_pid=None))
     monkeypatch.setenv(SWITCH, switch)
-    assert Server().allowed is allowed
+    assert ForkServer().allowed is allowed
 
 
 def test_secrets_are_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_an_engine_starts_without_a_fork_server_that_fails(monkeypatch: pytest.M
         raise FileNotFoundError("/bin/sh")
 
     monkeypatch.setattr(fork_server, "launch", fails)
-    server = Server()
+    server = ForkServer()
     server.start({})
     assert server.environment is None
     assert not server.fits

@@ -12,10 +12,10 @@ from conserve.endpoints.fake_logprobs import likeliest_after, logprob
 from conserve.endpoints.protocol import Url
 from conserve.errors import EndpointFault, RequestRejected, RowsFailed
 from conserve.jobs.task import KEEP_LOGPROBS
-from conserve.nightly.harness.asking import RUN, Alone, Answer, Asker, Line
+from conserve.nightly.harness.asking import RUN, Alone, Asker, HarnessAnswer, Line
 from conserve.nightly.harness.gathering import Gatherer
 from conserve.nightly.harness.place import engine_flags
-from conserve.nightly.harness.scoring import MOST_TOKENS, ByEcho, ByNextToken, Score, planned
+from conserve.nightly.harness.scoring import MOST_TOKENS, ByEcho, ByNextToken, ContinuationScore, planned
 
 FAKE = "fake:?tokens=4"
 CONTEXT = tuple(range(100, 300))
@@ -37,15 +37,15 @@ def chat(text: str, name: str | None = None, **more: Any) -> Line:
     return Line(Url.CHAT, {"messages": [{"role": "user", "content": text}], **more}, name)
 
 
-def expected(context: Sequence[int], continuation: Sequence[int]) -> Score:
+def expected(context: Sequence[int], continuation: Sequence[int]) -> ContinuationScore:
     places = [([*context, *continuation[:place]], token) for place, token in enumerate(continuation)]
     greedy = all(token == likeliest_after(before) for before, token in places)
-    return Score(sum(logprob(before, token) for before, token in places), greedy)
+    return ContinuationScore(sum(logprob(before, token) for before, token in places), greedy)
 
 
 def scored(
     store: conserve.Store, *, next_token: bool, context: Sequence[int] = CONTEXT
-) -> tuple[object, list[Score]]:
+) -> tuple[object, list[ContinuationScore]]:
     choices = [*CHOICES, (likeliest_after(context),)]
     plan, lines = planned(context, choices, next_token=next_token)
     return plan, plan.scores(Asker(alone(store)).ask(lines))
@@ -84,7 +84,7 @@ def test_more_tokens_than_a_request_may_ask_for_are_several_requests(store: cons
 def test_an_empty_continuation_is_certain_and_asks_nothing() -> None:
     plan, lines = planned(CONTEXT, [()], next_token=False)
     assert list(lines) == []
-    assert plan.scores(iter(())) == [Score(0.0, True)]
+    assert plan.scores(iter(())) == [ContinuationScore(0.0, True)]
 
 
 def test_the_store_keeps_an_echo_without_its_context(store: conserve.Store) -> None:
@@ -95,8 +95,8 @@ def test_the_store_keeps_an_echo_without_its_context(store: conserve.Store) -> N
         assert result["text"] == ""
 
 
-def answer(logprobs: str | None) -> Iterator[Answer]:
-    return iter([Answer("said", "length", logprobs, None, 3, 1)])
+def answer(logprobs: str | None) -> Iterator[HarnessAnswer]:
+    return iter([HarnessAnswer("said", "length", logprobs, None, 3, 1)])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_an_echo_that_the_queue_has_not_shortened_is_read_too() -> None:
         '{"tokens": ["a", "b", "c", "d"], "token_logprobs": [null, -1.0, -2.0, -9.0],'
         ' "top_logprobs": [null, {"b": -1.0}, {"c": -2.0, "x": -1.5}, {"d": -9.0}]}'
     )
-    assert ByEcho([2]).scores(answer(told)) == [Score(-3.0, False)]
+    assert ByEcho([2]).scores(answer(told)) == [ContinuationScore(-3.0, False)]
 
 
 def test_the_same_requests_of_a_run_are_the_same_job(store: conserve.Store) -> None:
@@ -157,7 +157,7 @@ def test_rows_that_failed_are_told_and_asked_again_by_the_next_try(
     assert len(store.jobs()) == 1
 
 
-def asked(gatherer: Gatherer, names: Sequence[str]) -> list[Answer]:
+def asked(gatherer: Gatherer, names: Sequence[str]) -> list[HarnessAnswer]:
     futures = [gatherer.ask(chat(name, name)) for name in names]
     answers = [future.result(timeout=60) for future in futures]
     gatherer.close()

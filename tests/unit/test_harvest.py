@@ -75,7 +75,7 @@ def answer(prompt: str, count: int = 8) -> str:
     return " ".join(WORDS[t] for t in answer_tokens(request_text(TASK.body(prompt)), count))
 
 
-def job(store: Store, job_id: str) -> catalog.Job:
+def job(store: Store, job_id: str) -> catalog.JobRecord:
     with store.read() as tx:
         return catalog.get(tx, job_id)
 

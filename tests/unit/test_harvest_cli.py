@@ -65,7 +65,9 @@ def test_one_that_follows_takes_later_jobs_and_a_signal_is_its_normal_end(
 def test_a_stop_saves_progress(server: ScriptedServer, write_input: WriteInput) -> None:
     server.script.tokens, server.script.pause_at = 300, 40
     submit(write_input(q=["a", "b"]))
-    both_have_40 = Shot(at="conserve.endpoints.stream:Pieces.add", call=80, after=True, number=signal.SIGTERM)
+    both_have_40 = Shot(
+        at="conserve.endpoints.stream:AnswerPieces.add", call=80, after=True, number=signal.SIGTERM
+    )
     aim = aimed.command([both_have_40], "harvest", "--endpoint", server.url)
     code, _, stderr = ended(start(["-m", "tests.acceptance.aimed", *aim]))
     assert code == 0, stderr

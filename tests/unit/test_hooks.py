@@ -21,10 +21,10 @@ from conserve.jobs.hooks.addresses import NotPublic, allowed, checked_url, is_pu
 from conserve.jobs.hooks.courier import PAUSES_S, Courier, trusted, verdict
 from conserve.jobs.hooks.wire import post, seconds
 from conserve.store.books import batches, catalog, events, hooks, outbox, shards
-from conserve.store.books.batches import Fault, NewBatch
+from conserve.store.books.batches import InputFault, NewBatch
 from conserve.store.books.events import Event
 from conserve.store.books.hooks import Hook
-from conserve.store.books.outbox import Attempt, Message, MessageState
+from conserve.store.books.outbox import MessageRecord, MessageState, SendAttempt
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.upkeep import rebuild
@@ -61,7 +61,7 @@ def asked(store: Store, project: str = "default", job_id: str | None = None) -> 
     return batch_id
 
 
-def batch(store: Store, batch_id: str) -> batches.Batch:
+def batch(store: Store, batch_id: str) -> batches.BatchRecord:
     with store.read() as tx:
         found = batches.anywhere(tx, batch_id)
     assert found is not None
@@ -74,7 +74,7 @@ def told(store: Store, **named: Any) -> list[str]:
         return [message.event for message in reversed(outbox.page(tx, limit=100, **named))]
 
 
-def messages(store: Store) -> list[Message]:
+def messages(store: Store) -> list[MessageRecord]:
     with store.read() as tx:
         return outbox.page(tx, limit=100)
 
@@ -125,7 +125,7 @@ class TestOutbox:
         refused, cancelled = asked(store), asked(store)
         for _ in range(2):  # the second time changes nothing
             with store.write() as tx:
-                batches.refuse(tx, refused, [Fault(code="empty_file", message="no rows")], now=1.0)
+                batches.refuse(tx, refused, [InputFault(code="empty_file", message="no rows")], now=1.0)
                 batches.cancel(tx, batch(store, cancelled), now=1.0)
         assert told(store) == ["validating", "validating", "failed", "cancelled"]
 
@@ -297,9 +297,11 @@ class TestDelivery:
         assert receiver.got[0].id == message.id
 
     def test_a_receiver_may_ask_for_a_longer_pause(self) -> None:
-        assert verdict(waiting(0), Attempt(at=10.0, status=429, error="no"), 60.0)[1] == 70.0
-        assert verdict(waiting(2), Attempt(at=10.0, status=429, error="no"), 60.0)[1] == 10.0 + PAUSES_S[2]
-        assert verdict(waiting(0), Attempt(at=0.0, status=503, error="no"), 1e7)[1] == 24 * HOUR_S
+        assert verdict(waiting(0), SendAttempt(at=10.0, status=429, error="no"), 60.0)[1] == 70.0
+        assert (
+            verdict(waiting(2), SendAttempt(at=10.0, status=429, error="no"), 60.0)[1] == 10.0 + PAUSES_S[2]
+        )
+        assert verdict(waiting(0), SendAttempt(at=0.0, status=503, error="no"), 1e7)[1] == 24 * HOUR_S
         assert (seconds(b"120"), seconds(b"Wed, 21 Oct"), seconds(b"-1"), seconds(b"")) == (
             120.0,
             None,
@@ -363,10 +365,10 @@ class TestDelivery:
         with store.write() as tx:
             (slow,) = outbox.claim(tx, owner="slow", now=0.0, limit=8)
             (fast,) = outbox.claim(tx, owner="fast", now=outbox.HOLD_S, limit=8)
-            outbox.record(tx, slow, Attempt(at=1.0, error="no"), state=MessageState.WAITING, next_at=9.0)
+            outbox.record(tx, slow, SendAttempt(at=1.0, error="no"), state=MessageState.WAITING, next_at=9.0)
             assert outbox.get(tx, fast.id).owner == "fast"
-            outbox.record(tx, fast, Attempt(at=1.0, status=200), state=MessageState.DELIVERED)
-            outbox.record(tx, slow, Attempt(at=2.0, error="no"), state=MessageState.GIVEN_UP)
+            outbox.record(tx, fast, SendAttempt(at=1.0, status=200), state=MessageState.DELIVERED)
+            outbox.record(tx, slow, SendAttempt(at=2.0, error="no"), state=MessageState.GIVEN_UP)
             assert outbox.get(tx, fast.id).state is MessageState.DELIVERED
 
     def test_a_slow_receiver_does_not_hold_up_others(self, store: Store) -> None:
@@ -378,7 +380,7 @@ class TestDelivery:
             assert [m.hook_id for m in first].count(slow.id) == 2
             for message in first:
                 if message.hook_id == quick.id:
-                    outbox.record(tx, message, Attempt(at=0.0, status=200), state=MessageState.DELIVERED)
+                    outbox.record(tx, message, SendAttempt(at=0.0, status=200), state=MessageState.DELIVERED)
             assert {m.hook_id for m in outbox.claim(tx, owner="ann", now=0.0, limit=8)} == {quick.id}
 
     def test_messages_that_are_over_are_kept_for_a_month(
@@ -402,8 +404,8 @@ class TestDelivery:
         assert sorted(kinds) == ["batch.completed", "batch.in_progress"]
 
 
-def waiting(attempts: int, event: str = "completed") -> Message:
-    return Message(
+def waiting(attempts: int, event: str = "completed") -> MessageRecord:
+    return MessageRecord(
         seq=1, id="msg_1", hook_id="hook_1", event=event, batch_id=None, job_id=None, body="{}", created_at=0.0,
         state=MessageState.WAITING, attempts=attempts, next_at=0.0, owner="ann", held_until=9.0, tried_at=None,
         status=None, error=None,

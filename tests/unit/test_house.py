@@ -89,7 +89,7 @@ def test_a_run_says_its_first_word_before_anything_slow_is_imported(
         "from conserve.config import load\n"
         "def leave(message): assert message.startswith('starting '); raise SystemExit\n"
         "output.say = leave\n"
-        "try: run.drain(load(), [], [], run.Pace(), as_json=False); raise AssertionError\n"
+        "try: run.drain(load(), [], [], run.ProfileFlags(), as_json=False); raise AssertionError\n"
         "except SystemExit: pass"
     )
     assert loaded_by(run) & (ENGINE | DATA | OTHERS | {"numpy", "scipy", "msgspec"}) == set()
@@ -148,6 +148,16 @@ def test_a_wheel_built_from_the_sdist_is_whole(tmp_path: Path) -> None:
         command, cwd=site, env={"PYTHONPATH": str(site)}, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("conserve ")
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """But for `Store`: the handle that users have, and the open database behind it."""
+    homes: dict[str, list[Path]] = {}
+    for module in (REPOSITORY / "conserve").rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1}.keys() == {"Store"}
 
 
 def test_modules_and_functions_are_short_enough_to_be_read() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from conserve.errors import InputError, UsageError
 from conserve.jobs.inputs import text_rows
-from conserve.jobs.inputs.files import Form, partitions, spelled_out
+from conserve.jobs.inputs.files import FileFormat, partitions, spelled_out
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.file import RequestFile
@@ -272,10 +272,10 @@ def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
 
 def test_the_form_may_be_said(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.txt").write_text("q\na\n")
-    done = submit(store, Input(names=[str(tmp_path / "rows.txt")], form=Form.CSV), PROMPT)
+    done = submit(store, Input(names=[str(tmp_path / "rows.txt")], form=FileFormat.CSV), PROMPT)
     assert payloads(store, done.job_id, 1) == ["a"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(b"q\tn\nb\t1\n"))))
-    done = submit(store, Input(names=["-"], form=Form.TSV), PROMPT)
+    done = submit(store, Input(names=["-"], form=FileFormat.TSV), PROMPT)
     assert payloads(store, done.job_id, 1) == ["b"]
     assert sorted(path.name for path in home.job_folder(store.home, done.job_id).iterdir()) == [
         home.INPUTS,
@@ -283,7 +283,7 @@ def test_the_form_may_be_said(store: Store, tmp_path: Path, monkeypatch: pytest.
         home.REQUESTS,
     ]
     with pytest.raises(InputError, match="is not a Parquet file"):
-        submit(store, Input(names=[str(tmp_path / "rows.txt")], form=Form.PARQUET), PROMPT)
+        submit(store, Input(names=[str(tmp_path / "rows.txt")], form=FileFormat.PARQUET), PROMPT)
 
 
 # Queries.
@@ -401,7 +401,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(
     if from_stdin:
         stdin = io.TextIOWrapper(io.BytesIO(path.read_bytes()))
         monkeypatch.setattr("sys.stdin", stdin)
-    form = Form(name.split(".")[1])
+    form = FileFormat(name.split(".")[1])
     given = Input(names=["-" if from_stdin else str(path)], form=form if from_stdin else None)
     done = submit(store, given, PROMPT)
     assert payloads(store, done.job_id, 1) == ["a"]

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from conserve.engine.policy.plan import Plan
-from conserve.engine.vllm.iteration import Iteration, Outcome, Stamp, iteration_of, outcome_of, put, stamp_of
+from conserve.engine.vllm.iteration import (
+    Iteration,
+    IterationOutcome,
+    Stamp,
+    iteration_of,
+    outcome_of,
+    put,
+    stamp_of,
+)
 from conserve.profiles.batch import Batch
 
 STAMP = Stamp(iteration=3, flag="psm_1", rows=["row1", "row0"], every=2)
@@ -43,14 +51,14 @@ def test_an_output_of_another_scheduler_has_no_stamp() -> None:
     [
         (None, None, set(), True),
         (STAMP, None, set(), True),
-        (STAMP, Outcome(), set(), True),
-        (STAMP, Outcome(left=frozenset(["row1"])), {"row1"}, False),
-        (STAMP, Outcome(joined=1), set(), False),
-        (None, Outcome(joined=1), set(), False),  # rows join iterations that no row may leave
+        (STAMP, IterationOutcome(), set(), True),
+        (STAMP, IterationOutcome(left=frozenset(["row1"])), {"row1"}, False),
+        (STAMP, IterationOutcome(joined=1), set(), False),
+        (None, IterationOutcome(joined=1), set(), False),  # rows join iterations that no row may leave
     ],
 )
 def test_an_iteration_is_whole_if_no_row_left_or_joined(
-    stamp: Stamp | None, outcome: Outcome | None, left: set[str], whole: bool
+    stamp: Stamp | None, outcome: IterationOutcome | None, left: set[str], whole: bool
 ) -> None:
     iteration = Iteration(stamp=stamp, outcome=outcome)
     assert (iteration.left, iteration.whole) == (left, whole)

@@ -108,7 +108,7 @@ def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest
             self.layer += 1
             return self.at.get(self.layer, 0)
 
-    monkeypatch.setattr(module.Rows, "_share", lambda *_: None)
+    monkeypatch.setattr(module.RunnerRows, "_share", lambda *_: None)
     lengths = {"a": 3, "b": 2, "c": 4}
     starts = np.cumsum([0, *lengths.values()])
     names = list(lengths)
@@ -129,7 +129,7 @@ def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest
     )
     orders = Orders()
     safepoints = Safepoints(orders, 4)
-    rows = module.Rows(V1Runner(runner), safepoints)
+    rows = module.RunnerRows(V1Runner(runner), safepoints)
     model = Model(rows, 4)
     positions, hidden, scale = torch.arange(9), torch.randn(9, 5), torch.rand(9, 1)
     wanted = Model(None, 4)(positions, hidden, scale)

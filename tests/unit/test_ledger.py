@@ -13,7 +13,7 @@ from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.retry import RetryDecision
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.turns import Turns
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
@@ -58,14 +58,14 @@ class Party:
             monotonic=self.clock,
         )
 
-    def claim(self, limit: int = 8, *, suspect: bool = False) -> list[Work]:
+    def claim(self, limit: int = 8, *, suspect: bool = False) -> list[ReadyRow]:
         return self.ledger.claim(limit, suspect, "model")
 
-    def finish(self, *works: Work, failed: bool = False, **values: int) -> None:
+    def finish(self, *works: ReadyRow, failed: bool = False, **values: int) -> None:
         finished = [Finished(w.epoch, *w.key, result(w.row.position, failed=failed, **values)) for w in works]
         self.ledger.write(Outbox(finished=finished))
 
-    def put_back(self, *works: Work, **decision: object) -> None:
+    def put_back(self, *works: ReadyRow, **decision: object) -> None:
         returned = [(work, RetryDecision(**decision)) for work in works]  # type: ignore[arg-type]
         self.ledger.write(Outbox(returned=returned))
 
@@ -83,7 +83,7 @@ def job_id(store: Store, write_input: WriteInput) -> str:
     return submit(store, given, TASK).job_id
 
 
-def row_numbers(works: list[Work]) -> list[int]:
+def row_numbers(works: list[ReadyRow]) -> list[int]:
     return [work.row.position for work in works]
 
 

@@ -69,7 +69,7 @@ def test_records_have_the_job_and_the_row() -> None:
         }
         | {"job": "gsm8k-k3f9", "row": 17}
     )
-    assert json.loads(logs.JsonLines().format(record)) == {
+    assert json.loads(logs.JsonFormatter().format(record)) == {
         "time": "1970-01-01T00:00:00.250Z",
         "level": "warning",
         "logger": "conserve.jobs",

@@ -18,7 +18,7 @@ from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window import lookahead
-from conserve.jobs.window.lookahead import Place
+from conserve.jobs.window.lookahead import WindowPlace
 from conserve.jobs.window.prompt_key import prompt_key
 from conserve.store.books import catalog, choice, queue, shards
 from conserve.store.books.states import JobState
@@ -357,10 +357,10 @@ def test_more_jobs_than_a_window_looks_at_are_done_too(
 
 
 def test_the_place_of_a_window_is_kept_in_the_store() -> None:
-    for place in (Place(), Place(12), Place(7, "job-k3f9", 1234)):
-        assert Place.from_text(place.to_text()) == place
+    for place in (WindowPlace(), WindowPlace(12), WindowPlace(7, "job-k3f9", 1234)):
+        assert WindowPlace.from_text(place.to_text()) == place
     for damaged in ("one two", "one", "1 job x", "x job 1", "1 2 3 4", ""):
-        assert Place.from_text(damaged) == Place()
+        assert WindowPlace.from_text(damaged) == WindowPlace()
 
 
 # Keys.

@@ -10,11 +10,11 @@ import pytest
 import conserve
 from conserve.config import load
 from conserve.errors import JobRefused, RowsFailed, UsageError
-from conserve.evals.comparison import Named, SuiteScores, compared, unpaired
+from conserve.evals.comparison import SuiteMetric, SuiteScores, compared, unpaired
 from conserve.evals.outcome import Item
 from conserve.evals.plan_file import plan_of
 from conserve.evals.records import RunRecord
-from conserve.evals.verdict import Judged, Verdict
+from conserve.evals.verdict import SuiteVerdict, Verdict
 from conserve.nightly import keeping
 from conserve.nightly.asking import SuiteNight
 from conserve.nightly.comparing import mean
@@ -23,7 +23,7 @@ from conserve.nightly.kinds import waves
 from conserve.nightly.questions import Answer, whole
 from conserve.nightly.samples import own_names
 from conserve.nightly.scored import check_names, metric_of
-from conserve.nightly.starting import Wishes, text_of
+from conserve.nightly.starting import NightlyWishes, text_of
 from conserve.store.sql.per_row import by_row
 from tests import commands, nightly_files
 from tests.commands import Done
@@ -138,7 +138,7 @@ BOTH = {"score": 1.0, "other": 0.5}
 
 def against(
     before: dict[str, float], after: dict[str, float], plan: str = ""
-) -> tuple[dict[str, str], dict[Named, Judged]]:
+) -> tuple[dict[str, str], dict[SuiteMetric, SuiteVerdict]]:
     """Suites that cannot be judged, and verdicts, on sixty items with the same scores."""
     plans = {"sql": plan_of(nightly_files.PLAN + plan).suites[0]}
     then, now = (
@@ -152,7 +152,7 @@ def against(
 def test_a_metric_that_only_the_earlier_night_has_leaves_a_doubt() -> None:
     missing, judged = against(BOTH, HIT)
     assert missing["sql"].startswith("has no other, which monday has")
-    assert judged[Named("sql", "score")].verdict is Verdict.NO_WORSE
+    assert judged[SuiteMetric("sql", "score")].verdict is Verdict.NO_WORSE
     assert against(HIT, BOTH)[0] == {}
     assert against(BOTH, HIT, "[suites.sql.metrics.other]\njudged = false\n")[0] == {}
 
@@ -167,7 +167,7 @@ def test_the_level_of_equal_nights_is_their_very_score(score: float) -> None:
 
 
 def test_the_first_score_finds_the_answer_behind_a_solution(tmp_path: Path) -> None:
-    wishes = Wishes(name="x", data="q.jsonl", prompt="{{ q }}", expected="answer")
+    wishes = NightlyWishes(name="x", data="q.jsonl", prompt="{{ q }}", expected="answer")
     select = by_row(plan_of(text_of(wishes)).suites[0].options["score"])
     duck = duckdb.connect()
     duck.execute(

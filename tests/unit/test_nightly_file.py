@@ -4,7 +4,7 @@ import pytest
 
 from conserve.errors import SettingsError
 from conserve.evals.plan_file import plan_of
-from conserve.nightly.starting import Wishes, text_of
+from conserve.nightly.starting import NightlyWishes, text_of
 
 SUITE = '\n[suites.a]\nkind = "sql"\n'
 
@@ -88,7 +88,7 @@ def test_a_fault_is_one_sentence(text: str, fault: str) -> None:
 
 
 def test_the_first_file_is_a_plan() -> None:
-    wishes = Wishes(
+    wishes = NightlyWishes(
         name="x",
         data="a b/quest ions.jsonl",
         prompt='say "{{ q }}"',

@@ -16,7 +16,7 @@ import pytest
 
 from conserve.errors import ConserveError, JobRefused, QueryError
 from conserve.evals.plan import Reports
-from conserve.evals.records import Harm
+from conserve.evals.records import LiveLatencies
 from conserve.nightly.beside import worst
 from conserve.nightly.holding import end, sign
 from conserve.nightly.publishing import SIGNATURE, post
@@ -233,7 +233,9 @@ def test_of_what_servers_say_the_worst_minute_is_kept() -> None:
         "online": {"ttft_ms": {"p99": 50.0}, "tbt_ms": {"p99": 9.0}},
         "harm": {"ttft_ms": {"p99": {"ratio": 1.1}}, "tbt_ms": {"p99": None}},
     }
-    assert worst(worst(None, said), later) == Harm(ttft_p99_ms=80.0, tbt_p99_ms=9.0, ttft_p99_ratio=1.1)
+    assert worst(worst(None, said), later) == LiveLatencies(
+        ttft_p99_ms=80.0, tbt_p99_ms=9.0, ttft_p99_ratio=1.1
+    )
 
 
 def test_records_and_messages_hold_no_secret() -> None:

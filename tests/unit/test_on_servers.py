@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 
 from conserve.bench import playing
-from conserve.bench.answers import Answer, Status
+from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.bound import Mix
 from conserve.bench.compare import Design
-from conserve.bench.machine import Machine
+from conserve.bench.machine import BenchMachine
 from conserve.bench.measure import Block
 from conserve.bench.playing import Measurement
 from conserve.bench.points import Cell
 from conserve.bench.presets import CPU
 from conserve.bench.profiler import Promise
 from conserve.bench.sizing import Sized
-from conserve.bench.sweep import Ledger, Plan
+from conserve.bench.sweep import CellLedger, SweepPlan
 from conserve.bench.traces import Trace
-from conserve.bench.tune import Candidate, Parameter, Tuning
+from conserve.bench.tune import Parameter, TriedValue, Tuning
 from conserve.cli import bench_server, sweep_server, tune_server
-from conserve.cli.tune import Wanted
+from conserve.cli.tune import TuneFlags
 from conserve.config import Settings
 from conserve.errors import EndpointUnusable
 
-MACHINE = Machine.demo()
+MACHINE = BenchMachine.demo()
 HARMS = Parameter("harm", 0.01, 1.0, lambda share: {"harm": round(share, 2)})
 
 
@@ -84,14 +84,14 @@ def block(policy: str, trace: Trace, block_s: float) -> Block:
     percent = policy.partition("harm-")[2]
     slower = 1 + int(percent or 0) / 100
     answers = [
-        Answer(
+        LoadAnswer(
             index=number,
             due_s=one.at_s,
             sent_s=one.at_s,
             ended_s=one.at_s + 1,
             input_tokens=one.input_tokens,
             token_at_s=tuple(one.at_s + slower * (0.1 + 0.02 * n) for n in range(5)),
-            status=Status.OK,
+            status=RequestEnd.OK,
         )
         for number, one in enumerate(trace)
     ]
@@ -124,7 +124,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
 
 # A sweep
 
-PLAN = Plan(
+PLAN = SweepPlan(
     seed=0,
     cells=3,
     policies=["conserve", "online-only", "non-preemptive"],
@@ -135,8 +135,8 @@ PLAN = Plan(
 )
 
 
-def sweep_in(folder: Path, plan: Plan = PLAN) -> sweep_server.OnServers:
-    ledger = Ledger.open(folder / "cells.jsonl", plan)
+def sweep_in(folder: Path, plan: SweepPlan = PLAN) -> sweep_server.OnServers:
+    ledger = CellLedger.open(folder / "cells.jsonl", plan)
     return sweep_server.OnServers(Settings(home=folder / "home"), [], plan, ledger, CPU, folder)
 
 
@@ -201,8 +201,8 @@ class Quiet:
         return [block(name, one, 20.0) for one in blocks]
 
 
-def found(share: float) -> Candidate:
-    return Candidate(
+def found(share: float) -> TriedValue:
+    return TriedValue(
         parameter=HARMS,
         value=share,
         excess=0.9,
@@ -212,7 +212,7 @@ def found(share: float) -> Candidate:
     )
 
 
-def confirm(share: float, tmp_path: Path, tolerance: float) -> tuple[Candidate, bool]:
+def confirm(share: float, tmp_path: Path, tolerance: float) -> tuple[TriedValue, bool]:
     from conserve.bench.points import arrivals
 
     cell = Cell(busy=0.4, cv=1.0, lengths="chat", scale=1.0)
@@ -223,7 +223,7 @@ def confirm(share: float, tmp_path: Path, tolerance: float) -> tuple[Candidate, 
         mix=Mix.of(MACHINE.rows(10, seed=0), MACHINE.engine),
         say=lambda sentence: None,
     )
-    wanted = Wanted(model="smollm2-demo", flags=[], preset="cpu", rounds=2, seed=0)
+    wanted = TuneFlags(model="smollm2-demo", flags=[], preset="cpu", rounds=2, seed=0)
     return tune_server.confirm(Settings(home=tmp_path), wanted, tuning, found(share))
 
 

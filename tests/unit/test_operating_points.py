@@ -15,19 +15,19 @@ from conserve.bench.cell import RATIOS
 from conserve.bench.co_forecast import Sharing, co_play
 from conserve.bench.forecast import play
 from conserve.bench.load import prompt_ids
-from conserve.bench.machine import DEMO, Machine
+from conserve.bench.machine import DEMO, BenchMachine
 from conserve.bench.measure import LatencyLimits
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid, spread
 from conserve.bench.simulated import Simulator
-from conserve.bench.sweep import Estimate, Ledger, Plan
+from conserve.bench.sweep import CellLedger, SweepPlan, SweepTimeLeft
 from conserve.bench.traces import Arrival, Trace
-from conserve.cli.sweep import SETS, SIZES, Wanted, plan_of, policies_of, simulated
+from conserve.cli.sweep import SETS, SIZES, SweepFlags, plan_of, policies_of, simulated
 from conserve.errors import InputError, SettingsError
 from conserve.profiles.book import Book
 from tests.made_up_blocks import Answered, MadeUp
 
-MACHINE = Machine.demo()
-PLAN = Plan(
+MACHINE = BenchMachine.demo()
+PLAN = SweepPlan(
     seed=3,
     cells=4,
     policies=["conserve", "online-only", "non-preemptive"],
@@ -107,7 +107,7 @@ def test_what_is_shared_takes_no_time_in_forecasts() -> None:
 
 
 def test_a_profile_is_a_machine(tmp_path: Path) -> None:
-    machine = Machine.of(Book(tmp_path).named("llama-3.1-8b-h100"))
+    machine = BenchMachine.of(Book(tmp_path).named("llama-3.1-8b-h100"))
     assert machine.times == 4.0
     assert machine.rows(10, seed=0)[0][0] > MACHINE.rows(10, seed=0)[0][0]
     assert MACHINE.times == 1.0
@@ -168,7 +168,7 @@ def test_work_of_rows_is_what_their_tokens_take() -> None:
 # A sweep
 
 
-def made_up(machine: Machine, policy: str, blocks: Iterable[Trace], **given: Any) -> Iterator[MadeUp]:
+def made_up(machine: BenchMachine, policy: str, blocks: Iterable[Trace], **given: Any) -> Iterator[MadeUp]:
     """Gaps of 20 ms alone, ten times as long first come first served, and a tenth longer under our policy."""
     slow = {"online-only": 1.0, "non-preemptive": 10.0}.get(policy, 1.1)
     report = {"iterations": 0, "planned": 0, "overruns": 0, "busy_s": 0.0}
@@ -226,22 +226,22 @@ def told(cell: Cell, p99: float) -> dict[str, Any]:
 
 def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     file, wanted = tmp_path / "cells.jsonl", PLAN.wanted()
-    ledger = Ledger.open(file, PLAN)
+    ledger = CellLedger.open(file, PLAN)
     ledger.keep(told(wanted[0], 1.0))
     with file.open("a") as opened:
         opened.write(json.dumps(told(wanted[1], 1.0))[:40])
-    again = Ledger.open(file, PLAN)
+    again = CellLedger.open(file, PLAN)
     assert (again.done, again.missing) == ([told(wanted[0], 1.0)], wanted[1:])
     again.keep(told(wanted[1], 1.0))
-    more = Ledger.open(file, replace(PLAN, cells=6))
+    more = CellLedger.open(file, replace(PLAN, cells=6))
     assert (len(more.done), len(more.missing)) == (2, 4), "more cells are the same sweep"
     with pytest.raises(InputError, match=r"other seed, policies; name another folder with --output"):
-        Ledger.open(file, replace(PLAN, seed=4, policies=["conserve"]))
+        CellLedger.open(file, replace(PLAN, seed=4, policies=["conserve"]))
 
 
 def test_an_estimate_is_of_the_cells_so_far() -> None:
     now = 0.0
-    estimate = Estimate(60.0, clock=lambda: now)
+    estimate = SweepTimeLeft(60.0, clock=lambda: now)
     assert estimate.left_s(10) == 600
     now = 50.0
     estimate.measured()
@@ -293,7 +293,7 @@ def test_a_stopped_sweep_reports_the_cells_that_it_has(
 ) -> None:
     asked = list[Cell]()
 
-    def measured(cell: Cell, plan: Plan, engine: Simulator) -> dict[str, Any]:
+    def measured(cell: Cell, plan: SweepPlan, engine: Simulator) -> dict[str, Any]:
         asked.append(cell)
         if len(asked) == 2:
             raise KeyboardInterrupt
@@ -330,28 +330,28 @@ FLAGS: dict[str, Any] = {
 
 
 def test_a_sweep_sets_the_arrivals_itself() -> None:
-    wanted = Wanted.of(FLAGS)
+    wanted = SweepFlags.of(FLAGS)
     assert (wanted.size, wanted.simulated, wanted.folder) == ("quick", True, None)
     with pytest.raises(SettingsError, match=r"a sweep sets --trace, --rate itself; leave it out"):
-        Wanted.of({**FLAGS, "trace": "t.parquet", "rate": 1.0})
+        SweepFlags.of({**FLAGS, "trace": "t.parquet", "rate": 1.0})
     with pytest.raises(SettingsError, match=r"--cells and --simulated are for --sweep; add --sweep quick"):
-        Wanted.of({**FLAGS, "sweep": None})
+        SweepFlags.of({**FLAGS, "sweep": None})
 
 
 def test_every_policy_plays_unless_some_are_named() -> None:
-    simulated = policies_of(Wanted.of(FLAGS))
+    simulated = policies_of(SweepFlags.of(FLAGS))
     assert simulated[:3] == ["conserve", "conserve/harm", "online-only"]
     assert {"sarathi-p", "sarathi++", "hygen-star", "hygen"} < set(simulated)
-    quick = policies_of(Wanted.of({**FLAGS, "simulated": False}))
+    quick = policies_of(SweepFlags.of({**FLAGS, "simulated": False}))
     assert quick == ["conserve", "conserve/harm", "online-only", "non-preemptive", "sarathi-p"]
     with pytest.raises(SettingsError, match="add it to --policies"):
-        policies_of(Wanted.of({**FLAGS, "policies": "conserve"}))
+        policies_of(SweepFlags.of({**FLAGS, "policies": "conserve"}))
     with pytest.raises(SettingsError, match="conserve/-order cannot be simulated"):
-        policies_of(Wanted.of({**FLAGS, "policies": "online-only,conserve/-order"}))
+        policies_of(SweepFlags.of({**FLAGS, "policies": "online-only,conserve/-order"}))
 
 
 def test_sizes_say_how_many_cells_and_blocks() -> None:
-    plan = plan_of(Wanted.of({**FLAGS, "rounds": 3}), SIZES["full"], "x")
+    plan = plan_of(SweepFlags.of({**FLAGS, "rounds": 3}), SIZES["full"], "x")
     assert (plan.cells, plan.blocks, plan.requests, plan.block_s) == (216, 3, 0, 30.0)
-    plan = plan_of(Wanted.of({**FLAGS, "cells": 5}), SIZES["quick"], "x")
+    plan = plan_of(SweepFlags.of({**FLAGS, "cells": 5}), SIZES["quick"], "x")
     assert (plan.cells, plan.blocks, plan.requests) == (5, 4, 100)

@@ -21,10 +21,10 @@ from conserve.jobs.harvest.outage import Outage
 from conserve.jobs.harvest.outcome import failure, success
 from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S, RetryDecision, backoff_s, decide
 from conserve.jobs.harvest.tally import Tally
-from conserve.jobs.harvest.workload import OpenJob, Work, to_work, wants_json_answer
+from conserve.jobs.harvest.workload import OpenJob, ReadyRow, to_work, wants_json_answer
 from conserve.jobs.requests.file import StoredRequest
 from conserve.jobs.task import Kind, Order, Task
-from conserve.store.books.catalog import Job, Source
+from conserve.store.books.catalog import JobRecord, Source
 from conserve.store.books.journal import Committed, Finished
 from conserve.store.books.leases import LeasedRow
 from conserve.store.books.saved_tokens import pack_tokens
@@ -45,8 +45,8 @@ ANSWER = Completion(
 
 def work(
     payload: str | None = "hi", *, task: Task = TASK, row: LeasedRow = ROW, url: str | None = None
-) -> Work:
-    stored = Job(
+) -> ReadyRow:
+    stored = JobRecord(
         seq=1, id="job-1", state=JobState.QUEUED, error=None, priority=0, submitted_at=10.0, started_at=None,
         finished_at=None, task=task.to_json(), source=Source(path=None, format="jsonl"), num_rows=9,
         next_position=9, succeeded=0, failed=0, retries=0, prompt_tokens=0, completion_tokens=0,

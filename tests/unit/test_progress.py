@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.api.progress import LINE_S, first_step, rounded
-from conserve.api.running import Pace, make_endpoint
+from conserve.api.running import ProfileFlags, make_endpoint
 from conserve.cli.progress import RunProgress
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.endpoints.protocol import Call, Completion, InFlight, Url
-from conserve.endpoints.stream import Pieces
+from conserve.endpoints.stream import AnswerPieces
 from conserve.engine.vllm.launching import phases
 from conserve.engine.vllm.requests.token_watch import in_flight
 from conserve.jobs.harvest.forecast import WINDOW_S, QueueProgress, Rate, left_s, tokens_left
@@ -87,7 +87,7 @@ def test_a_step_that_was_said_is_not_said_again_at_once(store: Store) -> None:
 @pytest.mark.parametrize("address", [None, "fake:?tokens=4", "http://127.0.0.1:9/v1", "http://127.0.0.1:9"])
 def test_the_first_step_is_called_as_the_endpoint_calls_it(address: str | None) -> None:
     settings = load({"endpoint": address})
-    endpoint: Any = make_endpoint(settings, [], Pace(), say=print)
+    endpoint: Any = make_endpoint(settings, [], ProfileFlags(), say=print)
     assert first_step(settings) == endpoint.doing
     asyncio.run(endpoint.close())
 
@@ -223,7 +223,7 @@ def test_the_fake_counts_prompts_once_they_are_computed_and_forgets_rows_that_en
 
 @pytest.mark.parametrize("url", [Url.CHAT, Url.COMPLETIONS])
 def test_a_stream_tells_prompt_and_answer(url: Url) -> None:
-    pieces = Pieces(url, lambda _: None)
+    pieces = AnswerPieces(url, lambda _: None)
     text = {"delta": {"content": "a"}} if url is Url.CHAT else {"text": "a"}
     prompt = {"prompt_token_ids": [1, 2, 3]}
     first = {**text, "token_ids": [7], "finish_reason": None}

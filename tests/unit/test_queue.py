@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from conserve.store.books import catalog, leases, queue, saved_tokens, spans
-from conserve.store.books.queue import Backlog
+from conserve.store.books.queue import UnclaimableRows
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.database.connection import chunks
 from conserve.store.database.store import Store
@@ -20,7 +20,7 @@ def alive(tx: Connection, epochs: set[int]) -> set[int]:
     return set(spans.locked(tx, epochs))
 
 
-def backlog(store: Store, only: list[str] | None = None) -> Backlog:
+def backlog(store: Store, only: list[str] | None = None) -> UnclaimableRows:
     with store.read() as tx:
         return queue.backlog(tx, only=only)
 
@@ -107,7 +107,7 @@ def test_a_row_in_backoff_waits_for_its_time(store: Store) -> None:
     add_job(store, rows=1)
     put_back(store, leased(store), 0, available_at=30.0, failed=True)
     assert claim(store, now=29.9) is None
-    assert backlog(store) == Backlog(0, 1, 30.0)
+    assert backlog(store) == UnclaimableRows(0, 1, 30.0)
     (row,) = leased(store, now=30.0).rows
     assert (row.attempts, row.failures) == (2, 1)
     assert job(store).retries == 1
@@ -280,13 +280,13 @@ def test_tokens_are_little_endian_on_a_big_endian_machine(monkeypatch: pytest.Mo
 
 
 def test_the_backlog_is_what_is_leased_and_what_waits_of_queued_jobs(store: Store) -> None:
-    assert backlog(store) == Backlog(0, 0, None)
+    assert backlog(store) == UnclaimableRows(0, 0, None)
     for name in ("one", "other", "paused"):
         add_job(store, name, rows=4)
         lease = leased(store, limit=4, only=[name])
         put_back(store, lease, 0, available_at=50.0 if name == "one" else 40.0)
     with store.write() as tx:
         catalog.move(tx, "paused", "pause", now=0.0)
-    assert backlog(store) == Backlog(6, 2, 40.0)
-    assert backlog(store, only=["one"]) == Backlog(3, 1, 50.0)
-    assert backlog(store, only=["paused"]) == Backlog(0, 0, None)
+    assert backlog(store) == UnclaimableRows(6, 2, 40.0)
+    assert backlog(store, only=["one"]) == UnclaimableRows(3, 1, 50.0)
+    assert backlog(store, only=["paused"]) == UnclaimableRows(0, 0, None)

@@ -11,7 +11,7 @@ from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.policies import POLICIES
 from conserve.engine.policy.recorded import READ_ON, VERSION, line_of, read, recorded
 from conserve.engine.policy.view import Candidate, Lazy, Slo
-from conserve.engine.runtime.recording import MOST_QUEUED, Recording
+from conserve.engine.runtime.recording import MOST_QUEUED, LineAppender
 from conserve.profiles.correction import CorrectedModel, FrozenModel, Residual
 from conserve.profiles.model import TIMELESS
 from tests.policy_views import FRESH, MS_PER_TOKEN, ROW, decodes, view_of
@@ -154,8 +154,8 @@ class TestFile:
         log.removeHandler(listener)
         log.setLevel(before)
 
-    def written(self, path: Path, *lines: bytes, **bound: int) -> Recording:
-        recording = Recording(path, **bound)
+    def written(self, path: Path, *lines: bytes, **bound: int) -> LineAppender:
+        recording = LineAppender(path, **bound)
         for line in lines:
             recording.add(line)
         recording.close()
@@ -195,7 +195,7 @@ class TestFile:
     def test_a_slow_disk_costs_lines_and_no_time(self, tmp_path: Path, said: list[str]) -> None:
         file, write = tmp_path / "views", threading.Event()
 
-        class Slow(Recording):
+        class Slow(LineAppender):
             def _write(self, file: Any) -> None:
                 write.wait()
                 super()._write(file)

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from conserve.endpoints.pods import Pods
-from conserve.endpoints.roster import Given, Joined, Listed, Resolved, roster_of, rosters_of
+from conserve.endpoints.roster import Given, Joined, ListedServers, Resolved, roster_of, rosters_of
 from conserve.errors import EndpointUnusable, SettingsError
 
 certificates = importlib.import_module("tests.break.certificates")  # a keyword is no name in an import
@@ -229,4 +229,4 @@ def test_the_selector_may_be_named_and_encoded(authority: Path) -> None:
 
 def test_a_list_in_a_file_that_never_was_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(EndpointUnusable, match="cannot be read"):
-        look(Listed(tmp_path / "none"))
+        look(ListedServers(tmp_path / "none"))

@@ -19,16 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.bench import compare, traces
-from conserve.bench.answers import Answer, Status
+from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.arrivals import arrivals
 from conserve.bench.compare import Design, alternate
 from conserve.bench.deployment import Deployment
-from conserve.bench.forecast import BlockForecast, Engine, p99s_ms, play
+from conserve.bench.forecast import BlockForecast, EngineModel, p99s_ms, play
 from conserve.bench.measure import Block, LatencyLimits
 from conserve.bench.names import CONSERVE, NON_PREEMPTIVE, ONLINE_ONLY, PRIORITY
 from conserve.bench.playing import Measurement
 from conserve.bench.presets import CPU, FULL, Preset
-from conserve.bench.sizing import LEAST_REQUESTS, Load, Offered, judge, measured, size
+from conserve.bench.sizing import LEAST_REQUESTS, BlockLoad, Offered, judge, measured, size
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.app import main
 from conserve.cli.bench_report import played as played_facts
@@ -42,10 +42,10 @@ ALL = [CONSERVE, ONLINE_ONLY, NON_PREEMPTIVE, PRIORITY]
 NOTHING: dict[str, Any] = {"rounds": None, "block_s": None}
 
 
-def slower(times: float, **more: Any) -> Engine:
+def slower(times: float, **more: Any) -> EngineModel:
     """The engine of docs/benchmarks on a machine so many times slower."""
     model = ConServeModel.of(*(times * ms / FASTER for ms in DEMO))
-    return Engine(model=model, **{"max_tokens": 2048, "max_requests": 128, **more})
+    return EngineModel(model=model, **{"max_tokens": 2048, "max_requests": 128, **more})
 
 
 def asked(
@@ -78,7 +78,7 @@ def ms_of(*slices: Slice) -> float:
     return ENGINE.ms(Batch.of(slices))
 
 
-def foretold(*given_arrivals: Arrival, block_s: float = 10.0, engine: Engine = ENGINE) -> BlockForecast:
+def foretold(*given_arrivals: Arrival, block_s: float = 10.0, engine: EngineModel = ENGINE) -> BlockForecast:
     return play(Trace(name="t", duration_s=block_s, arrivals=given_arrivals), engine, block_s)
 
 
@@ -296,10 +296,10 @@ def test_the_comparisons_of_the_benchmarks_are_played_on_their_machine(asks: dic
     assert sized.preset == preset
 
 
-def answered(due_s: float, *token_at_s: float) -> Answer:
+def answered(due_s: float, *token_at_s: float) -> LoadAnswer:
     ended_s = token_at_s[-1] if token_at_s else 60.0
-    status = Status.OK if token_at_s else Status.TIMEOUT
-    return Answer(
+    status = RequestEnd.OK if token_at_s else RequestEnd.TIMEOUT
+    return LoadAnswer(
         index=0,
         due_s=due_s,
         sent_s=due_s,
@@ -310,7 +310,7 @@ def answered(due_s: float, *token_at_s: float) -> Answer:
     )
 
 
-def played(busy_s: float, *answers: Answer) -> Block:
+def played(busy_s: float, *answers: LoadAnswer) -> Block:
     counts = {"offline_tokens": 0, "iterations": 1, "planned": 0, "overruns": 0}
     return Block(policy=ONLINE_ONLY, started_s=0.0, duration_s=25.0, busy_s=busy_s, answers=answers, **counts)
 
@@ -394,8 +394,8 @@ def test_the_comparison_stops_after_the_first_block_of_online_only(monkeypatch: 
 
 
 def test_load_reads_as_a_phrase() -> None:
-    assert str(Load(0.5, 20.0, 25.0)) == "50% busy"
-    assert str(Load(0.97, 49.9, 25.0)) == "97% busy, with first tokens 25 s after the block's end"
+    assert str(BlockLoad(0.5, 20.0, 25.0)) == "50% busy"
+    assert str(BlockLoad(0.97, 49.9, 25.0)) == "97% busy, with first tokens 25 s after the block's end"
 
 
 # What the server tells
@@ -407,8 +407,8 @@ TOLD: dict[str, Any] = {
 }
 
 
-def engine_of(said: dict[str, Any]) -> Engine | None:
-    async def go() -> Engine | None:
+def engine_of(said: dict[str, Any]) -> EngineModel | None:
+    async def go() -> EngineModel | None:
         deployment = Deployment(
             "http://host", transport=httpx.MockTransport(lambda request: httpx.Response(200, json=said))
         )

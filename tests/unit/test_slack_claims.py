@@ -10,11 +10,11 @@ from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.deadlines.slack import late_jobs
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.harvest.turns import Candidate, Turns, candidate
+from conserve.jobs.harvest.turns import RunnableJob, Turns, candidate
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import harvested, queue
-from conserve.store.books.harvested import KEPT_S, SLOT_S, Slot
+from conserve.store.books.harvested import KEPT_S, SLOT_S, HarvestedQuarter
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
 from tests import virtual_time
@@ -57,7 +57,7 @@ def harvest(store: Store, endpoint: FakeEndpoint) -> None:
     virtual_time.run(run())
 
 
-def slots(store: Store) -> list[Slot]:
+def slots(store: Store) -> list[HarvestedQuarter]:
     with store.read() as tx:
         return harvested.slots(tx)
 
@@ -149,8 +149,8 @@ def test_without_a_known_rate_no_job_pushes() -> None:
     assert list(late_jobs([due], now=0.0, tokens_per_s=1000.0)) == ["a"]
 
 
-def candidate_of(deadline: float | None) -> Candidate:
-    return Candidate("a", 1, 0, 0, 10, deadline, 100.0)
+def candidate_of(deadline: float | None) -> RunnableJob:
+    return RunnableJob("a", 1, 0, 0, 10, deadline, 100.0)
 
 
 def note(store: Store, tokens: int, since: float, now: float) -> None:
@@ -160,7 +160,10 @@ def note(store: Store, tokens: int, since: float, now: float) -> None:
 
 def test_tokens_are_spread_over_the_slots_that_they_took(store: Store) -> None:
     note(store, 300, SLOT_S - 100.0, SLOT_S + 200.0)
-    assert slots(store) == [Slot(0, pytest.approx(100.0), 100.0), Slot(1, pytest.approx(200.0), 200.0)]
+    assert slots(store) == [
+        HarvestedQuarter(0, pytest.approx(100.0), 100.0),
+        HarvestedQuarter(1, pytest.approx(200.0), 200.0),
+    ]
 
 
 def test_time_of_two_harvesters_counts_once(store: Store) -> None:
@@ -168,7 +171,7 @@ def test_time_of_two_harvesters_counts_once(store: Store) -> None:
     note(store, 50, 5.0, 12.0)
     note(store, 50, 6.0, 8.0)
     note(store, 10, 20.0, 21.0)
-    assert slots(store) == [Slot(0, 210.0, 13.0)]
+    assert slots(store) == [HarvestedQuarter(0, 210.0, 13.0)]
 
 
 def test_old_slots_are_forgotten(store: Store) -> None:

@@ -54,14 +54,14 @@ def requests(path: Path, payloads: list[str | None], row_indexes: list[int] | No
     return RequestFile(path)
 
 
-def job_of(path: Path) -> catalog.Job:
+def job_of(path: Path) -> catalog.JobRecord:
     """A job whose input is referred to."""
     mark = fingerprint(path)
     found = Source(path=mark.path, format="jsonl", size=mark.size, mtime_ns=mark.mtime_ns, digest=mark.digest)
     return dataclasses.replace(JOB, source=found)
 
 
-JOB = catalog.Job(
+JOB = catalog.JobRecord(
     seq=1,
     id="job-1",
     state=JobState.QUEUED,

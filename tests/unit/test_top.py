@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from conserve.api import overview
-from conserve.api.overview import Latency, Overview, Pace, ServerSeen, Watch, server_seen
+from conserve.api.overview import CounterRate, Latency, Overview, ServerSeen, StoreWatch, server_seen
 from conserve.cli import bars, top, top_frame
 from conserve.cli.context import Context
-from conserve.cli.top_frame import Choice
+from conserve.cli.top_frame import ScreenState
 from conserve.cli.top_keys import named
 from conserve.config import load
 from conserve.store.books.readings import read_jobs
@@ -47,14 +47,14 @@ def state() -> str:
     return reading.state.value
 
 
-def plain(seen: Overview, choice: Choice, **size: int) -> list[str]:
+def plain(seen: Overview, choice: ScreenState, **size: int) -> list[str]:
     """Lines of a frame without colours."""
     return [line.plain for line in top_frame.frame(seen, choice, **size)]
 
 
-def watch(said: Any, *endpoints: str) -> Watch:
+def watch(said: Any, *endpoints: str) -> StoreWatch:
     """A watch whose servers answer at once."""
-    return Watch(load(), endpoints, asking=lambda url, settings: said(url) if callable(said) else said)
+    return StoreWatch(load(), endpoints, asking=lambda url, settings: said(url) if callable(said) else said)
 
 
 # The screen.
@@ -63,18 +63,18 @@ def watch(said: Any, *endpoints: str) -> Watch:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (132, 50), (60, 12), (40, 8)])
 @pytest.mark.parametrize("help_is_shown", [False, True])
 def test_a_frame_fills_the_screen_exactly(width: int, height: int, help_is_shown: bool) -> None:
-    lines = plain(OVERVIEW, Choice(job="news-2b7d", help=help_is_shown), width=width, height=height)
+    lines = plain(OVERVIEW, ScreenState(job="news-2b7d", help=help_is_shown), width=width, height=height)
     assert len(lines) == height
     if width >= 80:
         assert max(map(len, lines)) <= width
     painted = top.painted(
-        top_frame.frame(OVERVIEW, Choice(), width=width, height=height), width, colours=True
+        top_frame.frame(OVERVIEW, ScreenState(), width=width, height=height), width, colours=True
     )
     assert len(painted) == height, "no line wraps"
 
 
 def test_the_screen_at_80x24_is_the_one_of_the_documentation() -> None:
-    lines = [line.rstrip() for line in plain(OVERVIEW, Choice(job="news-2b7d"))]
+    lines = [line.rstrip() for line in plain(OVERVIEW, ScreenState(job="news-2b7d"))]
     assert lines[1].split()[:2] == ["1,480", "tokens/s"]
     assert "1,294,640 rows left, all done by 21:03 (50 %), 23:23 (90 %)" in lines[2]
     (chat,) = [line for line in lines if "gpu1:8000" in line]
@@ -91,7 +91,7 @@ def test_the_chosen_job_is_on_the_screen_however_long_the_list() -> None:
     many = [make_job(number) for number in range(200)]
     seen = Overview(at=OVERVIEW.at, store="store", jobs=many)
     for job in (many[0], many[100], many[-1]):
-        lines = plain(seen, Choice(job=job.id))
+        lines = plain(seen, ScreenState(job=job.id))
         assert sum(line.startswith("▸ ") for line in lines) == 1
         assert any("more" in line for line in lines)
 
@@ -152,7 +152,7 @@ def test_bars_courses_and_numbers_fit_their_cells() -> None:
 
 
 def test_a_pace_is_that_of_the_last_seconds() -> None:
-    pace = Pace()
+    pace = CounterRate()
     assert pace.now is None
     for second in range(21):
         pace.add(float(second), 100.0 * second if second <= 10 else 1000.0)
@@ -203,7 +203,7 @@ def test_a_store_that_is_gone_is_named_and_the_last_jobs_stay(
     seen = looking.look()
     looking.close()
     assert [job.id for job in seen.jobs] == [job_id]
-    assert any("conserve doctor" in line for line in plain(seen, Choice()))
+    assert any("conserve doctor" in line for line in plain(seen, ScreenState()))
 
 
 def test_tokens_count_when_a_server_computes_them_not_when_their_rows_end(store: Store) -> None:
@@ -212,7 +212,7 @@ def test_tokens_count_when_a_server_computes_them_not_when_their_rows_end(store:
     def said(url: str) -> dict[str, Any]:
         return {**SAID, "offline": {"tokens": tokens[0], "tokens_per_s": 0.0}}
 
-    looking = Watch(load(), ["http://a"], asking=lambda url, settings: said(url), clock=lambda: now[0])
+    looking = StoreWatch(load(), ["http://a"], asking=lambda url, settings: said(url), clock=lambda: now[0])
     for _ in range(3):
         seen = looking.look(wait_s=60.0)
         now[0] += 1.0
@@ -292,7 +292,7 @@ def test_keys_choose_and_steer_a_job(write_input: WriteInput) -> None:
     job_id = submitted(write_input)
     seen = Overview(at=0.0, store="", jobs=read_jobs(load(), now=time.time()))
     context = Context()
-    choice = top.chosen(Choice(), seen)
+    choice = top.chosen(ScreenState(), seen)
     assert choice.job == job_id
     for key in ("down", "up", "j", "k"):
         assert top.pressed(key, choice, seen, context).job == job_id

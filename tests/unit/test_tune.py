@@ -13,8 +13,8 @@ import typer
 
 from conserve.bench import recorded
 from conserve.bench.bound import Mix
-from conserve.bench.machine import Machine
-from conserve.bench.profiler import Latencies, Promise, harmed
+from conserve.bench.machine import BenchMachine
+from conserve.bench.profiler import Promise, RunLatencies, harmed
 from conserve.bench.simulated import Simulator
 from conserve.bench.traces import Arrival, Trace
 from conserve.bench.tune import Tuning, words
@@ -22,11 +22,11 @@ from conserve.cli import tuned
 from conserve.cli.tune import blocks_of, conclude, tune
 from conserve.cli.tuned import Tuned, tuned_promises
 from conserve.config import Settings
-from conserve.engine.runtime.recording import ARRIVALS_BYTES, FULL, Recording, arrival_line, arrivals_at
+from conserve.engine.runtime.recording import ARRIVALS_BYTES, FULL, LineAppender, arrival_line, arrivals_at
 from conserve.errors import InputError, Overloaded, SettingsError
 from tests.made_up_blocks import Answered, MadeUp
 
-MACHINE = Machine.demo()
+MACHINE = BenchMachine.demo()
 NOW = 1_763_900_000.0
 TUNED = Tuned(
     model="a/model",
@@ -61,7 +61,7 @@ def test_other_words_are_refused_in_a_sentence(text: str) -> None:
 def test_a_median_is_a_median() -> None:
     import numpy as np
 
-    found = Latencies(np.array([1.0, 2.0, 9.0]), np.array([5.0]))
+    found = RunLatencies(np.array([1.0, 2.0, 9.0]), np.array([5.0]))
     assert found.of(Promise("p50", "ttft", 0.1)) == 2.0
     assert found.of(Promise("p99", "ttft", 0.1)) == 9.0
 
@@ -82,7 +82,7 @@ class Engine:
 
     def __call__(
         self,
-        machine: Machine,
+        machine: BenchMachine,
         policy: str,
         blocks: Iterable[Trace],
         *,
@@ -211,7 +211,7 @@ def test_blocks_go_from_the_quietest_to_the_busiest() -> None:
 
 def test_a_file_of_arrivals_begins_anew_when_it_is_full(tmp_path: Path) -> None:
     file = tmp_path / "8000.csv"
-    recording = Recording(file, most_bytes=100, what="arrivals", turns=True)
+    recording = LineAppender(file, most_bytes=100, what="arrivals", turns=True)
     for n in range(9):
         recording.add(arrival_line(NOW + n, 10, 5))
     recording.close()

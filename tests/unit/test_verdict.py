@@ -21,7 +21,7 @@ from conserve.evals.paired import (
     tango,
     tango_bound,
 )
-from conserve.evals.verdict import Judged, Verdict, judge, of_night
+from conserve.evals.verdict import SuiteVerdict, Verdict, judge, of_night
 
 POINTS = Standard(effect=0.05)
 
@@ -43,7 +43,7 @@ def scores(differences: Any, clusters: Any = None) -> Pairs:
     return Pairs(np.full(len(after), 0.5), 0.5 + after, numbered)
 
 
-def verdict(pairs: Pairs, standard: Standard = POINTS) -> Judged:
+def verdict(pairs: Pairs, standard: Standard = POINTS) -> SuiteVerdict:
     return judge({"suite": pairs}, {"suite": standard}, rng())["suite"]
 
 

@@ -13,8 +13,8 @@ import pytest
 from conserve.engine.vllm.compat import installed, trial, versions
 from conserve.engine.vllm.compat.installed import InstalledEngine
 from conserve.engine.vllm.compat.internals import INTERNALS, SIGNATURES, Part
-from conserve.engine.vllm.compat.trial import Fault
-from conserve.engine.vllm.compat.versions import DIFFERENCES, SUPPORTED, TRIED, Standing
+from conserve.engine.vllm.compat.trial import UnfitPart
+from conserve.engine.vllm.compat.versions import DIFFERENCES, SUPPORTED, TRIED, VersionStanding
 from conserve.errors import EndpointUnusable
 
 REPOSITORY = Path(__file__).parents[2]
@@ -33,17 +33,17 @@ def have(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
-        ("0.30.9", Standing.OLDER),
-        ("0.9.2", Standing.OLDER),
-        ("0.31.0", Standing.TRIED),
-        ("0.32.1.post1", Standing.TRIED),
-        ("0.33.0+cpu.kernels.0.32.0", Standing.TRIED),
-        ("0.34.0rc1", Standing.NEWER),
-        ("1.0.0", Standing.NEWER),
-        ("unknown", Standing.OLDER),
+        ("0.30.9", VersionStanding.OLDER),
+        ("0.9.2", VersionStanding.OLDER),
+        ("0.31.0", VersionStanding.TRIED),
+        ("0.32.1.post1", VersionStanding.TRIED),
+        ("0.33.0+cpu.kernels.0.32.0", VersionStanding.TRIED),
+        ("0.34.0rc1", VersionStanding.NEWER),
+        ("1.0.0", VersionStanding.NEWER),
+        ("unknown", VersionStanding.OLDER),
     ],
 )
-def test_a_version_stands_where_its_minor_version_does(version: str, expected: Standing) -> None:
+def test_a_version_stands_where_its_minor_version_does(version: str, expected: VersionStanding) -> None:
     assert versions.standing(version) is expected
 
 
@@ -216,8 +216,8 @@ LOST = {
 def newer(monkeypatch: pytest.MonkeyPatch) -> None:
     """An untried version in which two parts fail."""
     have(monkeypatch, "0.34.0")
-    found = [Fault(part, cause) for part, cause in LOST.items()]
-    found.append(Fault(Part.LEAVING, "a second cause"))
+    found = [UnfitPart(part, cause) for part, cause in LOST.items()]
+    found.append(UnfitPart(Part.LEAVING, "a second cause"))
     monkeypatch.setattr(trial, "faults", lambda version: iter(found))
     trial.first_causes.cache_clear()
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.endpoints.window import CongestionWindow, Latencies, MetricsPressure, ServerMetrics
+from conserve.endpoints.window import CongestionWindow, MetricsPressure, ServerMetrics, SlownessWindow
 
 LOOKS = st.lists(st.booleans(), max_size=200)
 PAGE = """\
@@ -83,11 +83,11 @@ def test_a_first_token_that_takes_longer_than_in_calm_is_pressure() -> None:
 
 @given(latencies=st.lists(st.floats(0.1, 0.149), max_size=50))
 def test_small_changes_are_no_pressure(latencies: list[float]) -> None:
-    judged = Latencies()
+    judged = SlownessWindow()
     assert not any(judged.observe(latency) for latency in latencies)
 
 
 def test_one_slow_answer_is_no_pressure() -> None:
-    judged = Latencies()
+    judged = SlownessWindow()
     looks = [judged.observe(latency) for latency in [0.1] * 10 + [5.0] + [0.1] * 10]
     assert not any(looks)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import conserve
 from conserve.api.engines import Engine
-from conserve.api.twins import Call, Method
+from conserve.api.twins import BlockingCall, Method
 
 HEAD = """# Python
 
@@ -94,7 +94,7 @@ def described(label: str, value: Any) -> str:
     """Signature and docstring of a call."""
     if isinstance(value, property):
         return prose(value)
-    twin = "**aio.** " if isinstance(value, Method | Call) else ""
+    twin = "**aio.** " if isinstance(value, Method | BlockingCall) else ""
     return f"{signature(label, value)}\n\n{twin}{prose(value)}"
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from conserve.api.overview import Latency, Overview, ServerSeen
-from conserve.cli.top_frame import HEIGHT, WIDTH, Choice, frame
+from conserve.cli.top_frame import HEIGHT, WIDTH, ScreenState, frame
 from conserve.jobs.deadlines.forecast import Forecast
 from conserve.store.books.readings import JobReading
 from conserve.store.books.states import JobState
@@ -95,7 +95,7 @@ OVERVIEW = Overview(
 def picture() -> str:
     """The screen at 80x24 as SVG."""
     console = Console(record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True)
-    for line in frame(OVERVIEW, Choice(job="news-2b7d")):
+    for line in frame(OVERVIEW, ScreenState(job="news-2b7d")):
         console.print(line, no_wrap=True, overflow="crop", crop=True, highlight=False)
     drawn = console.export_svg(title="conserve top", theme=MONOKAI, unique_id="top")
     return FONTS.sub("", drawn).replace("Fira Code, monospace", "ui-monospace, monospace")

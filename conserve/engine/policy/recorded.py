@@ -37,7 +37,7 @@ NUMBERS = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedIteration:
     """One iteration as it was planned."""
 
     at: float  # seconds since 1970
@@ -85,7 +85,7 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
     )
 
 
-def recorded(line: bytes) -> Recorded:
+def recorded(line: bytes) -> RecordedIteration:
     """Read a line that `line_of` has written; raises ValueError for anything else."""
     try:
         said = msgspec.json.decode(line)
@@ -95,12 +95,12 @@ def recorded(line: bytes) -> Recorded:
                 f"not {said['version']}"
             )
         view, plan = _view_of(said["view"]), _plan_of(said["plan"])
-        return Recorded(at=said["at"], policy=said["policy"], view=view, plan=plan)
+        return RecordedIteration(at=said["at"], policy=said["policy"], view=view, plan=plan)
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise ValueError(f"this is no recorded view ({type(error).__name__}: {error})") from error
 
 
-def read(path: Path) -> Iterator[Recorded]:
+def read(path: Path) -> Iterator[RecordedIteration]:
     """The iterations of a file in their order. A line that a crash has cut short is left out."""
     with path.open("rb") as file:
         for line in file:

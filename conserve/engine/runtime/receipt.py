@@ -31,7 +31,7 @@ RANKS = {"p50": 0.5, "p99": 0.99}
 
 
 @dataclass(slots=True)
-class Slot:
+class TimeSlot:
     """A span of time and the latencies in it, in bins."""
 
     start: float  # monotonic seconds
@@ -51,10 +51,10 @@ class Receipt:
     def __init__(self, *, share: float = SHARE, dice: Random | None = None) -> None:
         self.share = share
         self._dice = dice or Random()
-        self._slot: Slot | None = None  # the one under way, if it was drawn
+        self._slot: TimeSlot | None = None  # the one under way, if it was drawn
         self._slot_ends = 0.0
         self._live_at: float | None = None  # last arrival
-        self._kept: dict[bool, deque[Slot]] = {pause: deque(maxlen=KEPT) for pause in (True, False)}
+        self._kept: dict[bool, deque[TimeSlot]] = {pause: deque(maxlen=KEPT) for pause in (True, False)}
         self._counted = {True: 0, False: 0}
         self._report: dict[str, Any] | None = None
 
@@ -116,13 +116,13 @@ class Receipt:
             self._counted[self._slot.pause] += 1
             self._report = None
 
-    def _drawn(self, now: float) -> Slot | None:
+    def _drawn(self, now: float) -> TimeSlot | None:
         if self._live_at is None or now - self._live_at > EXPECTED_S:
             return None
         drawn = self._dice.random()
         if drawn >= self.share * (1 + COMPARED):
             return None
-        return Slot(now, drawn < self.share)
+        return TimeSlot(now, drawn < self.share)
 
 
 def bin_of(ms: float) -> int:

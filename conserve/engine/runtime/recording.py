@@ -18,7 +18,7 @@ FULL = ".1"  # ending of the file before
 CLOSE_S = 2.0  # that the last lines may take when the engine ends
 
 
-class Recording:
+class LineAppender:
     """Appends lines to a file, which is made if need be and is its owner's alone (mode 0600)."""
 
     def __init__(
@@ -92,19 +92,19 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def recording_at(path: Path | None, number: int) -> Recording | None:
+def recording_at(path: Path | None, number: int) -> LineAppender | None:
     """Recording of an engine, if there is to be one; data parallel engines behind the first add their number."""
     if path is None:
         return None
-    return Recording(path.with_name(f"{path.name}.{number}") if number else path)
+    return LineAppender(path.with_name(f"{path.name}.{number}") if number else path)
 
 
-def arrivals_at(path: Path | None, number: int) -> Recording | None:
+def arrivals_at(path: Path | None, number: int) -> LineAppender | None:
     """Recording of an engine's live requests, if there is to be one: times and lengths, never a token."""
     if path is None:
         return None
     own = path.with_name(f"{path.stem}-{number}{path.suffix}") if number else path
-    return Recording(own, most_bytes=ARRIVALS_BYTES, what="arrivals", turns=True)
+    return LineAppender(own, most_bytes=ARRIVALS_BYTES, what="arrivals", turns=True)
 
 
 def arrival_line(at: float, prompt_tokens: int, answer_tokens: int) -> bytes:

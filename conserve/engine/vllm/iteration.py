@@ -28,7 +28,7 @@ class Stamp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class IterationOutcome:
     """Answer of the workers, on their `ModelRunnerOutput`."""
 
     left: frozenset[str] = frozenset()  # requests that left; their tokens are scheduled again
@@ -68,7 +68,7 @@ class Iteration:
     asked: int = 0  # rows that were told to leave
     raised_at: float = 0.0  # monotonic seconds; of the first row's order to leave
     # Settled.
-    outcome: Outcome | None = None
+    outcome: IterationOutcome | None = None
     took_s: float = 0.0
 
     @property
@@ -108,11 +108,11 @@ def stamp_of(output: Any) -> Stamp | None:
     return iteration.stamp if iteration is not None else None
 
 
-def outcome_of(output: Any) -> Outcome | None:
+def outcome_of(output: Any) -> IterationOutcome | None:
     """The outcome on vLLM's `ModelRunnerOutput`, if there is one."""
     return getattr(output, NAME, None)
 
 
-def put(output: Any, note: Iteration | Outcome) -> None:
+def put(output: Any, note: Iteration | IterationOutcome) -> None:
     """Attach the record or the outcome to vLLM's object."""
     setattr(output, NAME, note)

@@ -12,12 +12,12 @@ from pathlib import Path
 from conserve.endpoints.protocol import Url
 from conserve.errors import StoreError, UsageError, one_line
 from conserve.jobs.batches.lines import Limits, faults
-from conserve.jobs.inputs.files import Form
+from conserve.jobs.inputs.files import FileFormat
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import slug, submit
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import batches, uploads
-from conserve.store.books.batches import Batch, BatchState, Fault, Overtaken
+from conserve.store.books.batches import BatchRecord, BatchState, InputFault, Overtaken
 from conserve.store.books.uploads import File
 from conserve.store.database.migrations import DEFAULT_PROJECT
 from conserve.store.database.store import Store
@@ -59,7 +59,7 @@ def alone_at(path: FilePath) -> AbstractContextManager[None]:
     return alone(path) if isinstance(path, Path) else nullcontext()
 
 
-def find(store: Store, batch_id: str, *, now: float) -> tuple[Batch, File | None] | None:
+def find(store: Store, batch_id: str, *, now: float) -> tuple[BatchRecord, File | None] | None:
     """The batch and its input, if it still waits for a job."""
     with store.read() as tx:
         found = batches.anywhere(tx, batch_id)
@@ -68,7 +68,7 @@ def find(store: Store, batch_id: str, *, now: float) -> tuple[Batch, File | None
         return found, uploads.get(tx, found.project, found.file_id or "", now=now)
 
 
-def queue(store: Store, found: Batch, upload: File, limits: Limits, *, now: float) -> None:
+def queue(store: Store, found: BatchRecord, upload: File, limits: Limits, *, now: float) -> None:
     """Queue the job of a batch, or refuse its input."""
     endpoint = Url(found.endpoint or Url.CHAT)
     with home.fetched(store.data / upload.path, store.local) as path:
@@ -76,7 +76,7 @@ def queue(store: Store, found: Batch, upload: File, limits: Limits, *, now: floa
 
 
 def queue_file(
-    store: Store, found: Batch, upload: File, path: Path, endpoint: Url, limits: Limits, *, now: float
+    store: Store, found: BatchRecord, upload: File, path: Path, endpoint: Url, limits: Limits, *, now: float
 ) -> None:
     """Queue the job of a batch whose input is on this machine, or refuse the input."""
     if why := faults(path, endpoint, limits):
@@ -88,7 +88,7 @@ def queue_file(
     try:
         submit(
             store,
-            Input(names=[str(path)], form=Form.JSONL),
+            Input(names=[str(path)], form=FileFormat.JSONL),
             Task(kind=Kind.OPENAI, url=endpoint, order=Order.PREFIX),
             name=slug(upload.filename.partition(".")[0]),
             tags=tags,
@@ -101,16 +101,16 @@ def queue_file(
     except UsageError as error:
         if isinstance(error.__cause__, PASSING):
             raise error.__cause__ from error
-        refuse(store, found.id, [Fault(code="invalid_input", message=str(error))], now=now)
+        refuse(store, found.id, [InputFault(code="invalid_input", message=str(error))], now=now)
 
 
-def refuse(store: Store, batch_id: str, why: list[Fault], *, now: float) -> None:
+def refuse(store: Store, batch_id: str, why: list[InputFault], *, now: float) -> None:
     """Record why a batch's input cannot become a job."""
     with store.write() as tx:
         batches.refuse(tx, batch_id, why, now=now)
 
 
-def gone() -> Fault:
+def gone() -> InputFault:
     """Fault of an input that was deleted, or has expired, before it was read."""
     said = "The input file was deleted before it was validated; upload it again."
-    return Fault(code="invalid_input_file", message=said, param="input_file_id")
+    return InputFault(code="invalid_input_file", message=said, param="input_file_id")

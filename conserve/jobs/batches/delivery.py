@@ -17,7 +17,7 @@ import msgspec
 from conserve.errors import StoreDamaged, StoreError, StoreUnreachable
 from conserve.jobs.task import Task
 from conserve.store.books import batches, uploads
-from conserve.store.books.batches import Batch
+from conserve.store.books.batches import BatchRecord
 from conserve.store.books.states import JobState
 from conserve.store.books.uploads import NewFile
 from conserve.store.database.store import Store
@@ -68,14 +68,14 @@ def deliver(store: Store, batch_id: str, *, now: float) -> None:
                 put_in_place(store, found, into, now=now)
 
 
-def to_deliver(store: Store, batch_id: str) -> Batch | None:
+def to_deliver(store: Store, batch_id: str) -> BatchRecord | None:
     """The batch, if its files are still to be written."""
     with store.read() as tx:
         found = batches.anywhere(tx, batch_id)
     return found if found is not None and found.unfinished else None
 
 
-def put_in_place(store: Store, found: Batch, into: FilePath, *, now: float) -> None:
+def put_in_place(store: Store, found: BatchRecord, into: FilePath, *, now: float) -> None:
     """Write the files and name them in the database, then delete those of an earlier delivery."""
     written = write(store, found, into, now=now)
     mine = [one.path for one in written.values()]
@@ -92,12 +92,12 @@ def put_in_place(store: Store, found: Batch, into: FilePath, *, now: float) -> N
             path.unlink(missing_ok=True)
 
 
-def write(store: Store, found: Batch, into: FilePath, *, now: float) -> dict[str, Written]:
+def write(store: Store, found: BatchRecord, into: FilePath, *, now: float) -> dict[str, Written]:
     """Write the answers and the errors of a job; a kind without a line gets no file."""
     assert found.job is not None
     job_id, url = found.job.id, Task.from_json(found.job.task).url
     with ExitStack() as opened:
-        sinks = {name: opened.enter_context(Lines(into, store.local)) for name in ("output", "error")}
+        sinks = {name: opened.enter_context(LinesFile(into, store.local)) for name in ("output", "error")}
         with views(store, now=now, only=[job_id], sealed=False) as found_rows:
             for row in result_rows(found_rows, store, job_id):
                 sinks["output" if row["error_type"] is None else "error"].write(openai_line(row, url))
@@ -123,7 +123,7 @@ def rows_left(opened: Views, store: Store, job_id: str) -> Iterator[dict[str, An
     yield from export.documents_parsed(rows_of(export.unanswered(opened.duck, store.data, job_id)))
 
 
-class Lines:
+class LinesFile:
     """A file of JSON lines, whole on disk once it is kept."""
 
     def __init__(self, folder: FilePath, local: Path) -> None:
@@ -165,7 +165,9 @@ class Lines:
         )
 
 
-def register(store: Store, found: Batch, written: dict[str, Written], *, now: float) -> list[str] | None:
+def register(
+    store: Store, found: BatchRecord, written: dict[str, Written], *, now: float
+) -> list[str] | None:
     """Name the files in the database, in place of an earlier delivery's, whose paths are returned.
 
     Returns None if the files are not wanted any more.

@@ -10,7 +10,7 @@ import msgspec
 
 from conserve.errors import one_line
 from conserve.jobs.inputs.nesting import MAX_DEPTH, is_deeper
-from conserve.store.books.batches import Fault
+from conserve.store.books.batches import InputFault
 
 MOST_FAULTS = 100
 FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
@@ -25,9 +25,9 @@ class Limits:
     requests: int = 50_000
 
 
-def faults(path: Path, endpoint: str, limits: Limits) -> list[Fault]:
+def faults(path: Path, endpoint: str, limits: Limits) -> list[InputFault]:
     """Faults of an input file, at most `MOST_FAULTS`; none if it can become a job."""
-    found: list[Fault] = []
+    found: list[InputFault] = []
     for fault in Validation(endpoint, limits).faults(path):
         found.append(fault)
         if len(found) == MOST_FAULTS:
@@ -43,7 +43,7 @@ class Validation:
         self._ids: set[str] = set()
         self._decode = msgspec.json.Decoder().decode
 
-    def faults(self, path: Path) -> Iterator[Fault]:
+    def faults(self, path: Path) -> Iterator[InputFault]:
         """Yield the faults in the order of the lines."""
         requests = 0
         with path.open("rb") as file:
@@ -59,9 +59,9 @@ class Validation:
                 if (fault := self._fault(line, number)) is not None:
                     yield fault
         if not requests:
-            yield Fault(code="empty_file", message="The input file has no requests.")
+            yield InputFault(code="empty_file", message="The input file has no requests.")
 
-    def _fault(self, line: bytes, number: int) -> Fault | None:
+    def _fault(self, line: bytes, number: int) -> InputFault | None:
         try:
             row = self._decode(line)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -72,35 +72,35 @@ class Validation:
             return invalid_json(number, f"it nests more than {MAX_DEPTH} levels deep")
         return self._request_fault(row, number)
 
-    def _request_fault(self, row: dict[str, Any], number: int) -> Fault | None:
+    def _request_fault(self, row: dict[str, Any], number: int) -> InputFault | None:
         """Fault of a line that is an object; the ids of faultless lines are noted."""
         for name, kind in FIELDS.items():
             if name not in row:
                 said = f"Missing required parameter: '{name}'."
-                return Fault(code="missing_required_parameter", message=said, line=number, param=name)
+                return InputFault(code="missing_required_parameter", message=said, line=number, param=name)
             if not isinstance(row[name], kind):
                 said = f"Invalid type for '{name}': expected {KINDS[kind]}."
-                return Fault(code="invalid_type", message=said, line=number, param=name)
+                return InputFault(code="invalid_type", message=said, line=number, param=name)
         if row["method"] != "POST":
             said = f"The method is {one_line(row['method'], most=20)!r}; only POST is possible."
-            return Fault(code="invalid_method", message=said, line=number, param="method")
+            return InputFault(code="invalid_method", message=said, line=number, param="method")
         if row["url"] != self._endpoint:
             said = f"The url is {one_line(row['url'], most=80)!r}, and the batch's endpoint is {self._endpoint!r}."
-            return Fault(code="mismatched_url", message=said, line=number, param="url")
+            return InputFault(code="mismatched_url", message=said, line=number, param="url")
         if row["custom_id"] in self._ids:
             said = f"The custom_id {one_line(row['custom_id'], most=80)!r} is on an earlier line; make ids unique."
-            return Fault(code="duplicate_custom_id", message=said, line=number, param="custom_id")
+            return InputFault(code="duplicate_custom_id", message=said, line=number, param="custom_id")
         self._ids.add(row["custom_id"])
         return None
 
 
-def too_many(most: int) -> Fault:
+def too_many(most: int) -> InputFault:
     """Fault of a file with too many requests."""
     said = f"The input file has more than {most:,} requests; split it."
-    return Fault(code="too_many_requests", message=said)
+    return InputFault(code="too_many_requests", message=said)
 
 
-def invalid_json(number: int, why: str) -> Fault:
+def invalid_json(number: int, why: str) -> InputFault:
     """Fault of a line that is not a JSON object."""
     said = f"This line is not parseable as valid JSON: {why}."
-    return Fault(code="invalid_json_line", message=said, line=number)
+    return InputFault(code="invalid_json_line", message=said, line=number)

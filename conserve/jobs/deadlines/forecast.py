@@ -12,7 +12,7 @@ from random import Random
 
 from conserve.jobs.deadlines.rate import Course, Rates
 from conserve.jobs.deadlines.slack import SHARE
-from conserve.jobs.deadlines.work import Work
+from conserve.jobs.deadlines.work import RemainingWork
 
 COURSES = 200
 SPREAD = 0.6  # standard deviation of row lengths over their mean, as of tasks with short and long inputs
@@ -25,7 +25,7 @@ class QueuedJob:
 
     id: str
     seq: int
-    work: Work
+    work: RemainingWork
     priority: int = 0
     deadline: float | None = None
     expires: bool = True  # at its deadline, with the rows that are left
@@ -80,7 +80,7 @@ def course_of_queue(jobs: Sequence[QueuedJob], course: Course, dice: Random) -> 
     return ends
 
 
-def drawn_tokens(work: Work, dice: Random) -> float:
+def drawn_tokens(work: RemainingWork, dice: Random) -> float:
     """Possible tokens left of a job: the mean of its rows is known the better the more were answered."""
     if not work.rows_left:
         return 0.0

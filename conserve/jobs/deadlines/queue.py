@@ -5,7 +5,7 @@ from typing import Protocol
 
 from conserve.jobs.deadlines.forecast import COURSES, Forecast, QueuedJob, forecasts
 from conserve.jobs.deadlines.rate import Rates
-from conserve.jobs.deadlines.work import Counters, usual_row_tokens, work_of
+from conserve.jobs.deadlines.work import WorkCounters, usual_row_tokens, work_of
 from conserve.store.books.states import JobState, OnLate
 
 GOING = (JobState.QUEUED, JobState.RUNNING)
@@ -13,7 +13,7 @@ LIKELY = 0.9  # a job is said to make its deadline from this probability on
 NEW = "(new)"  # id of a job that is about to be queued
 
 
-class Listed(Counters, Protocol):
+class ListedJob(WorkCounters, Protocol):
     """A job of the store."""
 
     @property
@@ -30,7 +30,7 @@ class Listed(Counters, Protocol):
     def on_late(self) -> OnLate | None: ...
 
 
-def queued(jobs: Sequence[Listed], *, now: float) -> list[QueuedJob]:
+def queued(jobs: Sequence[ListedJob], *, now: float) -> list[QueuedJob]:
     """Jobs with rows to run, oldest first as they are given."""
     usual = usual_row_tokens(jobs)
     return [
@@ -48,7 +48,7 @@ def queued(jobs: Sequence[Listed], *, now: float) -> list[QueuedJob]:
 
 
 def forecast_queue(
-    jobs: Sequence[Listed],
+    jobs: Sequence[ListedJob],
     slots: Iterable[tuple[int, float, float]],
     *,
     now: float,
@@ -59,7 +59,7 @@ def forecast_queue(
 
 
 def forecast_new(
-    jobs: Sequence[Listed],
+    jobs: Sequence[ListedJob],
     slots: Iterable[tuple[int, float, float]],
     *,
     rows: int,

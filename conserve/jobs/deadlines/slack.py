@@ -54,7 +54,7 @@ def slack_order(
     return SlackOrder(urgent=urgent, riders=frozenset(urgent), others_ride=True, share=share)
 
 
-class Due(Protocol):
+class DueJob(Protocol):
     """A job with a deadline, in the order in which rows are claimed."""
 
     @property
@@ -65,7 +65,7 @@ class Due(Protocol):
     def tokens_left(self) -> float: ...
 
 
-def late_jobs(jobs: Iterable[Due], *, now: float, tokens_per_s: float | None) -> Iterator[str]:
+def late_jobs(jobs: Iterable[DueJob], *, now: float, tokens_per_s: float | None) -> Iterator[str]:
     """Ids of the jobs that would miss their deadline, if rows go in this order at `PRESSED` times the rate's time.
 
     Without a known rate none is.

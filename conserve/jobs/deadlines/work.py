@@ -10,7 +10,7 @@ from typing import Protocol
 UNSEEN_TOKENS = 500.0  # of a row, in a store that has answered none
 
 
-class Tokens(Protocol):
+class AnswerTokens(Protocol):
     """Tokens of answers."""
 
     @property
@@ -21,20 +21,20 @@ class Tokens(Protocol):
     def cached_tokens(self) -> int: ...
 
 
-class Counters(Tokens, Protocol):
+class WorkCounters(AnswerTokens, Protocol):
     """Counters of a job, as the store keeps them; failed rows count no tokens."""
 
     @property
     def succeeded(self) -> int: ...
 
 
-def computed_tokens(answered: Tokens) -> int:
+def computed_tokens(answered: AnswerTokens) -> int:
     """Tokens that the engine computed for answers."""
     return max(0, answered.prompt_tokens - answered.cached_tokens) + answered.completion_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class RemainingWork:
     """Rows of a job that have no result yet, and the tokens of a row."""
 
     rows_left: int
@@ -47,15 +47,15 @@ class Work:
         return self.rows_left * self.row_tokens
 
 
-def work_of(job: Counters, rows_left: int, usual_tokens: float) -> Work:
+def work_of(job: WorkCounters, rows_left: int, usual_tokens: float) -> RemainingWork:
     """Work left of a job; until a row of it is answered, rows take `usual_tokens` each."""
     if not job.succeeded:
-        return Work(rows_left=rows_left, row_tokens=usual_tokens, rows_seen=0)
+        return RemainingWork(rows_left=rows_left, row_tokens=usual_tokens, rows_seen=0)
     mean = computed_tokens(job) / job.succeeded
-    return Work(rows_left=rows_left, row_tokens=max(1.0, mean), rows_seen=job.succeeded)
+    return RemainingWork(rows_left=rows_left, row_tokens=max(1.0, mean), rows_seen=job.succeeded)
 
 
-def usual_row_tokens(jobs: Sequence[Counters]) -> float:
+def usual_row_tokens(jobs: Sequence[WorkCounters]) -> float:
     """Mean tokens of a row, each job with answered rows counting once; `UNSEEN_TOKENS` without any."""
     means = [computed_tokens(job) / job.succeeded for job in jobs if job.succeeded]
     return max(1.0, sum(means) / len(means)) if means else UNSEEN_TOKENS

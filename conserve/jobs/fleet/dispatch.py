@@ -7,7 +7,7 @@ from itertools import count
 from conserve.jobs.fleet.member import Errand, Member
 from conserve.jobs.fleet.membership import Membership
 from conserve.jobs.fleet.pieces import Piece, pieces
-from conserve.jobs.fleet.placement import Load, pays, place
+from conserve.jobs.fleet.placement import ServerLoad, pays, place
 
 
 class Dispatch:
@@ -110,11 +110,11 @@ class Dispatch:
             self._send(idle, now)
 
 
-def load_of(member: Member, takers: Sequence[Member]) -> Load:
+def load_of(member: Member, takers: Sequence[Member]) -> ServerLoad:
     """A server as a placement sees it."""
     known = [pace for one in takers if (pace := one.pace.of_a_place) is not None]
     usual = sum(known) / len(known) if known else 1.0
-    return Load(
+    return ServerLoad(
         tokens_per_s=member.pace.believed(usual) * max(1, member.places),
         tokens=max(0.0, member.tokens),
         cached=member.cached,

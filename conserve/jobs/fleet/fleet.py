@@ -27,7 +27,7 @@ from conserve.errors import (
 )
 from conserve.jobs.fleet.care import CHECK_S, Care
 from conserve.jobs.fleet.dispatch import Dispatch
-from conserve.jobs.fleet.estimate import Estimate
+from conserve.jobs.fleet.estimate import AnswerLength
 from conserve.jobs.fleet.member import Errand, Member
 from conserve.jobs.fleet.membership import Membership
 from conserve.store.books.servers import Sighting
@@ -57,7 +57,7 @@ class Fleet:
         self._dispatch = Dispatch(self.servers)
         self._care = Care(self.servers, self._dispatch)
         self._patient, self._say = patient, say
-        self._estimate, self._numbers = Estimate(), count()
+        self._estimate, self._numbers = AnswerLength(), count()
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._look_at = 0.0

@@ -10,7 +10,7 @@ from enum import StrEnum
 from conserve.endpoints.protocol import Call, Completion, Endpoint, OnTokens, model_of
 from conserve.errors import EndpointError, EndpointUnusable, one_line
 from conserve.jobs.fleet.pace import Pace
-from conserve.jobs.fleet.pieces import Asked
+from conserve.jobs.fleet.pieces import UnplacedRow
 from conserve.jobs.fleet.prefixes import CachedPrefixes
 
 START_S = 10.0  # for a server to say what it serves
@@ -47,7 +47,7 @@ class Errand:
 
     call: Call
     on_tokens: OnTokens | None
-    asked: Asked
+    asked: UnplacedRow
     turn: "asyncio.Future[Member]"
     tokens: Sequence[int] = ()  # seen so far, under the call's identity
     piece: int = 0  # number of the piece that it was placed with

@@ -14,7 +14,7 @@ from conserve.jobs.window.waiting import shared_blocks
 MOST_AGAIN = 0.1  # share of a subtree's tokens that cutting it may add
 
 
-class Asked(NamedTuple):
+class UnplacedRow(NamedTuple):
     """A row that waits for a server: its number, its key, and its tokens beyond the whole blocks of its key."""
 
     number: int
@@ -25,10 +25,10 @@ class Asked(NamedTuple):
 class Piece(NamedTuple):
     """Rows that go to one server, in order of their keys."""
 
-    rows: Sequence[Asked]
+    rows: Sequence[UnplacedRow]
 
     @classmethod
-    def of(cls, rows: Iterable[Asked]) -> Self:
+    def of(cls, rows: Iterable[UnplacedRow]) -> Self:
         """Bring rows into the order of their keys."""
         return cls(sorted(rows, key=lambda row: (row.key, row.number)))
 
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
             before = row.key
 
 
-def pieces(rows: Sequence[Asked], *, servers: int, block_tokens: int) -> list[Piece]:
+def pieces(rows: Sequence[UnplacedRow], *, servers: int, block_tokens: int) -> list[Piece]:
     """Cut rows into pieces for so many servers: the piece with the row that waits longest comes first."""
     ordered = Piece.of(rows).rows
     most = work(ordered, block_tokens) / max(1, servers)
@@ -60,7 +60,7 @@ def pieces(rows: Sequence[Asked], *, servers: int, block_tokens: int) -> list[Pi
     return sorted(found, key=lambda piece: min(row.number for row in piece.rows))
 
 
-def stays_together(rows: Sequence[Asked], most: float, servers: int, block_tokens: int) -> bool:
+def stays_together(rows: Sequence[UnplacedRow], most: float, servers: int, block_tokens: int) -> bool:
     """True if these rows are one piece."""
     if len(rows) == 1:
         return True
@@ -69,7 +69,7 @@ def stays_together(rows: Sequence[Asked], most: float, servers: int, block_token
     return tokens <= most or prefix * (servers - 1) > MOST_AGAIN * tokens
 
 
-def parts(rows: Sequence[Asked]) -> list[list[Asked]]:
+def parts(rows: Sequence[UnplacedRow]) -> list[list[UnplacedRow]]:
     """Children of the branch that all these rows share; halves if their keys are equal."""
     depth = shared_blocks(rows[0].key, rows[-1].key)
     found = [list(part) for _, part in groupby(rows, lambda row: row.key[depth : depth + 1])]
@@ -79,7 +79,7 @@ def parts(rows: Sequence[Asked]) -> list[list[Asked]]:
     return [list(rows[:half]), list(rows[half:])]
 
 
-def work(rows: Sequence[Asked], block_tokens: int) -> float:
+def work(rows: Sequence[UnplacedRow], block_tokens: int) -> float:
     """Tokens of rows in order of their keys, each shared block counted once."""
     if not rows:
         return 0.0

@@ -16,7 +16,7 @@ WORTH = 4.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Load:
+class ServerLoad:
     """A server as a placement sees it; `place` adds to it."""
 
     tokens_per_s: float
@@ -40,7 +40,7 @@ class Load:
         self.coming.update(piece.blocks())
 
 
-def place(found: Sequence[Piece], loads: Sequence[Load], *, block_tokens: int) -> list[int]:
+def place(found: Sequence[Piece], loads: Sequence[ServerLoad], *, block_tokens: int) -> list[int]:
     """Choose the index of a server for each piece; the loads have the pieces afterwards."""
     chosen = []
     for piece in found:
@@ -51,13 +51,13 @@ def place(found: Sequence[Piece], loads: Sequence[Load], *, block_tokens: int) -
     return chosen
 
 
-def cost_s(piece: Piece, load: Load, block_tokens: int, worth: float = WORTH) -> float:
+def cost_s(piece: Piece, load: ServerLoad, block_tokens: int, worth: float = WORTH) -> float:
     """Seconds until the piece would be done, with each token of a prefix that is missing counted `worth` times."""
     missing = load.missing(piece, block_tokens)
     return load.wait_s + (piece.tokens + worth * missing) / load.tokens_per_s
 
 
-def pays(piece: Piece, slow: Load, spare: Load, *, block_tokens: int) -> bool:
+def pays(piece: Piece, slow: ServerLoad, spare: ServerLoad, *, block_tokens: int) -> bool:
     """True if the last piece of a slow server is done sooner on one with places to spare.
 
     A server with nothing to run computes a prefix in time that nothing else would use.

@@ -13,7 +13,7 @@ JUMP_S = 5.0  # a clock that is slowed down or sped up gains less between two lo
 
 
 @dataclass(slots=True)
-class Silence:
+class LeaseSilence:
     """Time for which one lease was not renewed."""
 
     sign: Sign
@@ -30,7 +30,7 @@ class Expiry:
 
     def __init__(self, lease_s: float, monotonic: Callable[[], float]) -> None:
         self._lease_s, self._monotonic = lease_s, monotonic
-        self._watched: dict[int, Silence] = {}
+        self._watched: dict[int, LeaseSilence] = {}
 
     def over(self, signs: Iterable[Sign]) -> list[Sign]:
         """Look at the signs of all leases; returns the signs of leases that are over."""
@@ -39,12 +39,12 @@ class Expiry:
         watched = self._watched.values()
         return [each.sign for each in watched if each.seconds >= self._length_s(each.sign)]
 
-    def _watch(self, sign: Sign, now: float) -> Silence:
+    def _watch(self, sign: Sign, now: float) -> LeaseSilence:
         before = self._watched.get(sign.epoch)
         if before is None or before.sign != sign:
-            return Silence(sign, now)
+            return LeaseSilence(sign, now)
         counts = min(now - before.looked_at, self._length_s(sign) / 2)
-        return Silence(sign, now, before.seconds + counts)
+        return LeaseSilence(sign, now, before.seconds + counts)
 
     def _length_s(self, sign: Sign) -> float:
         """Length of a lease; this process's own for a lease of an earlier version, which has none."""

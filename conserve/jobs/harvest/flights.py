@@ -10,11 +10,11 @@ from conserve.endpoints.protocol import Endpoint
 from conserve.errors import EndpointError, EndpointFault, EndpointUnusable, one_line
 from conserve.jobs.harvest.hold import Hold
 from conserve.jobs.harvest.outage import Outage
-from conserve.jobs.harvest.outbox import Recording
+from conserve.jobs.harvest.outbox import OutboxWriter
 from conserve.jobs.harvest.outcome import failure, success
 from conserve.jobs.harvest.retry import RetryDecision, decide
 from conserve.jobs.harvest.tally import Tally
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.books.results import Result
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ SAVE_EVERY_TOKENS = 64  # of one row, between two saves
 class Flight:
     """One row on its way through the endpoint."""
 
-    work: Work
+    work: ReadyRow
     tokens: Sequence[int]  # generated so far
     saved: int  # how many of them the store has, or is about to have
     alone: bool = True  # no other row was in flight meanwhile
@@ -41,7 +41,7 @@ class Flights:
     def __init__(
         self,
         endpoint: Endpoint,
-        recording: Recording,
+        recording: OutboxWriter,
         tally: Tally,
         *,
         hold: Hold,
@@ -69,7 +69,7 @@ class Flights:
         """True if a suspect is in flight, beside which no other row may run."""
         return any(flight.work.row.suspect for flight in self._flights)
 
-    def launch(self, work: Work) -> None:
+    def launch(self, work: ReadyRow) -> None:
         """Start a row's task, or finish it at once if it could not be rendered."""
         self._recording.held[work.epoch] += 1
         if work.call is None:
@@ -142,7 +142,7 @@ class Flights:
             self._tally.answer(completion)
             self._end(flight, result)
 
-    def _warn(self, work: Work, error: BaseException) -> None:
+    def _warn(self, work: ReadyRow, error: BaseException) -> None:
         """Warn of a row whose task raised an error, once a kind of error: the results hold all of them."""
         kind = type(error).__name__
         log.debug("row %d of %s", work.row.position, work.job_id, exc_info=error)

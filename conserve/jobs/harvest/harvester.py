@@ -26,10 +26,10 @@ from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.notes import ServerNotes
 from conserve.jobs.harvest.observer import ObservedEndpoint, Observer
 from conserve.jobs.harvest.outage import Outage, elapsed_or_set
-from conserve.jobs.harvest.outbox import Outbox, Recording
+from conserve.jobs.harvest.outbox import Outbox, OutboxWriter
 from conserve.jobs.harvest.retry import SUSPECT_FAILURES
 from conserve.jobs.harvest.tally import Tally as Tally
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.database.store import Store
 from conserve.store.database.wakeup import Listener
 from conserve.store.files import home
@@ -91,7 +91,7 @@ class Harvester:
         self._outage = Outage(said, self.tally.outages)
         self._claim_at = 0.0  # next claim while rows are in flight; the last one found nothing
         self._hold = Hold(self.monotonic, say)
-        self._recording = Recording(self._write, self._outage)
+        self._recording = OutboxWriter(self._write, self._outage)
         self._flights = Flights(
             self.endpoint,
             self._recording,
@@ -238,9 +238,9 @@ class Harvester:
                 return
             await self._wait_for_landing()
 
-    async def _next_works(self) -> list[Work]:
+    async def _next_works(self) -> list[ReadyRow]:
         """Claim rows if enough of the endpoint is free; a suspect only once no other row is left, and alone."""
-        works: list[Work] = []
+        works: list[ReadyRow] = []
         self._ledger.model = model_of(self.endpoint)  # a server may come back with another model
         if self.endpoint.capacity < 1:  # all servers are drained, or out of reach
             return []

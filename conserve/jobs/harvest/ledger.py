@@ -14,7 +14,7 @@ from conserve.jobs.harvest.recorder import Recorder
 from conserve.jobs.harvest.sharing import claim_by_shares, settle
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.turns import Turns
-from conserve.jobs.harvest.workload import Work, Workload
+from conserve.jobs.harvest.workload import ReadyRow, Workload
 from conserve.jobs.window.lookahead import Lookahead
 from conserve.jobs.window.shares import Group, Shares, Weights
 from conserve.store.books import catalog, choice, harvested, leases, queue, servers, shards
@@ -105,7 +105,7 @@ class Ledger:
             servers.forget(tx, self.owner)
         self.stopped_jobs()
 
-    def claim(self, limit: int, suspect: bool, identity: str) -> list[Work]:
+    def claim(self, limit: int, suspect: bool, identity: str) -> list[ReadyRow]:
         """Lease up to `limit` rows and load their requests; refuses a job whose requests cannot be read."""
         begun, since = self._clock(), self._monotonic()
         works = self._claim_any(limit, suspect, identity)
@@ -113,7 +113,7 @@ class Ledger:
             self._observer.claimed(works, begun=begun, seconds=self._monotonic() - since)
         return works
 
-    def _claim_any(self, limit: int, suspect: bool, identity: str) -> list[Work]:
+    def _claim_any(self, limit: int, suspect: bool, identity: str) -> list[ReadyRow]:
         if self._rebind:
             self._bind_all()
         if self._fruitless and not self.claimable():
@@ -133,7 +133,7 @@ class Ledger:
         elif not self._tally.in_flight:
             self._recorder.pause()
 
-    def _claim_shared(self, shares: Shares, limit: int, identity: str) -> list[Work]:
+    def _claim_shared(self, shares: Shares, limit: int, identity: str) -> list[ReadyRow]:
         """Lease rows of several groups by their weights."""
         with self._store.read() as tx:
             groups = shares.groups(self._runnable(tx))
@@ -145,7 +145,7 @@ class Ledger:
         self._fruitless = not works
         return works
 
-    def _claim_of(self, group: Group, limit: int, identity: str) -> list[Work]:
+    def _claim_of(self, group: Group, limit: int, identity: str) -> list[ReadyRow]:
         """Lease rows of one group, which has a window of its own."""
         self._lookahead, self._alone = self._windows.pop(group, (None, None))
         try:
@@ -156,7 +156,7 @@ class Ledger:
 
     def _claim_whole(
         self, limit: int, suspect: bool, identity: str, group: Group | None = None
-    ) -> list[Work]:
+    ) -> list[ReadyRow]:
         while True:
             try:
                 return self._claim(limit, suspect, identity, group)
@@ -167,7 +167,7 @@ class Ledger:
                     raise
                 self._refuse(error.job_id, str(error))
 
-    def _claim(self, limit: int, suspect: bool, identity: str, group: Group | None) -> list[Work]:
+    def _claim(self, limit: int, suspect: bool, identity: str, group: Group | None) -> list[ReadyRow]:
         while True:
             now = self._clock()
             terms = Terms(self.owner, now, self._lease_s, self.model)
@@ -225,7 +225,7 @@ class Ledger:
         self._alone = jobs[0].id
         return False
 
-    def _claim_chosen(self, jobs: Sequence[Any], limit: int, identity: str) -> list[Work] | None:
+    def _claim_chosen(self, jobs: Sequence[Any], limit: int, identity: str) -> list[ReadyRow] | None:
         """Lease the rows that the window gives out, in its order; None if all of them were leased by others."""
         lookahead = self._lookahead or Lookahead(self._store, utility=self._utility, cache=self.kv_cache)
         self._lookahead = None
@@ -242,12 +242,12 @@ class Ledger:
                 self._lookahead = lookahead
             else:  # interrupted, the window may have given out rows that were never leased
                 lookahead.close()
-        works: dict[tuple[str, int], Work] = {}
+        works: dict[tuple[str, int], ReadyRow] = {}
         for lease in leases:
             works |= {work.key: work for work in self._load(lease, identity)}
         return [works[row] for row in chosen if row in works] if leases else None
 
-    def _load(self, lease: Lease, identity: str) -> list[Work]:
+    def _load(self, lease: Lease, identity: str) -> list[ReadyRow]:
         """Load the rows of a lease with their requests; none of a job that must not run."""
         if self._refused(lease.job_id, lease.epoch):
             return []
@@ -310,7 +310,7 @@ class Ledger:
             self._tally.waiting_for = "no server takes rows" if unleased else None
         return not (left.leased or left.waiting or unleased)
 
-    def _backlog(self, tx: Any) -> queue.Backlog:
+    def _backlog(self, tx: Any) -> queue.UnclaimableRows:
         left = queue.backlog(tx, only=self._only, model=self.model)
         self._next_at = left.next_at
         return left

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from conserve.endpoints.protocol import Call, Completion, Endpoint, OnTokens
 from conserve.endpoints.wrapped import WrappedEndpoint
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.books.journal import Committed
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class Observer:
     in s since 1970.
     """
 
-    def claimed(self, works: Sequence[Work], *, begun: float, seconds: float) -> None:
+    def claimed(self, works: Sequence[ReadyRow], *, begun: float, seconds: float) -> None:
         """Rows were leased and loaded; none if the queue had none."""
 
     def trace_context(self, call: Call) -> str | None:
@@ -51,7 +51,7 @@ class Observers(Observer):
         self._observers = observers
         self._broke: set[str] = set()  # kinds of errors
 
-    def claimed(self, works: Sequence[Work], *, begun: float, seconds: float) -> None:
+    def claimed(self, works: Sequence[ReadyRow], *, begun: float, seconds: float) -> None:
         self._tell(lambda one: one.claimed(works, begun=begun, seconds=seconds))
 
     def trace_context(self, call: Call) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from conserve.jobs.harvest.outage import Outage, elapsed_or_set
 from conserve.jobs.harvest.retry import RetryDecision
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.books import saved_tokens
 from conserve.store.books.journal import Finished
 from conserve.store.books.results import Result
@@ -23,7 +23,7 @@ class Outbox:
     """Outcomes and saved tokens that wait for the next transaction."""
 
     finished: list[Finished] = field(default_factory=list)
-    returned: list[tuple[Work, RetryDecision]] = field(default_factory=list)
+    returned: list[tuple[ReadyRow, RetryDecision]] = field(default_factory=list)
     saved: dict[tuple[str, int], SavedTokens] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -37,7 +37,7 @@ class Outbox:
         return rows
 
 
-class Recording:
+class OutboxWriter:
     """Fills an outbox and has it written; `write` makes an outbox durable."""
 
     def __init__(self, write: Callable[[Outbox], Coroutine[Any, Any, None]], outage: Outage) -> None:
@@ -46,18 +46,18 @@ class Recording:
         self.full = asyncio.Event()
         self.held: Counter[int] = Counter()  # epoch -> rows whose outcome is not written yet
 
-    def finish(self, work: Work, result: Result) -> None:
+    def finish(self, work: ReadyRow, result: Result) -> None:
         """Add the result of a row."""
         self.outbox.saved.pop(work.key, None)
         self.outbox.finished.append(Finished(work.epoch, *work.key, result))
         if len(self.outbox.finished) >= FLUSH_ROWS:
             self.full.set()
 
-    def put_back(self, work: Work, decision: RetryDecision) -> None:
+    def put_back(self, work: ReadyRow, decision: RetryDecision) -> None:
         """Add a row that returns to the queue."""
         self.outbox.returned.append((work, decision))
 
-    def save(self, work: Work, tokens: Sequence[int]) -> None:
+    def save(self, work: ReadyRow, tokens: Sequence[int]) -> None:
         """Add the tokens generated so far for a row, which replace earlier ones."""
         assert work.call is not None
         self.outbox.saved[work.key] = SavedTokens(

@@ -6,13 +6,13 @@ import msgspec
 
 from conserve.endpoints.protocol import Choice, Completion
 from conserve.jobs.harvest.echo import shortened
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.books.results import Result
 
 MOST_SAID = 10_000  # characters of an error
 
 
-def success(work: Work, completion: Completion, *, now: float) -> Result:
+def success(work: ReadyRow, completion: Completion, *, now: float) -> Result:
     """Result of a row that was answered."""
     if work.keep_logprobs is not None:
         completion = shortened(completion, work.keep_logprobs)
@@ -39,7 +39,7 @@ def success(work: Work, completion: Completion, *, now: float) -> Result:
     )
 
 
-def failure(work: Work, error_type: str, error: str, *, now: float) -> Result:
+def failure(work: ReadyRow, error_type: str, error: str, *, now: float) -> Result:
     """Result of a row that has failed for good; the text of the error is cut and made valid UTF-8."""
     return Result(
         row_index=work.request.row_index,

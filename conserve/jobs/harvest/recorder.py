@@ -11,7 +11,7 @@ from conserve.jobs.deadlines.work import computed_tokens
 from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.retry import RetryDecision
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.books import catalog, harvested, journal, leases, queue, saved_tokens, shards, spans
 from conserve.store.books.journal import Committed
 from conserve.store.books.queue import Returned
@@ -121,7 +121,7 @@ class Recorder:
         return moved
 
 
-def returned(work: Work, decision: RetryDecision, now: float) -> Returned:
+def returned(work: ReadyRow, decision: RetryDecision, now: float) -> Returned:
     """A row that goes back to the queue, as a decision says."""
     return Returned(
         epoch=work.epoch,

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 
 from conserve.jobs.harvest.outbox import Outbox
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.jobs.window.shares import Group, Shares
 
-ClaimOf = Callable[[Group, int], list[Work]]
+ClaimOf = Callable[[Group, int], list[ReadyRow]]
 
 
-def claim_by_shares(shares: Shares, groups: Sequence[Group], limit: int, claim_of: ClaimOf) -> list[Work]:
+def claim_by_shares(shares: Shares, groups: Sequence[Group], limit: int, claim_of: ClaimOf) -> list[ReadyRow]:
     """Claim up to `limit` rows; what one group has not goes to the others. Rows of a group stay together."""
-    works: list[Work] = []
+    works: list[ReadyRow] = []
     waiting = list(groups)
     while waiting and len(works) < limit:
         for group, rows in shares.allot(waiting, limit - len(works)).items():

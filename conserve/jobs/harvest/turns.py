@@ -22,7 +22,7 @@ from conserve.store.database.store import Store
 LOOK_S = 60.0  # between two readings of the rate of harvested tokens
 
 
-class Candidate(NamedTuple):
+class RunnableJob(NamedTuple):
     """A runnable job; `deadline` is None once it has passed and the job goes on all the same."""
 
     id: str
@@ -48,7 +48,7 @@ class Turns:
 
     def ordered(
         self, runnable: Sequence[Any], *, now: float, group: Hashable | None = None
-    ) -> list[Candidate]:
+    ) -> list[RunnableJob]:
         """Jobs in the order of this claim, which is of a group of its own, or of all jobs."""
         self._claims[group] += 1
         self._turn = self._claims[group]
@@ -61,12 +61,12 @@ class Turns:
             self.pushing = frozenset()
         return found
 
-    def of_this_claim(self, ordered: Sequence[Candidate]) -> list[Candidate]:
+    def of_this_claim(self, ordered: Sequence[RunnableJob]) -> list[RunnableJob]:
         """Jobs whose rows that came back go now: without deadlines only on the turns kept for them."""
         dated = [job for job in ordered if job.deadline is not None]
         return dated if dated and not is_others_turn(self._turn, SHARE) else list(ordered)
 
-    def order(self, jobs: Sequence[Candidate]) -> SlackOrder:
+    def order(self, jobs: Sequence[RunnableJob]) -> SlackOrder:
         """Slack order among jobs of one priority."""
         if all(job.deadline is None for job in jobs):
             return SlackOrder()
@@ -83,10 +83,10 @@ class Turns:
         return self._tokens_per_s
 
 
-def candidate(job: Any, usual_tokens: float, now: float) -> Candidate:
+def candidate(job: Any, usual_tokens: float, now: float) -> RunnableJob:
     """A runnable job with its predicted work."""
     left = work_of(job, job.num_rows - job.succeeded - job.failed, usual_tokens).tokens
     to_come = job.deadline is not None and job.deadline > now
     deadline = job.deadline if to_come else None
     pushes = deadline is not None and job.on_late == OnLate.PUSH
-    return Candidate(job.id, job.seq, job.priority, job.next_position, job.num_rows, deadline, left, pushes)
+    return RunnableJob(job.id, job.seq, job.priority, job.next_position, job.num_rows, deadline, left, pushes)

@@ -19,7 +19,7 @@ from conserve.store.upkeep.damage import StorePart, unreadable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class ReadyRow:
     """One leased row, ready to be sent; `call` is None where the row could not be rendered."""
 
     job_id: str
@@ -42,7 +42,7 @@ class Work:
 class OpenJob:
     """A job with its task and its open request file."""
 
-    job: catalog.Job
+    job: catalog.JobRecord
     task: Task
     requests: RequestFile
 
@@ -79,7 +79,7 @@ class Workload:
         self._open[job_id] = OpenJob(job, task, requests)
         return None
 
-    def _requests(self, job: catalog.Job, now: float) -> RequestFile:
+    def _requests(self, job: catalog.JobRecord, now: float) -> RequestFile:
         """The job's requests, compared with the digest that was taken at submit."""
         for damage in unreadable(self._store.data, [job], [], now=now, parts=[StorePart.REQUESTS]):
             raise StoreDamaged(
@@ -87,7 +87,7 @@ class Workload:
             )
         return RequestFile(home.requests_file(self._store.data, job.id))
 
-    def load(self, lease: Lease, identity: str, *, pushes: bool = False) -> list[Work]:
+    def load(self, lease: Lease, identity: str, *, pushes: bool = False) -> list[ReadyRow]:
         """The lease's rows with their requests; saved tokens count only if `identity` generated them.
 
         `pushes` is for rows of a job that would miss its deadline.
@@ -106,7 +106,7 @@ class Workload:
             self._open.pop(job_id).requests.close()
 
 
-def task_of(job: catalog.Job) -> Task:
+def task_of(job: catalog.JobRecord) -> Task:
     """Task of a job; raises `StoreDamaged` if its record holds none."""
     try:
         return Task.from_json(job.task)
@@ -124,7 +124,7 @@ def to_work(
     identity: str,
     *,
     pushes: bool = False,
-) -> Work:
+) -> ReadyRow:
     """Make the call for one leased row; saved tokens count only if `identity` generated them."""
     call = None
     can_resume = wants_json = False
@@ -144,7 +144,7 @@ def to_work(
             identity=identity,
             pushes=pushes,
         )
-    return Work(
+    return ReadyRow(
         job_id=opened.job.id,
         epoch=epoch,
         row=row,

@@ -14,10 +14,10 @@ from conserve.errors import StoreError, one_line
 from conserve.jobs.harvest import owner as owners
 from conserve.jobs.hooks import signature
 from conserve.jobs.hooks.addresses import NotPublic, Resolve, resolved
-from conserve.jobs.hooks.wire import Answer, post
+from conserve.jobs.hooks.wire import ReceiverAnswer, post
 from conserve.store.books import hooks, outbox
 from conserve.store.books.hooks import Hook
-from conserve.store.books.outbox import Attempt, Message, MessageState
+from conserve.store.books.outbox import MessageRecord, MessageState, SendAttempt
 from conserve.store.database.store import Store
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Courier:
         """Claim nothing more."""
         self._over.set()
 
-    def _work(self, mine: Message | None) -> None:
+    def _work(self, mine: MessageRecord | None) -> None:
         """Send a message, and then others that are due."""
         try:
             while mine is not None:
@@ -102,7 +102,7 @@ class Courier:
         except Exception:
             log.exception("a message to a hook was not sent")
 
-    def _claim(self, limit: int) -> list[Message]:
+    def _claim(self, limit: int) -> list[MessageRecord]:
         if self._over.is_set():
             return []
         now = self._clock()
@@ -115,7 +115,7 @@ class Courier:
             outbox.release(tx, dead)
             return outbox.claim(tx, owner=self._owner, now=now, limit=limit)
 
-    def send(self, mine: Message) -> None:
+    def send(self, mine: MessageRecord) -> None:
         """Try to send a message that this process holds, and write down what came of it."""
         try:
             with self._store.read() as tx:
@@ -125,7 +125,7 @@ class Courier:
             raise
         except Exception as fault:  # a hook that is gone or damaged: its messages are given up in their time
             answer, error = None, f"{type(fault).__name__}: {one_line(fault, most=200)}"
-        attempt = Attempt(at=self._clock(), status=answer.status if answer else None, error=error)
+        attempt = SendAttempt(at=self._clock(), status=answer.status if answer else None, error=error)
         state, next_at = verdict(mine, attempt, answer.retry_after_s if answer else None)
         with self._store.write() as tx:
             outbox.record(tx, mine, attempt, state=state, next_at=next_at)
@@ -137,7 +137,7 @@ class Courier:
         if state is MessageState.GIVEN_UP:
             log.warning("the message %s to %s is given up: %s", mine.id, mine.hook_id, error)
 
-    def _tried(self, hook: Hook, mine: Message) -> tuple[Answer | None, str | None]:
+    def _tried(self, hook: Hook, mine: MessageRecord) -> tuple[ReceiverAnswer | None, str | None]:
         """Answer of the receiver, and why the attempt failed; None if it did not."""
         if hook.ended_at is not None:
             return None, "the hook has ended"
@@ -192,7 +192,7 @@ def refused(status: int) -> str:
 
 
 def verdict(
-    mine: Message, attempt: Attempt, retry_after_s: float | None = None
+    mine: MessageRecord, attempt: SendAttempt, retry_after_s: float | None = None
 ) -> tuple[MessageState, float | None]:
     """State of a message behind an attempt, and when it is tried again."""
     if attempt.error is None:

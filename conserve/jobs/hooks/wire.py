@@ -13,7 +13,7 @@ CONNECT_S = 10.0  # to each address
 WHOLE_S = 20.0  # from the first byte sent to the status line
 
 
-class Answer(NamedTuple):
+class ReceiverAnswer(NamedTuple):
     """Answer of a receiver; its body is not read."""
 
     status: int
@@ -28,7 +28,7 @@ def post(
     private: bool,
     context: ssl.SSLContext,
     resolve: Resolve = resolved,
-) -> Answer:
+) -> ReceiverAnswer:
     """Send a message; raises an error of `httpcore`, `OSError` or `NotPublic` without an answer.
 
     Redirects are not followed and proxies of the environment not used: both would lead around the checked address.
@@ -39,7 +39,7 @@ def post(
         pool.stream("POST", url, headers=list(headers.items()), content=body.encode()) as answer,
     ):
         named = {name.lower(): value for name, value in answer.headers}
-        return Answer(answer.status, seconds(named.get(b"retry-after", b"")))
+        return ReceiverAnswer(answer.status, seconds(named.get(b"retry-after", b"")))
 
 
 def seconds(text: bytes) -> float | None:

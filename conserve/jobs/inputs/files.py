@@ -17,7 +17,7 @@ from conserve.errors import InputError
 Partition = Mapping[str, int | str | None]
 
 
-class Form(StrEnum):
+class FileFormat(StrEnum):
     """Format of a file of rows."""
 
     PARQUET = "parquet"
@@ -27,13 +27,13 @@ class Form(StrEnum):
 
 
 SUFFIXES = {
-    ".parquet": Form.PARQUET,
-    ".pq": Form.PARQUET,
-    ".jsonl": Form.JSONL,
-    ".ndjson": Form.JSONL,
-    ".csv": Form.CSV,
-    ".tsv": Form.TSV,
-    ".tab": Form.TSV,
+    ".parquet": FileFormat.PARQUET,
+    ".pq": FileFormat.PARQUET,
+    ".jsonl": FileFormat.JSONL,
+    ".ndjson": FileFormat.JSONL,
+    ".csv": FileFormat.CSV,
+    ".tsv": FileFormat.TSV,
+    ".tab": FileFormat.TSV,
 }
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -42,14 +42,14 @@ HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
 
-class Named(NamedTuple):
+class NamedInput(NamedTuple):
     """The files of an input; `several` where it was given as a pattern, a folder or more than one name."""
 
     paths: list[Path]
     several: bool
 
 
-def spelled_out(names: Sequence[str]) -> Named:
+def spelled_out(names: Sequence[str]) -> NamedInput:
     """Expand names, patterns and folders into files, in order; raises `InputError` if one stands for none."""
     found: list[Path] = []
     several = len(names) > 1
@@ -64,7 +64,7 @@ def spelled_out(names: Sequence[str]) -> Named:
     )
     if twice is not None:
         raise InputError(f"{twice} is named twice; name each file once")
-    return Named(found, several)
+    return NamedInput(found, several)
 
 
 def files_of(name: str) -> list[Path]:
@@ -112,7 +112,7 @@ def is_data(path: Path, folder: Path) -> bool:
     return path.is_file() and not any(part.startswith(("_", ".")) for part in path.relative_to(folder).parts)
 
 
-def form_of_name(path: Path) -> Form | None:
+def form_of_name(path: Path) -> FileFormat | None:
     """Format by a file's suffix, packed or not; None if it tells none."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in PACKED:
@@ -120,17 +120,17 @@ def form_of_name(path: Path) -> Form | None:
     return SUFFIXES.get(suffixes[-1]) if suffixes else None
 
 
-def form_of(path: Path, name: str, wanted: Form | None, *, from_stdin: bool) -> Form:
+def form_of(path: Path, name: str, wanted: FileFormat | None, *, from_stdin: bool) -> FileFormat:
     """Format of a file: `wanted`, else by its first bytes, else by its name, else JSON lines."""
     named = None if from_stdin else form_of_name(path)
     with opened(path, name) as file:
         is_parquet = file.read(4) == PARQUET_MAGIC
-    form = wanted or (Form.PARQUET if is_parquet else named or Form.JSONL)
-    if form is Form.PARQUET and not is_parquet:
+    form = wanted or (FileFormat.PARQUET if is_parquet else named or FileFormat.JSONL)
+    if form is FileFormat.PARQUET and not is_parquet:
         raise InputError(f"{name} is not a Parquet file; write it again, or say what it is: --format")
     if is_parquet and packing(path) is not None:
         raise InputError(f"{name} is a Parquet file that was packed; unpack it, Parquet compresses by itself")
-    if is_parquet and form is not Form.PARQUET:
+    if is_parquet and form is not FileFormat.PARQUET:
         raise InputError(f"{name} is a Parquet file, not {form}; leave --format out")
     return form
 

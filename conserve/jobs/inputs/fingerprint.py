@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from conserve.store.books.catalog import InputFile, Job, Source
+from conserve.store.books.catalog import InputFile, JobRecord, Source
 from conserve.store.files import home
 from conserve.store.files.objects import FilePath
 
@@ -46,7 +46,7 @@ def is_other(part: InputFile, path: Path) -> bool:
         return False
 
 
-def changed(data: FilePath, job: Job) -> str | None:
+def changed(data: FilePath, job: JobRecord) -> str | None:
     """First input file of a job that differs from its fingerprint at submit; None if all are the same.
 
     Rows that were copied into the store cannot change. A hard link changes when the file is written into.

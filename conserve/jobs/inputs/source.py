@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from conserve.errors import InputError, TemplateError, UsageError, one_line
 from conserve.jobs.inputs import remote
-from conserve.jobs.inputs.files import Form, Named, form_of, partitions, spelled_out
+from conserve.jobs.inputs.files import FileFormat, NamedInput, form_of, partitions, spelled_out
 from conserve.jobs.inputs.fingerprint import fingerprint, together, written_meanwhile
 from conserve.jobs.inputs.held_rows import keep_batches, spool_rows
 from conserve.jobs.inputs.keeping import Keep, choice, keep
@@ -30,7 +30,11 @@ from conserve.store.sql.scan import scanned
 STDIN = "-"
 SPOOLED = "stdin"  # standard input in the job's folder, until its rows are copied
 COPY_GIB = 1.0
-TEXTS: dict[Form, type[TextRows]] = {Form.JSONL: JsonLines, Form.CSV: CsvRows, Form.TSV: TsvRows}
+TEXTS: dict[FileFormat, type[TextRows]] = {
+    FileFormat.JSONL: JsonLines,
+    FileFormat.CSV: CsvRows,
+    FileFormat.TSV: TsvRows,
+}
 
 
 class InputRows(Protocol):
@@ -58,7 +62,7 @@ class Input:
     sql: str | None = None
     table: pa.RecordBatchReader | None = None
     rows: Iterable[Mapping[str, Any]] | None = None
-    form: Form | None = None
+    form: FileFormat | None = None
     keep: Keep | None = None  # None: a copy up to `copy_gib`, a link beyond
     copy_gib: float = COPY_GIB
 
@@ -117,19 +121,21 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
             raise InputError(f"{given.title} cannot be read: {one_line(error)}") from error
     if given.rows is not None:
         spool_rows(given.rows, folder / SPOOLED, given.title)
-        return open_text([folder / SPOOLED], given.title, Form.JSONL, openai=openai)
+        return open_text([folder / SPOOLED], given.title, FileFormat.JSONL, openai=openai)
     if any(map(remote.is_url, given.names)):
         return open_objects(given, folder, openai=openai)
     from_stdin = STDIN in given.names
     if from_stdin and len(given.names) > 1:
         raise UsageError("- is standard input and goes with no other file")
     named = (
-        Named([spool(sys.stdin.buffer, folder)], several=False) if from_stdin else spelled_out(given.names)
+        NamedInput([spool(sys.stdin.buffer, folder)], several=False)
+        if from_stdin
+        else spelled_out(given.names)
     )
     form = form_of_all(named, given, from_stdin=from_stdin)
-    if form is Form.PARQUET or (form is not Form.JSONL and openai):
+    if form is FileFormat.PARQUET or (form is not FileFormat.JSONL and openai):
         if openai:
-            raise unasked(given.title, "a Parquet file" if form is Form.PARQUET else form.upper())
+            raise unasked(given.title, "a Parquet file" if form is FileFormat.PARQUET else form.upper())
         return open_parquet(named, given, folder, from_stdin=from_stdin)
     marks = [] if from_stdin else marks_of(named.paths)
     opened = open_text(named.paths, given.title, form, openai=openai, several=named.several)
@@ -147,7 +153,7 @@ def open_objects(given: Input, folder: Path, *, openai: bool) -> Opened:
 
 
 def open_text(
-    paths: Sequence[Path], title: str, form: Form, *, openai: bool, several: bool = False
+    paths: Sequence[Path], title: str, form: FileFormat, *, openai: bool, several: bool = False
 ) -> Opened:
     """Rows of text files, which are copied into the job's folder later."""
     lines = OpenAILines if openai else TEXTS[form]
@@ -155,7 +161,7 @@ def open_text(
     return Opened(rows, Source(path=None, format="openai" if openai else form, copied=True))
 
 
-def form_of_all(named: Named, given: Input, *, from_stdin: bool) -> Form:
+def form_of_all(named: NamedInput, given: Input, *, from_stdin: bool) -> FileFormat:
     """Format of all files; raises `InputError` if they differ in it."""
     title = given.title if not named.several else None
     forms = {
@@ -197,13 +203,13 @@ def unasked(title: str, kind: str) -> InputError:
     return InputError(f"{title} is {kind}; say what to ask: --prompt TEMPLATE or --messages COLUMN")
 
 
-def open_parquet(named: Named, given: Input, folder: Path, *, from_stdin: bool) -> Opened:
+def open_parquet(named: NamedInput, given: Input, folder: Path, *, from_stdin: bool) -> Opened:
     """Keep Parquet files, and read them where they then are."""
     if from_stdin:
         path = named.paths[0].rename(folder / home.INPUTS)
         rows = ParquetRows(path, given.title)
         mark = replace(fingerprint(path), path="")
-        return Opened(rows, replace(source_of(named, [mark], Form.PARQUET), path=None, copied=True))
+        return Opened(rows, replace(source_of(named, [mark], FileFormat.PARQUET), path=None, copied=True))
     how = given.keep or choice(named.paths, given.copy_gib * 2**30)
     if named.several:
         return open_parts(named, given.title, folder, how)
@@ -212,19 +218,19 @@ def open_parquet(named: Named, given: Input, folder: Path, *, from_stdin: bool) 
     kept = keep(path, folder / home.INPUTS, how)
     lies = path if kept is Keep.REFERENCE else folder / home.INPUTS
     mark = replace(fingerprint(lies), path=str(path.absolute()))
-    source = source_of(named, [mark], Form.PARQUET)
+    source = source_of(named, [mark], FileFormat.PARQUET)
     if kept is Keep.LINK:
         source = replace(source, linked=True, parts=(replace(mark, kept=home.INPUTS),))
     return Opened(ParquetRows(lies, given.title), replace(source, copied=kept is not Keep.REFERENCE), kept)
 
 
-def open_parts(named: Named, title: str, folder: Path, how: Keep) -> Opened:
+def open_parts(named: NamedInput, title: str, folder: Path, how: Keep) -> Opened:
     """Keep several Parquet files: copied as one, or each by itself."""
     marks = marks_of(named.paths)
     parts = ParquetParts(named.paths, title, partitions(named.paths))
     if how is Keep.COPY:
         parts.copy_to(folder / home.INPUTS)
-        source = source_of(named, marks, Form.PARQUET)
+        source = source_of(named, marks, FileFormat.PARQUET)
         check_unwritten(source)
         return Opened(ParquetRows(folder / home.INPUTS, title), replace(source, copied=True))
     (folder / home.PARTS).mkdir()
@@ -241,7 +247,7 @@ def open_parts(named: Named, title: str, folder: Path, how: Keep) -> Opened:
             )
         )
         how = kept if kept is Keep.REFERENCE else how  # one file system, one answer
-    source = replace(source_of(named, marks, Form.PARQUET), parts=tuple(kept_parts))
+    source = replace(source_of(named, marks, FileFormat.PARQUET), parts=tuple(kept_parts))
     return Opened(parts, source, how)
 
 
@@ -259,7 +265,7 @@ def marks_of(paths: Sequence[Path]) -> list[InputFile]:
         raise InputError(f"cannot read {error.filename}: {error.strerror}; check its permissions") from error
 
 
-def source_of(named: Named, marks: Sequence[InputFile], kind: str) -> Source:
+def source_of(named: NamedInput, marks: Sequence[InputFile], kind: str) -> Source:
     """Source of these files for the catalog; `marks` are their fingerprints, none for standard input."""
     if not marks:
         return Source(path=None, format=kind)

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from conserve.errors import UsageError
 from conserve.jobs.requests.file import RequestFile, StoredRequest
 from conserve.jobs.requests.wording import Tasks
-from conserve.store.books.catalog import Job
+from conserve.store.books.catalog import JobRecord
 from conserve.store.database.store import Store
 from conserve.store.files import home
 from conserve.store.files.objects import FilePath, source
@@ -26,7 +26,7 @@ class FoundRequest:
 
 
 def asked(
-    store: Store, job: Job, *, row_index: int | None = None, custom_id: str | None = None
+    store: Store, job: JobRecord, *, row_index: int | None = None, custom_id: str | None = None
 ) -> FoundRequest:
     """Find the request of a row by its row index or its custom id; raises `UsageError` if there is none."""
     path = home.requests_file(store.data, job.id)
@@ -46,7 +46,7 @@ def asked(
     return FoundRequest(position=position, request=request, body=body, prompt=prompt)
 
 
-def missing(job: Job, row_index: int | None, custom_id: str | None) -> str:
+def missing(job: JobRecord, row_index: int | None, custom_id: str | None) -> str:
     """Sentence for a row that does not exist."""
     if custom_id is not None:
         return f"no row of job {job.id} has the id {custom_id!r}; rows are also named by number, from 0"

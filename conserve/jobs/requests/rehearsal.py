@@ -17,7 +17,7 @@ AT_ONCE = 32  # prompts that a server counts at a time
 CHUNK = 512  # requests in memory
 
 
-class Tokens(Protocol):
+class Tokenizer(Protocol):
     """A tokenizer of the model that is to answer: the embedded engine's, or a server's."""
 
     @property
@@ -69,7 +69,7 @@ class Rehearsal:
             self.cut_short += 1
 
 
-async def rehearse(settings: Settings, job: JobReading, task: Task, tokens: Tokens | None) -> Rehearsal:
+async def rehearse(settings: Settings, job: JobReading, task: Task, tokens: Tokenizer | None) -> Rehearsal:
     """Make the request of each waiting row and count its prompt's tokens, if there is a tokenizer."""
     found = Rehearsal(job.id)
     requests = RequestFile(home.requests_file(readings.data(settings), job.id))
@@ -102,7 +102,9 @@ def chunks(positions: Iterable[int]) -> Iterable[list[int]]:
         yield chunk
 
 
-async def count(stored: Sequence[StoredRequest], task: Task, tokens: Tokens | None, found: Rehearsal) -> None:
+async def count(
+    stored: Sequence[StoredRequest], task: Task, tokens: Tokenizer | None, found: Rehearsal
+) -> None:
     """Add these requests to the findings."""
     gate = asyncio.Semaphore(AT_ONCE)
 
@@ -121,7 +123,7 @@ async def count(stored: Sequence[StoredRequest], task: Task, tokens: Tokens | No
             found.add_length(length, tokens.context if tokens else None)
 
 
-async def measured(request: StoredRequest, task: Task, tokens: Tokens) -> Length | None:
+async def measured(request: StoredRequest, task: Task, tokens: Tokenizer) -> Length | None:
     """Length of a request's prompt, of the longest if it has several; None where it cannot be counted."""
     assert request.payload is not None
     body = task.body(request.payload)
@@ -134,7 +136,7 @@ async def measured(request: StoredRequest, task: Task, tokens: Tokens) -> Length
     )
 
 
-async def prompt_tokens(url: Url, body: Mapping[str, Any], tokens: Tokens) -> int | None:
+async def prompt_tokens(url: Url, body: Mapping[str, Any], tokens: Tokenizer) -> int | None:
     """Tokens of a request's prompt, of the longest if it has several; None where they cannot be counted."""
     if url is Url.CHAT:
         return await tokens.of_chat(body)

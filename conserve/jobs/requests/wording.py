@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 
 from conserve.jobs.task import Kind, Task
-from conserve.store.books.catalog import Job
+from conserve.store.books.catalog import JobRecord
 
 
 class Tasks:
     """Bodies and prompts of some jobs' requests, for the view `requests`; None where a task cannot be read."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[JobRecord]) -> None:
         self._texts = {job.id: job.task for job in jobs}
         self._tasks: dict[str, Task] = {}
 

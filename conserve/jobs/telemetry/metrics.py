@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from conserve.endpoints.protocol import Call, Completion
 from conserve.errors import EndpointError
 from conserve.jobs.harvest.observer import Observer
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.books.journal import Committed
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class HarvestMetrics(Observer):
             registry=registry,
         )
 
-    def claimed(self, works: Sequence[Work], *, begun: float, seconds: float) -> None:
+    def claimed(self, works: Sequence[ReadyRow], *, begun: float, seconds: float) -> None:
         self._claim.observe(seconds)
         self._claimed.observe(len(works))
 

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from conserve.config import Settings
 from conserve.errors import ConserveError
 from conserve.jobs.deadlines.backlog import Backlog, backlog
-from conserve.jobs.deadlines.queue import GOING, Listed, queued
+from conserve.jobs.deadlines.queue import GOING, ListedJob, queued
 from conserve.jobs.deadlines.rate import Rates
 from conserve.store.books.readings import read_harvested, read_jobs
 from conserve.store.books.states import JobState
@@ -71,7 +71,7 @@ def backlog_metrics(found: Backlog | None) -> Iterator[Metric]:
     yield GaugeMetricFamily("conserve_backlog_jobs", "Jobs with rows to run.", found.jobs)
 
 
-def rows_waiting(jobs: Iterable[Listed]) -> int:
+def rows_waiting(jobs: Iterable[ListedJob]) -> int:
     """Rows without a result, of jobs that may run."""
     return sum(job.unanswered for job in jobs if job.state in GOING)
 

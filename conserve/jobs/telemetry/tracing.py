@@ -37,7 +37,7 @@ from opentelemetry.trace import (
 from conserve import __version__
 from conserve.endpoints.protocol import Call, Completion
 from conserve.jobs.harvest.observer import Observer
-from conserve.jobs.harvest.workload import Work
+from conserve.jobs.harvest.workload import ReadyRow
 from conserve.store.books.journal import Committed, Finished
 
 JOB, POSITION, ROW, ATTEMPT = "conserve.job", "conserve.position", "conserve.row", "conserve.attempt"
@@ -106,7 +106,7 @@ class RowTracer(Observer):
         ending.start()
         ending.join(CLOSE_S)
 
-    def claimed(self, works: Sequence[Work], *, begun: float, seconds: float) -> None:
+    def claimed(self, works: Sequence[ReadyRow], *, begun: float, seconds: float) -> None:
         for work in works:
             root = self._root(work.job_id, work.row.position)
             if root is None:
@@ -221,7 +221,7 @@ def under(root: SpanContext) -> Context:
     return set_span_in_context(NonRecordingSpan(root), Context())
 
 
-def named(work: Work) -> dict[str, Any]:
+def named(work: ReadyRow) -> dict[str, Any]:
     """Attributes of all spans of an attempt."""
     return {
         JOB: work.job_id,

@@ -24,7 +24,7 @@ MOST_DATED = 28  # of them with a deadline, while there are jobs without one
 READ_ROWS = 256  # of one job at a time
 
 
-class Place(NamedTuple):
+class WindowPlace(NamedTuple):
     """Place of a window: the number of rows given out, and the last row that was taken for its prefix."""
 
     turn: int = 0
@@ -36,7 +36,7 @@ class Place(NamedTuple):
         return f"{self.turn} {self.job_id} {self.position}" if self.job_id else f"{self.turn}"
 
     @classmethod
-    def from_text(cls, text: str | None) -> "Place":
+    def from_text(cls, text: str | None) -> "WindowPlace":
         """Inverse of `to_text`; a text that is no place gives the place where every window begins."""
         with suppress(ValueError):
             match (text or "0").split():
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 class Feed:
     """Rows of one job that were never leased, in order, with their keys; unless `whole`, only rows passed over."""
 
-    def __init__(self, store: Store, job: catalog.Job, cache: KvCache, *, whole: bool) -> None:
+    def __init__(self, store: Store, job: catalog.JobRecord, cache: KvCache, *, whole: bool) -> None:
         self.whole = whole
         self._store, self._job_id, self._cache = store, job.id, cache
         self._task = Task.from_json(job.task)
@@ -100,7 +100,7 @@ class Lookahead:
     ) -> None:
         self._store, self._cache, self._rows = store, cache, rows or ROWS
         with store.read() as tx:
-            place = Place.from_text(choice.remembered(tx))
+            place = WindowPlace.from_text(choice.remembered(tx))
         self._window = WaitingWindow(utility, seed=seed, turn=place.turn, cursor=self._key_at(place))
         self._cursor = place
         self._feeds: dict[int, Feed] = {}
@@ -142,7 +142,7 @@ class Lookahead:
                 row = self._window.pop()
                 job_id = self._ids[row.job]
                 if self._window.cursor is not before:
-                    self._cursor = Place(0, job_id, row.position)
+                    self._cursor = WindowPlace(0, job_id, row.position)
                 taken.append((job_id, row.position))
                 self._fill(row.job)
         return taken
@@ -178,7 +178,7 @@ class Lookahead:
         self._feeds.pop(seq).close()
         del self._ids[seq]
 
-    def _key_at(self, place: Place) -> Key:
+    def _key_at(self, place: WindowPlace) -> Key:
         """Key of the row at this place; empty if the row is gone."""
         if not place.job_id:
             return ()

@@ -33,7 +33,7 @@ class Line(NamedTuple):
     name: str | None = None
 
 
-class Answer(NamedTuple):
+class HarnessAnswer(NamedTuple):
     """Result of one request; `logprobs` and `choices` are JSON."""
 
     text: str | None
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
     completion_tokens: int
 
 
-COLUMNS = Answer._fields
+COLUMNS = HarnessAnswer._fields
 
 
 class Queue(Protocol):
@@ -87,7 +87,7 @@ class Alone:
                 job.run(engine=self._engine, progress=self._progress)
 
 
-class Recorded:
+class NotingQueue:
     """Queue that notes the ids of the jobs that went through it."""
 
     def __init__(self, queue: Queue) -> None:
@@ -111,7 +111,7 @@ class Asker:
         self._queue = queue
         self._calls: Counter[str] = Counter()
 
-    def ask(self, lines: Iterable[Line], *, sampled: bool = False) -> Iterator[Answer]:
+    def ask(self, lines: Iterable[Line], *, sampled: bool = False) -> Iterator[HarnessAnswer]:
         """Ask each line, and yield the answers in the order of the lines.
 
         If answers are `sampled`, a second call with the same lines gets answers of its own. Raises `RowsFailed`.
@@ -144,7 +144,7 @@ def written(path: Path, lines: Iterable[Line]) -> str:
     return digest.hexdigest()
 
 
-def answers(job: Job) -> Iterator[Answer]:
+def answers(job: Job) -> Iterator[HarnessAnswer]:
     """Yield the answers of a job in the order of its input; raises `RowsFailed` at a row without one."""
     columns = [*COLUMNS, "row_index", "error"]
     expected = 0
@@ -155,7 +155,7 @@ def answers(job: Job) -> Iterator[Answer]:
             if row_index != expected:
                 raise row_missing(job, expected)
             expected += 1
-            yield Answer(*values)
+            yield HarnessAnswer(*values)
     if expected != job.progress().rows:
         raise row_missing(job, expected)
 

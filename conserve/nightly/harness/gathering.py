@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from conserve.api.job import Job
 from conserve.errors import ConserveError, RequestRejected, RowsFailed
-from conserve.nightly.harness.asking import Answer, Line, Queue, written
+from conserve.nightly.harness.asking import HarnessAnswer, Line, Queue, written
 from conserve.store.books.results import Result
 
 QUIET_S = 0.2  # without a request, after which a job is made of those that came
@@ -29,11 +29,11 @@ LOOK_S = 0.2  # between two looks for results; longer where a look takes long
 LOOK_SHARE = 20  # of the time goes to looking, at most one part of so many
 
 
-class Waiting(NamedTuple):
+class WaitingRequest(NamedTuple):
     """A request without an answer yet."""
 
     line: Line
-    answer: "Future[Answer]"
+    answer: "Future[HarnessAnswer]"
 
 
 class Gatherer:
@@ -41,17 +41,17 @@ class Gatherer:
 
     def __init__(self, asked: Queue, *, name: str, jobs: int = MOST_JOBS) -> None:
         self._queue, self._name = asked, name
-        self._arrived: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
-        self._kept: dict[str, Answer] = {}  # of earlier tries
+        self._arrived: queue.SimpleQueue[WaitingRequest | None] = queue.SimpleQueue()
+        self._kept: dict[str, HarnessAnswer] = {}  # of earlier tries
         self._number = 0
         self._places = threading.Semaphore(jobs)
         self._workers = ThreadPoolExecutor(jobs, thread_name_prefix="conserve-asking")
         self._thread: threading.Thread | None = None
 
-    def ask(self, line: Line) -> "Future[Answer]":
+    def ask(self, line: Line) -> "Future[HarnessAnswer]":
         """Answer of a request, once it is durable; the line has a name."""
         assert line.name is not None
-        waiting = Waiting(line, Future())
+        waiting = WaitingRequest(line, Future())
         waiting.answer.set_running_or_notify_cancel()  # a sample that ends early cancels no answer of others
         self._arrived.put(waiting)
         if self._thread is None:
@@ -80,7 +80,7 @@ class Gatherer:
             if ended:
                 return
 
-    def _batch(self, first: Waiting) -> tuple[list[Waiting], bool]:
+    def _batch(self, first: WaitingRequest) -> tuple[list[WaitingRequest], bool]:
         """Requests that came with the first; True if no more will come."""
         batch, until = [first], time.monotonic() + LONGEST_S
         while len(batch) < MOST_ROWS and (left := until - time.monotonic()) > 0:
@@ -93,14 +93,14 @@ class Gatherer:
             batch.append(waiting)
         return batch, False
 
-    def _answered_before(self, waiting: Waiting) -> bool:
+    def _answered_before(self, waiting: WaitingRequest) -> bool:
         """Give a request the answer that an earlier try has kept; True if there is one."""
         kept = self._kept.pop(str(waiting.line.name), None)
         if kept is not None:
             waiting.answer.set_result(kept)
         return kept is not None
 
-    def _asked(self, batch: Sequence[Waiting], number: int) -> None:
+    def _asked(self, batch: Sequence[WaitingRequest], number: int) -> None:
         """Ask requests as the job of this number. An earlier try's job of this number is ended first."""
         waiting = {str(one.line.name): one for one in batch}
         try:
@@ -116,13 +116,13 @@ class Gatherer:
         for one in waiting.values():  # the job was an earlier try's and holds others
             self._arrived.put(one)
 
-    def _submitted(self, batch: Sequence[Waiting], number: int) -> Job:
+    def _submitted(self, batch: Sequence[WaitingRequest], number: int) -> Job:
         with tempfile.TemporaryDirectory(prefix="conserve-") as folder:
             path = Path(folder, "requests.jsonl")
             written(path, (waiting.line for waiting in batch))
             return self._queue.submitted(f"{self._name}-{number}", path, order="prefix")
 
-    def _take(self, result: Result, waiting: dict[str, Waiting]) -> None:
+    def _take(self, result: Result, waiting: dict[str, WaitingRequest]) -> None:
         """Hand out a result; that of an earlier try's request is kept until the request comes."""
         name = str(result.custom_id)
         one = waiting.pop(name, None)
@@ -158,9 +158,9 @@ def results_while(job: Job, work: Callable[[], None]) -> Iterator[Result]:
     working.result()
 
 
-def answer_of(result: Result) -> Answer:
+def answer_of(result: Result) -> HarnessAnswer:
     """Answer of a result."""
-    return Answer(
+    return HarnessAnswer(
         text=result.text,
         finish_reason=result.finish_reason,
         logprobs=result.logprobs,

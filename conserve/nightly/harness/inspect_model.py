@@ -27,7 +27,7 @@ from openai.types.chat import ChatCompletion
 
 from conserve.endpoints.protocol import Url
 from conserve.errors import RequestRejected
-from conserve.nightly.harness.asking import Answer, Line, Queue
+from conserve.nightly.harness.asking import HarnessAnswer, Line, Queue
 from conserve.nightly.harness.gathering import MOST_JOBS, Gatherer
 from conserve.nightly.harness.place import alone, engine_flags
 
@@ -159,7 +159,7 @@ def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if type(value).__name__ not in ("NotGiven", "Omit")}
 
 
-def completion_of(answer: Answer, name: str, model: str) -> ChatCompletion:
+def completion_of(answer: HarnessAnswer, name: str, model: str) -> ChatCompletion:
     """Answer as the object that the openai package makes of a server's answer."""
     choices = [choice_of(number, one) for number, one in enumerate(choices_of(answer))]
     usage = {
@@ -178,7 +178,7 @@ def completion_of(answer: Answer, name: str, model: str) -> ChatCompletion:
     return ChatCompletion.model_validate(document)
 
 
-def choices_of(answer: Answer) -> Sequence[Mapping[str, Any]]:
+def choices_of(answer: HarnessAnswer) -> Sequence[Mapping[str, Any]]:
     """All choices of an answer, as they stand in the column `choices`."""
     if answer.choices is not None:
         found: list[dict[str, Any]] = msgspec.json.decode(answer.choices)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from conserve.errors import ConserveError, EvaluationUnready, SettingsError, one_line
-from conserve.evals.outcome import Item, Outcome
+from conserve.evals.outcome import Item, SuiteOutcome
 from conserve.evals.plan import SuitePlan
-from conserve.nightly.harness.asking import Recorded
+from conserve.nightly.harness.asking import NotingQueue
 from conserve.nightly.harness.libraries import require
 from conserve.nightly.harness.options import typed
 from conserve.nightly.suite import Night
@@ -38,8 +38,8 @@ class InspectSuite:
         if name.endswith(".py") and not (folder / name).is_file():
             raise SettingsError(f"there is no file {folder / name}; correct suites.{suite.name}.task")
 
-    def run(self, night: Night) -> Outcome:
-        recorded = Recorded(night)
+    def run(self, night: Night) -> SuiteOutcome:
+        recorded = NotingQueue(night)
         with tempfile.TemporaryDirectory(
             prefix="conserve-"
         ) as scratch:  # inspect_ai reads its log when it is used
@@ -54,7 +54,7 @@ class InspectSuite:
             )
             facts = facts_of(log)
         items.sort(key=lambda item: item.epoch)  # a stable sort: by epoch, then in the order of the data set
-        return Outcome(items=items, facts=facts, job_ids=recorded.job_ids)
+        return SuiteOutcome(items=items, facts=facts, job_ids=recorded.job_ids)
 
 
 def checked(suite: SuitePlan) -> Mapping[str, Any]:
@@ -65,7 +65,7 @@ def checked(suite: SuitePlan) -> Mapping[str, Any]:
     return options
 
 
-def evaluated(night: Night, recorded: Recorded, options: Mapping[str, Any], scratch: str) -> Any:
+def evaluated(night: Night, recorded: NotingQueue, options: Mapping[str, Any], scratch: str) -> Any:
     """Log of inspect_ai's own evaluation, in a folder beside nightly.toml if the suite names one."""
     from inspect_ai import eval as evaluate
     from inspect_ai.model import get_model

@@ -26,7 +26,7 @@ from conserve.nightly.harness.place import (
     model_tokens,
     settings_of,
 )
-from conserve.nightly.harness.scoring import Plan, Score, Tokens, planned
+from conserve.nightly.harness.scoring import ContinuationScore, Plan, Tokens, planned
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -166,7 +166,9 @@ class ConserveLM(TemplateLM):  # type: ignore[misc]
 
     # Log-likelihoods.
 
-    def loglikelihood(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[Score]:
+    def loglikelihood(
+        self, requests: "list[Instance]", disable_tqdm: bool = False
+    ) -> list[ContinuationScore]:
         """Log-likelihoods of continuations, and whether greedy decoding would have written them."""
         return self._scored(self._pairs([request.args for request in requests]), requests)
 
@@ -181,12 +183,12 @@ class ConserveLM(TemplateLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
-    ) -> list[Score]:
+    ) -> list[ContinuationScore]:
         return self._scored((tuple(context), tuple(rest)) for _, context, rest in requests)
 
     def _scored(
         self, pairs: Iterator[tuple[Tokens, Tokens]], requests: "Sequence[Instance]" = ()
-    ) -> list[Score]:
+    ) -> list[ContinuationScore]:
         plans: list[Plan] = []
         answers = self._asker.ask(self._scoring_lines(pairs, plans))
         scores = list(chain.from_iterable(plan.scores(answers) for plan in plans))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from conserve.errors import EvaluationUnready, SettingsError, one_line
-from conserve.evals.outcome import Item, Outcome
+from conserve.evals.outcome import Item, SuiteOutcome
 from conserve.evals.plan import SuitePlan
-from conserve.nightly.harness.asking import Recorded
+from conserve.nightly.harness.asking import NotingQueue
 from conserve.nightly.harness.libraries import require
 from conserve.nightly.harness.options import typed
 from conserve.nightly.harness.place import model_tokens
@@ -49,7 +49,7 @@ class LmEvalSuite:
             )
             raise SettingsError(f"suites.{suite.name}: there is no task {unknown[0]!r} in lm-eval{where}")
 
-    def run(self, night: Night) -> Outcome:
+    def run(self, night: Night) -> SuiteOutcome:
         from conserve.nightly.harness.lm_eval_model import ConserveLM
 
         suite, options = night.suite, checked(night.suite)
@@ -61,11 +61,11 @@ class LmEvalSuite:
             flags=target.engine_args,
             **{name: options[name] for name in ("tokenizer", "max_length", "scoring") if name in options},
         )
-        recorded = Recorded(night)
+        recorded = NotingQueue(night)
         model = ConserveLM(queue=recorded, tokens=tokens, max_gen_toks=options.get("max_tokens", 256))
         found = [evaluated(model, suite, options, night.folder) for _ in range(suite.epochs)]
         items = [item for epoch, one in enumerate(found) for item in items_of(one, epoch)]
-        return Outcome(items=items, facts=facts_of(found[0]), job_ids=recorded.job_ids)
+        return SuiteOutcome(items=items, facts=facts_of(found[0]), job_ids=recorded.job_ids)
 
 
 def checked(suite: SuitePlan) -> Mapping[str, Any]:

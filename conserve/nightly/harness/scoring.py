@@ -14,7 +14,7 @@ import msgspec
 from conserve.endpoints.protocol import Url
 from conserve.errors import EndpointFault
 from conserve.jobs.task import KEEP_LOGPROBS
-from conserve.nightly.harness.asking import Answer, Line
+from conserve.nightly.harness.asking import HarnessAnswer, Line
 
 REQUEST_TOKENS = (
     48  # that a further request on a cached context costs: half a KV block, and an iteration's place
@@ -24,14 +24,14 @@ MOST_TOKENS = 100  # in one request; vLLM takes 128
 Tokens = tuple[int, ...]
 
 
-class Score(NamedTuple):
+class ContinuationScore(NamedTuple):
     """Log-likelihood of a continuation, and whether greedy decoding would have written it."""
 
     loglikelihood: float
     is_greedy: bool
 
 
-NOTHING = Score(0.0, True)  # of an empty continuation
+NOTHING = ContinuationScore(0.0, True)  # of an empty continuation
 
 
 class Logprobs(msgspec.Struct):
@@ -56,9 +56,9 @@ class ByNextToken(NamedTuple):
             for some in parts(wanted):
                 yield next_line([*context, *prefix], some)
 
-    def scores(self, answers: Iterator[Answer]) -> list[Score]:
+    def scores(self, answers: Iterator[HarnessAnswer]) -> list[ContinuationScore]:
         """Scores of the continuations; takes the answers to `lines` off `answers`."""
-        found: dict[tuple[Tokens, int], Score] = {}
+        found: dict[tuple[Tokens, int], ContinuationScore] = {}
         for prefix, wanted in asked_after(self.continuations).items():
             for some in parts(wanted):
                 told = next_told(next(answers))
@@ -76,7 +76,7 @@ class ByEcho(NamedTuple):
 
     lengths: Sequence[int]
 
-    def scores(self, answers: Iterator[Answer]) -> list[Score]:
+    def scores(self, answers: Iterator[HarnessAnswer]) -> list[ContinuationScore]:
         """Scores of the continuations; takes an answer for each off `answers`, and none for an empty one."""
         return [echoed(next(answers), length) if length else NOTHING for length in self.lengths]
 
@@ -126,7 +126,7 @@ def line(prompt: Sequence[int], **asked: Any) -> Line:
     return Line(Url.COMPLETIONS, body)
 
 
-def echoed(answer: Answer, length: int) -> Score:
+def echoed(answer: HarnessAnswer, length: int) -> ContinuationScore:
     """Score of a continuation of this many tokens at the end of an echoed prompt."""
     told = logprobs_of(answer)
     shortened = len(told.token_logprobs) == length  # by the queue
@@ -139,39 +139,39 @@ def echoed(answer: Answer, length: int) -> Score:
     values = [number(value) for value in told.token_logprobs[start : start + length]]
     tops = [top or {} for top in told.top_logprobs[start : start + length]]
     greedy = all(value >= max(top.values(), default=value) for value, top in zip(values, tops, strict=True))
-    return Score(sum(values), greedy)
+    return ContinuationScore(sum(values), greedy)
 
 
-class Told(NamedTuple):
+class NextTokenAnswer(NamedTuple):
     """Answer to a next-token request: log probabilities by name of the token, and the greatest one."""
 
     by_name: dict[str, float]
     greatest: float
 
 
-def next_told(answer: Answer) -> Told:
+def next_told(answer: HarnessAnswer) -> NextTokenAnswer:
     """Log probabilities of a next token."""
     told = logprobs_of(answer)
-    return Told(told.top_logprobs[0] or {}, number(told.token_logprobs[0]))
+    return NextTokenAnswer(told.top_logprobs[0] or {}, number(told.token_logprobs[0]))
 
 
-def of_token(told: Told, token: int) -> Score:
+def of_token(told: NextTokenAnswer, token: int) -> ContinuationScore:
     """Log probability of one token, and whether it is the likeliest."""
     value = told.by_name.get(f"token_id:{token}")
     if value is None:
         raise EndpointFault(
             "the server does not answer `logprob_token_ids`, which vLLM does from 0.31 on; give scoring=echo"
         )
-    return Score(value, value >= told.greatest)
+    return ContinuationScore(value, value >= told.greatest)
 
 
-def together(found: dict[tuple[Tokens, int], Score], continuation: Tokens) -> Score:
+def together(found: dict[tuple[Tokens, int], ContinuationScore], continuation: Tokens) -> ContinuationScore:
     """Score of a continuation from those of its tokens."""
     each = [found[continuation[:place], token] for place, token in enumerate(continuation)]
-    return Score(sum(one.loglikelihood for one in each), all(one.is_greedy for one in each))
+    return ContinuationScore(sum(one.loglikelihood for one in each), all(one.is_greedy for one in each))
 
 
-def logprobs_of(answer: Answer) -> Logprobs:
+def logprobs_of(answer: HarnessAnswer) -> Logprobs:
     """Log probabilities of an answer; raises `EndpointFault` for one without them."""
     if answer.logprobs is None:
         raise EndpointFault(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from conserve.errors import UsageError
-from conserve.evals.comparison import Comparison, Named
+from conserve.evals.comparison import Comparison, SuiteMetric
 from conserve.evals.records import RunRecord
 from conserve.nightly import keeping
 from conserve.nightly.comparing import HISTORY, NIGHTS, Flip, comparison, flips, series_of
@@ -96,7 +96,7 @@ def comparison_document(found: Comparison) -> Document:
     }  # fmt: skip
 
 
-def suite_document(found: Comparison, name: Named) -> Document:
+def suite_document(found: Comparison, name: SuiteMetric) -> Document:
     """Verdict on a metric as JSON; figures of a metric of which less is better have their own sign again."""
     judged, metric = found.judged[name], found.metrics[name]
     seen, sign = judged.evidence, -1 if metric.lower_is_better else 1

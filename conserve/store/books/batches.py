@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or
 
 from conserve.errors import JobRefused, StoreDamaged
 from conserve.store.books import catalog, events, leases, spans
-from conserve.store.books.catalog import Job
+from conserve.store.books.catalog import JobRecord
 from conserve.store.books.states import JobState, OnLate
 from conserve.store.database import schema
 from conserve.store.database.migrations import DEFAULT_PROJECT, new_batch_id
@@ -51,7 +51,7 @@ class BatchState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class InputFault:
     """Reason why an input cannot become a job, in the form of OpenAI's batch errors."""
 
     code: str
@@ -61,7 +61,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BatchRecord:
     """A row of the table `batch`, and its job once there is one."""
 
     seq: int
@@ -79,13 +79,13 @@ class Batch:
     idempotency_key: str | None
     output_expires_s: float | None
     refused_at: float | None
-    errors: Sequence[Fault] = ()
+    errors: Sequence[InputFault] = ()
     cancelling_at: float | None
     delivered_at: float | None
     delivered_of: float | None
     output_file_id: str | None
     error_file_id: str | None
-    job: Job | None = field(default=None)
+    job: JobRecord | None = field(default=None)
 
     @property
     def delivered(self) -> bool:
@@ -173,7 +173,7 @@ def bind(tx: Connection, batch_id: str, job_id: str, *, now: float) -> None:
     events.of_jobs(tx, [job_id], now=now)
 
 
-def refuse(tx: Connection, batch_id: str, faults: Sequence[Fault], *, now: float) -> None:
+def refuse(tx: Connection, batch_id: str, faults: Sequence[InputFault], *, now: float) -> None:
     """Record why a batch's input cannot become a job, unless the batch was cancelled meanwhile."""
     errors = msgspec.json.encode(faults).decode()
     mine = batch.c.id == batch_id, is_validating()
@@ -186,24 +186,24 @@ def is_validating() -> ColumnElement[bool]:
     return and_(batch.c.job_id.is_(None), batch.c.refused_at.is_(None), batch.c.cancelling_at.is_(None))
 
 
-def get(tx: Connection, project: str, batch_id: str) -> Batch | None:
+def get(tx: Connection, project: str, batch_id: str) -> BatchRecord | None:
     """The batch of this project with this id; None if the project has none."""
     row = tx.execute(select(batch).where(batch.c.id == batch_id, batch.c.project == project)).one_or_none()
     return None if row is None else with_jobs(tx, [row])[0]
 
 
-def several(tx: Connection, batch_ids: Collection[str]) -> list[Batch]:
+def several(tx: Connection, batch_ids: Collection[str]) -> list[BatchRecord]:
     """The batches with these ids, whatever their projects; those that are gone are left out."""
     return with_jobs(tx, tx.execute(select(batch).where(batch.c.id.in_(batch_ids))).all())
 
 
-def of_idempotency_key(tx: Connection, project: str, key: str) -> Batch | None:
+def of_idempotency_key(tx: Connection, project: str, key: str) -> BatchRecord | None:
     """The batch that an earlier request with this key made; None if there was none."""
     rows = tx.execute(select(batch).where(batch.c.project == project, batch.c.idempotency_key == key))
     return next(iter(with_jobs(tx, rows.all())), None)
 
 
-def page(tx: Connection, project: str, *, before: int | None, limit: int) -> list[Batch]:
+def page(tx: Connection, project: str, *, before: int | None, limit: int) -> list[BatchRecord]:
     """Batches of a project, the newest first; with `before`, those older than the batch of this number."""
     rows = select(batch).where(batch.c.project == project).order_by(batch.c.seq.desc()).limit(limit)
     if before is not None:
@@ -211,7 +211,7 @@ def page(tx: Connection, project: str, *, before: int | None, limit: int) -> lis
     return with_jobs(tx, tx.execute(rows).all())
 
 
-def with_jobs(tx: Connection, rows: Sequence[Any]) -> list[Batch]:
+def with_jobs(tx: Connection, rows: Sequence[Any]) -> list[BatchRecord]:
     """Rows of the table with their jobs; without it if its record is damaged."""
     wanted = [row.job_id for row in rows if row.job_id is not None]
     found = select(job).where(job.c.id.in_(wanted))
@@ -219,7 +219,7 @@ def with_jobs(tx: Connection, rows: Sequence[Any]) -> list[Batch]:
     return [to_batch(row, jobs.get(row.job_id)) for row in rows]
 
 
-def readable(row: Any) -> Job | None:
+def readable(row: Any) -> JobRecord | None:
     """The job of a database row; None if its record is damaged, so that the others are still listed."""
     try:
         return catalog.to_job(row)
@@ -228,16 +228,16 @@ def readable(row: Any) -> Job | None:
         return None
 
 
-def to_batch(row: Any, its_job: Job | None) -> Batch:
+def to_batch(row: Any, its_job: JobRecord | None) -> BatchRecord:
     """Convert a database row."""
     values = dict(row._mapping)
     values["metadata"] = None if row.metadata is None else msgspec.json.decode(row.metadata)
-    values["errors"] = msgspec.json.decode(row.errors or "[]", type=tuple[Fault, ...])
+    values["errors"] = msgspec.json.decode(row.errors or "[]", type=tuple[InputFault, ...])
     values["on_late"] = OnLate(row.on_late) if row.on_late else None
-    return Batch(**values, job=its_job)
+    return BatchRecord(**values, job=its_job)
 
 
-def cancel(tx: Connection, found: Batch, *, now: float) -> None:
+def cancel(tx: Connection, found: BatchRecord, *, now: float) -> None:
     """Cancel a batch, and its job; raises `JobRefused` for one that has ended otherwise."""
     if found.job_id is not None:
         catalog.lock_job(tx, found.job_id)  # before the batch, as `deliver` does
@@ -284,13 +284,15 @@ def is_stale() -> ColumnElement[bool]:
     return or_(batch.c.delivered_of.is_(None), batch.c.delivered_of != job.c.finished_at)
 
 
-def anywhere(tx: Connection, batch_id: str) -> Batch | None:
+def anywhere(tx: Connection, batch_id: str) -> BatchRecord | None:
     """The batch with this id, whatever its project."""
     row = tx.execute(select(batch).where(batch.c.id == batch_id)).one_or_none()
     return None if row is None else with_jobs(tx, [row])[0]
 
 
-def deliver(tx: Connection, found: Batch, *, output: str | None, errors: str | None, now: float) -> bool:
+def deliver(
+    tx: Connection, found: BatchRecord, *, output: str | None, errors: str | None, now: float
+) -> bool:
     """Record the files of a batch; False if its job has changed since its results were read, or they are there."""
     assert found.job is not None
     catalog.lock_job(tx, found.job.id)

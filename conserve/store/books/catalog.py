@@ -66,7 +66,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobRecord:
     """A row of the table `job`; its counters are of rows and tokens."""
 
     seq: int
@@ -162,7 +162,7 @@ def named(tx: Connection, name: str) -> list[str]:
     return list(tx.scalars(alike))
 
 
-def get(tx: Connection, job_id: str) -> Job:
+def get(tx: Connection, job_id: str) -> JobRecord:
     """The job with this id, or the only one whose id begins so. Raises `JobNotFound`, which names the nearest."""
     return to_job(tx.execute(select(job).where(job.c.id == resolve(ids(tx), job_id))).one())
 
@@ -177,7 +177,7 @@ def record(tx: Connection, job_id: str) -> dict[str, Any]:
     return dict(tx.execute(select(job).where(job.c.id == job_id)).one()._mapping)
 
 
-def everything(tx: Connection) -> list[Job]:
+def everything(tx: Connection) -> list[JobRecord]:
     """All jobs whose records can be read, oldest first; `conserve check` names the others."""
     found = []
     for row in tx.execute(select(job).order_by(job.c.seq)):
@@ -191,8 +191,8 @@ def ids(tx: Connection) -> list[str]:
     return list(tx.scalars(select(job.c.id).order_by(job.c.seq)))
 
 
-def to_job(row: Any) -> Job:
-    """Convert a database row to a `Job`; raises `StoreDamaged` if its values do not fit."""
+def to_job(row: Any) -> JobRecord:
+    """Convert a database row to a `JobRecord`; raises `StoreDamaged` if its values do not fit."""
     try:
         return convert(row._mapping)
     except (msgspec.MsgspecError, TypeError, UnicodeDecodeError) as error:
@@ -201,17 +201,17 @@ def to_job(row: Any) -> Job:
         ) from error
 
 
-def convert(row: Mapping[Any, Any]) -> Job:
-    """The columns of a row as a `Job`."""
+def convert(row: Mapping[Any, Any]) -> JobRecord:
+    """The columns of a row as a `JobRecord`."""
     values = {str(name): value for name, value in row.items()}
     msgspec.json.decode(values["task"], type=dict[str, Any])
     for name in ("source", "files", "tags"):
         values[name] = msgspec.json.decode(values[name] or "{}")
-    return msgspec.convert(values, Job)
+    return msgspec.convert(values, JobRecord)
 
 
 def is_readable(row: Mapping[Any, Any]) -> bool:
-    """True if the columns of a row make a `Job`."""
+    """True if the columns of a row make a `JobRecord`."""
     try:
         convert(row)
     except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
@@ -227,7 +227,7 @@ _MOVES = {
 }
 
 
-def move(tx: Connection, job_id: str, verb: str, *, now: float) -> Job:
+def move(tx: Connection, job_id: str, verb: str, *, now: float) -> JobRecord:
     """Pause, resume or cancel a job, unless it is in that state already; raises `JobRefused` from other states."""
     target, allowed = _MOVES[verb]
     lock_job(tx, get_id(tx, job_id))
@@ -279,7 +279,9 @@ def is_late(now: float) -> ColumnElement[bool]:
     return and_(waits, job.c.deadline <= now, expires)
 
 
-def set_deadline(tx: Connection, job_id: str, deadline: float | None, on_late: OnLate | None = None) -> Job:
+def set_deadline(
+    tx: Connection, job_id: str, deadline: float | None, on_late: OnLate | None = None
+) -> JobRecord:
     """Give a job that has not ended another deadline, or none; raises `JobRefused` for one that has.
 
     Without `on_late` what becomes of it then stays as it was.

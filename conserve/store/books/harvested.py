@@ -15,7 +15,7 @@ SLOT_S = 900
 KEPT_S = 8 * 7 * 86_400  # the same hour of eight weeks
 
 
-class Slot(NamedTuple):
+class HarvestedQuarter(NamedTuple):
     """Tokens computed in a quarter of an hour, and the seconds of it in which any harvester had rows to run."""
 
     slot: int  # quarters of an hour since 1970
@@ -57,10 +57,14 @@ def larger(column: ColumnElement[float], value: float) -> ColumnElement[float]:
     return case((column > value, column), else_=value)
 
 
-def slots(tx: Connection) -> list[Slot]:
+def slots(tx: Connection) -> list[HarvestedQuarter]:
     """All slots, the oldest first."""
     columns = harvested.c.slot, harvested.c.tokens, harvested.c.busy_s
-    return [Slot(*row) for row in tx.execute(select(*columns).order_by(harvested.c.slot)) if is_slot(row)]
+    return [
+        HarvestedQuarter(*row)
+        for row in tx.execute(select(*columns).order_by(harvested.c.slot))
+        if is_slot(row)
+    ]
 
 
 def forget_old(tx: Connection, *, now: float) -> None:

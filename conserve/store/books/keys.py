@@ -20,7 +20,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class ApiKey:
     """A row of the table `api_key`."""
 
     seq: int
@@ -89,12 +89,12 @@ def lock(tx: Connection, name: str) -> None:
     tx.execute(select(api_key.c.seq).where(api_key.c.name == name).with_for_update())
 
 
-def everything(tx: Connection) -> list[Key]:
+def everything(tx: Connection) -> list[ApiKey]:
     """All keys, also those that were revoked, the oldest first."""
-    return [Key(**row._mapping) for row in tx.execute(select(api_key).order_by(api_key.c.seq))]
+    return [ApiKey(**row._mapping) for row in tx.execute(select(api_key).order_by(api_key.c.seq))]
 
 
-def of_text(known: Iterable[Key], text: str) -> Key | None:
+def of_text(known: Iterable[ApiKey], text: str) -> ApiKey | None:
     """The key that a caller sent; None for another text, and for a key that was revoked.
 
     Every hash is compared, to its end, so that the time taken tells nothing about a key.

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from sqlalchemy import Connection, select
 
 from conserve.errors import StoreDamaged
-from conserve.store.books.catalog import Job
+from conserve.store.books.catalog import JobRecord
 from conserve.store.books.journal import is_whole
 from conserve.store.books.results import Result, decode, from_arrow
 from conserve.store.books.shards import ShardFile, files
@@ -23,7 +23,7 @@ journal = schema.journal
 class NewResults:
     """Reader of a job's results that remembers the rows it has read; a row that `retry` asks again is not new."""
 
-    def __init__(self, store: Store, job: Job) -> None:
+    def __init__(self, store: Store, job: JobRecord) -> None:
         self._store, self._job = store, job
         self._seen = bytearray(job.num_rows)  # by position
         self._read: set[int] = set()  # ids of shards

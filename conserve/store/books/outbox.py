@@ -37,7 +37,7 @@ class MessageState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class MessageRecord:
     """A row of the table `message`."""
 
     seq: int
@@ -59,7 +59,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class SendAttempt:
     """Outcome of an attempt to send a message."""
 
     at: float
@@ -91,7 +91,7 @@ def release(tx: Connection, dead: Collection[str]) -> None:
         tx.execute(update(message).where(message.c.owner.in_(dead)).values(owner=None, held_until=None))
 
 
-def claim(tx: Connection, *, owner: str, now: float, limit: int) -> list[Message]:
+def claim(tx: Connection, *, owner: str, now: float, limit: int) -> list[MessageRecord]:
     """Hold up to `limit` messages that are due, the oldest first, and few of each hook."""
     place = func.row_number().over(
         partition_by=message.c.hook_id, order_by=(message.c.next_at, message.c.seq)
@@ -124,7 +124,7 @@ def hold(tx: Connection, message_id: str, owner: str, now: float) -> bool:
     return tx.execute(free.values(held_by(owner, now))).rowcount == 1
 
 
-def get(tx: Connection, message_id: str) -> Message:
+def get(tx: Connection, message_id: str) -> MessageRecord:
     """The message with this id; raises `UsageError` if there is none."""
     row = tx.execute(select(message).where(message.c.id == message_id)).one_or_none()
     if row is None:
@@ -132,14 +132,19 @@ def get(tx: Connection, message_id: str) -> Message:
     return to_message(row)
 
 
-def to_message(row: Any) -> Message:
+def to_message(row: Any) -> MessageRecord:
     """Convert a database row."""
     values = dict(row._mapping)
-    return Message(**{**values, "state": MessageState(values["state"])})
+    return MessageRecord(**{**values, "state": MessageState(values["state"])})
 
 
 def record(
-    tx: Connection, sent: Message, attempt: Attempt, *, state: MessageState, next_at: float | None = None
+    tx: Connection,
+    sent: MessageRecord,
+    attempt: SendAttempt,
+    *,
+    state: MessageState,
+    next_at: float | None = None,
 ) -> None:
     """Write down an attempt; one that failed changes nothing if another process holds the message by now."""
     mine = [message.c.id == sent.id, message.c.state == MessageState.WAITING.value]
@@ -161,7 +166,7 @@ def record(
     )
 
 
-def again(tx: Connection, message_id: str, *, owner: str, now: float) -> Message:
+def again(tx: Connection, message_id: str, *, owner: str, now: float) -> MessageRecord:
     """Hold a message to send it again, under its id; raises `UsageError` if it is held or its hook has ended."""
     active(tx, get(tx, message_id).hook_id)
     fresh = {"state": MessageState.WAITING.value, "attempts": 0, "next_at": now, **held_by(owner, now)}
@@ -172,7 +177,7 @@ def again(tx: Connection, message_id: str, *, owner: str, now: float) -> Message
     return get(tx, message_id)
 
 
-def add_test(tx: Connection, to: Hook, *, owner: str, now: float) -> Message:
+def add_test(tx: Connection, to: Hook, *, owner: str, now: float) -> MessageRecord:
     """Add a message that tells of nothing, and hold it."""
     body = events.encoded("conserve.test", {"hook": to.id}, now=now)
     values = events.new_message(to.id, TEST, body, now=now) | held_by(owner, now)
@@ -187,7 +192,7 @@ def held_by(owner: str, now: float) -> dict[str, Any]:
 
 def page(
     tx: Connection, *, hook_id: str | None = None, state: MessageState | None = None, limit: int
-) -> list[Message]:
+) -> list[MessageRecord]:
     """Messages of a hook, or of all, the newest first."""
     found = select(message).order_by(message.c.seq.desc()).limit(limit)
     if hook_id is not None:

@@ -42,7 +42,7 @@ def content(path: FilePath, seal: Seal | None) -> Content:
     return Content(np.asarray(table["position"].to_numpy(), np.int64))
 
 
-def times_found(tx: Connection, job: catalog.Job, shards: Iterable[Positions]) -> Positions:
+def times_found(tx: Connection, job: catalog.JobRecord, shards: Iterable[Positions]) -> Positions:
     """Count in how many places each position is, of spans, `request`, the journal and these shards.
 
     Up to the cursor, 1 is right. The result is longer than the job's cursor if a position beyond it is in a place,
@@ -56,6 +56,6 @@ def times_found(tx: Connection, job: catalog.Job, shards: Iterable[Positions]) -
     return np.bincount(every[(every >= 0) & (every < job.num_rows)], minlength=job.next_position)
 
 
-def lost(tx: Connection, job: catalog.Job, readable: Iterable[Positions]) -> list[int]:
+def lost(tx: Connection, job: catalog.JobRecord, readable: Iterable[Positions]) -> list[int]:
     """Positions that are in no place, if only these of the job's shards can be read."""
     return [int(position) for position in np.flatnonzero(times_found(tx, job, readable) == 0)]

@@ -57,7 +57,7 @@ RUNNABLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
+class UnclaimableRows:
     """Unfinished rows of a queue in which nothing can be claimed."""
 
     leased: int  # rows that other owners hold
@@ -339,7 +339,9 @@ def count_retries(tx: Connection, job_ids: Sequence[str]) -> None:
         tx.execute(update(job).where(job.c.id == job_id).values(retries=more))
 
 
-def backlog(tx: Connection, *, only: Collection[str] | None = None, model: str | None = None) -> Backlog:
+def backlog(
+    tx: Connection, *, only: Collection[str] | None = None, model: str | None = None
+) -> UnclaimableRows:
     """Count the live rows of queued jobs; with a model, only of jobs that it may answer."""
     waiting = request.c.epoch.is_(None)
     counted = (
@@ -353,4 +355,4 @@ def backlog(tx: Connection, *, only: Collection[str] | None = None, model: str |
         select(func.coalesce(func.sum(span.c.held), 0)).join(job, job.c.id == span.c.job_id).where(*ours)
     )
     leased, back, next_at = tx.execute(live).one()
-    return Backlog(leased + int(tx.scalar(in_spans) or 0), back, next_at)
+    return UnclaimableRows(leased + int(tx.scalar(in_spans) or 0), back, next_at)

@@ -358,7 +358,7 @@ class Damaged(NamedTuple):
 
 
 def in_failed_shards(
-    tx: Connection, where: FilePath, current: catalog.Job, warn: Callable[[str], None]
+    tx: Connection, where: FilePath, current: catalog.JobRecord, warn: Callable[[str], None]
 ) -> tuple[dict[ShardFile, list[int]], Damaged]:
     """Positions in a job's failed shards; for unreadable shards, the positions that are in no place."""
     found = files(tx, [current.id])

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from sqlalchemy import Connection, select
 
 from conserve.store.books import shards, spans
-from conserve.store.books.catalog import Job
+from conserve.store.books.catalog import JobRecord
 from conserve.store.books.journal import is_whole
 from conserve.store.books.results import COLUMNS, TIMES, Result, decode
 from conserve.store.books.shards import ShardFile
@@ -24,7 +24,7 @@ BYTES_A_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RowStanding:
     """One row at one moment; `where` is a phrase for the user."""
 
     state: str  # as in the view `requests`
@@ -33,7 +33,7 @@ class Standing:
     result: Result | None = None
 
 
-def standing(store: Store, job: Job, position: int) -> Standing:
+def standing(store: Store, job: JobRecord, position: int) -> RowStanding:
     """Find a row by its position; the transaction sees it in exactly one place."""
     with store.read() as tx:
         if found := live(tx, job, position):
@@ -51,11 +51,11 @@ def standing(store: Store, job: Job, position: int) -> Standing:
     return in_shards(store.data, files, position)
 
 
-def live(tx: Connection, job: Job, position: int) -> Standing | None:
+def live(tx: Connection, job: JobRecord, position: int) -> RowStanding | None:
     """Standing of a row that is in a span or in `request`; None if it is in neither."""
     if (span := spans.at(tx, job.id, position)) is not None:
         owner = tx.scalar(select(lease.c.owner).where(lease.c.epoch == span.epoch))
-        return Standing(state="running", where=f"leased by {owner}", attempts=1)
+        return RowStanding(state="running", where=f"leased by {owner}", attempts=1)
     found = tx.execute(
         select(request, lease.c.owner)
         .outerjoin(lease, lease.c.epoch == request.c.epoch)
@@ -66,26 +66,26 @@ def live(tx: Connection, job: Job, position: int) -> Standing | None:
     tokens = f", {len(found.tokens) // BYTES_A_TOKEN:,} tokens of its answer saved" if found.tokens else ""
     if found.epoch is not None:
         where = f"leased by {found.owner}{tokens}"
-        return Standing(state="running", where=where, attempts=found.attempts)
+        return RowStanding(state="running", where=where, attempts=found.attempts)
     if not found.attempts:
         return waiting(job, "not taken yet; rows behind it were chosen first", 0)
     alone = ", to run alone since an engine died with it" if found.suspect else ""
     return waiting(job, f"came back{alone}{tokens}", found.attempts)
 
 
-def waiting(job: Job, where: str, attempts: int) -> Standing:
+def waiting(job: JobRecord, where: str, attempts: int) -> RowStanding:
     """Standing of a row that no owner holds; "cancelled" in a job that was, or expired."""
     state = "cancelled" if job.state in (JobState.CANCELLED, JobState.EXPIRED) else "waiting"
-    return Standing(state=state, where=where, attempts=attempts)
+    return RowStanding(state=state, where=where, attempts=attempts)
 
 
-def finished(result: Result, where: str) -> Standing:
+def finished(result: Result, where: str) -> RowStanding:
     """Standing of a row that has its result."""
     state = "failed" if result.failed else "succeeded"
-    return Standing(state=state, where=where, attempts=result.attempts, result=result)
+    return RowStanding(state=state, where=where, attempts=result.attempts, result=result)
 
 
-def in_shards(where: FilePath, files: Sequence[ShardFile], position: int) -> Standing:
+def in_shards(where: FilePath, files: Sequence[ShardFile], position: int) -> RowStanding:
     """Standing of a row that must be in one of these shards; unreadable if only damaged ones may hold it.
 
     A shard is compared with its digest only if it turns out to have the row.
@@ -105,10 +105,10 @@ def in_shards(where: FilePath, files: Sequence[ShardFile], position: int) -> Sta
     return lost(", ".join(damaged) or "a shard that is not recorded")
 
 
-def lost(place: str) -> Standing:
+def lost(place: str) -> RowStanding:
     """Standing of a row whose result cannot be read."""
     where = f"in a file that cannot be read ({place}); run: conserve check --repair"
-    return Standing(state="unreadable", where=where, attempts=0)
+    return RowStanding(state="unreadable", where=where, attempts=0)
 
 
 def to_result(row: dict[str, Any]) -> Result:

@@ -191,7 +191,7 @@ batch = Table(
     Column("idempotency_key", Text),
     Column("output_expires_s", Float),  # from the output's creation
     Column("refused_at", Float),  # the input cannot become a job
-    Column("errors", Text),  # JSON of store.books.batches.Fault's: why
+    Column("errors", Text),  # JSON of store.books.batches.InputFault's: why
     Column("cancelling_at", Float),
     Column("delivered_at", Float),  # the files of answers and errors are there
     Column("delivered_of", Float),  # `job.finished_at` then: `retry` makes it another

@@ -44,7 +44,7 @@ def seal(path: FilePath) -> Seal:
     return Seal(bytes=path.stat().st_size, digest=digest_of(path))
 
 
-class Look(NamedTuple):
+class FileAttributes(NamedTuple):
     """Attributes of a file that change with every write to it."""
 
     bytes: int
@@ -53,7 +53,7 @@ class Look(NamedTuple):
     inode: int
 
     @classmethod
-    def at(cls, path: Path) -> "Look":
+    def at(cls, path: Path) -> "FileAttributes":
         """Read the attributes of a file."""
         stat = path.stat()
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
@@ -74,11 +74,11 @@ class Memory:
                 if abs(self._now - at) < REMEMBER_S:
                     yield name, [*look, digest, at]
 
-    def knows(self, path: Path, seal: Seal, look: Look) -> bool:
+    def knows(self, path: Path, seal: Seal, look: FileAttributes) -> bool:
         """True if this file was found whole and not written to since."""
         return self._known.get(str(path), [])[:-1] == [*look, seal.digest]
 
-    def remember(self, path: Path, seal: Seal, look: Look) -> None:
+    def remember(self, path: Path, seal: Seal, look: FileAttributes) -> None:
         """Note that a file is whole, unless it is so young that a later change might not show."""
         if self._now - look.ctime_ns / 1e9 > YOUNG_S:
             self._known[str(path)] = [*look, seal.digest, self._now]
@@ -114,7 +114,7 @@ def fault(path: FilePath, seal: Seal | None, known: Memory | None = None) -> str
     if isinstance(path, ObjectPath):
         return object_fault(path, seal)
     try:
-        look = Look.at(path)
+        look = FileAttributes.at(path)
         if seal is None:
             return footer_fault(path)
         if known is not None and known.knows(path, seal, look):

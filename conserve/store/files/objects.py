@@ -24,7 +24,7 @@ BLOCK_BYTES = 8 << 20
 MOST_COPIED_BYTES = 5 << 30  # by one request within S3
 
 
-class Entry(NamedTuple):
+class ListedObject(NamedTuple):
     """An object in a listing."""
 
     path: "ObjectPath"
@@ -182,13 +182,13 @@ class ObjectPath:
         for info in self._listed(recursive=False):
             yield self / info.base_name
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[ListedObject]:
         """Yield all objects below the path, at any depth."""
         start = len(self.bucket.root) + 1
         for info in self._listed(recursive=True):
             if info.is_file and not info.path.endswith("/"):
                 path = ObjectPath(self.bucket, info.path[start:])
-                yield Entry(path, info.size, (info.mtime_ns or 0) / 1e9)
+                yield ListedObject(path, info.size, (info.mtime_ns or 0) / 1e9)
 
     def _listed(self, *, recursive: bool) -> "list[FileInfo]":
         from pyarrow import fs

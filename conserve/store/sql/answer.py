@@ -124,7 +124,7 @@ def checked(frames: Iterator[Frame], bounds: Bounds) -> Iterator[Frame]:
 def compute(question: SnapshotQuery, spill: Path, send: Send) -> None:
     """Answer the query, in the child process; damaged files are left out of the next attempt."""
     pa.set_memory_pool(pa.system_memory_pool())  # Arrow's other pools map a gigabyte at a time
-    attempt = Attempt(question, spill, send)
+    attempt = QueryAttempts(question, spill, send)
     try:
         while not attempt.answered():
             pass
@@ -135,7 +135,7 @@ def compute(question: SnapshotQuery, spill: Path, send: Send) -> None:
         send(FAILED, described(error, question))
 
 
-class Attempt:
+class QueryAttempts:
     """Attempts to answer a query, each without the files that the one before found damaged."""
 
     def __init__(self, question: SnapshotQuery, spill: Path, send: Send) -> None:

@@ -65,7 +65,7 @@ def working(
     os.close(writer)
     child = ChildProcess(pid)
     try:
-        yield frames(Waiting(reader, timeout_s, on_wait), child)
+        yield frames(WaitingReader(reader, timeout_s, on_wait), child)
     finally:
         os.close(reader)
         child.end()
@@ -140,7 +140,7 @@ def send(writer: int, kind: bytes, payload: bytes) -> None:
             rest = rest[os.write(writer, rest) :]
 
 
-def frames(waiting: "Waiting", child: ChildProcess) -> Iterator[Frame]:
+def frames(waiting: "WaitingReader", child: ChildProcess) -> Iterator[Frame]:
     """Yield frames until the child closes its end of the pipe."""
     while head := waiting.read(HEADER.size):
         kind, length = HEADER.unpack(head)
@@ -152,7 +152,7 @@ def frames(waiting: "Waiting", child: ChildProcess) -> Iterator[Frame]:
         raise Died(f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}")
 
 
-class Waiting:
+class WaitingReader:
     """Reads a pipe and counts the time spent waiting for it."""
 
     def __init__(self, reader: int, timeout_s: float | None, on_wait: Callable[[float | None], None]) -> None:

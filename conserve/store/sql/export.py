@@ -143,7 +143,7 @@ def write_lines(
     return count
 
 
-class Lines:
+class LineOutput:
     """Output of a `csv.writer`, which writes one line a call; ends each in a newline alone."""
 
     def __init__(self, sink: BinaryIO) -> None:
@@ -159,7 +159,7 @@ def write_csv(rows: RowBatches, sink: BinaryIO) -> int:
 
     The writer itself ends lines in `\\r\\n`, since it quotes only values that hold a character of its line end.
     """
-    writer = csv.writer(Lines(sink))
+    writer = csv.writer(LineOutput(sink))
     writer.writerow(rows.schema.names)
     count = 0
     for row in rows.tuples():

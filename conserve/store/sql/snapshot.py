@@ -34,7 +34,7 @@ class Snapshot:
     home: Path
     data: FilePath
     jobs: list[readings.JobReading]
-    catalog: list[catalog.Job]
+    catalog: list[catalog.JobRecord]
     shards: list[ShardFile]
     journal_rows: pa.Table
     live_rows: pa.Table

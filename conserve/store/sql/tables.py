@@ -28,7 +28,7 @@ PATIENCE = {"connect_timeout": "5s", "max_retries": "3", "retry_timeout": "30s"}
 COLOUR = re.compile("\x1b\\[[0-9;]*m|↳")
 
 
-class Counted:
+class CountedRows:
     """Batches of rows, and the number of rows so far."""
 
     def __init__(self, rows: RowBatches) -> None:
@@ -49,7 +49,7 @@ def write_dataset(rows: RowBatches, place: FilePath) -> int:
     """Write PLACE/job_id=.../part-*.parquet; returns the number of rows."""
     from pyarrow import dataset, fs
 
-    counted = Counted(rows)
+    counted = CountedRows(rows)
     parting = dataset.partitioning(pa.schema([(PART, pa.string())]), flavor="hive")
     target: dict[str, Any] = {"filesystem": fs.LocalFileSystem(), "base_dir": str(place)}
     if isinstance(place, ObjectPath):
@@ -78,7 +78,7 @@ def write_delta(rows: RowBatches, place: FilePath, job_id: str) -> int:
     except ImportError as error:
         raise PackageMissing(f"--format delta needs deltalake; run: {install_line('delta')}") from error
     options = storage_options(place.bucket) if isinstance(place, ObjectPath) else {}
-    counted, where = Counted(rows), str(place)
+    counted, where = CountedRows(rows), str(place)
     try:
         there = DeltaTable.is_deltatable(where, storage_options=options)
         write_deltalake(

@@ -70,7 +70,7 @@ class Read(NamedTuple):
 class JobAudit:
     """A job, its shards and the places of its positions, as one transaction sees them."""
 
-    job: catalog.Job
+    job: catalog.JobRecord
     shards: Sequence[ShardFile]
     reads: Sequence[Read]  # of the shards, in their order
     damaged_rows: Sequence[int]  # positions of damaged journal rows
@@ -100,7 +100,7 @@ class JobAudit:
         return [shard for shard, read in pairs if read.content.fault]
 
 
-Judge = Callable[[catalog.Job], str | None]
+Judge = Callable[[catalog.JobRecord], str | None]
 
 
 def check(store: Store, *, only: Collection[str] | None = None, judge: Judge = lambda job: None) -> Checked:
@@ -268,7 +268,7 @@ def mark_damage(where: FilePath, job_id: str, mark: Mark | None) -> Damage:
     return damaged(job_id, StorePart.MARK, below(path, where), what)
 
 
-def file_damage(where: FilePath, file: RecordedFile, job: catalog.Job) -> Damage | None:
+def file_damage(where: FilePath, file: RecordedFile, job: catalog.JobRecord) -> Damage | None:
     """Damage of a job's requests or inputs, which are read to their end; None if there is none."""
     what = file_fault(file.path, file.seal)
     if what:
@@ -344,7 +344,7 @@ def is_done(audited: JobAudit) -> bool:
     return audited.counts.succeeded + audited.counts.failed == audited.job.num_rows
 
 
-def completable(job: catalog.Job) -> bool:
+def completable(job: catalog.JobRecord) -> bool:
     """True if the job's state follows from its rows; one that was cancelled or expired is never completed."""
     return job.state not in (JobState.CANCELLED, JobState.EXPIRED)
 

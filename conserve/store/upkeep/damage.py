@@ -62,7 +62,7 @@ class Damage:
 
 def unreadable(
     where: FilePath,
-    jobs: Sequence[catalog.Job],
+    jobs: Sequence[catalog.JobRecord],
     shards: Iterable[ShardFile],
     *,
     now: float,
@@ -115,7 +115,7 @@ class RecordedFile:
 
 
 def recorded_files(
-    where: FilePath, jobs: Sequence[catalog.Job], shards: Iterable[ShardFile]
+    where: FilePath, jobs: Sequence[catalog.JobRecord], shards: Iterable[ShardFile]
 ) -> Iterator[RecordedFile]:
     """Yield the requests and copied inputs of these jobs, then these shards."""
     for job in jobs:

@@ -149,7 +149,7 @@ def kept_shards(audited: JobAudit) -> tuple[Flags, list[ShardFile], JobCounters]
     return there, dropped, counts
 
 
-def kept(tx: Connection, table: Table, current: catalog.Job, *, taken: Flags) -> Flags:
+def kept(tx: Connection, table: Table, current: catalog.JobRecord, *, taken: Flags) -> Flags:
     """Delete a job's rows of a table at taken or impossible positions; returns the positions that stay."""
     found = list(tx.scalars(select(table.c.position).where(table.c.job_id == current.id)))
     outside = [position for position in found if not 0 <= position < current.num_rows or taken[position]]
@@ -159,7 +159,7 @@ def kept(tx: Connection, table: Table, current: catalog.Job, *, taken: Flags) ->
     return there
 
 
-def kept_in_spans(tx: Connection, current: catalog.Job, *, taken: Flags) -> Flags:
+def kept_in_spans(tx: Connection, current: catalog.JobRecord, *, taken: Flags) -> Flags:
     """Take a job's rows at taken or impossible positions out of the spans; returns the positions that stay."""
     there: Flags = np.zeros(current.num_rows, np.bool_)
     alive = spans.locked(tx, leases.of_job(tx, current.id))
@@ -187,7 +187,7 @@ def last(placed: Flags) -> int:
     return int(found[-1]) if len(found) else -1
 
 
-def recount(tx: Connection, current: catalog.Job, counts: JobCounters, cursor: int, now: float) -> bool:
+def recount(tx: Connection, current: catalog.JobRecord, counts: JobCounters, cursor: int, now: float) -> bool:
     """Write the right counters and the state that follows from them; returns True if any was wrong."""
     right = {**counts._asdict(), "next_position": cursor, "state": current.state}
     done = counts.succeeded + counts.failed == current.num_rows

@@ -24,7 +24,7 @@ from conserve.store.books.uploads import DELIVERIES
 from conserve.store.database import schema
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks, multipart, trash
-from conserve.store.files.objects import Entry, ObjectPath, below
+from conserve.store.files.objects import ListedObject, ObjectPath, below
 
 shard = schema.shard
 
@@ -148,7 +148,7 @@ def sweep_objects(store: Store, data: ObjectPath, *, now: float) -> int:
     The listing is older than the database's names that it is compared with, and an object that is named later than
     a day after it was written does not occur.
     """
-    by_job: dict[str, list[Entry]] = defaultdict(list)
+    by_job: dict[str, list[ListedObject]] = defaultdict(list)
     for entry in (data / home.JOBS).entries():
         by_job[entry.path.relative_to(data).parts[1]].append(entry)
     with store.read() as tx:
@@ -169,7 +169,7 @@ def sweep_objects(store: Store, data: ObjectPath, *, now: float) -> int:
 def orphans(
     store: Store,
     data: ObjectPath,
-    by_job: Mapping[str, Sequence[Entry]],
+    by_job: Mapping[str, Sequence[ListedObject]],
     known: Collection[str],
     named: Collection[str],
     now: float,

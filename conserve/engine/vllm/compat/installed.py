@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from conserve.engine.vllm.compat.versions import SUPPORTED, Standing, standing
+from conserve.engine.vllm.compat.versions import SUPPORTED, VersionStanding, standing
 from conserve.errors import EndpointUnusable
 from conserve.installation import install_line, uninstall_line
 
@@ -74,7 +74,7 @@ def too_old() -> bool:
 def untried() -> str | None:
     """Sentence on a version that is newer than the tried ones; None for a tried one."""
     engine = installed_engine()
-    if engine is None or standing(engine.version) is not Standing.NEWER:
+    if engine is None or standing(engine.version) is not VersionStanding.NEWER:
         return None
     return (
         f"{engine.distribution} {engine.version} was never tried with ConServe, which drives vLLM {SUPPORTED}"
@@ -105,7 +105,7 @@ def install_command() -> str:
 def _version_problem(engine: InstalledEngine | None) -> Problem | None:
     if engine is None:
         return Problem("no engine is installed (vLLM)", f"{install_command()}, or name an HTTP endpoint")
-    if standing(engine.version) is not Standing.OLDER:
+    if standing(engine.version) is not VersionStanding.OLDER:
         return None
     return Problem(
         f"{engine.distribution} {engine.version} is installed and ConServe drives vLLM {SUPPORTED}",

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from conserve.engine.vllm.compat.installed import install_command, installed_engine, untried
 from conserve.engine.vllm.compat.internals import CLASSES, INTERNALS, ON_CPUS, OVERRIDING, SIGNATURES, Part
-from conserve.engine.vllm.compat.versions import Standing, minor_of, name_in, standing
+from conserve.engine.vllm.compat.versions import VersionStanding, minor_of, name_in, standing
 from conserve.errors import EndpointUnusable
 
 REST = "..."  # in SIGNATURES: other parameters may follow
 
 
-class Fault(NamedTuple):
+class UnfitPart(NamedTuple):
     """A part of ConServe that does not fit the installed vLLM, and the cause."""
 
     part: Part
@@ -33,7 +33,7 @@ class Fault(NamedTuple):
 def lost_parts() -> Mapping[Part, str]:
     """Parts that an untried version of vLLM does without, and the first cause of each; none in a tried version."""
     engine = installed_engine()
-    if engine is None or standing(engine.version) is not Standing.NEWER:
+    if engine is None or standing(engine.version) is not VersionStanding.NEWER:
         return {}
     return first_causes(engine.version)
 
@@ -63,12 +63,14 @@ def said_of(lost: Mapping[Part, str]) -> str:
     return "; ".join(f"{part.value}: {cause}" for part, cause in lost.items())
 
 
-def faults(version: str) -> Iterator[Fault]:
+def faults(version: str) -> Iterator[UnfitPart]:
     """Everything that this version, which is installed, lacks."""
     for part in Part:
-        yield from (Fault(part, cause) for cause in _missing_names(version, INTERNALS.get(part, {})))
-        yield from (Fault(part, cause) for cause in _changed_signatures(version, SIGNATURES.get(part, {})))
-        yield from (Fault(part, cause) for cause in _changed_overrides(OVERRIDING.get(part, ())))
+        yield from (UnfitPart(part, cause) for cause in _missing_names(version, INTERNALS.get(part, {})))
+        yield from (
+            UnfitPart(part, cause) for cause in _changed_signatures(version, SIGNATURES.get(part, {}))
+        )
+        yield from (UnfitPart(part, cause) for cause in _changed_overrides(OVERRIDING.get(part, ())))
 
 
 def count_of_names() -> int:

@@ -39,7 +39,7 @@ OLDEST, NEWEST = minor_of(TRIED[0].release), minor_of(TRIED[-1].release)
 SUPPORTED = f"{spelled(OLDEST)} to {spelled(NEWEST)}"
 
 
-class Standing(Enum):
+class VersionStanding(Enum):
     """Relation of an installed version to the tried ones."""
 
     OLDER = "older"
@@ -47,16 +47,16 @@ class Standing(Enum):
     NEWER = "newer"
 
 
-def standing(version: str) -> Standing:
+def standing(version: str) -> VersionStanding:
     """Standing of a version; patch releases and builds stand as their minor version does."""
     minor = minor_of(version)
     if minor < OLDEST:
-        return Standing.OLDER
-    return Standing.TRIED if minor <= NEWEST else Standing.NEWER
+        return VersionStanding.OLDER
+    return VersionStanding.TRIED if minor <= NEWEST else VersionStanding.NEWER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class VersionDifference:
     """A name that not every supported version has; `instead` stands in for it in the others."""
 
     name: str  # as in INTERNALS: its name in the newest version
@@ -71,19 +71,19 @@ class Difference:
 
 DIFFERENCES = (
     # Before 0.32 hits are not counted by their source.
-    Difference(name="vllm.v1.metrics.cache_hit_source.CacheHitSource", since=(0, 32)),
+    VersionDifference(name="vllm.v1.metrics.cache_hit_source.CacheHitSource", since=(0, 32)),
     # Before 0.32 the model runner asks the group's builder itself.
-    Difference(
+    VersionDifference(
         name="vllm.v1.worker.utils.AttentionGroup.build_metadata",
         since=(0, 32),
         instead="vllm.v1.worker.utils.AttentionGroup.get_metadata_builder",
     ),
-    Difference(
+    VersionDifference(
         name="vllm.entrypoints.common.cli_args.make_arg_parser",
         since=(0, 33),
         instead="vllm.entrypoints.launchers.cli_args.make_arg_parser",
     ),
-    Difference(
+    VersionDifference(
         name="vllm.entrypoints.common.cli_args.validate_parsed_serve_args",
         since=(0, 33),
         instead="vllm.entrypoints.launchers.cli_args.validate_parsed_serve_args",

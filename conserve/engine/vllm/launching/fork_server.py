@@ -49,7 +49,7 @@ Environment = Mapping[str, str]
 Changes = dict[str, str | None]  # variable to its new value, or None where it is removed
 
 
-class Server:
+class ForkServer:
     """The fork server of this process, or the one that this process was forked off."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Server:
         return os.environ.get(SWITCH) != OFF and not others
 
 
-SERVER = Server()
+SERVER = ForkServer()
 _before: Environment = {}  # this process's variables when the fork server could first be started
 
 
@@ -226,13 +226,13 @@ class Forked(ForkServerProcess):
         return {"_surroundings": Surroundings(), **self.__dict__}
 
 
-class Context(ForkServerContext):
+class ForkContext(ForkServerContext):
     """The fork server's context, whose processes take their surroundings along."""
 
     Process = Forked
 
 
-CONTEXT = Context()
+CONTEXT = ForkContext()
 
 
 class Surroundings:

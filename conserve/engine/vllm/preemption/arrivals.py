@@ -23,7 +23,7 @@ from conserve.engine.policy.view import Slo
 from conserve.engine.runtime.class_traffic import quantiles
 from conserve.engine.runtime.leavers import Leavers, Lost
 from conserve.engine.runtime.safepoint import ALL_ROWS, LeaveFlag
-from conserve.engine.vllm.iteration import Iteration, Outcome, Stamp
+from conserve.engine.vllm.iteration import Iteration, IterationOutcome, Stamp
 from conserve.engine.vllm.preemption.reasons import why_not
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
@@ -194,7 +194,7 @@ class ArrivalMonitor:
         """Take in an iteration that rows could not leave: these requests computed so many tokens each."""
         self._leavers.computed(tokens)
 
-    def _count_left(self, iteration: Iteration, outcome: Outcome) -> None:
+    def _count_left(self, iteration: Iteration, outcome: IterationOutcome) -> None:
         left = iteration.left
         offline = {request.request_id for request, _ in iteration.rows}
         self.live_tokens_recomputed += sum(iteration.tokens[name] for name in left - offline)
@@ -218,7 +218,7 @@ class ArrivalMonitor:
         self.tokens_redone += lost.tokens
         self.tokens_wasted += lost.worth
 
-    def _believe(self, outcome: Outcome) -> None:
+    def _believe(self, outcome: IterationOutcome) -> None:
         """A worker has answered: give up for good if it has no safepoints or cannot read the flag."""
         self._seen = True
         if not outcome.safepoints or not outcome.heard:

@@ -12,13 +12,13 @@ from typing import Any
 
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from conserve.engine.vllm.iteration import Outcome, put
+from conserve.engine.vllm.iteration import IterationOutcome, put
 
 
 class Promised(AsyncModelRunnerOutput):  # type: ignore[misc]
     """A promise of vLLM's whose results bring the outcome of their iteration."""
 
-    def __init__(self, promise: AsyncModelRunnerOutput, outcome: Outcome) -> None:
+    def __init__(self, promise: AsyncModelRunnerOutput, outcome: IterationOutcome) -> None:
         self._promise, self._outcome = promise, outcome
 
     def get_output(self) -> Any:
@@ -30,7 +30,7 @@ class Promised(AsyncModelRunnerOutput):  # type: ignore[misc]
         return self._promise.get_kv_connector_output()
 
 
-def with_outcome(output: Any, outcome: Outcome | None) -> Any:
+def with_outcome(output: Any, outcome: IterationOutcome | None) -> Any:
     """vLLM's output with the outcome of its iteration; None, which is no output, stays None."""
     if output is None or outcome is None:
         return output

@@ -14,7 +14,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
 from conserve.engine.vllm.preemption.layouts import Layout, layouts_of, results_in
-from conserve.engine.vllm.preemption.rows import Key, Rows
+from conserve.engine.vllm.preemption.rows import Key, RunnerRows
 from conserve.engine.vllm.preemption.runner import Runner
 from conserve.engine.vllm.preemption.safepoints import Safepoints
 from conserve.engine.vllm.preemption.segments import RESULT, NotDivisible, Segments, Stitched
@@ -35,7 +35,7 @@ def pieces_of(found: Sequence[Stitched], config: Any, runner: Runner, safepoints
     return rows
 
 
-class Pieces(Rows):
+class Pieces(RunnerRows):
     """Rows of vLLM's model runner while the pieces of a compiled model run."""
 
     def __init__(

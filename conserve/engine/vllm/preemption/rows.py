@@ -37,7 +37,7 @@ class Suspended:
     inputs: Mapping[Key, torch.Tensor]  # (tokens, ...) each: hidden states, residual
 
 
-class Rows:
+class RunnerRows:
     """Rows of vLLM's model runner while the decoder layers run."""
 
     def __init__(self, runner: Runner, safepoints: Safepoints) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 
-class Batch(NamedTuple):
+class RunnerBatch(NamedTuple):
     """Requests of the iteration under way, in the model runner's order."""
 
     names: Sequence[str]
@@ -35,7 +35,7 @@ class Runner(Protocol):
         """Groups of layers that share attention metadata (vLLM's `AttentionGroup`)."""
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> RunnerBatch:
         """The batch under way; valid from the first layer to the last."""
 
     @property

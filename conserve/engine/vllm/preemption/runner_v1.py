@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.config import CUDAGraphMode
 
-from conserve.engine.vllm.preemption.runner import Batch, VllmRunner
+from conserve.engine.vllm.preemption.runner import RunnerBatch, VllmRunner
 
 
 class V1Runner(VllmRunner):
@@ -21,9 +21,9 @@ class V1Runner(VllmRunner):
         self._keep_kv_output()
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> RunnerBatch:
         runner, batch = self._runner, self._runner.input_batch
-        return Batch(
+        return RunnerBatch(
             batch.req_ids, batch.req_id_to_index, runner.query_start_loc.np, batch.num_computed_tokens_cpu
         )
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from conserve.engine.vllm.preemption.runner import Batch, VllmRunner
+from conserve.engine.vllm.preemption.runner import RunnerBatch, VllmRunner
 from conserve.engine.vllm.preemption.safepoints import Abandoned
 
 
@@ -24,14 +24,14 @@ class V2Runner(VllmRunner):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        self._batch: Batch | None = None
+        self._batch: RunnerBatch | None = None
         self._left: frozenset[str] = frozenset()  # rows that get no token of the sampling under way
         self._refusing = False
         self._note_batches()
         self._reject_rows_that_left()
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> RunnerBatch:
         assert self._batch is not None
         return self._batch
 
@@ -76,7 +76,9 @@ class V2Runner(VllmRunner):
                 raise Abandoned
             made = prepare(*args, **kwargs)
             places = {name: place for place, name in enumerate(made.req_ids)}
-            self._batch = Batch(made.req_ids, places, made.query_start_loc_np, made.num_computed_tokens_np)
+            self._batch = RunnerBatch(
+                made.req_ids, places, made.query_start_loc_np, made.num_computed_tokens_np
+            )
             return made
 
         self._runner.prepare_inputs = preparing

@@ -19,7 +19,7 @@ from conserve.engine.runtime.launches import Launches
 from conserve.engine.vllm.iteration import Stamp
 
 if TYPE_CHECKING:
-    from conserve.engine.vllm.preemption.rows import Rows
+    from conserve.engine.vllm.preemption.rows import RunnerRows
 
 
 class Abandoned(BaseException):
@@ -111,7 +111,7 @@ def decoder_layers(model: nn.Module, count: int) -> Sequence[nn.Module] | None:
     return list(found[0]) if found and inside.issuperset(found) else None
 
 
-def between_layers(layers: Sequence[nn.Module], safepoints: Safepoints, rows: Rows | None) -> None:
+def between_layers(layers: Sequence[nn.Module], safepoints: Safepoints, rows: RunnerRows | None) -> None:
     """Put a safepoint before each layer, and run the layer on the rows that are in the pass."""
     last = len(layers) - 1
     for index, layer in enumerate(layers):

@@ -17,10 +17,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from conserve.engine.runtime.launches import Launches
 from conserve.engine.runtime.safepoint import LeaveFlag
 from conserve.engine.vllm.compat.vllms_worker import VllmWorker
-from conserve.engine.vllm.iteration import Outcome, Stamp, stamp_of
+from conserve.engine.vllm.iteration import IterationOutcome, Stamp, stamp_of
 from conserve.engine.vllm.preemption.outputs import nothing_sampled, with_outcome
 from conserve.engine.vllm.preemption.pieces import pieces_of
-from conserve.engine.vllm.preemption.rows import Rows
+from conserve.engine.vllm.preemption.rows import RunnerRows
 from conserve.engine.vllm.preemption.runner import Runner
 from conserve.engine.vllm.preemption.runner_v1 import V1Runner
 from conserve.engine.vllm.preemption.runner_v2 import V2Runner
@@ -92,9 +92,9 @@ class Worker(VllmWorker):  # type: ignore[misc]
 
     _runner: Runner | None = None
     _safepoints: Safepoints | None = None
-    _rows: Rows | None = None
+    _rows: RunnerRows | None = None
     _abandoned: ModelRunnerOutput | None = None
-    _outcome: Outcome | None = None
+    _outcome: IterationOutcome | None = None
     _unsettled: Mapping[str, int] = MappingProxyType({})  # row that left -> the last iteration that it left
 
     def load_model(self, **kwargs: Any) -> None:
@@ -139,7 +139,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         if rows is not None:
             rows.begin(scheduler_output, watched=stamp is not None)
         if safepoints is None and stamp is not None:
-            self._outcome = Outcome()
+            self._outcome = IterationOutcome()
         if safepoints is None or (stamp is None and (rows is None or not rows.busy)):
             return super().execute_model(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
@@ -209,7 +209,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def _install_between(self, layers: Sequence[Any], runner: Runner, safepoints: Safepoints) -> None:
         """Put the safepoints between decoder layers, of which there are as many as the model says."""
         self._safepoints = safepoints
-        self._rows = Rows(runner, safepoints) if rows_can_leave(self.vllm_config, runner) else None
+        self._rows = RunnerRows(runner, safepoints) if rows_can_leave(self.vllm_config, runner) else None
         between_layers(layers, safepoints, self._rows)
         how = "rows can leave" if self._rows is not None else "rows cannot leave"
         log.info("%d safepoints between layers, where %s", len(layers), how)
@@ -240,10 +240,10 @@ class Worker(VllmWorker):  # type: ignore[misc]
         return True
 
 
-def outcome(safepoints: Safepoints, rows: Rows | None, left: frozenset[str]) -> Outcome:
+def outcome(safepoints: Safepoints, rows: RunnerRows | None, left: frozenset[str]) -> IterationOutcome:
     """The answer to the scheduler after an iteration that these requests left."""
     kept = rows.suspended if rows is not None and left else {}
-    return Outcome(
+    return IterationOutcome(
         left=left,
         kept={name: layer for name, layer in kept.items() if name in left},
         joined=rows.joined if rows is not None else 0,

@@ -63,7 +63,7 @@ class StoreKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class KeyAnswer:
     """The process's last answer on a key."""
 
     key: StoreKey | None
@@ -81,7 +81,7 @@ class Beside:
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
         self._clients: dict[str, httpx.AsyncClient] = {}
-        self._keys: dict[bytes, Told] = {}
+        self._keys: dict[bytes, KeyAnswer] = {}
 
     @property
     def client(self) -> httpx.AsyncClient:
@@ -122,7 +122,7 @@ class Beside:
             return told.key
         try:
             answer = await self.asking.get("/caller", headers={AUTHORIZATION: authorization})
-            told = Told(key=uses(answer), at=now, asked_at=now)
+            told = KeyAnswer(key=uses(answer), at=now, asked_at=now)
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             if told is None or now >= told.at + STALE_S:
                 raise Unanswered from error

@@ -92,7 +92,7 @@ class Guard:
         if length.isdigit() and int(length) > most:
             await too_large(most)(scope, receive, send)
         elif b"transfer-encoding" in headers:
-            await Counted(receive, send, most).run(self._app, scope)
+            await CountedBody(receive, send, most).run(self._app, scope)
         else:
             await self._app(scope, receive, send)
 
@@ -163,7 +163,7 @@ def is_there(scope: Scope) -> bool:
     return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].router.routes)
 
 
-class Counted:
+class CountedBody:
     """A body without an announced length: cut off at the limit and answered with 413."""
 
     def __init__(self, receive: Receive, send: Send, most: int) -> None:

@@ -21,7 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from conserve.engine.runtime.safepoint import ALL_ROWS
-from conserve.engine.vllm.iteration import Outcome, Stamp, put, stamp_of
+from conserve.engine.vllm.iteration import IterationOutcome, Stamp, put, stamp_of
 from conserve.engine.vllm.simulation.bare import Clock, SchedulerAlone
 from conserve.profiles.batch import Batch
 from conserve.profiles.model import LatencyModel
@@ -47,7 +47,7 @@ class Coming(Protocol):
 
 
 @dataclass(slots=True)
-class Timed:
+class SimulatedAnswer:
     """An online request's answer."""
 
     arrived_s: float
@@ -62,7 +62,7 @@ class Timed:
         return np.diff(self.token_at_s) * 1e3
 
 
-class Suspended(NamedTuple):
+class SimulatedSuspended(NamedTuple):
     """A row that goes on where it left: as `rows.Suspended`, with nothing in it."""
 
     layer: int
@@ -99,8 +99,8 @@ class SimulatedEngine(SchedulerAlone):
         self._dice = np.random.default_rng(seed)
         self._due: deque[Request] = deque()  # yet to come
         self._came: list[Request] = []  # and not yet in the scheduler
-        self._suspended: dict[str, Suspended] = {}
-        self._answers: dict[str, Timed] = {}
+        self._suspended: dict[str, SimulatedSuspended] = {}
+        self._answers: dict[str, SimulatedAnswer] = {}
         self._rows = 0  # offline ones in the engine
         self._prompts = 0  # with a shared beginning
         self.counted = 0  # offline tokens of the last block
@@ -113,7 +113,7 @@ class SimulatedEngine(SchedulerAlone):
 
     def play(
         self, arrivals: Iterable[Coming], block_s: float = 0.0, *, shared_tokens: int = 0
-    ) -> list[Timed]:
+    ) -> list[SimulatedAnswer]:
         """Play these requests from now on; returns when all are answered and `block_s` are over.
 
         The first `shared_tokens` of their prompts are the same. `counted` are the offline tokens of the block
@@ -124,7 +124,7 @@ class SimulatedEngine(SchedulerAlone):
             due = self.request(self._prompt(arrival.input_tokens, shared_tokens), arrival.output_tokens)
             due.arrival_time = began + arrival.at_s
             self._due.append(due)
-            self._answers[due.request_id] = Timed(due.arrival_time)
+            self._answers[due.request_id] = SimulatedAnswer(due.arrival_time)
         self.go_on_until(began + block_s)
         self.counted, self.said = self.offline_tokens - before, self.scheduler.conserve()
         while self._due or self._came or any(name in self._answers for name in self.scheduler.requests):
@@ -204,7 +204,7 @@ class SimulatedEngine(SchedulerAlone):
         for name in [*gone, *(new.req_id for new in output.scheduled_new_reqs)]:
             self._suspended.pop(name, None)
 
-    def _compute(self, output: SchedulerOutput, stamp: Stamp | None) -> Outcome:
+    def _compute(self, output: SchedulerOutput, stamp: Stamp | None) -> IterationOutcome:
         """Layer by layer, as `Rows.run`."""
         slices = {
             name: self.scheduler._slice(name, tokens) for name, tokens in output.num_scheduled_tokens.items()
@@ -228,7 +228,9 @@ class SimulatedEngine(SchedulerAlone):
                 all_leave = rows == ALL_ROWS
                 leaving = slices.keys() if all_leave else slices.keys() & set(stamp.rows[:rows])
                 for name in leaving - left - joining.keys() if layer and self._separable else ():
-                    self._suspended[name] = Suspended(layer, slices[name].context, slices[name].tokens)
+                    self._suspended[name] = SimulatedSuspended(
+                        layer, slices[name].context, slices[name].tokens
+                    )
                 left |= leaving
                 joining = {name: at for name, at in joining.items() if name not in left}
                 layer_s = None
@@ -240,7 +242,7 @@ class SimulatedEngine(SchedulerAlone):
             self.clock.now += layer_s
             self._arrive()
         self._keep_the_rest({name: one.tokens for name, one in slices.items() if name not in left})
-        return Outcome(
+        return IterationOutcome(
             left=frozenset(left),
             kept={name: self._suspended[name].layer for name in left & self._suspended.keys()},
             joined=joined,
@@ -259,4 +261,4 @@ class SimulatedEngine(SchedulerAlone):
         for name in self._suspended.keys() & computed.keys():
             one, ran = self._suspended.pop(name), computed[name]
             if ran < one.tokens:
-                self._suspended[name] = Suspended(one.layer, one.start + ran, one.tokens - ran)
+                self._suspended[name] = SimulatedSuspended(one.layer, one.start + ran, one.tokens - ran)

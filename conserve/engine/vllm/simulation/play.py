@@ -15,7 +15,7 @@ from conserve.engine.policy.policies import CONSERVE, ONLINE_ONLY
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.vllm.settings import PREEMPTION, WORKER
 from conserve.engine.vllm.simulation.bare import Clock, bare_config
-from conserve.engine.vllm.simulation.engine import Coming, SimulatedEngine, Timed
+from conserve.engine.vllm.simulation.engine import Coming, SimulatedAnswer, SimulatedEngine
 from conserve.profiles.model import LinearModel
 
 SCATTER = 0.025  # of one batch around its own median, as measured
@@ -38,7 +38,7 @@ class SimulatedBlock:
     """Answers of one block, and the engine's reports at its begin and at the end of its time."""
 
     began_s: float
-    answers: Sequence[Timed]
+    answers: Sequence[SimulatedAnswer]
     first: Mapping[str, Any]
     last: Mapping[str, Any]
 
