@@ -121,8 +121,8 @@ async def cancel_others() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), ENDS_WITHIN_S)
+    if others:
+        await asyncio.wait(others, timeout=ENDS_WITHIN_S)
 
 
 portal = Portal()

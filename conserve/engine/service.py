@@ -83,7 +83,8 @@ class SupervisedProcess:
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), within_s)
+            async with asyncio.timeout(within_s):
+                await self.process.wait()
         self.kill()  # the process, or child processes that it left behind
         await self.process.wait()
 

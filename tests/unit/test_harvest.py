@@ -168,6 +168,33 @@ def test_a_stop_saves_tokens_and_the_next_run_continues_from_them(
     assert tally.resumed_tokens == sum(second.continued)
 
 
+@pytest.mark.parametrize("steps", range(8))
+def test_a_stop_in_the_moment_in_which_a_row_lands_is_a_stop(
+    store: Store, queue_up: Callable[..., str], steps: int
+) -> None:
+    """The stop comes a few steps of the event loop after an answer."""
+    queue_up(*(f"q{number}" for number in range(40)))
+    stop = asyncio.Event()
+
+    class Endpoint(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            completion = await super().complete(call, on_tokens)
+            self.after(steps)
+            return completion
+
+        def after(self, steps: int) -> None:
+            if steps:
+                asyncio.get_running_loop().call_soon(self.after, steps - 1)
+            else:
+                stop.set()
+
+    async def run() -> Tally:
+        async with asyncio.timeout(600):
+            return await harvester(store, Endpoint(Script(capacity=4)), follow=True).run(stop)
+
+    assert virtual_time.run(run()).succeeded < 40
+
+
 def test_a_stop_writes_what_waits_for_the_stores_thread(store: Store, queue_up: Callable[..., str]) -> None:
     queue_up("a", "b", "c")
 

@@ -278,7 +278,8 @@ class Harvester:
         self._flights.landed.clear()
         full = len(self._flights) > self.endpoint.capacity * 3 // 4
         try:
-            await asyncio.wait_for(self._flights.landed.wait(), IDLE_S if self._flights else self._idle_s)
+            async with asyncio.timeout(IDLE_S if self._flights else self._idle_s):
+                await self._flights.landed.wait()
         except TimeoutError:
             return
         if not full:

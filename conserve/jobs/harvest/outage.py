@@ -62,7 +62,8 @@ class Outage:
 async def elapsed_or_set(event: asyncio.Event, seconds: float) -> bool:
     """Wait for `seconds` or until the event is set; returns True if it is set."""
     try:
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await event.wait()
     except TimeoutError:
         return False
     return True
