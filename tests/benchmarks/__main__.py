@@ -20,6 +20,7 @@ ALL = (
     *("forecast", "deadlines"),
     *("real_engine", "prefix_order", "latency_model", "preemption", "checkpoints", "serving", "run_batch"),
     "polling",
+    "first_row",
     "buckets",
 )
 
