@@ -177,7 +177,7 @@ def work(
         endpoint_of(settings),
         lease_s=settings.lease_s,
         max_attempts=settings.max_attempts,
-        max_deaths=settings.max_attempts,  # live requests are in the engine too: no row is ever alone
+        max_deaths=settings.max_attempts,  # a row is alone among rows: live requests are in the engine too
         only=only,
         utility=settings.utility,
         share=settings.share,

@@ -5,6 +5,7 @@ import multiprocessing
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from select import select as select_files
 from typing import Any
@@ -72,6 +73,22 @@ def test_a_read_sees_every_row_once_while_a_compaction_commits(store: Store, pos
         assert opened.duck.execute("select count(*) from results").fetchall() == [(ROWS,)]
     (reading,) = read_jobs(postgres, now=0.0)
     assert reading.done == ROWS
+
+
+@pytest.mark.parametrize(("default", "kept"), [("off", "on"), ("remote_write", "remote_write")])
+def test_a_commit_is_durable_whatever_the_servers_default_is(
+    postgres: Settings, default: str, kept: str
+) -> None:
+    assert postgres.store
+    with closing(Store.open(postgres)) as store, store.write() as tx:
+        name = tx.execute(text("select current_database()")).scalar_one()
+        tx.execute(text(f'alter database "{name}" set synchronous_commit = {default}'))
+    try:
+        with closing(Store.open(postgres)) as store, store.read() as tx:
+            assert tx.execute(text("show synchronous_commit")).scalar_one() == kept
+    finally:
+        with closing(Store.open(postgres)) as store, store.write() as tx:
+            tx.execute(text(f'alter database "{name}" reset synchronous_commit'))
 
 
 def test_a_read_may_not_write(store: Store) -> None:

@@ -1,6 +1,7 @@
 """The batch of the next iteration while it is planned: which requests fit by time, tokens, slots and KV blocks.
 
-The token budget of Algorithm 1 (conserve-2026) is computed here, request by request: `Composer.token_budget`.
+The token budget of Algorithm 1 (conserve-2026) is computed here: `Composer.token_budget` for a request's prompt,
+`fitting_decodes` for decode steps.
 
 The composer runs before every iteration, so its work is incremental: adding a request is O(1), and decode steps,
 which all take about the same time, are added many at a time.

@@ -1,4 +1,4 @@
-"""Safepoints: places in an iteration where a worker checks whether rows are to leave it."""
+"""The flag that a worker reads at its safepoints: the rows that are to leave an iteration."""
 
 import contextlib
 import struct

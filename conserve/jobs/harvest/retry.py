@@ -40,7 +40,7 @@ def decide(
 
     A rejection is final. An endpoint that is busy or cannot be reached says nothing about the row, which
     waits as long as it takes. A faulty answer counts, and `max_attempts` of them fail the row; `faults` is their
-    number so far. Rows in flight when an engine died are suspects: each runs alone once more, and one that was
+    number so far. Rows in flight when an engine died are suspects: each runs alone, and one that was
     alone when `max_deaths` engines died fails; `deaths` is their number so far.
     """
     if isinstance(error, RequestRejected):

@@ -1,4 +1,4 @@
-"""The journal: where a row's result first becomes durable, in the transaction that ends its request."""
+"""The journal: where a row's result first becomes durable, in the transaction that ends its live row."""
 
 import zlib
 from collections import defaultdict

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
@@ -47,7 +48,10 @@ def engine_of(url: str) -> Engine:
     with usable_url():
         parsed = parse(url)
         if parsed.get_backend_name() != "sqlite":
-            return create_engine(parsed, pool_pre_ping=True)
+            engine = create_engine(parsed, pool_pre_ping=True)
+            if parsed.get_backend_name() == "postgresql":
+                event.listen(engine, "connect", prepare_postgresql)
+            return engine
         engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
     event.listen(engine, "connect", prepare_sqlite)
     event.listen(engine, "begin", begin_sqlite)
@@ -113,6 +117,16 @@ def prepare_sqlite(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> No
     connection.isolation_level = None
     for pragma in ("journal_mode = wal", "synchronous = full", "foreign_keys = on", "cache_size = -65536"):
         connection.execute(f"pragma {pragma}")
+
+
+def prepare_postgresql(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+    """Have commits wait for the disk, also where the server's or the role's default is not to."""
+    cursor = connection.cursor()
+    cursor.execute(
+        "select set_config('synchronous_commit', 'on', false) where current_setting('synchronous_commit') = 'off'"
+    )
+    cursor.close()
+    connection.commit()
 
 
 def begin_sqlite(connection: Connection) -> None:

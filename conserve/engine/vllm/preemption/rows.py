@@ -1,4 +1,4 @@
-"""Rows that leave a forward pass between two layers, and join a later one where they left (eager mode).
+"""Rows that leave a forward pass between two layers, and join a later one where they left.
 
 A layer takes hidden states of some tokens and returns them for the next layer, so the tokens in the pass may change
 from layer to layer. Everything with one entry a token is cut down when rows leave and filled up when rows join, and
