@@ -12,6 +12,7 @@ from typing import Any
 import httpcore
 import openai
 import pytest
+from sqlalchemy import Connection
 
 import conserve as package
 from conserve.errors import UsageError
@@ -47,6 +48,10 @@ def submitted(store: Store, job_id: str = "job-1", **named: Any) -> str:
     with store.write() as tx:
         batches.of_submitted(tx, job_id, now=0.0)
     return job_id
+
+
+def claimed(tx: Connection, *, owner: str, now: float) -> list[MessageRecord]:
+    return outbox.claim(tx, outbox.turn(tx, now=now, limit=8), owner=owner, now=now)
 
 
 def asked(store: Store, project: str = "default", job_id: str | None = None) -> str:
@@ -330,7 +335,7 @@ class TestDelivery:
         submitted(store)
         dead = owners.this_process().replace(":", ":9", 1)
         with store.write() as tx:
-            (held,) = outbox.claim(tx, owner=dead, now=1e9, limit=8)
+            (held,) = claimed(tx, owner=dead, now=1e9)
         Courier(store, clock=lambda: 1e9).finish(60.0)
         assert [got.id for got in receiver.got] == [held.id]
 
@@ -339,7 +344,7 @@ class TestDelivery:
     ) -> None:
         submitted(store)
         with store.write() as tx:
-            outbox.claim(tx, owner="elsewhere:1:2:3.4", now=0.0, limit=8)
+            claimed(tx, owner="elsewhere:1:2:3.4", now=0.0)
         clock = Clock()
         courier = Courier(store, clock=clock)
         clock.now = outbox.HOLD_S - 1
@@ -363,8 +368,8 @@ class TestDelivery:
     def test_a_late_failure_does_not_undo_a_delivery(self, store: Store, to: Hook) -> None:
         submitted(store)
         with store.write() as tx:
-            (slow,) = outbox.claim(tx, owner="slow", now=0.0, limit=8)
-            (fast,) = outbox.claim(tx, owner="fast", now=outbox.HOLD_S, limit=8)
+            (slow,) = claimed(tx, owner="slow", now=0.0)
+            (fast,) = claimed(tx, owner="fast", now=outbox.HOLD_S)
             outbox.record(tx, slow, SendAttempt(at=1.0, error="no"), state=MessageState.WAITING, next_at=9.0)
             assert outbox.get(tx, fast.id).owner == "fast"
             outbox.record(tx, fast, SendAttempt(at=1.0, status=200), state=MessageState.DELIVERED)
@@ -376,12 +381,28 @@ class TestDelivery:
         for number in range(9):
             submitted(store, f"job-{number}")
         with store.write() as tx:
-            first = outbox.claim(tx, owner="ann", now=0.0, limit=8)
+            first = claimed(tx, owner="ann", now=0.0)
             assert [m.hook_id for m in first].count(slow.id) == 2
             for message in first:
                 if message.hook_id == quick.id:
                     outbox.record(tx, message, SendAttempt(at=0.0, status=200), state=MessageState.DELIVERED)
-            assert {m.hook_id for m in outbox.claim(tx, owner="ann", now=0.0, limit=8)} == {quick.id}
+            assert {m.hook_id for m in claimed(tx, owner="ann", now=0.0)} == {quick.id}
+
+    def test_looking_through_the_messages_that_are_due_locks_no_writer_out(
+        self, store: Store, receiver: Receiver, to: Hook, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        submitted(store)
+        looks, turn = [], outbox.turn
+
+        def noted(tx: Connection, **named: Any) -> list[str]:
+            looks.append(tx.get_execution_options().get("read_only", False))
+            return turn(tx, **named)
+
+        monkeypatch.setattr(outbox, "turn", noted)
+        Courier(store).finish(60.0)
+        assert len(receiver.got) == 1
+        assert looks
+        assert all(looks)
 
     def test_messages_that_are_over_are_kept_for_a_month(
         self, store: Store, receiver: Receiver, to: Hook

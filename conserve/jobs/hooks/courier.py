@@ -108,12 +108,15 @@ class Courier:
         now = self._clock()
         with self._store.read() as tx:
             dead = owners.dead(outbox.holders(tx))
-            due = outbox.any_due(tx, now=now)
-        if not (due or dead):
+        if dead:
+            with self._store.write() as tx:
+                outbox.release(tx, dead)
+        with self._store.read() as tx:
+            turn = outbox.turn(tx, now=now, limit=limit) if outbox.any_due(tx, now=now) else []
+        if not turn:
             return []
         with self._store.write() as tx:
-            outbox.release(tx, dead)
-            return outbox.claim(tx, owner=self._owner, now=now, limit=limit)
+            return outbox.claim(tx, turn, owner=self._owner, now=now)
 
     def send(self, mine: MessageRecord) -> None:
         """Try to send a message that this process holds, and write down what came of it."""

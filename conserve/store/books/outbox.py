@@ -4,7 +4,7 @@ A message is held by one process while it is sent. A process that is killed leav
 under the same id: a receiver gets each message at least once.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -91,8 +91,11 @@ def release(tx: Connection, dead: Collection[str]) -> None:
         tx.execute(update(message).where(message.c.owner.in_(dead)).values(owner=None, held_until=None))
 
 
-def claim(tx: Connection, *, owner: str, now: float, limit: int) -> list[MessageRecord]:
-    """Hold up to `limit` messages that are due, the oldest first, and few of each hook."""
+def turn(tx: Connection, *, now: float, limit: int) -> list[str]:
+    """Ids of up to `limit` messages that are due, the oldest first, and few of each hook.
+
+    The query reads all that are due, so it belongs into a transaction that locks nothing out.
+    """
     place = func.row_number().over(
         partition_by=message.c.hook_id, order_by=(message.c.next_at, message.c.seq)
     )
@@ -108,14 +111,19 @@ def claim(tx: Connection, *, owner: str, now: float, limit: int) -> list[Message
         .subquery()
     )
     held = func.coalesce(busy.c.held, 0)
-    turn = (
+    found = (
         select(due.c.id)
         .outerjoin(busy, busy.c.hook_id == due.c.hook_id)
         .where(due.c.place + held <= MOST_OF_HOOK)
         .order_by(due.c.seq)
         .limit(limit)
     )
-    return [get(tx, message_id) for message_id in tx.scalars(turn).all() if hold(tx, message_id, owner, now)]
+    return [str(message_id) for message_id in tx.scalars(found)]
+
+
+def claim(tx: Connection, turn: Sequence[str], *, owner: str, now: float) -> list[MessageRecord]:
+    """Hold those of these messages that are still due."""
+    return [get(tx, message_id) for message_id in turn if hold(tx, message_id, owner, now)]
 
 
 def hold(tx: Connection, message_id: str, owner: str, now: float) -> bool:
