@@ -2,9 +2,11 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection
 
 from conserve.batch_api import workers
 from conserve.batch_api.workers import Deliveries
@@ -50,6 +52,24 @@ def test_a_job_expires_at_its_deadline_and_not_before(store: Store) -> None:
     assert (job(store).state, job(store).finished_at) == (JobState.EXPIRED, 10.0)
     assert claim(store, now=11.0) is None
     assert expire(store, now=12.0) == [], "once"
+
+
+def test_only_jobs_that_were_locked_in_order_expire(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose deadline is set meanwhile waits for the next time: it has not been locked."""
+    for job_id in ("job-1", "job-2"):
+        add_job(store, job_id)
+    with store.write() as tx:
+        catalog.set_deadline(tx, "job-2", 5.0)
+    lock_jobs = catalog.lock_jobs
+
+    def lock(tx: Connection, job_ids: Sequence[str]) -> None:
+        lock_jobs(tx, job_ids)
+        catalog.set_deadline(tx, "job-1", 5.0)
+
+    monkeypatch.setattr(catalog, "lock_jobs", lock)
+    assert expire(store, now=10.0) == ["job-2"]
+    monkeypatch.undo()
+    assert expire(store, now=10.0) == ["job-1"]
 
 
 def test_a_completed_job_does_not_expire(store: Store) -> None:

@@ -169,10 +169,10 @@ class Ledger:
 
     def _claim(self, limit: int, suspect: bool, identity: str, group: Group | None) -> list[ReadyRow]:
         while True:
+            self._expire()
             now = self._clock()
             terms = Terms(self.owner, now, self._lease_s, self.model)
             with self._store.write() as tx:
-                self._note_expired(catalog.expire(tx, now=now))
                 runnable = self._of_group(self._runnable(tx), group)
                 runnable = self._turns.ordered(runnable, now=now, group=group)
                 jobs = [] if suspect else choice.contenders(tx, runnable)
@@ -354,10 +354,8 @@ class Ledger:
             self._file.check()
         with self._store.read() as tx:
             guard.require_here(tx)
-            late = catalog.late(tx, now=self._clock())
             states = catalog.states(tx, self._workload.seen())
-        if late:
-            states |= dict.fromkeys(states.keys() & self._expire(), JobState.EXPIRED)
+        states |= dict.fromkeys(states.keys() & self._expire(), JobState.EXPIRED)
         removed = set(self._workload.seen()) - states.keys()
         ended = {job_id for job_id, state in states.items() if state.final} | removed
         self._workload.close(ended & self._ended)  # rows claimed just before have been withdrawn by now
@@ -369,9 +367,12 @@ class Ledger:
         return {id_ for id_, state in states.items() if state.stopped} | removed
 
     def _expire(self) -> list[str]:
-        """End the jobs whose deadline has passed."""
-        with self._store.write() as tx:
-            expired = catalog.expire(tx, now=self._clock())
+        """End the jobs whose deadline has passed, in a transaction of its own: jobs are locked after leases."""
+        with self._store.read() as tx:
+            expired = catalog.late(tx, now=self._clock())
+        if expired:
+            with self._store.write() as tx:
+                expired = catalog.expire(tx, now=self._clock())
         self._note_expired(expired)
         return expired
 

@@ -262,7 +262,9 @@ def expire(tx: Connection, *, now: float) -> list[str]:
     lock_jobs(tx, job_ids)
     expired = {"state": JobState.EXPIRED.value, "finished_at": now, "error": None}
     # Another process may have ended some since: each is told of once.
-    ended = list(tx.scalars(update(job).where(is_late(now)).values(expired).returning(job.c.id)))
+    ended = list(
+        tx.scalars(update(job).where(job.c.id.in_(job_ids), is_late(now)).values(expired).returning(job.c.id))
+    )
     events.of_jobs(tx, ended, now=now)
     return ended
 
