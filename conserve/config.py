@@ -14,6 +14,7 @@ PROJECT_FILE = "conserve.toml"
 SQLITE = "sqlite:///"
 UTILITY = 0.9
 LOG_FORMATS = ("text", "json")
+SECRETS = ("api_key", "harvest_key")
 LINUX = sys.platform == "linux"  # its folders need no platformdirs, which takes 20 ms to import
 
 
@@ -75,6 +76,7 @@ class Settings:
     """OpenTelemetry collector that a trace of each row is sent to, over HTTP."""
 
     def __post_init__(self) -> None:
+        self._refuse_what_is_not_utf8()
         if self.lease_s < 1:
             raise SettingsError(f"lease_s must be at least 1 second, not {self.lease_s:g}")
         if self.max_attempts < 1:
@@ -103,6 +105,18 @@ class Settings:
                 "utility goes from 0 (the stalest row first) to 1 (always the longest shared prefix), "
                 f"not {self.utility:g}; try: --utility {UTILITY}"
             )
+
+    def _refuse_what_is_not_utf8(self) -> None:
+        """Name the first setting with bytes that are not UTF-8, which no database and no address holds."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            try:
+                str(value).encode()
+            except UnicodeEncodeError as error:
+                shown = "what was given" if field.name in SECRETS else repr(str(value))
+                raise SettingsError(
+                    f"{field.name} is not UTF-8: {shown}; correct {variables()[field.name]}, or its flag"
+                ) from error
 
     @property
     def profiles_folder(self) -> Path:

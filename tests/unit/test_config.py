@@ -70,6 +70,18 @@ def test_a_variable_of_the_wrong_type_is_named(tmp_path: Path) -> None:
         load({}, {"CONSERVE_MAX_ATTEMPTS": "many"}, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["home", "store", "data", "model", "endpoint"])
+def test_a_value_that_is_not_utf8_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name} is not UTF-8: .*; correct CONSERVE_{name.upper()}"):
+        load({}, {f"CONSERVE_{name.upper()}": f"{tmp_path}/m\udcff"}, tmp_path)
+
+
+def test_a_secret_that_is_not_utf8_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="api_key is not UTF-8") as refused:
+        load({}, {"CONSERVE_API_KEY": "hidden\udcff"}, tmp_path)
+    assert "hidden" not in str(refused.value)
+
+
 def test_answers_are_bounded_as_the_settings_say(tmp_path: Path) -> None:
     given = load({}, {"CONSERVE_MAX_ANSWER_S": "2.5", "CONSERVE_MAX_ANSWER_MIB": "0.5"}, tmp_path)
     assert AnswerLimits.of(given) == AnswerLimits(seconds=2.5, num_bytes=512 << 10)

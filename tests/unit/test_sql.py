@@ -85,6 +85,12 @@ def test_pivot_lets_nothing_else_in(sql: str) -> None:
     assert "one statement at a time" in done.stderr
 
 
+def test_a_query_that_is_not_utf8_is_refused_in_a_sentence() -> None:
+    done = conserve("sql", "select '\udcff'")
+    assert done.returncode == 2
+    assert done.stderr == "conserve: the query is not UTF-8; write it again in UTF-8\n"
+
+
 @pytest.mark.parametrize(
     "sql", ["summarize results", "summarize select 1 as a", "describe inputs", "show tables"]
 )

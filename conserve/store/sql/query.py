@@ -154,6 +154,8 @@ def seal(duck: duckdb.DuckDBPyConnection, files: Sequence[FilePath]) -> None:
 
 def ask(duck: duckdb.DuckDBPyConnection, sql: str, *, limit: int | None = None) -> duckdb.DuckDBPyRelation:
     """Bind one SELECT; raises `QueryError` for anything else, since a COPY could write where a view may read."""
+    if not is_utf8(sql):
+        raise QueryError("the query is not UTF-8; write it again in UTF-8")
     try:
         statements = duck.extract_statements(sql)
         if not statements:
@@ -197,12 +199,23 @@ def views_of(sql: str) -> set[str] | None:
 
     A database without views parses the query: with them DuckDB would name the tables that a view reads instead.
     """
+    if not is_utf8(sql):
+        return None
     with duckdb.connect(":memory:", config={**SETTINGS, "enable_external_access": False}) as empty:
         try:
             named = {name.lower() for name in empty.get_table_names(sql)} & set(VIEWS)
         except duckdb.Error:
             return None
     return named | ({"results"} if "requests" in named else set())
+
+
+def is_utf8(sql: str) -> bool:
+    """False for text of the command line with bytes that are not UTF-8, which DuckDB takes as no text at all."""
+    try:
+        sql.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def explained(error: duckdb.Error) -> QueryError:
