@@ -71,7 +71,7 @@ def sql(
 
     def warn(gap: "LeftOut") -> None:
         say_left_out(gap)
-        if gap.view == "results":
+        if gap.damaged:
             lost.append(gap)
 
     wanted = wanted_format(out, as_json=as_json, as_csv=as_csv)

@@ -23,6 +23,11 @@ class LeftOut:
     fix: str
 
     @property
+    def damaged(self) -> bool:
+        """True if a file of the store is damaged; False if the user's own input changed or was odd all along."""
+        return self.fix.startswith(CHECK)
+
+    @property
     def sentence(self) -> str:
         """One sentence for the user."""
         return f"the view {self.view} leaves out rows of job {self.job_id}: {self.reason}; {self.fix}"
