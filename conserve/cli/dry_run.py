@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -139,7 +140,7 @@ def show_previews(
         if as_json:
             output.data_json(one._asdict() | {"tokens": number})
         else:
-            output.data("\n".join(lines_of(one, number, params)))
+            output.data(output.visible("\n".join(lines_of(one, number, params)), sys.stdout))
     given = ", ".join(f"{name} {json.dumps(value)}" for name, value in params.items())
     output.say(f"{'with ' + given + '; ' if given else ''}nothing was queued")
 

@@ -1,19 +1,34 @@
 """Sink of an answer's bytes: standard output, or a file that appears whole or not at all."""
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from conserve.api.file_sink import file_sink
+from conserve.cli import output
+
+
+class TerminalSink(io.RawIOBase):
+    """Standard output that is a terminal: control characters of the lines are spelled out."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, line: Any) -> int:
+        """Write one line, in UTF-8."""
+        text = bytes(line).decode("utf-8", "replace")
+        sys.stdout.buffer.write(output.visible(text, sys.stdout).encode())
+        return len(line)
 
 
 @contextmanager
 def sink(path: Path | None) -> Iterator[BinaryIO]:
     """Open the file at this path; standard output without a path."""
     if path is None:
-        yield sys.stdout.buffer
+        yield cast("BinaryIO", TerminalSink()) if sys.stdout.isatty() else sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
     with file_sink(path) as stream:

@@ -302,6 +302,21 @@ def test_a_terminal_gets_no_commands_from_answers() -> None:
     assert r"\x1b]0;owned" in shown
 
 
+def test_a_terminal_gets_no_commands_from_csv_results_and_previews(write_input: WriteInput) -> None:
+    path = write_input(q=["\x1b]0;owned\x07\x9b2J"])
+    submit(path)
+    assert conserve("run", "--endpoint", "fake:").returncode == 0
+    for words in (
+        ("sql", "--csv", ESCAPES),
+        ("sql", "--json", ESCAPES),
+        ("results", "last", "--with-inputs", "--format", "csv"),
+        ("submit", str(path), "--prompt", "{{ q }}", "--dry-run", "1"),
+    ):
+        shown = on_a_terminal(*words, NO_COLOR="1")
+        assert not {"\x1b", "\x07", "\x9b"} & set(shown), words
+        assert "]0;owned" in shown, words
+
+
 def test_pipes_and_files_get_answers_as_they_are(tmp_path: Path) -> None:
     raw = "\x1b]0;owned\x07\x9b2J"
     assert raw in conserve("sql", ESCAPES).stdout
