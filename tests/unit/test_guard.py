@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("starlette")
 
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route, WebSocketRoute
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Mount, Route, WebSocketRoute
 
 from conserve.engine.runtime.front import HARVEST_KEY, Front
 from conserve.engine.vllm.server.guard import FRONT, Guard
@@ -148,8 +149,23 @@ def test_a_route_knows_who_asks_and_only_while_it_is_asked(keyed: Starlette) -> 
     assert CALLER.get() is None
 
 
-def test_browsers_ask_first_without_a_key(keyed: Starlette) -> None:
-    assert ask(keyed, "/v1/models", method="OPTIONS").status_code == 405  # the route's own answer
+def test_browsers_ask_first_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers are vLLM's: CORS behind the guard, and metrics that answer any method."""
+    monkeypatch.setenv(HARVEST_KEY, HARVESTER)
+    app = Starlette(routes=[Mount("/metrics", PlainTextResponse("counters")), Route("/v1/models", echo)])
+    app.state.args = Namespace(api_key=[CLIENT])
+    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Guard)
+    first = {"Origin": "http://page", "Access-Control-Request-Method": "GET"}
+    for path in ("/metrics", "/metrics/", "/v1/models"):
+        answer = ask(app, path, method="OPTIONS", headers=first)
+        assert (answer.status_code, answer.text) == (200, "OK"), path
+        for name in first:
+            left = {name: first[name]}
+            assert ask(app, path, method="OPTIONS", headers=left).status_code == 401, path
+        assert ask(app, path, method="OPTIONS").status_code == 401, path
+    assert ask(app, "/metrics/", HARVESTER, method="OPTIONS").text == "counters"
+    assert ask(app, "/v1/models", CLIENT, method="OPTIONS").status_code == 405  # the route's own answer
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:

@@ -143,9 +143,20 @@ def refuse(scope: Scope, role: Role | None, front: Front) -> JSONResponse | None
 
 def wanted_by(scope: Scope, front: Front) -> Need:
     """Key that a request needs."""
-    if method_of(scope) == "OPTIONS":  # browsers' preflight requests carry no key
+    if is_preflight(scope):
         return Need.NOTHING
-    return need(method_of(scope), path_of(scope), open_metrics=front.open_metrics)
+    method = "GET" if method_of(scope) == "OPTIONS" else method_of(scope)
+    return need(method, path_of(scope), open_metrics=front.open_metrics)
+
+
+def is_preflight(scope: Scope) -> bool:
+    """True for a browser's preflight request, which carries no key.
+
+    vLLM's CORS layer below answers it and passes it to no route. Any other OPTIONS reaches the routes, of which
+    /metrics answers whatever the method.
+    """
+    named = {name for name, _ in scope["headers"]}
+    return method_of(scope) == "OPTIONS" and named >= {b"origin", b"access-control-request-method"}
 
 
 def method_of(scope: Scope) -> str:
