@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,13 @@ def test_every_line_that_is_printed_is_this_one(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(installed, "_nvidia_gpu_visible", lambda: False)
     (problem,) = installed.describe_engine().problems
     assert problem.fix == f"run: {install_line('cpu')}, or name an HTTP endpoint"
+
+
+def test_the_documentation_installs_nothing_by_a_name_that_no_index_has() -> None:
+    """The distribution is not published: whoever took its name could not be told from us."""
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    by_name = re.compile(rf"pip install [^\n`]*\b{DISTRIBUTION}\b(?![^\n`]* @ )")
+    assert [page.name for page in pages if by_name.search(page.read_text())] == []
 
 
 # Setting up a clone
