@@ -252,7 +252,9 @@ class TestShow:
         ("arguments", "words"),
         [
             (["6"], "has no row 6; its rows go from 0 to 5"),
+            ([str(1 << 64)], "has no row 18446744073709551616; its rows go from 0 to 5"),
             (["--id", "nope"], "no row of job input-"),
+            (["--id", "\udcff"], "no row of job input-"),
             ([], "name one row"),
             (["1", "--id", "q1"], "name one row"),
         ],

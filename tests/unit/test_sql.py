@@ -147,6 +147,8 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         (["--json", "--csv", "select 1"], 2, "not both"),
         (["--memory", "lots", "select 1"], 2, "a size like 4GiB"),
         (["--memory", "1MiB", "select 1"], 2, "too little memory"),
+        (["--memory", "9000000TiB", "select 1"], 2, "a size below 8388608TiB"),
+        (["--memory", "9" * 400 + "TiB", "select 1"], 2, "a size below 8388608TiB"),
         (["--timeout", "0.2", ENDLESS], 1, "longer than 0.2 s"),
         (["--memory", "512MiB", "select repeat('x', 2000000000)"], 1, "more memory than 512 MiB"),
         (["select cast('x' as int)"], 2, "Could not convert string 'x'"),

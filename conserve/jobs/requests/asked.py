@@ -29,6 +29,8 @@ def asked(
     store: Store, job: JobRecord, *, row_index: int | None = None, custom_id: str | None = None
 ) -> FoundRequest:
     """Find the request of a row by its row index or its custom id; raises `UsageError` if there is none."""
+    if not may_be_there(job, row_index, custom_id):
+        raise UsageError(missing(job, row_index, custom_id))
     path = home.requests_file(store.data, job.id)
     requests = RequestFile(path)
     try:
@@ -44,6 +46,15 @@ def asked(
     tasks = Tasks([job])
     body, prompt = tasks.body(job.id, request.payload), tasks.prompt(job.id, request.payload)
     return FoundRequest(position=position, request=request, body=body, prompt=prompt)
+
+
+def may_be_there(job: JobRecord, row_index: int | None, custom_id: str | None) -> bool:
+    """False for a row beyond the job's last, and for an id that is not UTF-8."""
+    try:
+        (custom_id or "").encode()
+    except UnicodeEncodeError:
+        return False
+    return row_index is None or row_index < job.num_rows
 
 
 def missing(job: JobRecord, row_index: int | None, custom_id: str | None) -> str:

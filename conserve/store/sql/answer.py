@@ -115,8 +115,9 @@ def checked(frames: Iterator[Frame], bounds: Bounds) -> Iterator[Frame]:
         ) from None
     except child.Died as death:
         how = str(death)
+    bound = "" if bounds.memory_bytes is None else f" (it may take {size_text(bounds.memory_bytes)})"
     raise QueryTooGreedy(
-        f"the query's process ended {how}, most likely for want of memory{of_memory(bounds)}; "
+        f"the query's process ended {how}, most likely for want of memory{bound}; "
         "narrow it down, or give it more with --memory"
     )
 
