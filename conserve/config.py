@@ -77,8 +77,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._refuse_what_is_not_utf8()
-        if self.lease_s < 1:
-            raise SettingsError(f"lease_s must be at least 1 second, not {self.lease_s:g}")
+        if not 1 <= self.lease_s < 1e9:  # nor if it is no number
+            raise SettingsError(f"lease_s must be at least 1 second and below 1e9, not {self.lease_s:g}")
         if self.max_attempts < 1:
             raise SettingsError(f"max_attempts must be at least 1, not {self.max_attempts}")
         for name in ("max_answer_s", "max_answer_mib", "max_answers_mib"):

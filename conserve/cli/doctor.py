@@ -96,6 +96,7 @@ def endpoint(address: str, api_key: str | None) -> Finding:
     import httpx
 
     from conserve.endpoints.discovery import served_models
+    from conserve.endpoints.exchange import check_address
 
     if address.startswith("fake:"):
         return Finding("endpoint", f"{address} answers")
@@ -103,12 +104,13 @@ def endpoint(address: str, api_key: str | None) -> Finding:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def ask() -> list[str]:
+        check_address(url)
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_S) as client:
             return await served_models(client)
 
     try:
         return Finding("endpoint", f"{url} serves {', '.join(asyncio.run(ask()))}")
-    except (ConserveError, httpx.InvalidURL) as error:
+    except ConserveError as error:
         refused = getattr(error, "status", None) in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
         fix = "set CONSERVE_API_KEY to its key" if refused else "start it, or correct CONSERVE_ENDPOINT"
         return Finding("endpoint", str(error), ok=False, fix=fix)

@@ -17,6 +17,7 @@ SILENT_S = 1800.0  # longest time without a byte: an offline request may wait lo
 KEPT_OPEN = 64  # connections kept open between requests
 COMPLAINT_BYTES = 64 << 10  # of an error's body: enough for any message
 COMPLAINT_S = 10.0  # time for an error's body to come
+LAST_PORT = 65_535
 PAGE_BYTES = 16 * MIB  # of a page that describes the server, such as /metrics
 
 
@@ -76,11 +77,21 @@ class WholeResponse(NamedTuple):
         return self.content.decode("utf-8", "replace")
 
 
+def check_address(base_url: str) -> None:
+    """Raise `SettingsError` for a malformed address, or one whose port no machine has."""
+    try:
+        if (port := httpx.URL(base_url).port) is not None and port > LAST_PORT:
+            raise httpx.InvalidURL(f"the last port is {LAST_PORT}")
+    except (httpx.InvalidURL, UnicodeEncodeError) as error:
+        raise SettingsError(f"--endpoint {base_url!r} is no address: {error}") from error
+
+
 def open_client(
     base_url: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None
 ) -> httpx.AsyncClient:
     """A client for the server at this address; raises `SettingsError` for a malformed address or key."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    check_address(base_url)
     try:
         return httpx.AsyncClient(
             base_url=base_url,
@@ -89,8 +100,6 @@ def open_client(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_OPEN),
             transport=transport,
         )
-    except httpx.InvalidURL as error:
-        raise SettingsError(f"--endpoint {base_url!r} is no address: {error}") from error
     except UnicodeEncodeError as error:
         raise SettingsError("CONSERVE_API_KEY has characters that no header carries; correct it") from error
 

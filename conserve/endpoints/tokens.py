@@ -6,6 +6,7 @@ from typing import Any, Self
 import httpx
 
 from conserve.endpoints.discovery import served_models
+from conserve.endpoints.exchange import check_address
 
 ANSWER_S = 60.0
 FIELDS = ("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
@@ -30,6 +31,7 @@ class ServerTokens:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> Self:
         """Find out the server's model; raises `EndpointUnusable` if no server answers."""
+        check_address(base_url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         client = httpx.AsyncClient(
             base_url=base_url.rstrip("/").removesuffix("/v1"),

@@ -242,7 +242,9 @@ def test_an_endpoint_is_asked_with_the_key(keyed: str) -> None:
         assert found.fix == "set CONSERVE_API_KEY to its key"
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://host:port", "nowhere"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:9", "http://127.0.0.1:65536", "http://host:port", "nowhere"]
+)
 def test_an_endpoint_that_is_not_there_is_found(address: str) -> None:
     found = doctor.endpoint(address, None)
     assert not found.ok

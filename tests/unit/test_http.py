@@ -632,7 +632,7 @@ def test_a_certificate_that_is_refused_is_no_rows_fault() -> None:
         asyncio.run(endpoint.start())
 
 
-@pytest.mark.parametrize("url", ["http://[::1", "http://x:port", "http://\ud83d"])
+@pytest.mark.parametrize("url", ["http://[::1", "http://x:port", "http://\ud83d", "http://x:65536"])
 def test_what_is_no_address_is_said_in_a_sentence(url: str) -> None:
     with pytest.raises(SettingsError, match="is no address"):
         HttpEndpoint(url)

@@ -180,6 +180,13 @@ def test_a_dry_run_as_json(write_input: WriteInput) -> None:
     assert (told["rows"], told["counted"], told["too_long"], told["longest"]) == (2, 0, 0, None)
 
 
+def test_a_dry_run_at_a_port_that_no_machine_has_is_a_sentence(write_input: WriteInput) -> None:
+    assert conserve("submit", str(write_input(q=["a"])), "--prompt", "{{ q }}").returncode == 0
+    done = conserve("run", "--dry-run", "--endpoint", "http://127.0.0.1:65536")
+    assert done.returncode == 2
+    assert done.stderr.endswith("'http://127.0.0.1:65536' is no address: the last port is 65535\n")
+
+
 def test_a_dry_run_of_nothing_says_so() -> None:
     done = conserve("run", "--dry-run")
     assert (done.returncode, done.stdout) == (0, "")
@@ -242,9 +249,11 @@ def test_previews_are_of_the_input_in_its_order_as_json(write_input: WriteInput,
     assert "n is a whole number" in json.loads(done.stdout)["error"]
 
 
-def test_a_preview_reads_standard_input() -> None:
-    done = conserve("submit", "-", "--prompt", "{{ q }}", "--dry-run", "1", stdin='{"q": "a"}\n{"q": "b"}\n')
-    assert done.stdout.splitlines() == ["row 0", "  user: a"]
+@pytest.mark.parametrize("rows", ["1", str(1 << 64)])
+def test_a_preview_reads_standard_input(rows: str) -> None:
+    done = conserve("submit", "-", "--prompt", "{{ q }}", "--dry-run", rows, stdin='{"q": "a"}\n{"q": "b"}\n')
+    shown = ["row 0", "  user: a", "row 1", "  user: b"]
+    assert done.stdout.splitlines() == (shown[:2] if rows == "1" else shown)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Preview of a job that is not queued: its first requests, as they would be sent."""
 
+import sys
 import tempfile
 from dataclasses import replace
 from itertools import islice
@@ -33,7 +34,7 @@ def previews(given: Input, task: Task, rows: int, *, constant_prompt: bool = Fal
         opened = open_input(in_place, Path(scratch), openai=task.kind is Kind.OPENAI)
         check_input(opened.rows, task, constant_prompt=constant_prompt)
         batches = opened.rows.batches(needed_columns(task, opened.rows))
-        first = islice((row for batch in batches for row in batch), rows)
+        first = islice((row for batch in batches for row in batch), min(rows, sys.maxsize))
         render = renderer(task)
         return [preview(number, row, task, render) for number, row in enumerate(first)]
 
