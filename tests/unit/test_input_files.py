@@ -197,6 +197,17 @@ def test_folders_of_partitions_have_their_columns(store: Store, tmp_path: Path, 
     ]
 
 
+@pytest.mark.parametrize("pattern", ["year=*", "year=*/", "**/"])
+def test_a_pattern_of_folders_stands_for_their_files(store: Store, tmp_path: Path, pattern: str) -> None:
+    table = tmp_path / "table"
+    parquet(table / "year=2023" / "lang=de" / "a.parquet", q=["x"])
+    parquet(table / "year=2024" / "lang=en" / "b.parquet", q=["y"])
+    parquet(table / "year=2024" / "_temporary" / "c.parquet", q=["no"])
+    task = Task(kind=Kind.PROMPT, template="{{ year }} {{ lang }} {{ q }}")
+    done = submit(store, f"{table}/{pattern}", task)
+    assert payloads(store, done.job_id, 2) == ["2023 de x", "2024 en y"]
+
+
 def test_partitions_of_files_are_alike_or_none() -> None:
     def of(*names: str) -> list[dict[str, Any]]:
         return [dict(one) for one in partitions([Path(name) for name in names])]

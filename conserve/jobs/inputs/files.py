@@ -2,6 +2,7 @@
 
 import glob
 import io
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,7 +90,7 @@ def files_of(name: str) -> list[Path]:
 
 def files_below(folder: Path) -> list[Path]:
     """The files of a folder that hold rows, at any depth; names that begin with _ or . are not data."""
-    found = sorted(path for path in folder.rglob("*") if is_data(path, folder) and form_of_name(path))
+    found = sorted(path for path in folder.rglob("*") if is_row_file(path, folder))
     if not found:
         kinds = ", ".join(SUFFIXES)
         raise InputError(
@@ -99,17 +100,28 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def files_like(pattern: str) -> list[Path]:
-    """The files that match a pattern."""
+    """The files that match a pattern; where it matches folders alone, the files of these."""
     matches = glob.glob(pattern, recursive=True)  # noqa: PTH207  Path.glob takes no absolute pattern
-    found = sorted(path for path in map(Path, matches) if path.is_file())
+    paths = [Path(match) for match in matches]
+    found = sorted(path for path in paths if path.is_file())
+    if not found:
+        root = fixed_part(pattern)
+        below = {file for path in paths if path.is_dir() for file in path.rglob("*")}
+        found = sorted(file for file in below if is_row_file(file, root))
     if not found:
         raise InputError(f"no file matches {pattern}; check the pattern")
     return found
 
 
-def is_data(path: Path, folder: Path) -> bool:
-    """True for a file whose path below the folder has no part that begins with _ or ."""
-    return path.is_file() and not any(part.startswith(("_", ".")) for part in path.relative_to(folder).parts)
+def fixed_part(pattern: str) -> Path:
+    """Folders in front of a pattern's first part that is no plain name."""
+    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
+
+
+def is_row_file(path: Path, folder: Path) -> bool:
+    """True for a file of rows whose path below the folder has no part that begins with _ or ."""
+    hidden = any(part.startswith(("_", ".")) for part in path.relative_to(folder).parts)
+    return path.is_file() and not hidden and form_of_name(path) is not None
 
 
 def form_of_name(path: Path) -> FileFormat | None:
