@@ -75,6 +75,9 @@ def test_parameters_within_their_ranges_have_no_fault(url: str, body: dict[str, 
         (CHAT, {"top_k": 10**12}, "top_k is a whole number from -1 to 2,147,483,647"),
         (CHAT, answer({"$ref": "https://example.com/a.json"}), 'refers to "https://example.com/a.json"'),
         (CHAT, answer({"properties": {"a": {"anyOf": [{"$ref": "b.json#/a"}]}}}), 'refers to "b.json#/a"'),
+        (CHAT, answer({"$ref": "#/nowhere"}), 'refers to "#/nowhere", which it does not have'),
+        (CHAT, answer({"$defs": {"a": {}}, "items": {"$ref": "#/$defs/b"}}), 'refers to "#/$defs/b"'),
+        (CHAT, answer({"anyOf": [{"$ref": "#/anyOf/2"}, {}]}), 'refers to "#/anyOf/2"'),
         (CHAT, {"structured_outputs": {"json": {"$dynamicRef": "file:///b"}}}, "no engine fetches"),
         (CHAT, {"max_completion_tokens": -1}, "max_completion_tokens"),
         (CHAT, {"seed": 2**63}, "seed is a whole number of 64 bits"),
@@ -135,6 +138,22 @@ def test_a_server_that_takes_more_is_heeded(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_schemas_that_are_none_are_named(schema: Any) -> None:
     assert schema_fault(schema) is not None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"a": {}}, "items": {"$ref": "#/$defs/a"}},
+        {"$defs": {"a b/c~": {}}, "items": {"$ref": "#/$defs/a%20b~1c~0"}},
+        {"anyOf": [{"$ref": "#/anyOf/1"}, {}]},
+        {"properties": {"next": {"$ref": "#"}}},
+        {"$defs": {"a": {"$anchor": "there"}}, "items": {"$ref": "#there"}},
+        {"$defs": {"a": {"$id": "a", "$defs": {"b": {}}, "items": {"$ref": "#/$defs/b"}}}},
+        {"properties": {"$ref": {"type": "string"}, "x": {"const": {"$ref": "#/nowhere"}}}},
+    ],
+)
+def test_references_within_a_schema_are_followed(schema: dict[str, Any]) -> None:
+    assert schema_fault(schema) is None
 
 
 def test_a_schema_nests_as_deep_as_vllm_reads() -> None:

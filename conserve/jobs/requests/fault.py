@@ -4,10 +4,11 @@ The ranges are vLLM 0.32's (`SamplingParams`, `ChatCompletionRequest`), which ar
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from math import inf, isfinite
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 
@@ -61,6 +62,7 @@ NUMBERS = {
     "seed": Range(*INT64, whole=True),
 }
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+IDS = ("$id", "id")  # a part that has one is the root of the pointers in it; drafts 3 and 4 write id
 VALUES = ("const", "default", "enum", "examples")  # keywords of a JSON schema that hold no schemas
 WITH_INPUT = (Url.EMBEDDINGS, Url.RESPONSES)
 DECIDED = {
@@ -209,19 +211,49 @@ def schema_fault(schema: object) -> str | None:
         return f"the JSON schema nests more than {MAX_SCHEMA_DEPTH} levels deep"
     if (remote := remote_reference(schema)) is not None:
         return f"the JSON schema refers to {shown(remote)}, which no engine fetches; put it under $defs"
+    if (lost := lost_reference(schema)) is not None:
+        return f"the JSON schema refers to {shown(lost)}, which it does not have; correct the reference"
     return meta_schema_fault(msgspec.json.encode(schema))
 
 
 def remote_reference(schema: object) -> str | None:
     """First reference of a JSON schema that points out of it; None without one."""
-    if isinstance(schema, list):
-        return next((found for one in schema if (found := remote_reference(one)) is not None), None)
-    if not isinstance(schema, dict):
+    targets = (one[name] for one in objects_of(schema) for name in REFERENCES if name in one)
+    return next(
+        (target for target in targets if isinstance(target, str) and not target.startswith("#")), None
+    )
+
+
+def lost_reference(schema: dict[str, Any]) -> str | None:
+    """First JSON pointer of a schema's `$ref` that leads nowhere; None without one, or where parts have ids."""
+    parts = list(objects_of(schema))
+    if any(isinstance(one.get(name), str) for one in parts[1:] for name in IDS):
         return None
-    for name in REFERENCES:
-        if isinstance(target := schema.get(name), str) and not target.startswith("#"):
-            return target
-    return remote_reference([part for name, part in schema.items() if name not in VALUES])
+    targets = [target for one in parts if isinstance(target := one.get("$ref"), str)]
+    return next((one for one in targets if one.startswith("#/") and not leads_somewhere(one, schema)), None)
+
+
+def leads_somewhere(pointer: str, schema: object) -> bool:
+    """True if a JSON pointer behind # names a part of the schema."""
+    for step in unquote(pointer.removeprefix("#/")).split("/"):
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict) and key in schema:
+            schema = schema[key]
+        elif isinstance(schema, list) and key.isascii() and key.isdigit() and int(key) < len(schema):
+            schema = schema[int(key)]
+        else:
+            return False
+    return True
+
+
+def objects_of(schema: object) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON schema that may be schemas, the outermost first."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from objects_of(one)
+    elif isinstance(schema, dict):
+        yield schema
+        yield from objects_of([part for name, part in schema.items() if name not in VALUES])
 
 
 @lru_cache(maxsize=256)
