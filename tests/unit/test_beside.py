@@ -188,6 +188,17 @@ def test_without_keys_other_machines_reach_nothing_whatever_host_they_name(
         assert asyncio.run(asked()) == (403 if "203" in address else 200)
 
 
+@pytest.mark.parametrize("up", ["..", "%2e%2e", ".%2E", "./..", "x/../.."])
+def test_no_path_leads_out_of_files_and_batches(store: Store, url: str, up: str) -> None:
+    head = [("Authorization", f"Bearer {make(store, 'ann', live=False)}"), ("Host", "a"), ("Connection", "close")]
+    said = "".join(f"{name}: {value}\r\n" for name, value in head)
+    address = httpx.URL(url)
+    for target in (f"{up}/{up}/metrics", f"{up}/{up}/caller", f"{up}/{up}/openapi.json", f"{up}/batches"):
+        with socket.create_connection((address.host, address.port or 80)) as asking:
+            asking.sendall(f"GET /v1/files/{target} HTTP/1.1\r\n{said}\r\n".encode())
+            assert asking.makefile("rb").readline().split()[1] == b"404"
+
+
 def test_with_a_key_of_its_own_a_server_has_any_name(url: str) -> None:
     headers = {"Authorization": f"Bearer {OWN}", "Host": "gpu-7.example"}
     assert httpx.get(f"{url}/files", headers=headers).status_code == 200

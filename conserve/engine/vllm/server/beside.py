@@ -45,6 +45,7 @@ GIVEN = frozenset(
         "etag", "last-modified", "retry-after", "www-authenticate", "x-accel-buffering", "x-should-retry",
     }
 )  # fmt: skip
+DOTS = (".", "..")  # steps of a path that would lead to routes for which the guard was not asked
 KEPT_S = 0.5  # for which the answer on a key holds
 STALE_S = 60.0  # for which it holds while the process does not answer
 MOST_KEPT = 1024
@@ -178,10 +179,11 @@ def is_far(request: Request) -> bool:
 
 
 def url(request: Request) -> httpx.URL:
-    """Path and query of a request, in ASCII whatever the client sent."""
+    """Path and query of a request, in ASCII whatever the client sent; httpx resolves no `..` in it."""
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    steps = (quote(step).replace(".", "%2E") if step in DOTS else quote(step) for step in path.split("/"))
     query = quote(request.scope["query_string"], safe=punctuation)
-    return httpx.URL(path=quote(path), query=query.encode())
+    return httpx.URL(path="/".join(steps), query=query.encode())
 
 
 def uses(answer: httpx.Response) -> StoreKey | None:
