@@ -1,6 +1,14 @@
 """Names and addresses of hosts."""
 
+from collections.abc import Iterable
 from ipaddress import IPv6Address, ip_address
+
+PROXIED = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"})
+
+
+def is_proxied(headers: Iterable[str]) -> bool:
+    """True if a request with these headers came through a proxy, which may stand for other machines."""
+    return any(name.lower() in PROXIED for name in headers)
 
 
 def is_loopback(host: str) -> bool:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from conserve.batch_api import refusals
 from conserve.batch_api.api import CALLER, ApiCaller
 from conserve.errors import StoreError
-from conserve.hosts import is_loopback
+from conserve.hosts import is_loopback, is_proxied
 from conserve.store.books import keys
 from conserve.store.books.keys import ApiKey
 from conserve.store.database.store import Store
@@ -126,11 +126,11 @@ def caller_with_key(headers: Headers, known: Sequence[ApiKey]) -> ApiCaller | Re
 
 
 def caller_of_this_machine(headers: Headers) -> ApiCaller | Response:
-    """Caller of an API without keys; refuses pages of other sites that a browser on this machine shows."""
+    """Caller of an API without keys; refuses proxies, and pages of other sites in a browser on this machine."""
     origin = headers.get("origin")
     named = [urlsplit(f"//{headers.get('host', '')}").hostname]
     named += [urlsplit(origin).hostname] if origin is not None else []
-    if all(is_loopback(host or "") for host in named):
+    if not is_proxied(headers) and all(is_loopback(host or "") for host in named):
         return ApiCaller()
     return keys_required()
 

@@ -160,9 +160,14 @@ def test_a_server_without_a_key_of_its_own_asks_for_the_stores(store: Store, pat
         assert client(url, key).files.list().data == []
 
 
-def test_without_keys_pages_of_other_sites_reach_nothing(store: Store, path: Path) -> None:
+def test_without_keys_pages_of_other_sites_and_proxies_reach_nothing(store: Store, path: Path) -> None:
     with both(store, path, None) as url:
-        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        for headers in (
+            {"Host": "evil.example"},
+            {"Origin": "https://evil.example"},
+            {"Host": "localhost", "X-Forwarded-For": "127.0.0.1"},
+            {"Host": "localhost", "Via": "1.1 proxy"},
+        ):
             answer = httpx.get(f"{url}/files", headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "keys_required")
         assert httpx.get(f"{url}/files", headers={"Origin": "http://localhost:3000"}).status_code == 200
@@ -190,7 +195,11 @@ def test_without_keys_other_machines_reach_nothing_whatever_host_they_name(
 
 @pytest.mark.parametrize("up", ["..", "%2e%2e", ".%2E", "./..", "x/../.."])
 def test_no_path_leads_out_of_files_and_batches(store: Store, url: str, up: str) -> None:
-    head = [("Authorization", f"Bearer {make(store, 'ann', live=False)}"), ("Host", "a"), ("Connection", "close")]
+    head = [
+        ("Authorization", f"Bearer {make(store, 'ann', live=False)}"),
+        ("Host", "a"),
+        ("Connection", "close"),
+    ]
     said = "".join(f"{name}: {value}\r\n" for name, value in head)
     address = httpx.URL(url)
     for target in (f"{up}/{up}/metrics", f"{up}/{up}/caller", f"{up}/{up}/openapi.json", f"{up}/batches"):

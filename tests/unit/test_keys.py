@@ -178,7 +178,14 @@ def test_tokens_of_a_day_are_limited(store: Store, url: str) -> None:
 
 @pytest.mark.parametrize(
     "headers",
-    [{"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Host": ""}, {"Origin": "null"}],
+    [
+        {"Host": "evil.example"},
+        {"Origin": "https://evil.example"},
+        {"Host": ""},
+        {"Origin": "null"},
+        {"Host": "localhost", "X-Forwarded-For": "127.0.0.1"},
+        {"Host": "localhost", "Forwarded": "for=203.0.113.9"},
+    ],
 )
 def test_without_keys_only_this_machine_is_answered(store: Store, headers: dict[str, str]) -> None:
     with live(store) as url:

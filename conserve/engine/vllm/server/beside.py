@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from conserve.engine.runtime.front import BATCH_API as SOCKET
 from conserve.engine.vllm.server.privileges import BATCHES, CALLER, METRICS, Caller
-from conserve.hosts import is_loopback
+from conserve.hosts import is_loopback, is_proxied
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -174,8 +174,12 @@ def passed_on(
 
 
 def is_far(request: Request) -> bool:
-    """True for a connection of another machine, which may claim any `Host`; a Unix socket has no address."""
-    return request.client is not None and not is_loopback(request.client.host)
+    """True for a connection of another machine, which may claim any `Host`, and for one through a proxy.
+
+    A Unix socket has no address.
+    """
+    other = request.client is not None and not is_loopback(request.client.host)
+    return other or is_proxied(request.headers)
 
 
 def url(request: Request) -> httpx.URL:
