@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conserve.api.running import engine_flags
 from conserve.cli import exits, output
-from conserve.config import DEMO_MODEL, Settings
+from conserve.config import DEMO_MODEL, Settings, model_name
 from conserve.store.books.readings import JobReading, read_task
 
 if TYPE_CHECKING:
@@ -20,26 +20,31 @@ PROMPTS = ("messages", "prompt")  # fields of a body that get lines of their own
 
 
 class Counter(NamedTuple):
-    """A tokenizer, or the reason that there is none."""
+    """A tokenizer, or the reason that there is none; and the model that it is of."""
 
     tokens: "Tokenizer | None"
-    why_none: str = ""
+    why_none: str
+    model: str
 
 
-def rehearse_run(settings: Settings, jobs: Sequence[JobReading], flags: list[str], *, as_json: bool) -> int:
-    """Print how many rows of these jobs can be answered; returns 5 if some cannot, else 0."""
-    counter, found = asyncio.run(rehearsed(settings, jobs, flags))
+def rehearse_run(
+    settings: Settings, jobs: Sequence[JobReading], flags: list[str], *, rebind: bool = False, as_json: bool
+) -> int:
+    """Print how many rows of these jobs can be answered; returns 1 if a job is refused, 5 if rows fail, else 0."""
+    counter, found = asyncio.run(rehearsed(settings, jobs, flags, rebind=rebind))
     for one in found:
         for line in told(one, settings, counter):
             output.say(line)
     output.say("nothing was sent, and the queue is as it was")
     if as_json:
         output.data_json({"jobs": {one.job_id: document(one) for one in found}})
+    if any(one.refused for one in found):
+        return exits.FAILED
     return exits.FAILED_ROWS if any(one.unrendered or one.too_long for one in found) else exits.DONE
 
 
 async def rehearsed(
-    settings: Settings, jobs: Sequence[JobReading], flags: list[str]
+    settings: Settings, jobs: Sequence[JobReading], flags: list[str], *, rebind: bool
 ) -> "tuple[Counter, list[Rehearsal]]":
     """Make every request, and count the tokens of its prompt."""
     from conserve.jobs.requests.rehearsal import rehearse
@@ -51,6 +56,7 @@ async def rehearsed(
         for job in jobs:
             task = Task.from_json(read_task(settings, job.id))
             found.append(await rehearse(settings, job, task, counter.tokens))
+            found[-1].refused = None if rebind else refusal(job, counter.model)
         return counter, found
     finally:
         close = getattr(counter.tokens, "close", None)
@@ -58,19 +64,27 @@ async def rehearsed(
             await close()
 
 
+def refusal(job: JobReading, model: str) -> str | None:
+    """Reason for which a run with this model would leave the job alone; None if it would not."""
+    from conserve.jobs.harvest.ledger import bound_elsewhere
+
+    return None if job.model in (None, model) else bound_elsewhere(job.id, str(job.model), model)
+
+
 async def counter_of(settings: Settings, flags: list[str]) -> Counter:
     """Tokenizer of the server, or of the local model."""
     if settings.endpoint is None:
         return local_counter(settings, settings.model, engine_flags(settings, flags))
     if settings.endpoint.startswith("fake:"):
-        return Counter(None, "the fake endpoint has no tokenizer")
+        from conserve.endpoints.fake import Script
+
+        fake = Script.from_url(settings.endpoint).model
+        return Counter(None, "the fake endpoint has no tokenizer", fake)
     from conserve.endpoints.tokens import ServerTokens
 
     model = None if settings.model == DEMO_MODEL else settings.model
-    return Counter(
-        await ServerTokens.ask(settings.endpoint, api_key=settings.api_key, model=model),
-        f"{settings.endpoint} has no /tokenize",
-    )
+    tokens = await ServerTokens.ask(settings.endpoint, api_key=settings.api_key, model=model)
+    return Counter(tokens, f"{settings.endpoint} has no /tokenize", tokens.model)
 
 
 def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> Counter:
@@ -78,7 +92,7 @@ def local_counter(settings: Settings, model: str, flags: Sequence[str] = ()) -> 
     from conserve.engine.vllm.model.tokenizer import folder_tokens
 
     tokens = folder_tokens(model, settings.models_folder, flags)
-    return Counter(tokens, f"no tokenizer of {model} is on this machine")
+    return Counter(tokens, f"no tokenizer of {model} is on this machine", model_name(model))
 
 
 def told(found: "Rehearsal", settings: Settings, counter: Counter) -> list[str]:
@@ -100,6 +114,8 @@ def told(found: "Rehearsal", settings: Settings, counter: Counter) -> list[str]:
         lines.append(
             f"{found.job_id}: {found.cut_short:,} answers may be cut short by the end of the context"
         )
+    if found.refused is not None:
+        lines.append(f"refused: {found.refused}")
     if uncounted := found.rows - found.unrendered - found.counted:
         lines.append(
             f"{found.job_id}: {output.count(uncounted, 'prompt')} could not be counted: {counter.why_none}"

@@ -151,7 +151,7 @@ def drain(
     if dry_run:
         from conserve.cli.dry_run import rehearse_run
 
-        return rehearse_run(settings, waiting, flags, as_json=as_json)
+        return rehearse_run(settings, waiting, flags, rebind=binding.rebind, as_json=as_json)
     said = begin(settings)
     from conserve.jobs.hooks.courier import sending
     from conserve.store.database.store import Store

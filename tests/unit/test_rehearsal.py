@@ -187,6 +187,22 @@ def test_a_dry_run_at_a_port_that_no_machine_has_is_a_sentence(write_input: Writ
     assert done.stderr.endswith("'http://127.0.0.1:65536' is no address: the last port is 65535\n")
 
 
+def test_a_dry_run_names_the_jobs_that_the_run_would_refuse(write_input: WriteInput) -> None:
+    path, ids = str(write_input(q=["a"])), {}
+    for model in ("fake", "other", None):
+        named = ["--model", model] if model else []
+        ids[model] = conserve("submit", path, "--prompt", "{{ q }}", *named).stdout.strip()
+    done = conserve("run", "--dry-run", "--endpoint", "fake:", "--json")
+    assert done.returncode == 1
+    assert f"refused: job {ids['other']} is answered by other and this run has fake; give" in done.stderr
+    told = json.loads(done.stdout)["jobs"]
+    assert [told[ids[model]]["refused"] is None for model in ("fake", "other", None)] == [True, False, True]
+    ran = conserve("run", "--endpoint", "fake:", "--json")
+    assert (ran.returncode, list(json.loads(ran.stdout)["refused"])) == (1, [ids["other"]])
+    assert json.loads(ran.stdout)["refused"][ids["other"]] == told[ids["other"]]["refused"]
+    assert conserve("run", "--dry-run", "--endpoint", "fake:", "--rebind").returncode == 0
+
+
 def test_a_dry_run_of_nothing_says_so() -> None:
     done = conserve("run", "--dry-run")
     assert (done.returncode, done.stdout) == (0, "")

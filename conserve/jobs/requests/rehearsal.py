@@ -53,6 +53,7 @@ class Rehearsal:
     too_long: int = 0  # rows that the model would reject
     first_too_long: Length | None = None
     cut_short: int = 0  # rows whose answer may end for want of room
+    refused: str | None = None  # reason for which the run would leave the job alone
 
     def add_length(self, length: Length, context: int | None) -> None:
         """Add one counted prompt."""
