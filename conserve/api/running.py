@@ -6,7 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conserve.config import DEMO_MODEL, Settings
@@ -40,20 +40,20 @@ class ProfileFlags(NamedTuple):
 class Outcome:
     """Outcome of a run: rows and tokens of this run alone, and the state of its jobs at the end of it."""
 
-    succeeded: int
-    failed: int
-    retried: int
-    prompt_tokens: int
-    completion_tokens: int
-    resumed_tokens: int
-    start_s: float
+    succeeded: int = 0
+    failed: int = 0
+    retried: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    resumed_tokens: int = 0
+    start_s: float = 0.0
     """Seconds until the endpoint was ready."""
-    work_s: float
+    work_s: float = 0.0
     """Seconds from there until the last row was durable."""
-    interrupted: bool
-    jobs: dict[str, str]
+    interrupted: bool = False
+    jobs: dict[str, str] = field(default_factory=dict)
     """State of each job that rows were taken of, by its id."""
-    refused: dict[str, str]
+    refused: dict[str, str] = field(default_factory=dict)
     """Reason of each job that was refused, by its id."""
 
     @property

@@ -169,7 +169,8 @@ def work(
         only = [catalog.get(tx, job).id for job in jobs] if jobs else None
     if until_empty and not unfinished(settings, only):
         readings = read_jobs(settings, now=time.time())
-        return nothing_to_run([r for r in readings if only is None or r.id in only], named=only is not None)
+        idle = [r for r in readings if only is None or r.id in only]
+        return nothing_to_run(idle, named=only is not None, as_json=as_json)
     if only or until_empty:
         settings = binding.settled(settings, unfinished(settings, only))
     harvester = Harvester(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from conserve.api.idle import idle
+from conserve.api.running import Outcome
 from conserve.cli import exits, output
 from conserve.store.books.readings import JobReading
 from conserve.store.books.states import JobState
@@ -17,8 +18,10 @@ CODES = {
 """Exit codes of named jobs that have nothing to run."""
 
 
-def nothing_to_run(jobs: Sequence[JobReading], *, named: bool) -> int:
+def nothing_to_run(jobs: Sequence[JobReading], *, named: bool, as_json: bool = False) -> int:
     """Print why a run has nothing to do; returns its exit code, which counts named jobs alone."""
+    if as_json:
+        output.data_json(Outcome(jobs={job.id: job.state for job in jobs} if named else {}).document())
     if named:
         for job in jobs:
             output.say(idle(job))

@@ -145,7 +145,10 @@ def drain(
     only = [resolve([reading.id for reading in readings], job) for job in jobs] or None
     waiting = unfinished(settings, only)
     if not waiting:
-        return nothing_to_run([r for r in readings if only is None or r.id in only], named=only is not None)
+        idle = [r for r in readings if only is None or r.id in only]
+        if dry_run and as_json:
+            output.data_json({"jobs": {}})
+        return nothing_to_run(idle, named=only is not None, as_json=as_json and not dry_run)
     settings = binding.settled(settings, waiting)
     check_endpoint(settings, flags, pace)
     if dry_run:

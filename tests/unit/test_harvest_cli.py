@@ -40,8 +40,9 @@ def test_until_empty_ends_with_the_queue(server: ScriptedServer, write_input: Wr
     assert json.loads(done.stdout)["jobs"] == {job_id: "completed"}
     assert f"{server.url} co-serves served: at most 16 rows at once" in done.stderr
     assert f"{job_id}: completed, 2 of 2 rows done" in done.stderr
-    again = conserve("harvest", "--endpoint", server.url, "--until-empty")
+    again = conserve("harvest", "--endpoint", server.url, "--until-empty", "--json")
     assert (again.returncode, "nothing to run" in again.stderr) == (0, True)
+    assert json.loads(again.stdout)["jobs"] == {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -144,6 +144,15 @@ def test_a_run_of_the_queue_mentions_what_is_paused(write_input: WriteInput) -> 
     assert second
 
 
+def test_a_run_with_nothing_to_do_prints_its_outcome_too(write_input: WriteInput) -> None:
+    job_id = queue_up(write_input)
+    done = json.loads(run("--json").stdout)
+    nothing = json.loads(run("--json").stdout)
+    assert nothing == dict.fromkeys(done, 0) | {"interrupted": False, "jobs": {}, "refused": {}}
+    assert json.loads(run(job_id, "--json").stdout)["jobs"] == {job_id: "completed"}
+    assert json.loads(run("--dry-run", "--json").stdout) == {"jobs": {}}
+
+
 def test_a_paused_job_among_those_named_counts(write_input: WriteInput) -> None:
     paused, ours = queue_up(write_input), queue_up(write_input)
     conserve("pause", paused)
