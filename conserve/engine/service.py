@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -62,7 +63,7 @@ class SupervisedProcess:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # a terminal's Ctrl-C reaches only us; we pass it on
-                preexec_fn=follow_parent,  # if we are killed, it gets SIGTERM
+                preexec_fn=partial(follow_parent, parent=os.getpid()),  # if we are killed, it gets SIGTERM
             )
 
     async def ended(self) -> int:
