@@ -87,13 +87,57 @@ def test_the_printed_command_serves_as_conserve_serve_would(
     )  # fmt: skip
 
 
-def test_former_names_are_given_with_a_warning() -> None:
-    import conserve.engine.vllm as former
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("written", "stable"),
+    [
+        ("conserve.engine.vllm.CoServingScheduler", "Scheduler"),
+        ("conserve.engine.vllm.scheduler.CoServingScheduler", "Scheduler"),
+        ("conserve.engine.vllm.Worker", "Worker"),
+        ("conserve.engine.vllm.worker.Worker", "Worker"),
+        ("conserve.engine.vllm.CheckpointConnector", "CheckpointConnector"),
+        ("conserve.engine.vllm.connector.CheckpointConnector", "CheckpointConnector"),
+    ],
+)
+def test_vllm_resolves_former_names_with_a_warning(written: str, stable: str) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
     from conserve import vllm
 
-    with pytest.warns(FutureWarning, match=r"is now called conserve\.vllm\.Scheduler"):
-        assert former.CoServingScheduler is vllm.Scheduler
-    with pytest.warns(FutureWarning, match=r"conserve\.vllm\.CheckpointConnector"):
-        assert former.CheckpointConnector is vllm.CheckpointConnector
-    assert not hasattr(vllm, "CoServingScheduler")
+    module, _, name = written.rpartition(".")
+    with pytest.warns(FutureWarning, match=rf"{module}\.{name} is now called conserve\.vllm\.{stable};"):
+        assert resolve_obj_by_qualname(written) is getattr(vllm, stable)
+    if stable == "CheckpointConnector":
+        flag = KVTransferConfig(kv_connector=name, kv_connector_module_path=module, kv_role="kv_both")
+        with pytest.warns(FutureWarning, match="now called"):
+            assert KVConnectorFactory.get_connector_class(flag) is vllm.CheckpointConnector
+
+
+def test_only_former_names_are_given() -> None:
+    import conserve.engine.vllm.worker as former
+    from conserve import vllm
+
     assert not hasattr(former, "Scheduler")
+    assert not hasattr(vllm, "CoServingScheduler")
+
+
+def test_rows_leave_under_a_worker_of_a_former_name() -> None:
+    from conserve.engine.vllm.preemption.reasons import why_not
+
+    def config(worker: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                worker_cls=worker, pipeline_parallel_size=2, data_parallel_size=1
+            ),
+            model_config=SimpleNamespace(
+                is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, runner_type="generate"
+            ),
+            scheduler_config=SimpleNamespace(async_scheduling=False),
+            speculative_config=None,
+            kv_transfer_config=None,
+        )
+
+    assert why_not(config("conserve.engine.vllm.worker.Worker")) == "the pipeline is parallel"
+    assert "--worker-cls" in (why_not(config("somebody.Worker")) or "")

@@ -1,22 +1,27 @@
 """The adapter to vLLM; nothing outside this package and `conserve.vllm` imports vLLM or torch."""
 
 import warnings
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-RENAMED = {
-    "CoServingScheduler": "Scheduler",
-    "Worker": "Worker",
-    "CheckpointConnector": "CheckpointConnector",
-}
+STABLE = "conserve.vllm"
 
 
-def __getattr__(name: str) -> Any:
-    """Give one of the classes of `conserve.vllm` under its former name, for one more release."""
-    if name not in RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    new = f"conserve.vllm.{RENAMED[name]}"
-    warnings.warn(
-        f"{__name__}.{name} is now called {new}; write that into vLLM's flags", FutureWarning, stacklevel=2
-    )
-    return getattr(import_module("conserve.vllm"), RENAMED[name])
+def former(place: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
+    """`__getattr__` for the module `place`: names of `conserve.vllm` under former ones, for one release."""
+
+    def give(name: str) -> Any:
+        if name not in renamed:
+            raise AttributeError(f"module {place!r} has no attribute {name!r}")
+        told = f"{place}.{name} is now called {STABLE}.{renamed[name]}; write that into vLLM's flags"
+        warnings.warn(told, FutureWarning, stacklevel=2)  # Python hides a DeprecationWarning from users
+        return getattr(import_module(STABLE), renamed[name])
+
+    return give
+
+
+__getattr__ = former(
+    __name__,
+    {"CoServingScheduler": "Scheduler", "Worker": "Worker", "CheckpointConnector": "CheckpointConnector"},
+)
