@@ -3,6 +3,7 @@
     --scheduler-cls conserve.vllm.Scheduler
     --worker-cls conserve.vllm.Worker
     --kv-transfer-config '{"kv_connector": "CheckpointConnector", "kv_connector_module_path": "conserve.vllm", ...}'
+    --middleware conserve.vllm.Guard
 
 `conserve serve MODEL --print-flags` prints the whole command for a `vllm serve` of the user's own.
 """
@@ -17,11 +18,12 @@ NAMED = {
     "Scheduler": ("scheduling.scheduler", "CoServingScheduler"),
     "Worker": ("preemption.worker", "Worker"),
     "CheckpointConnector": ("checkpoint.connector", "CheckpointConnector"),
+    "Guard": ("server.guard", "RequestGuard"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import one of the three classes when vLLM asks for it."""
+    """Import one of the classes when vLLM asks for it."""
     if name not in NAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "Worker" and _is_lost("LEAVING"):

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from conserve.batch_api.app import application
 from conserve.engine.runtime.front import HARVEST_KEY, Front
 from conserve.engine.vllm.server import beside
-from conserve.engine.vllm.server.guard import FORM_BYTES, FRONT, Guard
+from conserve.engine.vllm.server.guard import FORM_BYTES, FRONT, RequestGuard
 from conserve.engine.vllm.server.privileges import CALLER
 from conserve.store.books import uploads
 from conserve.store.database.store import Store
@@ -71,7 +71,7 @@ def both(store: Store, path: Path, api_keys: list[str] | None) -> Iterator[str]:
     app = Starlette(routes=[Route(CHAT, chat, methods=["POST"])], lifespan=closing)
     app.state.args = Namespace(**{"api_key": api_keys, FRONT: Front(body_bytes=1000, file_bytes=50_000)})
     beside.attach(app)  # type: ignore[arg-type]
-    app.add_middleware(Guard)
+    app.add_middleware(RequestGuard)
     with served(application(store, beside=True), inner), served(app, outer):
         yield f"http://127.0.0.1:{outer.getsockname()[1]}/v1"
 
@@ -296,7 +296,7 @@ def test_a_key_that_cannot_be_told_is_no_wrong_key(path: Path) -> None:
     app.state.args = Namespace(api_key=[OWN, HARVESTER])
     outer.bind(("127.0.0.1", 0))
     beside.attach(app)  # type: ignore[arg-type]
-    app.add_middleware(Guard)
+    app.add_middleware(RequestGuard)
     with served(app, outer):
         url = f"http://127.0.0.1:{outer.getsockname()[1]}"
         headers = {"Authorization": "Bearer csk-ann"}

@@ -3,6 +3,7 @@
 import asyncio
 from argparse import Namespace
 from collections.abc import AsyncIterator
+from importlib import import_module
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 
 from conserve.engine.runtime.front import HARVEST_KEY, Front
-from conserve.engine.vllm.server.guard import FRONT, Guard
+from conserve.engine.vllm.server.guard import FRONT, GUARD, RequestGuard
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Keys, Role, refusal
 
 CLIENT, HARVESTER = "sesame", "open"
@@ -51,7 +52,7 @@ def app_for(
     app = Starlette(routes=[Route(path, echo, methods=["GET", "POST"]) for path in PATHS])
     app.state.args = Namespace(**{"api_key": api_keys, FRONT: front})
     setattr(app.state, SLO, slo_ms)
-    app.add_middleware(Guard)
+    app.add_middleware(RequestGuard)
     return app
 
 
@@ -295,3 +296,16 @@ def test_one_key_for_both_does_not_open_the_server() -> None:
     assert keys.role(b"") is None
     assert keys.role(f"Bearer {HARVESTER}".encode()) is Role.HARVESTER
     assert Keys.of([""], {HARVEST_KEY: HARVESTER}).role(b"") is Role.HARVESTER  # no API key: as without any
+
+
+@pytest.mark.parametrize("place", ["conserve.engine.vllm.server.guard", "conserve.engine.vllm.guard"])
+def test_the_guard_is_found_under_a_former_name_with_a_warning(place: str) -> None:
+    module = import_module(place)
+    with pytest.warns(FutureWarning, match=rf"{place}\.Guard is now called conserve\.vllm\.Guard;"):
+        assert module.Guard is RequestGuard
+    assert not hasattr(module, "Warden")
+
+
+def test_the_name_of_the_guard_in_vllms_flags_leads_to_it_without_a_warning() -> None:
+    module, _, name = GUARD.rpartition(".")
+    assert (module, getattr(import_module(module), name)) == ("conserve.vllm", RequestGuard)

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match
 
 from conserve.engine.runtime.front import Front
+from conserve.engine.vllm import former
 from conserve.engine.vllm.server.beside import BESIDE, Beside, StoreKey, Unanswered
 from conserve.engine.vllm.server.privileges import (
     CALLER,
@@ -25,7 +26,7 @@ from conserve.engine.vllm.server.privileges import (
     need,
 )
 
-GUARD = "conserve.engine.vllm.server.guard.Guard"  # for vLLM's --middleware
+GUARD = "conserve.vllm.Guard"  # for vLLM's --middleware
 FRONT, KEYS = (
     "conserve_front",
     "conserve_keys",
@@ -38,6 +39,8 @@ KINDS = {
     HTTPStatus.SERVICE_UNAVAILABLE: "server_error",
 }
 
+__getattr__ = former(__name__, {"Guard": "Guard"})  # its name in vLLM's flags until the next release
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -45,7 +48,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Guard:
+class RequestGuard:
     """Answers 401, 403 and 413 itself from a request's headers, before any byte of its body is read."""
 
     def __init__(self, app: App) -> None:
