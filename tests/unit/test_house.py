@@ -1,6 +1,7 @@
 """The house stands as docs/explanation/house.md says: what loads what, what ships, how a store comes to be."""
 
 import ast
+import re
 import subprocess
 import sys
 import tarfile
@@ -148,6 +149,51 @@ def test_a_wheel_built_from_the_sdist_is_whole(tmp_path: Path) -> None:
         command, cwd=site, env={"PYTHONPATH": str(site)}, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("conserve ")
+
+
+HOUSE = REPOSITORY / "docs" / "explanation" / "house.md"
+
+
+def drawn_rooms(folder: str) -> dict[str, int]:
+    """Rooms of `folder` in the drawing of the house, each with its line."""
+    lines = HOUSE.read_text().splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("    conserve/")) + 1
+    path: list[tuple[int, str]] = []
+    rooms: dict[str, int] = {}
+    for place, line in enumerate(lines[start:], start):
+        if not line.strip():
+            break
+        depth, names = len(line) - len(line.lstrip()), re.split(r"\s{2,}", line.strip())[0]
+        path = [(above, name) for above, name in path if above < depth]
+        if "/".join(name for _, name in path) == folder:
+            rooms |= {name.removesuffix("/"): place for name in names.split(", ")}
+        path.append((depth, names.removesuffix("/")))
+    return rooms
+
+
+def imported_rooms(folder: str) -> set[tuple[str, str]]:
+    """Pairs of rooms of `folder`: one that imports, and one that it imports."""
+    place = REPOSITORY / "conserve" / folder
+    prefix = f"conserve.{folder.replace('/', '.')}."
+    pairs = set()
+    for module in place.rglob("*.py"):
+        room = module.relative_to(place).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                targets = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+                pairs |= {(room, target.partition(".")[0]) for target in targets}
+    return {(above, below) for above, below in pairs if above != below}
+
+
+@pytest.mark.parametrize("folder", ["jobs", "store", "engine/vllm"])
+def test_a_room_imports_only_rooms_that_are_drawn_below_it(folder: str) -> None:
+    drawn = drawn_rooms(folder)
+    there = {path.stem for path in (REPOSITORY / "conserve" / folder).iterdir() if path.name[0] != "_"}
+    assert drawn.keys() == there
+    pairs = {(above, below) for above, below in imported_rooms(folder) if below in drawn}
+    assert pairs
+    assert {(above, below) for above, below in pairs if drawn[above] >= drawn[below]} == set()
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
