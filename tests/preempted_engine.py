@@ -296,7 +296,7 @@ class PreemptedEngine:
         self.add(*(ask for ask in asked if ask.offline))
         return self.drain()
 
-    def preempted(self, asked: Sequence[Ask], decide: Decide) -> dict[str, Answer]:
+    def disturbed(self, asked: Sequence[Ask], decide: Decide) -> dict[str, Answer]:
         """All at once, with these orders; nothing is left of them."""
         self.orders.follow(decide)
         answers = self.together(asked)
@@ -307,7 +307,7 @@ class PreemptedEngine:
 
     def scripted(self, asked: Sequence[Ask], orders: Mapping[int, Sequence[Order]]) -> dict[str, Answer]:
         """The same with orders by iteration."""
-        return self.preempted(asked, self.orders.script(orders))
+        return self.disturbed(asked, self.orders.script(orders))
 
     def forget(self) -> None:
         """Empty the prefix cache; and nothing that is read before it is written is right by chance."""

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with our policy, no executor, and outcomes of preempted iterations made up at random."""
+"""vLLM's scheduler with our policy, no executor, and outcomes of iterations that rows leave, made up at random."""
 
 import random
 from collections import Counter

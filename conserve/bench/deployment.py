@@ -129,7 +129,7 @@ class Deployment:
                 f"{self._client.base_url} cannot run {lacking[0]}: it has no batching mode to turn off"
             )
 
-    async def why_not_preempted(self) -> str | None:
+    async def why_rows_stay(self) -> str | None:
         """Reason that rows never leave this server's iterations; None if they can."""
         section = (await self._ask("GET")).get("preemption", {"why_off": "the server is too old"})
         return str(section["why_off"]) if section["why_off"] else None

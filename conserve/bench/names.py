@@ -105,11 +105,11 @@ def is_stock(name: str) -> bool:
 
 
 def wanted(
-    regime: Regime, preemption: str, preempts: bool, checkpoints: bool, batches: bool
+    regime: Regime, preemption: str, leaving: bool, checkpoints: bool, batches: bool
 ) -> dict[str, Any]:
     """Body of `POST /v1/conserve` for a server that can do so much; `preemption` is the default one."""
     said: dict[str, Any] = {"policy": regime.policy}
-    if preempts:
+    if leaving:
         said["preemption"] = regime.preemption or preemption
     if checkpoints:
         said["checkpoint"] = "on" if regime.checkpoint else OFF

@@ -93,7 +93,7 @@ async def measure(
     """
     await deployment.require(design.policies)
     offered, engine = measurement.offered, await deployment.engine()
-    if CONSERVE in design.policies and (why := await deployment.why_not_preempted()):
+    if CONSERVE in design.policies and (why := await deployment.why_rows_stay()):
         wishes.say(f"live requests wait for the iteration under way, which rows cannot leave: {why}")
     measurement.model = await deployment.model()
     sized = size(offered, preset, design, engine, overload=wishes.overload)

@@ -100,14 +100,14 @@ def is_ours(name: str) -> bool:
     return name.partition("/")[0] == CONSERVE
 
 
-def preempts(policies: Sequence[str]) -> bool:
+def rows_leave(policies: Sequence[str]) -> bool:
     """True if the engine needs ConServe's worker and no asynchronous scheduling, as preemption does."""
     return any(is_ours(name) and regime_of(name).preemption != OFF for name in policies)
 
 
 def section(settings: Settings, policies: Sequence[str]) -> dict[str, Any]:
     """Section `conserve` of the engine's configuration: no offline work at first, and control by each block."""
-    preemption = {} if preempts(policies) else {"preemption": OFF}
+    preemption = {} if rows_leave(policies) else {"preemption": OFF}
     profiles = str(settings.profiles_folder)
     ours = {"policy": ONLINE_ONLY, "profile": None, "profiles": profiles, "control": True, "receipt": 0.0}
     return {**ours, **preemption}

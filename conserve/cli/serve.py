@@ -37,7 +37,7 @@ from conserve.cli.tuned import recorded, tuned_promises
 from conserve.config import DEMO_MODEL, Settings
 from conserve.engine.policy.checkpointing import ADAPTIVE, CHECKPOINTS
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
-from conserve.engine.policy.policies import SERVING, preempts
+from conserve.engine.policy.policies import SERVING, lets_rows_leave
 from conserve.engine.policy.preemption import OFF
 from conserve.engine.policy.promises import HARM
 from conserve.engine.runtime.front import BODY_BYTES, CONNECTIONS, HARVEST_KEY, Front
@@ -235,7 +235,7 @@ def serve(
     if tuned:
         section |= tuned_promises(settings, words[0], given=(ttft_slo, tbt_slo, harm))
     section |= recorded(settings, words[0], port, record_views, arrivals=record_arrivals and not print_flags)
-    if not preemption or not (preempts(policy) or allow_control):  # others never preempt
+    if not preemption or not (lets_rows_leave(policy) or allow_control):
         section["preemption"] = OFF
     if named := live_classes(classes, live_class or [], class_for or []):
         require_keys(named, settings, batches=batches, own_server=print_flags)
@@ -243,7 +243,7 @@ def serve(
     url = url_of(host, port)
     flags = engine_flags(settings, words[1:])
     refuse_ours(flags)
-    checkpoint = kv_checkpoint or (ADAPTIVE if preempts(policy) or allow_control else NO_CHECKPOINTS)
+    checkpoint = kv_checkpoint or (ADAPTIVE if lets_rows_leave(policy) or allow_control else NO_CHECKPOINTS)
     kept = checkpointing(flags, checkpoint, kv_host_memory, kv_spill)
     flags = [*kept, "--host", host, "--port", str(port)]
     if print_flags:

@@ -36,7 +36,7 @@ class Rig(Protocol):
         """Time copies of each of these numbers of KV blocks, in both directions."""
 
     def safepoint(self) -> Safepoint:
-        """Time one look at the preemption flag."""
+        """Time one look at the flag that rows are to leave."""
 
 
 class SessionProgress(NamedTuple):

@@ -99,7 +99,7 @@ class TestV2Pieces(TestPieces):
 class TestLittleMemory:
     flags: ClassVar = {"kv_cache_memory_bytes": 18 * LAYERS * BLOCK_BYTES, "max_model_len": 512}
 
-    def test_a_storm_of_preemptions(self, engine: Any) -> None:
+    def test_a_storm_of_rows_that_leave(self, engine: Any) -> None:
         assert storm(engine, 150, kinds=16, longest=100, losing=0.0)
 
 
@@ -138,7 +138,7 @@ class TestGraphs:
             assert (replayed[0] > replayed[-1]) == (layer > 0)
             assert replayed[-1]
         for seed in range(4):
-            assert engine.preempted(asked, Dice(seed, LAYERS)) == wanted
+            assert engine.disturbed(asked, Dice(seed, LAYERS)) == wanted
 
     @pytest.mark.full
     def test_rows_lose_their_memory(self, with_graphs: Any) -> None:
@@ -163,7 +163,7 @@ def test_other_models(kind: str, backend: str, demo_model: Path, tmp_path: Path)
         for layer in range(LAYERS):
             assert engine.scripted(asked, {n: [(layer, 1)] for n in (1, 3, 4)}) == wanted
         for seed in range(6):
-            assert engine.preempted(asked, Dice(seed, LAYERS)) == wanted
+            assert engine.disturbed(asked, Dice(seed, LAYERS)) == wanted
         assert engine.preemptions.report()["rows_go_on"]
 
 
@@ -179,7 +179,7 @@ def test_a_model_from_vllms_cache(six_layers: Path, tmp_path: Path) -> None:
     answers = []
     for start in range(2):
         with compiled_in_pieces(tmp_path, "inductor"), started(six_layers, enforce_eager=False) as engine:
-            answers += [engine.undisturbed(asked), engine.preempted(asked, Dice(1, LAYERS))]
+            answers += [engine.undisturbed(asked), engine.disturbed(asked, Dice(1, LAYERS))]
             assert engine.preemptions.report()["rows_go_on"]
             assert compilation_counter.num_aot_artifacts_loaded - loaded == start
     assert all(answer == answers[0] for answer in answers)

@@ -202,7 +202,7 @@ class Rows:
         ]
         asked = [*rows, Ask("on", prompt(20, seed, prefix), greedy(30), offline=False)]
         before = counts(engine)
-        assert engine.undisturbed(asked) == engine.preempted(asked, Dice(seed, LAYERS))
+        assert engine.undisturbed(asked) == engine.disturbed(asked, Dice(seed, LAYERS))
         assert (counts(engine) - before)["preemptions"] > 5
 
     def test_logprobs_of_samples_and_prompts(self, engine: Any) -> None:
@@ -222,7 +222,7 @@ class Rows:
         assert [len(wanted["off2"].logprobs), len(wanted["off2"].prompt_logprobs)] == [4, 259]
         each = engine.orders.script({n: [(n % LAYERS, ALL)] for n in range(1, 40, 2)})  # last chunks too
         for decide in (each, *(Dice(seed, LAYERS) for seed in range(4))):
-            answers = engine.preempted(asked, decide)
+            answers = engine.disturbed(asked, decide)
             for ask in asked:
                 got, right = answers[ask.name], wanted[ask.name]
                 assert got.tokens == right.tokens
@@ -244,7 +244,7 @@ class Rows:
                 due = engine.orders.iterations in (at - 1, at) and layer >= 2
                 return (ALL_ROWS if whole else len(stamp.rows)) if due else 0
 
-            answers = engine.preempted(asked, decide)
+            answers = engine.disturbed(asked, decide)
             assert victim not in answers
             assert answers == {name: answer for name, answer in wanted.items() if name != victim}
 
@@ -302,7 +302,7 @@ class TestWithPrefixCaching(Rows):
         assert json.loads(wanted["row1"].text)["colour"] in ("red", "green")
         for seed in range(4):
             before = counts(engine)
-            assert engine.preempted(asked, Dice(seed, LAYERS)) == wanted
+            assert engine.disturbed(asked, Dice(seed, LAYERS)) == wanted
             assert (counts(engine) - before)["preemptions"] > 3
 
     def test_a_flag_for_an_iteration_that_has_ended_says_nothing(self, engine: Any) -> None:
@@ -347,7 +347,7 @@ class TestWithPrefixCaching(Rows):
         engine.assert_nothing_is_left()
         engine.forget()
 
-    def test_a_row_that_is_always_preempted_takes_smaller_chunks_and_then_shelter(self, engine: Any) -> None:
+    def test_a_row_that_always_leaves_takes_smaller_chunks_and_then_shelter(self, engine: Any) -> None:
         from conserve.engine.runtime.leavers import SHELTER_AFTER, SHRINK_AFTER
         from tests.preempted_engine import Ask, greedy, prompt
 
@@ -356,7 +356,7 @@ class TestWithPrefixCaching(Rows):
         wanted = engine.undisturbed([row, online])
         chunks: list[Any] = []
         engine.chunks["off"] = chunks
-        answers = engine.preempted([row, online], lambda stamp, layer: len(stamp.rows) * (layer >= 3))
+        answers = engine.disturbed([row, online], lambda stamp, layer: len(stamp.rows) * (layer >= 3))
         assert answers == wanted
         engine.chunks.clear()
         smaller = [max(1, 200 >> max(0, n + 1 - SHRINK_AFTER)) for n in range(SHELTER_AFTER + 1)]
@@ -400,7 +400,7 @@ class TestWithPrefixCaching(Rows):
         "preemptions",
         [300, pytest.param(2000, marks=pytest.mark.full), pytest.param(10_000, marks=pytest.mark.soak)],
     )
-    def test_a_storm_of_preemptions(self, engine: Any, preemptions: int) -> None:
+    def test_a_storm_of_rows_that_leave(self, engine: Any, preemptions: int) -> None:
         storm(engine, preemptions)
 
 
@@ -415,7 +415,7 @@ class TestSeeds:
         assert len({answer.tokens for answer in wanted.values()}) == len(asked)
         for seed in range(5):
             before = counts(engine)
-            assert engine.preempted(asked, Dice(seed, LAYERS)) == wanted
+            assert engine.disturbed(asked, Dice(seed, LAYERS)) == wanted
             assert (counts(engine) - before)["preemptions"] > 3
 
     def test_so_are_those_of_a_row_under_shelter(self, engine: Any) -> None:
@@ -423,7 +423,7 @@ class TestSeeds:
         asked = self.rows(80)[:1]
         wanted = engine.undisturbed(asked)
         for layer in (0, 3):
-            assert engine.preempted(asked, lambda _, now, layer=layer: int(now >= layer)) == wanted
+            assert engine.disturbed(asked, lambda _, now, layer=layer: int(now >= layer)) == wanted
 
     def test_prompts_in_chunks(self, engine: Any) -> None:
         from tests.preempted_engine import Dice
@@ -432,7 +432,7 @@ class TestSeeds:
         wanted = engine.undisturbed(asked)
         assert engine.together(asked) == wanted
         for seed in range(3):
-            assert engine.preempted(asked, Dice(seed, LAYERS)) == wanted
+            assert engine.disturbed(asked, Dice(seed, LAYERS)) == wanted
 
     def rows(self, tokens: int) -> list[Any]:
         from vllm.sampling_params import SamplingParams
@@ -451,11 +451,11 @@ class TestSeeds:
 
 
 class TestLittleMemory:
-    """Rows lose their memory to others too, as vLLM preempts them."""
+    """Rows lose their memory to others too, as vLLM evicts them."""
 
     flags: ClassVar = {"kv_cache_memory_bytes": 18 * LAYERS * BLOCK_BYTES, "max_model_len": 512}
 
-    def test_a_storm_of_preemptions(self, engine: Any) -> None:
+    def test_a_storm_of_rows_that_leave(self, engine: Any) -> None:
         lost = storm(engine, 400, kinds=16, longest=100, losing=0.0)
         assert lost
 
@@ -481,14 +481,14 @@ class Attention:
         asked = [*mixed(8), *longer]  # online requests come and go beside them
         wanted = engine.undisturbed(asked)
         before = counts(engine)
-        assert engine.preempted(asked, lambda stamp, layer: len(stamp.rows)) == wanted
+        assert engine.disturbed(asked, lambda stamp, layer: len(stamp.rows)) == wanted
         new = counts(engine) - before
         assert new["abandoned"] > 3
         assert not new["live_tokens_recomputed"]
 
     def test_rows_are_sheltered_and_all_with_them(self, engine: Any) -> None:
         asked = mixed(9)
-        assert engine.preempted(asked, lambda _, layer: int(layer >= 3)) == engine.undisturbed(asked)
+        assert engine.disturbed(asked, lambda _, layer: int(layer >= 3)) == engine.undisturbed(asked)
 
     def test_at_random(self, engine: Any) -> None:
         from tests.preempted_engine import Dice
@@ -496,7 +496,7 @@ class Attention:
         asked = mixed(10)
         wanted = engine.undisturbed(asked)
         for seed in range(4):
-            assert engine.preempted(asked, Dice(seed, LAYERS)) == wanted
+            assert engine.disturbed(asked, Dice(seed, LAYERS)) == wanted
 
 
 class TestHiddenLayers(Attention):

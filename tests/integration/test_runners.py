@@ -243,7 +243,7 @@ class TestV2(Arriving):
         before = counts(engine)
         each = engine.orders.script({n: [(n % LAYERS, ALL)] for n in range(1, 40, 2)})  # last chunks too
         for decide in (each, Dice(5, LAYERS)):
-            answers = engine.preempted(asked, decide)
+            answers = engine.disturbed(asked, decide)
             for ask in asked:
                 assert_alike(answers[ask.name], wanted[ask.name])
         assert (counts(engine) - before)["preemptions"] > 20
@@ -252,7 +252,7 @@ class TestV2(Arriving):
         answers, wanted = shared_prefixes(engine)
         assert answers == wanted
 
-    def test_a_storm_of_preemptions(self, engine: Any) -> None:
+    def test_a_storm_of_rows_that_leave(self, engine: Any) -> None:
         """At random, with evictions and aborts."""
         assert storm(engine, 100, kinds=12, losing=0.1)
 
@@ -317,7 +317,7 @@ class TestV2ScheduledAhead(TestV2):
         assert new["scheduled_ahead"] >= new["refused"] >= self.refusals[0]
 
     @pytest.mark.full
-    def test_a_storm_of_preemptions(self, engine: Any) -> None:
+    def test_a_storm_of_rows_that_leave(self, engine: Any) -> None:
         """At random, with evictions and aborts; arrivals refuse one in ten of the iterations that wait."""
         dice = random.Random(7)
         engine.orders.refuse = lambda stamp: dice.random() < 0.1

@@ -201,7 +201,7 @@ def test_what_is_planned_is_what_is_scheduled(make: Make, policy: str, blocks: i
 
 @pytest.mark.parametrize("seed", range(2))
 def test_requests_that_share_blocks_are_served_though_plans_miscount_them(make: Make, seed: int) -> None:
-    """The preempted give back fewer blocks than they have; what is admitted together needs fewer tokens."""
+    """Evicted requests give back fewer blocks than they have; what is admitted together needs fewer tokens."""
     engine = make("conserve", blocks=64, max_num_seqs=24, max_num_batched_tokens=512)
     history = live_history(engine, seed, steps=examples(1800), shared=0.7)
     for plan, scheduled, beyond in history.deviations:
@@ -228,8 +228,8 @@ def prefix_tokens_computed(engine: Any, prefixes: list[list[int]]) -> int:
 
 
 @pytest.fixture
-def preemptible(tmp_path: Path, clock: Any) -> Any:
-    """An engine whose iterations may be preempted, so that their blocks are registered only afterwards."""
+def left_by_rows(tmp_path: Path, clock: Any) -> Any:
+    """An engine whose iterations rows may leave, so that their blocks are registered only afterwards."""
     from conserve.engine.vllm.settings import WORKER
     from tests.bare_scheduler import BareEngine, engine_config
 
@@ -241,18 +241,18 @@ def preemptible(tmp_path: Path, clock: Any) -> Any:
     return engine
 
 
-def test_rows_wait_one_iteration_for_a_prefix_that_another_computes(preemptible: Any) -> None:
+def test_rows_wait_one_iteration_for_a_prefix_that_another_computes(left_by_rows: Any) -> None:
     """Each prefix about once (twice without waiting), although none is cached while it is being computed."""
     prefixes = [[n * 31 + i for i in range(10 * BLOCK)] for n in range(6)]
     least = sum(map(len, prefixes))
     # No others would fill the iteration of the last prefix's rows, so some do not wait.
-    assert least <= prefix_tokens_computed(preemptible, prefixes) <= 1.3 * least
+    assert least <= prefix_tokens_computed(left_by_rows, prefixes) <= 1.3 * least
 
 
-def test_rows_that_all_share_one_prefix_do_not_wait_for_nothing(preemptible: Any) -> None:
+def test_rows_that_all_share_one_prefix_do_not_wait_for_nothing(left_by_rows: Any) -> None:
     for n in range(4):
-        preemptible.add([*range(4 * BLOCK), 900 + n], 1, offline=True)
-    assert len(preemptible.step().num_scheduled_tokens) == 4, (
+        left_by_rows.add([*range(4 * BLOCK), 900 + n], 1, offline=True)
+    assert len(left_by_rows.step().num_scheduled_tokens) == 4, (
         "there was room, and no other request to fill it"
     )
 
@@ -550,9 +550,9 @@ def test_online_requests_take_memory_from_offline_ones(make: Make) -> None:
     assert len(engine.scheduler.running) == 3
     online = engine.add(300, 10)
     assert engine.step().num_scheduled_tokens[online.request_id] == 300
-    preempted = [bool(request.num_preemptions) for request in offline]
-    assert preempted == sorted(preempted)
-    assert not preempted[0]
+    evicted = [bool(request.num_preemptions) for request in offline]
+    assert evicted == sorted(evicted)
+    assert not evicted[0]
 
 
 def test_five_hundred_online_requests_at_once_leave_no_time_for_offline_ones(make: Make) -> None:

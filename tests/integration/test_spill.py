@@ -119,7 +119,7 @@ class Left:
 
 
 def run_until_some_are_under_way(engine: Any, *, lose: bool) -> Left:
-    """Rows decode, one is preempted and has its checkpoint alone, one is not through its prompt."""
+    """Rows decode, one is evicted and has its checkpoint alone, one is not through its prompt."""
     asked = rows()
     wanted = engine.undisturbed(asked)
     engine.add(*asked[:-1])

@@ -173,7 +173,7 @@ def views_of_one_prefix(draw: st.DrawFn) -> View:
 
 @st.composite
 def views_with_rows_that_come_back(draw: st.DrawFn) -> View:
-    """The waiting offline rows were preempted, and there is often room for some of them."""
+    """The waiting offline rows were evicted, and there is often room for some of them."""
     view = draw(views())
     first = draw(waiting("waiting-offline-first", view.block_tokens))
     rows = [row._replace(restorable=row.tokens, prefix=()) for row in (first, *view.waiting_offline)]
@@ -323,7 +323,7 @@ def beyond_memory(judged: Judged, policy: Policy) -> bool:
 @given(
     st.one_of(views(), full_views(), full_views(online=False)), st.sampled_from([Conserve(), OnlineOnly()])
 )
-def test_only_running_offline_requests_are_preempted_the_last_first(view: View, policy: Policy) -> None:
+def test_only_running_offline_requests_are_evicted_the_last_first(view: View, policy: Policy) -> None:
     plan = Judged(view, policy.plan(view)).plan
     names = [request.name for request in view.offline]
     if not reached("rows are evicted", plan.evicted):
@@ -514,7 +514,7 @@ def test_a_paced_iteration_leaves_out_nothing_that_would_fit(view: View) -> None
     st.one_of(views(), full_views(), full_views(online=False)),
     st.sampled_from([Conserve(), OnlineOnly(), Paced()]),
 )
-def test_nobody_is_preempted_for_nothing(view: View, policy: Policy) -> None:
+def test_none_is_evicted_for_nothing(view: View, policy: Policy) -> None:
     judged = Judged(view, policy.plan(view))
     if reached("rows are evicted", judged.plan.evicted):
         last = judged.running[judged.plan.evicted[-1]]
@@ -626,7 +626,7 @@ class Work:
 
 @dataclass(slots=True)
 class Engine:
-    """Applies plans to requests; keeps no prefix of a preempted one."""
+    """Applies plans to requests; keeps no prefix of an evicted one."""
 
     policy: Policy
     model: LatencyModel
@@ -638,7 +638,7 @@ class Engine:
     waiting: list[Work]
     running: list[Work] = field(default_factory=list)
     computed: int = 0
-    preemptions: int = 0
+    evictions: int = 0
 
     def step(self) -> None:
         plan = self.policy.plan(self.view())
@@ -648,7 +648,7 @@ class Engine:
         for name in plan.evicted:
             victim = by_name[name]
             victim.blocks = victim.computed = 0
-            self.preemptions += 1
+            self.evictions += 1
             self.running.remove(victim)
             self.waiting.append(victim)
         for name in plan.admitted:
@@ -706,7 +706,7 @@ def test_offline_work_is_always_finished_and_little_of_it_done_twice(data: st.Da
     work = sum(work.prompt + work.output - 1 for work in works)
     while engine.running or engine.waiting:
         engine.step()
-        assert engine.computed <= 3 * work, f"{engine.preemptions} preemptions"
+        assert engine.computed <= 3 * work, f"{engine.evictions} evictions"
     assert all(work.done == work.output for work in works)
 
 

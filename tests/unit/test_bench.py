@@ -30,7 +30,7 @@ from conserve.bench.names import MECHANISMS, regime_of
 from conserve.bench.offline import like_papers, rows
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.bench_flags import lengths
-from conserve.cli.bench_names import preempts, which
+from conserve.cli.bench_names import rows_leave, which
 from conserve.cli.bench_report import facts
 from conserve.engine.policy.preemption import LEAVE_RULES, OFF
 from conserve.errors import ConserveError, EndpointUnusable, InputError, SettingsError
@@ -679,10 +679,10 @@ def test_on_a_server_that_runs_stock_policies_are_the_plug_ins() -> None:
 
 
 def test_the_engine_is_prepared_for_preemption_where_a_policy_needs_it() -> None:
-    assert preempts(["online-only", "conserve"])
-    assert preempts(["conserve/off", "conserve/never"])
-    assert preempts(["conserve/-scheduler"])
-    assert not preempts(["online-only", "priority", "conserve/off", "conserve/-preemption", "hygen"])
+    assert rows_leave(["online-only", "conserve"])
+    assert rows_leave(["conserve/off", "conserve/never"])
+    assert rows_leave(["conserve/-scheduler"])
+    assert not rows_leave(["online-only", "priority", "conserve/off", "conserve/-preemption", "hygen"])
 
 
 def test_facts_say_what_plain_conserve_was() -> None:
@@ -780,7 +780,7 @@ def test_a_server_that_knows_no_preemption_is_not_asked_for_it() -> None:
         await deployment.follow("conserve/off", preemption="prompt")
         with pytest.raises(EndpointUnusable, match="cannot run conserve/never"):
             await deployment.follow("conserve/never")
-        assert await deployment.why_not_preempted() == "the server is too old"
+        assert await deployment.why_rows_stay() == "the server is too old"
         await deployment.restore(await deployment.regime())
         await deployment.close()
 
@@ -793,7 +793,7 @@ def test_a_variant_that_the_engine_cannot_run_is_refused_and_says_why() -> None:
         deployment = deployed(CoServer(SECTION, why_off="the pipeline is parallel"))
         await deployment.follow("conserve", preemption="prompt")
         await deployment.follow("conserve/off", preemption="prompt")
-        assert await deployment.why_not_preempted() == "the pipeline is parallel"
+        assert await deployment.why_rows_stay() == "the pipeline is parallel"
         with pytest.raises(EndpointUnusable, match=r"preemption is off \(the pipeline is parallel\)"):
             await deployment.follow("conserve/all-offline")
         await deployment.close()

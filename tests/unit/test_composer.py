@@ -87,7 +87,7 @@ class TestRoom:
         assert not composer.evicted
 
     @pytest.mark.parametrize(("victim", "reserved"), [("saved", 10), ("own", 6)])
-    def test_the_blocks_of_a_saved_row_count_as_free_until_the_row_is_preempted(
+    def test_the_blocks_of_a_saved_row_count_as_free_until_the_row_is_evicted(
         self, victim: str, reserved: int
     ) -> None:
         """Ten blocks are reserved, and the saved row holds four that can be had at any time."""

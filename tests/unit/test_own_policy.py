@@ -13,7 +13,7 @@ from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.own import KINDS, Own, own_policy
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.policies import CONSERVE, named, preempts
+from conserve.engine.policy.policies import CONSERVE, lets_rows_leave, named
 from conserve.engine.policy.view import Candidate, Slo, View
 from conserve.errors import SettingsError
 from conserve.profiles.batch import Batch, Slice
@@ -200,9 +200,9 @@ def test_a_policy_is_named_by_the_path_of_its_class() -> None:
     with pytest.raises(SettingsError, match="the policy paced is for conserve run"):
         require_policy("paced")
     assert isinstance(named(CONSERVE), Conserve)
-    assert preempts(CONSERVE)
-    assert preempts("mine.Policy")
-    assert not preempts("priority")
+    assert lets_rows_leave(CONSERVE)
+    assert lets_rows_leave("mine.Policy")
+    assert not lets_rows_leave("priority")
 
 
 def test_the_example_takes_half_of_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ class TestOnlineShare:
 class TestGrowth:
     """Offline rows whose decode steps need KV blocks while none are free."""
 
-    def test_no_row_is_preempted_for_an_offline_prompt(self) -> None:
+    def test_no_row_is_evicted_for_an_offline_prompt(self) -> None:
         prompt = Candidate("prompt", 100, 0, False, 1)
         plan = plan_of(offline=[*decodes(1), prompt], free_blocks=0)
         assert (plan.tokens, plan.evicted) == ({"decode0": 1}, [])
@@ -105,7 +105,7 @@ class TestGrowth:
         assert plan_of(offline=[*saved, rows[3]], free_blocks=0).evicted == ["row2"]
         assert plan_of(offline=rows, free_blocks=0).evicted == ["row3"]
 
-    def test_a_preempted_row_needs_no_block_itself(self) -> None:
+    def test_an_evicted_row_needs_no_block_itself(self) -> None:
         """Three rows want a block each; the two blocks of one row are enough for the others."""
         plan = plan_of(offline=growing(3, blocks=2), free_blocks=0)
         assert (plan.tokens, plan.evicted) == ({"row0": 1, "row1": 1}, ["row2"])
@@ -189,7 +189,7 @@ class TestDeferred:
 class TestLimits:
     """Longest iteration for the sake of arrivals: cases that the tables of test_policy leave out."""
 
-    def test_frequent_arrivals_do_not_shorten_an_iteration_that_cannot_be_preempted(self) -> None:
+    def test_frequent_arrivals_do_not_shorten_an_iteration_that_no_row_can_leave(self) -> None:
         often = view_of(slo=Slo(ttft_ms=1000), arrivals_per_s=20)
         assert arrival_limit_ms(often) == pytest.approx(110)
 

@@ -137,7 +137,7 @@ class TestFirstTokens:
 
 
 class TestComingBack:
-    """A preempted row whose KV host memory has."""
+    """An evicted row whose KV host memory has."""
 
     @pytest.mark.parametrize(
         ("changes", "comes"),
@@ -193,7 +193,7 @@ class TestComingBack:
         plan = plan_of(waiting_offline=[FRESH, ROW, small], free_blocks=15)
         assert (plan.admitted, plan.restored) == (["fresh", "small"], ["row"])
 
-    def test_waits_while_others_are_preempted(self) -> None:
+    def test_waits_while_others_are_evicted(self) -> None:
         """The second of two rows that both need a block gives up its own, which are room enough."""
         full = [Candidate(f"full{n}", 1, 64, True, 4) for n in range(2)]
         small = Candidate("small", 16, 0, restorable=15)
@@ -245,7 +245,7 @@ class TestMakingRoom:
     prompt = Candidate("prompt", 100, 0)  # 7 blocks
     rows = tuple(Candidate(f"row{n}", 1, 60, True, 4) for n in range(3))
 
-    def preempted(self, **changes: Any) -> list[str]:
+    def evicted(self, **changes: Any) -> list[str]:
         plan = plan_of(waiting_online=[self.prompt], **changes)
         assert plan.admitted[:1] == ["prompt"]
         return list(plan.evicted)
@@ -255,12 +255,12 @@ class TestMakingRoom:
         [(7, []), (6, ["row2"]), (3, ["row2"]), (2, ["row2", "row1"]), (0, ["row2", "row1"])],
     )
     def test_the_last_rows_go_first_until_there_is_room(self, free_blocks: int, lost: list[str]) -> None:
-        assert self.preempted(offline=self.rows, free_blocks=free_blocks) == lost
+        assert self.evicted(offline=self.rows, free_blocks=free_blocks) == lost
 
     def test_rows_that_lose_nothing_go_before_others(self) -> None:
         rows = [self.rows[0]._replace(saved=True), *self.rows[1:]]
-        assert self.preempted(offline=rows, free_blocks=6) == ["row0"]
-        assert self.preempted(offline=rows, free_blocks=2) == ["row0", "row2"]
+        assert self.evicted(offline=rows, free_blocks=6) == ["row0"]
+        assert self.evicted(offline=rows, free_blocks=2) == ["row0", "row2"]
 
     def test_blocks_of_rows_that_wait_are_taken_before(self) -> None:
         held = [Candidate(f"held{n}", 1, 40, blocks=3, saved=True) for n in range(2)]
@@ -271,22 +271,20 @@ class TestMakingRoom:
             (3, ["held1", "held0"]),
             (0, ["held1", "held0", "row2"]),
         ):
-            assert self.preempted(offline=self.rows, held=held, free_blocks=free_blocks) == lost
+            assert self.evicted(offline=self.rows, held=held, free_blocks=free_blocks) == lost
 
     def test_a_slot_costs_one_row(self) -> None:
-        assert self.preempted(offline=self.rows, free_slots=1) == []
-        assert self.preempted(offline=self.rows, free_slots=0) == ["row2"]
-        assert self.preempted(offline=self.rows, free_slots=-1) == ["row2", "row1"]
+        assert self.evicted(offline=self.rows, free_slots=1) == []
+        assert self.evicted(offline=self.rows, free_slots=0) == ["row2"]
+        assert self.evicted(offline=self.rows, free_slots=-1) == ["row2", "row1"]
         held = [Candidate("held", 1, 40, blocks=3, saved=True)]
-        assert self.preempted(offline=self.rows, held=held, free_slots=0) == ["row2"], (
-            "it has no slot to give"
-        )
+        assert self.evicted(offline=self.rows, held=held, free_slots=0) == ["row2"], "it has no slot to give"
 
     def test_the_watermark_stays_free_where_that_can_be_had(self) -> None:
-        assert self.preempted(offline=self.rows, free_blocks=9, watermark_blocks=2) == []
-        assert self.preempted(offline=self.rows, free_blocks=8, watermark_blocks=2) == ["row2"]
-        assert self.preempted(free_blocks=8, watermark_blocks=2) == []
-        assert self.preempted(free_blocks=7, watermark_blocks=2) == []
+        assert self.evicted(offline=self.rows, free_blocks=9, watermark_blocks=2) == []
+        assert self.evicted(offline=self.rows, free_blocks=8, watermark_blocks=2) == ["row2"]
+        assert self.evicted(free_blocks=8, watermark_blocks=2) == []
+        assert self.evicted(free_blocks=7, watermark_blocks=2) == []
 
     @pytest.mark.parametrize(
         "short",
@@ -297,7 +295,7 @@ class TestMakingRoom:
             {"free_slots": -1, "offline": rows[:1]},
         ],
     )
-    def test_none_is_preempted_where_that_is_not_enough(self, short: dict[str, Any]) -> None:
+    def test_none_is_evicted_where_that_is_not_enough(self, short: dict[str, Any]) -> None:
         plan = plan_of(waiting_online=[self.prompt], waiting_offline=[FRESH], **short)
         assert (plan.evicted, plan.tokens) == ([], {})
 
@@ -539,7 +537,7 @@ def test_no_row_is_evicted_for_decode_steps_that_there_is_no_time_for() -> None:
     assert not Conserve().plan(view).evicted
 
 
-def test_the_last_running_request_is_not_preempted_for_its_own_growth() -> None:
+def test_the_last_running_request_is_not_evicted_for_its_own_growth() -> None:
     view = spacious(offline=[Candidate("r", 1, 64, True, 4)], free_blocks=0)
     assert not Conserve().plan(view).evicted
 

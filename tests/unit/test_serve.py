@@ -115,7 +115,7 @@ def test_preemption_is_the_engines_default_unless_it_is_switched_off(monkeypatch
 
 
 @pytest.mark.parametrize("policy", SERVING[1:])
-def test_policies_that_never_preempt_leave_vllms_worker_alone(
+def test_vllms_worker_stays_where_no_row_leaves_an_iteration(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     assert section_of(monkeypatch, "--policy", policy)["preemption"] == "off"

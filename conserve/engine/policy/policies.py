@@ -41,6 +41,6 @@ def named(name: str, say: Callable[[str], None] = lambda sentence: None) -> Poli
     return Own(name, own_policy(name), Conserve(), say)
 
 
-def preempts(name: str) -> bool:
+def lets_rows_leave(name: str) -> bool:
     """True if rows may leave iterations under this policy: ConServe's, or a user's own."""
     return name == CONSERVE or "." in name

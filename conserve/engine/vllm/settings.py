@@ -257,7 +257,7 @@ def written(section: Mapping[str, Any], command: str = PROFILE_COMMAND) -> Pacin
     preemption = section.get("preemption", PREEMPTION)
     if preemption not in (*LEAVE_RULES, OFF):
         raise SettingsError(
-            f"there is no preemption {preemption!r}; there are {', '.join(LEAVE_RULES)}, {OFF}"
+            f"there is no rule of preemption {preemption!r}; there are {', '.join(LEAVE_RULES)}, {OFF}"
         )
     every = section.get("safepoint_every")
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):

@@ -225,7 +225,7 @@ class ArrivalMonitor:
             self.why_not = (
                 "the model has no safepoints" if outcome.heard else "the worker cannot read the flag"
             )
-            log.warning("iterations are not preempted: %s", self.why_not)
+            log.warning("rows do not leave iterations: %s", self.why_not)
             self.close()
 
     def forget(self, request: str) -> None:

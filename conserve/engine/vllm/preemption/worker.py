@@ -72,7 +72,7 @@ class TensorParallelOrders:
                 self._flag = LeaveFlag.attach(stamp.flag)
             except OSError as error:
                 self._lost, self.heard = stamp.flag, False
-                log.warning("iterations are not preempted here: their flag cannot be read (%s)", error)
+                log.warning("rows do not leave iterations here: the flag cannot be read (%s)", error)
                 return 0
         return ask(self._flag, stamp.iteration)
 

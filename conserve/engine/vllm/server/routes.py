@@ -73,7 +73,7 @@ async def change(request: Request) -> Response:
     if not known:
         slo = '{"ttft_ms": 1500, "tbt_ms": {"p50": 40, "p99": 150}, "harm": null}'
         example = f'{{"preemption": "off", "checkpoint": "on", "slo": {slo}}}'
-        names = f"policies are {', '.join(BENCHED)}; preemptions are {', '.join((*LEAVE_RULES, OFF))}"
+        names = f"policies are {', '.join(BENCHED)}; rules of preemption are {', '.join((*LEAVE_RULES, OFF))}"
         return reply({"error": {"message": f"send e.g. {example}; {names}"}}, 400)
     try:
         if slo and (said := await scheduler_says(client)) is not None:

@@ -4,8 +4,9 @@ Everything that decides is real: scheduler, plans, the arrival monitor and its f
 by layer: requests arrive in the middle of an iteration, rows leave it at a safepoint, and join a later one where
 they left. Hence hundreds of blocks in a minute, the same arrivals for each policy, and no noisy machine.
 
-What flatters a policy that preempts: planning takes no time, what an iteration takes whatever is in it is spread
-over its layers, so that a row that leaves early is spared the rest of it, and the policy knows the true model.
+Three simplifications flatter a policy under which rows leave iterations. Planning takes no time. What an iteration
+takes whatever is in it is spread over its layers, so that a row that leaves early is spared the rest of it. The
+policy knows the true model.
 """
 
 from collections import deque
