@@ -141,7 +141,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def examples(number: int) -> int:
-    """So many examples where the profile has Hypothesis's hundred, else as large a share of them."""
+    """Number of examples: `number` where the profile has Hypothesis's hundred, else as large a share of it."""
     return number * hypothesis.settings.default.max_examples // 100
 
 

@@ -56,7 +56,7 @@ class Databases:
         return self.url.set(database=name).render_as_string(hide_password=False)
 
     def emptied(self) -> str:
-        """URL of the one database that all who call this share, one after the other: its rows are deleted.
+        """URL of the one database that all callers share, one after the other: its rows are deleted.
 
         That takes a tenth of the time of a new one. Connections that were left open are ended.
         """

@@ -144,7 +144,7 @@ class PreemptedEngine:
             "enable_prefix_caching": True,
             "enforce_eager": True,
             "dtype": "float32",
-            # Or a random model writes nothing but whitespace.
+            # With whitespace allowed, a random model writes nothing else.
             "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         }
         ours = {**known_model(), "policy": "conserve", "safepoint_every": 1, **(section or {})}
@@ -485,5 +485,5 @@ def prompt(tokens: int, seed: int, prefix: Sequence[int] = ()) -> list[int]:
 
 
 def greedy(tokens: int, **params: Any) -> SamplingParams:
-    """So many tokens, always the likeliest."""
+    """Parameters for so many tokens, always the likeliest."""
     return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, **params)

@@ -69,7 +69,7 @@ class PreemptedScheduler(BareEngine):
         return self.scheduler._iterations.worth.of(1, context) if context >= prompt_tokens else float(tokens)
 
     def finish(self, output: SchedulerOutput) -> Any:
-        """Take it in, and see that counters are where they were for those who left, and nowhere else."""
+        """Settle the output, and see that the counters of rows that left are where they were, and no others."""
         scheduler = self.scheduler
         reached = {name: request.num_computed_tokens for name, request in scheduler.requests.items()}
         if self.abort_one_while_it_runs and output.num_scheduled_tokens:

@@ -223,10 +223,8 @@ class StoreWatch:
                 self._paces.setdefault(url, CounterRate()).add(now, tokens)
 
     def _rate(self, urls: Sequence[str]) -> float | None:
-        """Rate of the queue: what became durable, or what servers say that they computed, if that is more.
-
-        Long rows become durable long after their tokens were computed; `conserve run` is no server.
-        """
+        """Rate of the queue: what became durable, or what servers say that they computed, if that is more."""
+        # Long rows become durable long after their tokens were computed; `conserve run` is no server.
         served = sum(pace.now or 0.0 for url, pace in self._paces.items() if url in urls)
         if self._pace.now is not None:
             self._course.append(max(self._pace.now, served))

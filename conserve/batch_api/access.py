@@ -142,6 +142,6 @@ def keys_required() -> Response:
 
 
 def refusal(status: HTTPStatus, said: str, code: str) -> Response:
-    """Answer to a caller who may not do that."""
+    """Answer to a caller whose key does not suffice."""
     headers = {"WWW-Authenticate": "Bearer"} if status is HTTPStatus.UNAUTHORIZED else None
     return JSONResponse(refusals.body(said, code=code), status, headers=headers)

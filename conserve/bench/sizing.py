@@ -302,10 +302,8 @@ def _rate(preset: Preset, offered: Offered, design: Design, engine: EngineModel,
 
 
 def _takes_s(design: Design, forecasts: Sequence[BlockForecast], engine: EngineModel) -> float:
-    """Estimate the seconds of the comparison: every block, and its longest answers after the last arrival.
-
-    Beside unbounded offline rows each token of an answer takes a full iteration, under ConServe as long as the SLO.
-    """
+    """Estimate the seconds of the comparison: every block, and its longest answers after the last arrival."""
+    # Beside unbounded offline rows each token of an answer takes a full iteration, under ConServe one of the SLO.
     tbt_s = (design.slo.tbt_ms if design.slo else p99s_ms(forecasts)[1]) / 1e3
     longest = max((one.output_tokens for forecast in forecasts for one in forecast.requests), default=0)
     alone_s = max(0.0, _mean([forecast.ended_s for forecast in forecasts]) - design.block_s)

@@ -117,11 +117,11 @@ class SweepTimeLeft:
     """Time that the missing cells will take, from those that were measured just now."""
 
     def __init__(self, each_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`each_s` is for as long as none is."""
+        """`each_s` is the time of a cell for as long as none is measured."""
         self._each_s, self._clock, self._began, self._cells = each_s, clock, clock(), 0
 
     def measured(self) -> None:
-        """One more is."""
+        """Count a cell as measured."""
         self._cells += 1
 
     def left_s(self, cells: int) -> float:

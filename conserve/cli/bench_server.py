@@ -36,8 +36,8 @@ class ServersPlan:
 
     settings: Settings
     section: dict[str, Any]
-    flags: Sequence[str]  # of every server
-    connector: Sequence[str]  # the same for the plug-in's, which may copy KV
+    flags: Sequence[str]  # of stock servers
+    connector: Sequence[str]  # of the plug-in's server, which may copy KV
     preset: "Preset"
     rows: Path  # file of the offline rows
 

@@ -43,7 +43,7 @@ class Sight:
 
     @property
     def state(self) -> str:
-        """Its state: the worst that a harvester sees."""
+        """State of the server: the worst that a harvester sees."""
         if self.server.drained_at is not None:
             return "draining" if self.rows_left(self.now) else "drained"
         states = {feeding.state for feeding in self.fresh}

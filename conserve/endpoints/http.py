@@ -288,10 +288,8 @@ class HttpEndpoint:
         return self._answered
 
     async def _trouble(self, error: httpx.HTTPError | TimeoutError, *, begun: bool) -> EndpointError:
-        """The error for a connection that broke or took too long.
-
-        The row may be at fault, unless the server is gone or let the row wait for live requests.
-        """
+        """The error for a connection that broke or took too long."""
+        # The row may be at fault, unless the server is gone or let the row wait for live requests.
         if isinstance(error, httpx.ReadTimeout | TimeoutError):
             return self._late(error, begun=begun)
         if (refused := untrusted(error, self.base_url)) is not None:

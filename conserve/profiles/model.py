@@ -36,7 +36,7 @@ class Timeless:
         return request.tokens
 
     def margin(self, at_ms: float) -> float:
-        """None is kept."""
+        """One: no time is kept back."""
         return 1.0
 
 
@@ -110,7 +110,7 @@ class LinearModel(ABC):
         return ms
 
     def margin(self, at_ms: float) -> float:
-        """None is kept."""
+        """One: no time is kept back."""
         return 1.0
 
     def can_schedule(self, batch: Batch, request: Slice, tbt_ms: float) -> int:

@@ -33,7 +33,7 @@ class Phase(IntEnum):
 
     @property
     def title(self) -> str:
-        """Its name in a table."""
+        """Name of the phase in a table."""
         return TITLES.get(self, self.name.lower())
 
 

@@ -330,7 +330,9 @@ def test_the_window_opens_while_calm_and_closes_under_pressure(
     check(store, job_id, prompts)
 
 
-def test_one_who_follows_takes_later_jobs(store: Store, server: ScriptedServer, queue_up: QueueUp) -> None:
+def test_a_harvester_that_follows_takes_later_jobs(
+    store: Store, server: ScriptedServer, queue_up: QueueUp
+) -> None:
     async def run() -> None:
         harvest = Harvest(store, server, follow=True)
         await harvest.until(lambda: harvest.harvester.ready_at is not None)
@@ -344,7 +346,7 @@ def test_one_who_follows_takes_later_jobs(store: Store, server: ScriptedServer, 
     asyncio.run(run())
 
 
-def test_one_who_follows_waits_for_a_server_that_is_not_there_yet(
+def test_a_harvester_that_follows_waits_for_a_server_that_is_not_there_yet(
     store: Store, server: ScriptedServer, queue_up: QueueUp
 ) -> None:
     job_id = queue_up(["a"])

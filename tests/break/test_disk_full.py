@@ -227,7 +227,7 @@ def test_what_only_reads_works_with_no_byte_free(disk: Disk, lines: Path, words:
 
 
 def test_reading_a_log_that_a_crash_left_works_with_no_byte_free(disk: Disk, lines: Path) -> None:
-    """Its rows are there; its index is built in memory."""
+    """Rows of the log are there; the index is built in memory."""
     job_id = submit(lines).stdout.strip()
     crash = (
         "import os, sys; from conserve.store.books.shards import compact; import conserve.store.books.shards as s\n"

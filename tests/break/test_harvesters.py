@@ -111,7 +111,7 @@ class Fleet:
         return Harvester(running, clock, frozen)
 
     def disturb(self) -> None:
-        """Freeze, thaw and set clocks at random until those have ended that do not stand still from the first."""
+        """Freeze, thaw and set clocks at random until all harvesters have ended but those frozen at the start."""
         restless = [harvester for harvester in self.harvesters if not harvester.frozen_first]
         while not all(harvester.has_ended for harvester in restless):
             sleep(TICK_S)

@@ -79,7 +79,7 @@ class Ranks:
             self.outcomes.append(first)
 
     def each(self, work: Any) -> list[Any]:
-        """Its result on each rank."""
+        """Results of `work`, one of each rank."""
         results: list[Any] = self.core.model_executor.collective_rpc(work)
         return results
 

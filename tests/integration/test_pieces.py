@@ -90,7 +90,7 @@ class TestPieces(Rows):
 
 @pytest.mark.full
 class TestV2Pieces(TestPieces):
-    """With vLLM's V2 model runner."""
+    """The same with vLLM's V2 model runner."""
 
     v2 = True
 
@@ -169,7 +169,7 @@ def test_other_models(kind: str, backend: str, demo_model: Path, tmp_path: Path)
 
 @pytest.mark.full
 def test_a_model_from_vllms_cache(six_layers: Path, tmp_path: Path) -> None:
-    """It comes without the graphs that it was compiled from."""
+    """A model from the cache comes without the graphs that it was compiled from."""
     from vllm.compilation.counter import compilation_counter
 
     from tests.preempted_engine import Dice, compiled_in_pieces, started

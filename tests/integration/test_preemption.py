@@ -255,7 +255,7 @@ class TestWithoutPrefixCaching(Rows):
 
 
 class TestWithPrefixCaching(Rows):
-    """And what else one engine is enough for."""
+    """Rows whose prefixes are cached, and other cases for which this engine is enough."""
 
     def test_blocks_registered_before_they_are_computed_would_be_read(
         self, engine: Any, monkeypatch: pytest.MonkeyPatch
@@ -419,7 +419,7 @@ class TestSeeds:
             assert (counts(engine) - before)["preemptions"] > 3
 
     def test_so_are_those_of_a_row_under_shelter(self, engine: Any) -> None:
-        """Its iteration has no safepoints if it is alone, and no row leaves it."""
+        """A sheltered row's iteration has no safepoints if the row is alone, and no row leaves it."""
         asked = self.rows(80)[:1]
         wanted = engine.undisturbed(asked)
         for layer in (0, 3):

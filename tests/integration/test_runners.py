@@ -189,7 +189,7 @@ class TestV1(Arriving):
 
 
 class TestV2(Arriving):
-    """Its results are on the device when `sample_tokens` returns, and its counters of tokens for good."""
+    """V2's results are on the device when `sample_tokens` returns, and its counters of tokens for good."""
 
     v2, ahead = True, False
 

@@ -164,7 +164,7 @@ class TestOnlineRequests:
         assert engine.tokens[request.request_id] == 4
 
     def test_an_iteration_that_has_started_is_left_and_not_refused(self, engine: Any) -> None:
-        """Its start is the worker's word: the scheduler reads the results of the one before it later."""
+        """An iteration's start is the worker's word: the scheduler reads the results of the one before it later."""
         while engine.queued:
             engine.take_in()
         (_, first), (_, second) = self.planned(engine), self.planned(engine)
@@ -190,7 +190,7 @@ class TestOnlineRequests:
         assert engine.scheduler.arrival_monitor._flag.is_refused(second.stamp.iteration)
 
     def test_rows_leave_by_what_they_have_left_of_the_iteration_alone(self, engine: Any) -> None:
-        """Their tokens of the iteration behind it are none of its context."""
+        """Tokens of the iteration behind it are none of a row's context."""
         from conserve.engine.vllm.preemption.arrivals import slice_of
 
         while engine.queued:
@@ -211,7 +211,7 @@ class TestOnlineRequests:
 
 
 def test_rows_wait_for_a_prefix_that_an_iteration_in_flight_computes(tmp_path: Path, clock: Any) -> None:
-    """It is not registered before it is settled, and the next iteration is planned before that."""
+    """A prefix is registered when its iteration is settled, and the next one is planned before that."""
     from tests.scheduled_ahead import BLOCK, ScheduledAhead
 
     engine = ScheduledAhead(tmp_path, clock, blocks=4096, seed=0, often=0.0, refuses=False)

@@ -77,7 +77,7 @@ class History:
         self.wanted: dict[str, int] = {}
         self.aborted: set[str] = set()
         self.steps = self.planned = self.stalls = 0
-        self.deviations: list[tuple[Any, dict[str, int], set[str]]] = []  # with who else lost their memory
+        self.deviations: list[tuple[Any, dict[str, int], set[str]]] = []  # the set: others that lost memory
         self.under_way: list[Any] = []
 
     def arrive(self) -> None:
@@ -128,7 +128,7 @@ class History:
             return
         if scheduler.conserve()["policy"] == "conserve" and not self.stalls:
             lane = [request for request in scheduler.running if request.priority]
-            assert lane == sorted(lane), "who came later would keep its memory for longer"
+            assert lane == sorted(lane), "a row that came later would keep its memory for longer"
         self.planned += 1
         self.stalls += scheduler._last.stalled
         assert all(output.num_scheduled_tokens.get(name, 0) <= n for name, n in plan.tokens.items())
@@ -223,7 +223,7 @@ def prefix_tokens_computed(engine: Any, prefixes: list[list[int]]) -> int:
         output = engine.step()
         computed += output.total_num_scheduled_tokens
         lane = [request for request in engine.scheduler.running if request.priority]
-        assert lane == sorted(lane), "who came later would keep its memory for longer"
+        assert lane == sorted(lane), "a row that came later would keep its memory for longer"
     return computed - sum(map(len, tails)) * len(prefixes)
 
 
@@ -641,7 +641,7 @@ def test_requests_that_wait_for_a_grammar_are_not_planned(make: Make) -> None:
 
 
 def test_a_large_request_is_served_whatever_the_watermark(make: Make) -> None:
-    """It needs all memory, of which vLLM wants to keep a part free while requests run."""
+    """The request needs all memory, of which vLLM wants to keep a part free while requests run."""
     for policy in ("conserve", "paced"):
         engine = make(policy, blocks=41, watermark=0.2)
         history = History(engine, 0)

@@ -1,4 +1,4 @@
-"""Slack order: what earliest-deadline-first would keep is kept, whoever rides, and others get their share."""
+"""Slack order: what earliest-deadline-first would keep is kept whichever rows ride along, others get a share."""
 
 import random
 from itertools import pairwise

@@ -47,7 +47,7 @@ def test_rows_arrive_in_order_over_many_batches(taken: Snapshot) -> None:
 
 
 def test_every_type_of_duckdbs_arrives(taken: Snapshot) -> None:
-    """Also those without a place in Python, as text."""
+    """Types without a place in Python arrive as text."""
     kinds = asked(taken, "from test_all_types()")
     assert len(kinds) == 3
     assert asked(taken, "select date '12000-01-01'") == [("12000-01-01",)]

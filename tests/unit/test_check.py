@@ -107,7 +107,7 @@ def test_an_empty_store_is_whole(store: Store) -> None:
 def test_the_rows_of_a_damaged_shard_are_computed_again(
     store: Store, submit: Callable[..., str], damage: Callable[[Path], Any]
 ) -> None:
-    """And those of no other one; what is there of the file goes to the trash."""
+    """Rows of other shards are not; what is there of the file goes to the trash."""
     hurt, other = submit(), submit("two")
     run()
     before = results(hurt), results(other), shard_files(store, other), shard_files(store, hurt, failed=True)
@@ -498,7 +498,7 @@ def test_what_cannot_be_read_is_named_for_queries(
 
 
 def test_a_flipped_bit_in_requests_is_noticed_by_its_page(store: Store, submit: Callable[..., str]) -> None:
-    """Also where it turns after the digest was compared."""
+    """The bit turns after the digest was compared."""
     path = home.requests_file(store.home, submit(rows=3000))
     requests = RequestFile(path)
     flip(path, 0.3)

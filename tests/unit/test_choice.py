@@ -142,7 +142,7 @@ def test_only_jobs_of_the_highest_priority_that_have_rows_contend(store: Store) 
 
 
 def test_what_came_back_is_leased_before_anything_is_chosen(store: Store) -> None:
-    """But not suspects, what was passed over, what is in backoff, or rows of a lower priority."""
+    """Suspects, what was passed over, what is in backoff and rows of a lower priority are not."""
     for name, priority in (("low", 0), ("first", 1), ("second", 1)):
         add_job(store, name, rows=6, priority=priority)
     (held,) = choose(store, *(("first", position) for position in (1, 2, 3, 4)))

@@ -88,7 +88,7 @@ def test_a_file_is_read_once_a_day(file: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_change_is_noticed_although_the_file_was_found_whole(file: Path, tmp_path: Path) -> None:
-    """Also one that leaves its length and the time of its last change."""
+    """A change may leave the file's length and the time of its last change."""
     written, now = seal(file), later(file)
     with memory(tmp_path, now=now) as known:
         assert fault(file, written, known) is None

@@ -123,7 +123,7 @@ def test_a_clock_that_is_set_takes_no_row_from_a_harvester_that_lives(
 def test_a_process_that_starts_after_the_clock_was_set_takes_nothing_either(
     world: World, machine: Callable[..., Machine], job_id: str, ahead_s: float
 ) -> None:
-    """Or runs on a machine whose clock is wrong."""
+    """The clock of the second machine is an hour ahead or behind."""
     working = machine()
     assert working.claim(2) == [0, 1]
     late = machine(ahead_s)

@@ -438,7 +438,9 @@ class Following:
 OUTAGE = ["the store cannot be reached", "the store is back; harvesting goes on"]
 
 
-def test_one_who_follows_works_on_what_comes_later(store: Store, queue_up: Callable[..., str]) -> None:
+def test_a_harvester_that_follows_works_on_what_comes_later(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
     async def run() -> None:
         following = Following(store, FakeEndpoint())
         await asyncio.sleep(0.3)
@@ -473,7 +475,9 @@ def test_idling_writes_nothing(store: Store, queue_up: Callable[..., str]) -> No
     assert "read_only" not in last[0], "the stop gives rows back"
 
 
-def test_one_who_follows_closes_jobs_that_have_ended(store: Store, queue_up: Callable[..., str]) -> None:
+def test_a_harvester_that_follows_closes_jobs_that_have_ended(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
     async def run() -> None:
         following = Following(store, FakeEndpoint())
         for n in range(3):

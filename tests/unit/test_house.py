@@ -197,7 +197,7 @@ def test_a_room_imports_only_rooms_that_are_drawn_below_it(folder: str) -> None:
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
-    """But for `Store`: the handle that users have, and the open database behind it."""
+    """`Store` alone stands twice: the handle that users have, and the open database behind it."""
     homes: dict[str, list[Path]] = {}
     for module in (REPOSITORY / "conserve").rglob("*.py"):
         for node in ast.walk(ast.parse(module.read_text())):

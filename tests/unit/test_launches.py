@@ -66,7 +66,7 @@ def test_the_device_is_never_further_behind_than_two_safepoints(device: Device, 
 
 
 def test_the_host_never_waits_for_what_it_launched_last(device: Device, launches: Launches) -> None:
-    """Or the device would have nothing to do while the host launches the next layer."""
+    """Otherwise the device would have nothing to do while the host launches the next layer."""
     assert min(list(iteration(device, launches, 30))[AHEAD:]) == AHEAD
 
 

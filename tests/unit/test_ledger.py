@@ -242,7 +242,7 @@ def test_rows_of_the_dead_and_of_lost_leases_come_back_while_there_is_nothing_el
 
 
 def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party, job_id: str) -> None:
-    """Its own rows and those of the dead come back, what is complete is compacted, orphans are swept up.
+    """Rows of its own and of the dead come back, what is complete is compacted, orphans are swept up.
 
     A lease that ran out by the clock is watched first.
     """

@@ -83,7 +83,7 @@ def inner(at):
     "ignore::DeprecationWarning", "ignore::FutureWarning"
 )  # of whatever is imported by now
 def test_a_mutant_is_where_its_function_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where others have imported it from its module, behind a decorator, or inside of it."""
+    """Modules that imported the function have it too, as do decorators and functions within it."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "conserve" / "sample.py"
     path.parent.mkdir()

@@ -180,7 +180,7 @@ def test_whatever_breaks_the_task_of_a_row_ends_the_row(
     caplog: pytest.LogCaptureFixture,
     broken: str,
 ) -> None:
-    """Also where the harvester itself is at fault: the row fails, it is said, and the run ends."""
+    """The harvester itself is at fault: the row fails, it is said, and the run ends."""
     job_id = queue_up("a", "ODD", "b")
     original = getattr(flights, broken)
     calls: list[object] = []

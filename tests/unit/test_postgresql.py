@@ -290,7 +290,7 @@ def test_a_commit_that_waited_for_the_end_of_its_lease_comes_late(store: Store) 
 
 
 def test_a_row_that_is_in_the_journal_already_is_an_error_of_the_store(store: Store) -> None:
-    """Also by COPY, which SQLAlchemy knows nothing of."""
+    """COPY, which SQLAlchemy knows nothing of, says so too."""
     rows = [{"job_id": "job-1", "position": 1, "failed": False, "payload": b"", "checksum": 0}] * bulk.FEWEST
     with pytest.raises(StoreError, match="duplicate key"), store.write() as tx:
         bulk.insert_rows(tx, schema.journal, rows)
@@ -350,7 +350,7 @@ def test_a_connection_that_ends_is_noticed(store: Store) -> None:
 
 
 def test_a_waiting_harvester_is_woken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would look by itself in an hour."""
+    """A harvester would look by itself in an hour."""
     monkeypatch.setattr(harvester, "LISTENING_S", 3600.0)
     store.home.mkdir(exist_ok=True)
 

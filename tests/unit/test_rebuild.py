@@ -106,7 +106,7 @@ def test_every_job_comes_back_with_all_its_rows(
 def test_jobs_submitted_since_a_copy_was_made_come_back_when_it_is_restored(
     settings: Settings, tmp_path: Path
 ) -> None:
-    """And what was computed since counts."""
+    """Answers that were computed since the copy count."""
     before = submit(tmp_path, "before")
     shutil.copy(database(settings), tmp_path / "copy.db")
     since = submit(tmp_path, "since")

@@ -111,7 +111,7 @@ def test_a_list_that_makes_no_sense_is_refused(
 
 
 class ApiServer(HTTPServer):
-    """A stand-in for the API server of Kubernetes, over TLS: it lists pods to whoever has the token."""
+    """A stand-in for the API server of Kubernetes, over TLS: it lists pods to a caller with the token."""
 
     pods: list[dict[str, Any]]
     token: str

@@ -110,7 +110,7 @@ def test_chosen_rows_need_no_records_either(store: Store) -> None:
 
 
 def test_a_lease_with_a_span_is_not_ended_by_a_version_that_knows_none(store: Store) -> None:
-    """It would leave the rows in no place."""
+    """An older version would leave the rows in no place."""
     add_job(store, rows=2)
     lease = leased(store)
     with pytest.raises(StoreError), store.write() as tx:

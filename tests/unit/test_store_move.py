@@ -169,7 +169,7 @@ def test_a_process_that_had_the_old_database_open_writes_nothing_into_it(
 def test_a_harvester_that_follows_the_old_database_ends(
     store: Store, settings: Settings, tmp_path: Path
 ) -> None:
-    """It holds no row, so that the move does not wait for it, and it would wait for rows for ever."""
+    """A harvester without a row is not waited for by the move, and would itself wait for rows for ever."""
     ends = moves.Ends.of(source_of(settings), f"sqlite:///{tmp_path / 'other.db'}")
     harvester = Harvester(store, FakeEndpoint(Script()), follow=True)
 
@@ -200,7 +200,7 @@ def test_another_store_made_at_the_old_place_does_not_own_the_jobs(
 
 
 def test_epochs_go_on_where_they_were(filled: Store, settings: Settings, target: str) -> None:
-    """Also if no lease is left whose number shows it."""
+    """No lease is left whose number shows the last epoch."""
     last = leased(filled, only=["two"], limit=1)
     finish(filled, last)
     assert select(filled, "select * from lease") == []

@@ -279,7 +279,7 @@ def test_a_record_that_may_have_been_written_keeps_its_folder(
 
 
 def test_a_shard_that_waits_to_be_registered_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process was suspended for two hours after the file got its name; then the rows move."""
+    """The process was suspended for two hours after the file got its name; then the rows move."""
     add_job(store, rows=100)
     finish(store, leased(store, limit=100))
     write_durably = home.write_durably
@@ -352,7 +352,7 @@ def test_a_job_of_an_earlier_version_gets_its_mark_with_its_next_shard(store: St
 
 
 def test_a_sweep_leaves_a_submit_alone_that_has_been_at_it_for_hours_on_another_machine(store: Store) -> None:
-    """Its folder is as old as its first file; what it is writing to is young."""
+    """The folder of a submit is as old as its first file; what is being written to is young."""
     folder = orphan(store, ".new-1")
     nested = folder / "sort-1"
     nested.mkdir()

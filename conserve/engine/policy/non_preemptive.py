@@ -12,5 +12,5 @@ class NonPreemptive:
     spares_offline = True
 
     def plan(self, view: View) -> Plan | None:
-        """None: vLLM schedules, and evicts the request that was admitted last."""
+        """Leave the iteration to vLLM, which evicts the request that was admitted last."""
         return None

@@ -64,10 +64,8 @@ def _can_start(composer: Composer, request: Candidate) -> bool:
 
 
 def _free_blocks_to_grow(composer: Composer, running: list[Candidate], limit_ms: float) -> None:
-    """Evict the last requests until the decode steps of the others have KV blocks; at least one request stays.
-
-    Only decode steps that fit into the time are counted; the others do not grow in this iteration.
-    """
+    """Evict the last requests until the decode steps of the others have KV blocks; at least one request stays."""
+    # Only decode steps that fit into the time are counted; the others do not grow in this iteration.
     growing = [request for request in running if request.decode]
     if composer.growth(growing) <= composer.free_blocks:
         return
@@ -107,11 +105,9 @@ def _comes_back(composer: Composer, request: Candidate, running: int) -> bool:
 
 
 def _admit(composer: Composer, waiting: Iterable[Candidate], limit_ms: float, *, first: bool) -> None:
-    """Admit requests in order, and defer the ones whose first KV block this iteration computes for another.
-
-    A deferred request finds that block in the prefix cache in the next iteration. It is admitted to this one only
-    if the others leave room.
-    """
+    """Admit requests in order, and defer the ones whose first KV block this iteration computes for another."""
+    # A deferred request finds that block in the prefix cache in the next iteration. It is admitted to this one only
+    # if the others leave room.
     # A request that was evicted in this plan waits again: do not admit it at once.
     waiting = (request for request in waiting if request.name not in composer.evicted)
     deferred: list[Candidate] = []

@@ -92,12 +92,10 @@ def rows_left(view: View, composer: Composer) -> list[Candidate]:
 
 
 def _holds_up(composer: Composer, request: Candidate, first_tokens: int, view: View) -> bool:
-    """True if an iteration of its own for this request lowers the total waiting time.
-
-    Requests that get their first token from this iteration would also wait for the request's prompt. Apart, the
-    request and those queued behind it wait for the constant part of one more iteration. So prompts share an
-    iteration while the queue is long, and each has its own while it is short.
-    """
+    """True if an iteration of its own for this request lowers the total waiting time."""
+    # Requests that get their first token from this iteration would also wait for the request's prompt. Apart, the
+    # request and those queued behind it wait for the constant part of one more iteration. So prompts share an
+    # iteration while the queue is long, and each has its own while it is short.
     if view.slo.ttft_ms == inf:
         return False
     waits_ms = first_tokens * composer.longer_ms(request, min(request.tokens, composer.tokens_left))
@@ -126,7 +124,7 @@ def chunk(
         queue_ms = behind * min(composer.alone_ms(request), typical_ms) if behind else 0.0
         in_time = chunks_ms(composer, request, tokens, limit_ms) + queue_ms <= left_ms
     else:
-        # It can wait for one more iteration. Without a TTFT promise it would wait for all decoding requests.
+        # A prompt can wait for one more iteration. Without a TTFT promise it would wait for all decoding requests.
         in_time = limit_ms + composer.alone_ms(request) <= left_ms < inf
     return tokens if in_time else composer.token_budget(request, late_ms)
 

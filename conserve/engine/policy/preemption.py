@@ -92,7 +92,7 @@ class Never:
     """No row ever leaves, for comparison: iterations are planned as if rows could."""
 
     def leaving(self, under_way: UnderWay, arrivals: Arrivals, model: LatencyModel) -> int:
-        """None."""
+        """Zero, whatever arrives."""
         return 0
 
 

@@ -12,5 +12,5 @@ class Priority:
     spares_offline = False
 
     def plan(self, view: View) -> Plan | None:
-        """None: vLLM schedules."""
+        """Leave the iteration to vLLM."""
         return None

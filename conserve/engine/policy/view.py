@@ -11,9 +11,10 @@ from conserve.profiles.model import LatencyModel
 T = TypeVar("T")
 
 OFFLINE_PRIORITY = 1000  # vLLM's `priority` from which on a request is offline
-PUSH_ARGUMENT = "conserve_push"  # the same: true for a row whose job would miss its deadline
-TTFT_ARGUMENT = "conserve_ttft_ms"  # in a request\'s `vllm_xargs`: a TTFT promise of its own
-CLASS_ARGUMENT = "conserve_class"  # in the same: the class of live traffic that the request belongs to
+# Names in a request's `vllm_xargs`.
+TTFT_ARGUMENT = "conserve_ttft_ms"  # a TTFT promise of the request's own
+CLASS_ARGUMENT = "conserve_class"  # the class of live traffic that the request belongs to
+PUSH_ARGUMENT = "conserve_push"  # true for a row whose job would miss its deadline
 DEFAULT_CLASS = "default"  # of requests that no class claims
 
 

@@ -27,7 +27,7 @@ class Launches:
     Work on one stream runs in the order of its launches. So the KV blocks of an abandoned iteration need no wait:
     what it still writes there is written before anything later. The same holds for its tensors, whose memory
     the allocator gives out in that order, and for collective operations, which all ranks have launched up to
-    the same safepoint. But the host overwrites the pinned buffers, from which vLLM copies inputs and attention
+    the same safepoint. The host overwrites the pinned buffers, from which vLLM copies inputs and attention
     metadata to the device, at once and in no stream's order. Usually the sampled tokens tell the host that
     these copies are done; an iteration that is abandoned, or whose metadata changes half-way, gives no such
     sign. Therefore `finish` waits for all launched work. That also keeps the rest of an abandoned iteration out of

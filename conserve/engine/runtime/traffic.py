@@ -223,10 +223,8 @@ class Traffic:
         return self._classes[self.class_of.get(request, DEFAULT_CLASS)]
 
     def _enter(self, request: str, live_class: str | None, at: float) -> None:
-        """Note the request's class. One that was idle starts level with the least served: it saves nothing up.
-
-        One that was busy may be `CREDIT` behind: where it always has a request, it would save up without end.
-        """
+        """Note the request's class. One that was idle starts level with the least served: it saves nothing up."""
+        # One that was busy may be `CREDIT` behind: where it always has a request, it would save up without end.
         if request in self._arrived_at:
             return
         if live_class is not None and live_class != DEFAULT_CLASS and live_class in self._classes:

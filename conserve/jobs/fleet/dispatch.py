@@ -93,10 +93,8 @@ class Dispatch:
             errand.turn.set_result(member)
 
     def _take_over(self, idle: Member, takers: Sequence[Member], now: float) -> None:
-        """Let a server with places to spare take the last piece of the slowest one, if that pays.
-
-        One that is suspected takes a single row, to show what it can do.
-        """
+        """Let a server with places to spare take the last piece of the slowest one, if that pays."""
+        # One that is suspected takes a single row, to show what it can do.
         loads = {member: load_of(member, takers) for member in takers}
         slow = max(takers, key=lambda member: loads[member].wait_s if member.queue else -1.0)
         taken = slow.last_piece(1 if idle.suspected else max(1, len(slow.queue) // 2))

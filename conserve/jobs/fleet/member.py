@@ -111,7 +111,7 @@ class Member:
         return self.ready and bool(self.running) and now - (self.seen_at or 0.0) > within_s
 
     def state(self, model: str | None, now: float) -> MemberState:
-        """Its state, to a harvester for this model."""
+        """State of the server, to a harvester for this model."""
         if not self.listed:
             return MemberState.LEAVING
         if self.drained:
@@ -190,7 +190,7 @@ class Member:
         self.suspected = self.refuses = False
         self.error, self.seen_at = None, now
 
-    # Its rows.
+    # Rows of the server.
 
     def enqueue(self, errand: Errand, charge: float, piece: int) -> None:
         """Let a row wait for it."""

@@ -100,11 +100,9 @@ class Flights:
         await cancelled([flight.task for flight in self._flights if flight.task is not None])
 
     def _land(self, flight: Flight, task: "asyncio.Task[None]") -> None:
-        """Count a row as out of flight after its task; a row without an outcome gets one here.
-
-        A row that was withdrawn goes back with its tokens, even if its task had not begun. A row whose task raised
-        an error fails, whatever the error: nothing else would ever end it, since its lease is renewed.
-        """
+        """Count a row as out of flight after its task; a row without an outcome gets one here."""
+        # A row that was withdrawn goes back with its tokens, even if its task had not begun. A row whose task
+        # raised an error fails, whatever the error: nothing else would ever end it, since its lease is renewed.
         self._flights.discard(flight)
         self._tally.in_flight = len(self._flights)
         self.landed.set()

@@ -205,11 +205,9 @@ class Harvester:
             await cancelled(loops)
 
     async def _put_down(self, failed: BaseException | None) -> None:
-        """Withdraw the rows in flight, save their tokens and give them back.
-
-        In an outage of the store the outbox waits for the next session. The outcomes in a write that failed are
-        dropped, since they may have been written; rows whose outcome was not are done again.
-        """
+        """Withdraw the rows in flight, save their tokens and give them back."""
+        # In an outage of the store the outbox waits for the next session. The outcomes in a write that failed are
+        # dropped, since they may have been written; rows whose outcome was not are done again.
         self._calls.end()
         await self._flights.withdraw_all()
         self.ended_at = time.monotonic()

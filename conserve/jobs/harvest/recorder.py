@@ -90,10 +90,8 @@ class Recorder:
         return True
 
     def _compact(self) -> None:
-        """Move the journal of completed jobs to shards, and that of jobs that can fill one.
-
-        While a bucket is out of reach the results stay in the journal, from which all commands read them too.
-        """
+        """Move the journal of completed jobs to shards, and that of jobs that can fill one."""
+        # While a bucket is out of reach the results stay in the journal, from which all commands read them too.
         if self._monotonic() < self._compact_at:
             return
         try:

@@ -74,10 +74,8 @@ class ExternalSort:
         return path
 
     def _merged(self, paths: Sequence[Path]) -> Iterator[pa.Table]:
-        """Yield the rows of sorted runs in order, then delete the runs.
-
-        Rows up to the end of the batch that ends first are surely next: all others come after it.
-        """
+        """Yield the rows of sorted runs in order, then delete the runs."""
+        # Rows up to the end of the batch that ends first are surely next: all others come after it.
         runs = [Run(path, self._key) for path in paths]
         try:
             while alive := [run for run in runs if run.rows]:

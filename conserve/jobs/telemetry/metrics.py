@@ -1,6 +1,6 @@
 """Metrics of a harvester: histograms that it fills as it works, counters that are read at a scrape.
 
-Names and labels are in docs/reference/metrics.md. None has a label of a job or a row: their number has no bound.
+Names and labels are in docs/reference/metrics.md. No label names a job or a row: their number has no bound.
 """
 
 from asyncio import CancelledError

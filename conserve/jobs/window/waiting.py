@@ -87,10 +87,8 @@ class WaitingWindow:
         return row
 
     def _undated(self, *, beside: bool) -> Leaf:
-        """Next row without a deadline; a stale one moves no cursor, so that the group it interrupts goes on.
-
-        Beside jobs with a deadline such rows have a cursor of their own.
-        """
+        """Next row without a deadline; a stale one moves no cursor, so that the group it interrupts goes on."""
+        # Beside jobs with a deadline such rows have a cursor of their own.
         tree = self._lanes[OTHERS]
         if uniform(self.seed, self.turn) >= self.utility:
             return tree.stalest()

@@ -128,10 +128,8 @@ class ConserveAPI(OpenAICompatibleAPI):  # type: ignore[misc]
         return completion_of(answer, name, self.model_name)
 
     def _name(self, body: Mapping[str, Any]) -> str:
-        """Name of a request: its sample and epoch, its body, and its number among the equal ones of this execution.
-
-        A later try gives it the same name, whatever the order in which samples ask.
-        """
+        """Name of a request: its sample and epoch, its body, and its number among equals of this execution."""
+        # A later try gives it the same name, whatever the order in which samples ask.
         sample = sample_active()
         place = (sample.task, str(sample.sample.id), sample.epoch) if sample is not None else ()
         document = msgspec.json.encode([place, body], order="deterministic")

@@ -20,7 +20,7 @@ def withdraw(store: Store, job_id: str) -> bool:
         untouched = job.c.id == job_id, job.c.next_position == 0, job.c.succeeded + job.c.failed == 0, ~live
         if tx.execute(delete(job).where(*untouched)).rowcount == 0:
             return False
-        # So that after a crash the sweep takes the folder, and `check` does not bring the job back.
+        # With this mark the sweep takes the folder after a crash, and `check` does not bring the job back.
         with suppress(OSError):
             marks.change(folder, Mark(store_id=store.id, registered=False))
     home.discard_job(store.data, job_id)

@@ -283,7 +283,7 @@ HABITS = {
     "Attention.impl.forward": "wrapped: safepoints where there are none between layers",
     "a decoder layer's forward": "wrapped: token-major tensors in, token-major tensors out",
     "V2 GPUModelRunner.kv_connector.{post_forward,no_forward}": "what an abandoned and a refused iteration bring",
-    "V2 GPUModelRunner.execute_model": "has taken in who came and went when it calls prepare_inputs",
+    "V2 GPUModelRunner.execute_model": "has taken in which requests came and went when it calls prepare_inputs",
     "a request with num_stale_output_tokens": "loses what iterations in flight bring for it",
     "EngineCore.{conserve,conserve_spill}": "added: utility calls that ask our scheduler, and have the workers "
     "write and read",

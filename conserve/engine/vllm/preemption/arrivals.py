@@ -150,10 +150,8 @@ class ArrivalMonitor:
     def _may_leave(
         self, iteration: Iteration, offline: Iterable[tuple[Request, int]]
     ) -> list[tuple[Request, int]]:
-        """Rows without the sheltered ones, the first to leave first; none if one has to stay and so all have.
-
-        Where rows cannot leave alone, they do not leave an iteration with online requests in it.
-        """
+        """Rows without the sheltered ones, the first to leave first; none if one has to stay and so all have."""
+        # Where rows cannot leave alone, they do not leave an iteration with online requests in it.
         rows = list(offline)
         if not self.separable and len(rows) < len(iteration.tokens):
             return []
@@ -338,10 +336,8 @@ class ArrivalMonitor:
         return list(self._expected.values())
 
     def _step(self, iteration_ms: float, slo: Slo) -> int:
-        """Layers between two safepoints: as many as run within `REACTION_SHARE` of the TTFT promise.
-
-        One where `harm` is promised: prompts may be short.
-        """
+        """Layers between two safepoints: as many as run within `REACTION_SHARE` of the TTFT promise."""
+        # A single layer where `harm` is promised: prompts may be short.
         if slo.harm is not None:
             return 1
         if slo.ttft_ms == inf:

@@ -168,10 +168,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
                 self._unsettled = {**self._unsettled, **dict.fromkeys(self._outcome.left, stamp.iteration)}
 
     def _refuses(self, stamp: Stamp, scheduled: Collection[str]) -> bool:
-        """True if the arrivals want no part of this iteration to start, or it was planned with tokens that left.
-
-        It is refused whole then: nothing of it is computed, and one that is a single CUDA graph has no safepoint.
-        """
+        """True if the arrivals want no part of this iteration to start, or it was planned with tokens that left."""
+        # Nothing of a refused iteration is computed, and one that is a single CUDA graph has no safepoint.
         assert self._safepoints is not None
         return self._safepoints.refused(stamp) or not self._unsettled.keys().isdisjoint(scheduled)
 

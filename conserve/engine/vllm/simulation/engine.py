@@ -143,7 +143,7 @@ class SimulatedEngine(SchedulerAlone):
         return [*common, again, own, *range(tokens)][:tokens]
 
     def go_on_until(self, moment: float) -> None:
-        """With whatever there is."""
+        """Run iterations of the requests that are there until this moment of simulated time."""
         while self.clock.now < moment:
             self._iterate(moment)
 
