@@ -68,9 +68,9 @@ def report(
     `said` are facts about the measurement; `stopped` says which blocks are missing, if any.
     """
     from conserve.bench import raw
-    from conserve.bench import report as reports
     from conserve.bench.compare import relative
     from conserve.bench.measure import compare
+    from conserve.bench.pages import report as reports
 
     placed = relative(blocks)
     comparison = compare(placed, seed=design.seed)
@@ -91,8 +91,8 @@ def report(
 
 def show(comparison: "PolicyComparison") -> None:
     """Print the answer, then the tables and sentences behind it."""
-    from conserve.bench import report as reports
-    from conserve.bench import verdict
+    from conserve.bench.pages import report as reports
+    from conserve.bench.pages import verdict
 
     output.data(f"{verdict.sentence(comparison)}\n")
     table, shares = reports.table_rows(comparison), reports.attainment_rows(comparison)

@@ -216,7 +216,7 @@ def say_plan(ledger: "CellLedger", left_s: float, known: int) -> None:
 
 def conclude(ledger: "CellLedger", folder: Path, *, as_json: bool) -> int:
     """Print the tables and write the page, Markdown and JSON; returns the exit code."""
-    from conserve.bench import sweep_report as reports
+    from conserve.bench.pages import sweep_report as reports
     from conserve.whole import write_whole
 
     measured, missing = ledger.done, len(ledger.missing)
@@ -241,7 +241,7 @@ def conclude(ledger: "CellLedger", folder: Path, *, as_json: bool) -> int:
 
 def show(measured: Any, policies: list[str]) -> None:
     """Print the answer and the first table."""
-    from conserve.bench import sweep_report as reports
+    from conserve.bench.pages import sweep_report as reports
 
     table = reports.first_table(measured, policies)
     output.data(f"{reports.sentence(measured, policies)}\n")

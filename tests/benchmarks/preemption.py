@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from conserve.bench import svg
+from conserve.bench.pages import svg
 from conserve.config import load
 from tests.benchmarks.report import RAW, Figure
 

@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conserve.bench import svg
+from conserve.bench.pages import svg
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.endpoints.protocol import KvCache, Url

@@ -19,15 +19,16 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from conserve.bench import raw, report, svg, traces
+from conserve.bench import raw, traces
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.compare import Design
 from conserve.bench.deployment import Deployment, SchedulerCounters
-from conserve.bench.figures import colours
 from conserve.bench.load import LoadPlan, LoadTarget, play, play_apart, prompt_ids, request_body
 from conserve.bench.measure import Block, LatencyLimits, attainment, compare, lateness
 from conserve.bench.names import MECHANISMS, regime_of
 from conserve.bench.offline import like_papers, rows
+from conserve.bench.pages import report, svg
+from conserve.bench.pages.figures import colours
 from conserve.bench.traces import Arrival, Trace
 from conserve.cli.bench_flags import lengths
 from conserve.cli.bench_names import rows_leave, which
@@ -391,7 +392,7 @@ def test_a_process_that_fails_says_why() -> None:
 
 
 def test_the_load_generator_needs_no_engine() -> None:
-    code = "import sys, conserve.bench.load, conserve.bench.report; print(*sys.modules)"
+    code = "import sys, conserve.bench.load, conserve.bench.pages.report; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"vllm", "torch", "transformers", "typer", "rich", "duckdb"} & set(done.stdout.split())
 

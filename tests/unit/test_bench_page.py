@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from conserve.bench import report, verdict
 from conserve.bench.measure import Block, compare
+from conserve.bench.pages import report, verdict
 from tests.unit.test_bench import answer, block, failed, four_policies
 
 ANSWER = (

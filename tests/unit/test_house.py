@@ -135,7 +135,7 @@ def test_a_wheel_built_from_the_sdist_is_whole(tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    for kind in ("*.py", "derived/*.json", "py.typed"):
+    for kind in ("*.py", "*.html", "derived/*.json", "py.typed"):
         ours = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "conserve").rglob(kind)}
         assert ours
         assert ours <= {path.relative_to(site) for path in site.rglob(kind)}

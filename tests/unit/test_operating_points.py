@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conserve.bench import points, sweep, sweep_report
+from conserve.bench import points, sweep
 from conserve.bench.bound import Mix, least_iterations, rows_per_s, wanted_by
 from conserve.bench.cell import RATIOS
 from conserve.bench.co_forecast import Sharing, co_play
@@ -17,6 +17,7 @@ from conserve.bench.forecast import play
 from conserve.bench.load import prompt_ids
 from conserve.bench.machine import DEMO, BenchMachine
 from conserve.bench.measure import LatencyLimits
+from conserve.bench.pages import sweep_report
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell, grid, spread
 from conserve.bench.simulated import Simulator
 from conserve.bench.sweep import CellLedger, SweepPlan, SweepTimeLeft

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from conserve.bench import svg
+from conserve.bench.pages import svg
 from tools.docs.tables import Table, numbers, tables
 
 WIDTH = 720.0

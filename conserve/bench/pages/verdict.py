@@ -6,7 +6,7 @@ from typing import NamedTuple
 from conserve.bench.harm import Change
 from conserve.bench.measure import Percentiles, PolicyComparison, PolicyOutcome
 from conserve.bench.names import alone_of, most_of, runs_offline
-from conserve.bench.svg import figure
+from conserve.bench.pages.svg import figure
 
 NOTHING = "-"
 

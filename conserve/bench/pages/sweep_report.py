@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from conserve.bench.cell import RATIOS, ratio, worst
 from conserve.bench.names import alone_of
+from conserve.bench.pages.report import NOTHING, CellTable, percent, times
+from conserve.bench.pages.svg import figure
 from conserve.bench.points import BUSY, CVS, LENGTHS, SCALES, TRACES, Cell
-from conserve.bench.report import NOTHING, CellTable, percent, times
-from conserve.bench.svg import figure
 from conserve.bench.sweep import ranked
 
 FAILED = "failed"
@@ -201,7 +201,7 @@ def page(
     """The HTML page, without outside resources."""
     from jinja2 import Environment, StrictUndefined
 
-    source = (files("conserve.bench") / "sweep.html").read_text(encoding="utf-8")
+    source = (files("conserve.bench.pages") / "sweep.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(source)
     return template.render(
         answer=sentence(measured, policies),

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conserve.bench import svg
 from conserve.bench.answers import Floats, LoadAnswer, RequestEnd, ttfts_ms
 from conserve.bench.measure import ORDER, Block, LatencyLimits, by_policy
-from conserve.bench.svg import Scale
+from conserve.bench.pages import svg
+from conserve.bench.pages.svg import Scale
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000.0, 70.0, 16.0, 28.0, 44.0
 GAP = 40.0  # pixels between panels, with the lower one's heading

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
-from conserve.bench import verdict
-from conserve.bench.figures import SPARE, colours, timeline
 from conserve.bench.harm import Change, Harm, Interval
 from conserve.bench.measure import (
     LATE_MS,
@@ -17,7 +15,9 @@ from conserve.bench.measure import (
     PolicyOutcome,
 )
 from conserve.bench.names import alone_of, most_of
-from conserve.bench.svg import figure
+from conserve.bench.pages import verdict
+from conserve.bench.pages.figures import SPARE, colours, timeline
+from conserve.bench.pages.svg import figure
 
 HEADER = (
     *("policy", "requests", "failed", "TTFT P50", "TTFT P99", "TTFT max", "TBT P50", "TBT P99", "offline/s"),
@@ -153,7 +153,7 @@ def page(
     from markupsafe import Markup
 
     slo = slo or comparison.reference
-    source = (files("conserve.bench") / "page.html").read_text(encoding="utf-8")
+    source = (files("conserve.bench.pages") / "page.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(source)
     return template.render(
         title=title,

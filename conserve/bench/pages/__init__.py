@@ -1,0 +1,1 @@
+"""Pages of the benchmark: tables, sentences and drawings of what was measured."""
