@@ -1,8 +1,10 @@
 """Names and addresses of hosts."""
 
+import socket
 from collections.abc import Iterable
 from ipaddress import IPv6Address, ip_address
 
+HERE = "127.0.0.1"
 PROXIED = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"})
 
 
@@ -21,3 +23,17 @@ def is_loopback(host: str) -> bool:
         address.ipv4_mapped if isinstance(address, IPv6Address) else None
     )  # of a socket for both families
     return (mapped or address).is_loopback
+
+
+def url_of(host: str, port: int) -> str:
+    """Address at which this machine reaches a server that listens there."""
+    address = HERE if host in ("0.0.0.0", "::") else host
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def free_port() -> int:
+    """Unused port of this machine."""
+    with socket.socket() as probe:
+        probe.bind((HERE, 0))
+        number: int = probe.getsockname()[1]
+        return number

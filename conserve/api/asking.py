@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from conserve.api.words import count
 from conserve.errors import UsageError, one_line
+from conserve.words import count
 
 if TYPE_CHECKING:
     from conserve.jobs.inputs.source import Input

@@ -13,9 +13,9 @@ from conserve.api.display import SHOW_S, SilentDisplay, display_of, say
 from conserve.api.portal import portal
 from conserve.api.running import ProfileFlags, check_endpoint, make_endpoint
 from conserve.api.twins import awaited
-from conserve.api.words import duration
 from conserve.config import Settings, load
 from conserve.errors import UsageError
+from conserve.words import duration
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint

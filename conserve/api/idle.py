@@ -1,8 +1,8 @@
 """Jobs without rows to run: a sentence on each."""
 
-from conserve.api.words import count
 from conserve.store.books.readings import JobReading
 from conserve.store.books.states import JobState
+from conserve.words import count
 
 
 def idle(job: JobReading) -> str:

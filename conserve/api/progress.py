@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from conserve.api.words import count
 from conserve.config import Settings
+from conserve.words import count
 
 if TYPE_CHECKING:
     from conserve.jobs.harvest.forecast import QueueProgress

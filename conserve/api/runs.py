@@ -25,11 +25,11 @@ from conserve.api.running import (
     unfinished_rows,
 )
 from conserve.api.waiting import outlast
-from conserve.api.words import count, duration
 from conserve.config import Settings
 from conserve.errors import JobRefused, UsageError
 from conserve.store.books.readings import JobReading, read_jobs
 from conserve.store.books.states import JobState
+from conserve.words import count, duration
 
 if TYPE_CHECKING:
     from conserve.endpoints.protocol import Endpoint

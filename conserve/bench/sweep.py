@@ -26,6 +26,7 @@ from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.fit import Samples, fit
 from conserve.profiles.hygen import HyGenModel
 from conserve.profiles.model import LinearModel
+from conserve.words import count, duration
 
 FIRST_CELL_S = 60.0  # of a simulated cell with all policies and four blocks, before the first one is over
 MOST_BLOCKS = 16
@@ -128,6 +129,17 @@ class SweepTimeLeft:
         """Seconds for so many cells."""
         each_s = (self._clock() - self._began) / self._cells if self._cells else self._each_s
         return each_s * cells
+
+
+def sentence_on(ledger: CellLedger, left_s: float, known: int) -> str:
+    """Sentence on the cells that are to come, and how long they take; `known` were measured earlier."""
+    plan = ledger.plan
+    earlier = f" ({known} measured earlier)" if known else ""
+    return (
+        f"{count(len(ledger.missing), 'cell')} to measure{earlier}, {len(plan.policies)} policies in each, "
+        f"chosen by seed {plan.seed}; about {duration(left_s)}. Ctrl-C keeps the cells that are done, and the same "
+        "command goes on"
+    )
 
 
 def simulated(cell: Cell, plan: SweepPlan, simulator: Simulator) -> Document:

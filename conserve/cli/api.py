@@ -10,11 +10,11 @@ import typer
 from conserve.api.sizes import size_bytes
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.cli.listening import require_free, url_of
+from conserve.cli.listening import require_free
 from conserve.cli.options import LogFormat
 from conserve.cli.telemetry import begin_logging
 from conserve.errors import SettingsError
-from conserve.hosts import is_loopback
+from conserve.hosts import is_loopback, url_of
 
 if TYPE_CHECKING:
     from conserve.store.database.store import Store

@@ -15,7 +15,6 @@ from conserve.cli import output
 from conserve.cli.bench_flags import known_profiler, limits, make_design, promised, resized
 from conserve.cli.bench_names import KNOWN, VARIANTS, which
 from conserve.cli.bench_report import conclude
-from conserve.cli.bench_server import on_own_server, own_plan
 from conserve.cli.context import Context
 from conserve.cli.sweep import SweepFlags, sweeping
 from conserve.engine.policy.checkpointing import ADAPTIVE
@@ -182,6 +181,9 @@ def bench(
     )
     with interruptible():
         if endpoint is None:
+            from conserve.bench.servers.servers import on_own_server
+            from conserve.cli.bench_plan import own_plan
+
             plan = own_plan(settings, words[1:], names, chosen, folder / "store", kv_checkpoint, seed=seed)
             work = on_own_server(plan, design, measurement, wishes)
         else:

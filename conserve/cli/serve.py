@@ -17,7 +17,7 @@ from conserve.api.running import engine_flags
 from conserve.api.servers import bearer
 from conserve.cli import exits, output
 from conserve.cli.context import Context
-from conserve.cli.listening import require_free, url_of
+from conserve.cli.listening import require_free
 from conserve.cli.options import LogFormat, MetricsHost, MetricsPort, OtlpEndpoint, Share, Utility
 from conserve.cli.serve_batches import VLLMS_KEY, batch_api, open_batches, told_of, with_store_keys
 from conserve.cli.serve_classes import live_classes, require_keys
@@ -42,6 +42,7 @@ from conserve.engine.policy.preemption import OFF
 from conserve.engine.policy.promises import HARM
 from conserve.engine.runtime.front import BODY_BYTES, CONNECTIONS, HARVEST_KEY, Front
 from conserve.errors import SettingsError
+from conserve.hosts import url_of
 from conserve.jobs.harvest.services import announce
 
 if TYPE_CHECKING:

@@ -1,9 +1,11 @@
 """`conserve bench --sweep`: the comparison at operating points, cell by cell, on an engine or on simulated time."""
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -47,7 +49,7 @@ class SweepFlags:
 
 
 class Size(NamedTuple):
-    """A size of sweeps. Without `--cells` a quick one on an engine has as many as `QUICK_S` allow."""
+    """A size of sweeps. Without `--cells` a quick one on an engine has as many as half an hour allows."""
 
     cells: int
     simulated_cells: int
@@ -56,7 +58,6 @@ class Size(NamedTuple):
 
 
 SIZES = {"quick": Size(6, 12, 1, 4), "full": Size(32, 216, 2, 8)}
-QUICK_S = 1800.0
 BLOCK_S, SIMULATED_BLOCK_S = 25.0, 30.0
 REQUESTS = 100  # live ones in a simulated cell
 CELL_S = 60.0  # of a simulated cell with eight policies, before one was measured
@@ -82,8 +83,6 @@ def sweeping(context: Context, words: list[str], wanted: SweepFlags, *, as_json:
     folder = folder_of(wanted.size, wanted.folder, simulated=wanted.simulated)
     settings = context.settings(model=words[0] if words else None)
     if not wanted.simulated:
-        from conserve.cli.sweep_server import on_servers
-
         return on_servers(settings, words[1:], wanted, size, folder, as_json=as_json)
     if words[1:]:
         raise SettingsError("a simulated engine has the flags of its profile; leave vLLM's flags out")
@@ -174,6 +173,29 @@ def simulator() -> "Simulate":
     return play
 
 
+def on_servers(
+    settings: Settings, flags: list[str], wanted: SweepFlags, size: Size, folder: Path, *, as_json: bool
+) -> int:
+    """Measure the missing cells on an engine, and report; returns the exit code."""
+    from conserve.bench.presets import PRESETS
+    from conserve.bench.servers.sweep import OnServers
+    from conserve.bench.sweep import CellLedger
+    from conserve.cli.bench import interruptible, until_stopped
+    from conserve.cli.bench_plan import own_plan
+
+    preset = PRESETS[wanted.preset]
+    plan = plan_of(wanted, size, " ".join([settings.model, *preset.engine_flags, *flags]))
+    ledger = CellLedger.open(folder / FILE, plan)
+    if ledger.missing:
+        made = partial(own_plan, settings, flags, seed=plan.seed)
+        sweep = OnServers(made, plan, ledger, preset, folder, say=output.say)
+        quick = wanted.size == "quick" and wanted.cells is None
+        with interruptible():
+            asyncio.run(until_stopped(sweep.run(as_many_as_fit=quick)))
+        ledger = sweep.ledger
+    return conclude(ledger, folder, as_json=as_json)
+
+
 def simulated(plan: "SweepPlan", machine: "BenchMachine", folder: Path, *, as_json: bool) -> int:
     """Measure the missing cells on a simulated engine, and report; returns the exit code."""
     from conserve.bench.simulated import Simulator
@@ -191,27 +213,16 @@ def simulated(plan: "SweepPlan", machine: "BenchMachine", folder: Path, *, as_js
 
 def fill(ledger: "CellLedger", measure: Callable[[Any], Mapping[str, Any]]) -> None:
     """Measure the missing cells one by one, and say how long the others will take."""
-    from conserve.bench.sweep import SweepTimeLeft
+    from conserve.bench.sweep import SweepTimeLeft, sentence_on
 
     missing, known = ledger.missing, len(ledger.done)
     estimate = SweepTimeLeft(CELL_S * len(ledger.plan.policies) / 8)
-    say_plan(ledger, estimate.left_s(len(missing)), known)
+    output.say(sentence_on(ledger, estimate.left_s(len(missing)), known))
     for number, cell in enumerate(missing):
         ledger.keep(dict(measure(cell)))
         estimate.measured()
         left = output.duration(estimate.left_s(len(missing) - number - 1))
         output.say(f"{known + number + 1} of {len(missing) + known}: {cell.name}; {left} left")
-
-
-def say_plan(ledger: "CellLedger", left_s: float, known: int) -> None:
-    """Print how many cells are to come, and how long they take."""
-    plan = ledger.plan
-    earlier = f" ({known} measured earlier)" if known else ""
-    output.say(
-        f"{output.count(len(ledger.missing), 'cell')} to measure{earlier}, {len(plan.policies)} policies in each, "
-        f"chosen by seed {plan.seed}; about {output.duration(left_s)}. Ctrl-C keeps the cells that are done, and "
-        "the same command goes on"
-    )
 
 
 def conclude(ledger: "CellLedger", folder: Path, *, as_json: bool) -> int:

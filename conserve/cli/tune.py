@@ -3,7 +3,9 @@
 import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -111,8 +113,6 @@ def tune(
         raise typer.Exit(exits.FAILED)
     confirmed = False
     if not (simulated_only or dry_run):
-        from conserve.cli.tune_server import confirm
-
         wanted = TuneFlags(model=words[0], flags=words[1:], preset=preset, rounds=rounds, seed=seed)
         tried, confirmed = confirm(settings, wanted, tuning, found)
         if not confirmed:
@@ -181,6 +181,25 @@ def start(
     simulated = Simulator(machine=machine, simulate=simulator(), block_s=block_s, seed=seed)
     mix = Mix.of(machine.rows(1000, seed=seed), machine.engine)
     return Tuning(simulator=simulated, blocks=blocks, promised=promised, mix=mix, say=output.say)
+
+
+def confirm(
+    settings: Settings, wanted: TuneFlags, tuning: "Tuning", found: "TriedValue"
+) -> "tuple[TriedValue, bool]":
+    """The largest value up to the one found that the engine keeps, and True; the last one tried, and False."""
+    from conserve.bench.presets import PRESETS
+    from conserve.bench.servers.confirmation import Confirmation
+    from conserve.cli.bench import interruptible, until_stopped
+    from conserve.cli.bench_plan import own_plan
+
+    made = partial(own_plan, settings, wanted.flags, seed=wanted.seed)
+    size = {"rounds": wanted.rounds, "seed": wanted.seed}
+    with TemporaryDirectory(prefix="conserve-tune-") as folder, interruptible():
+        sitting = Confirmation(made, PRESETS[wanted.preset], tuning, Path(folder), **size, say=output.say)
+        if asyncio.run(until_stopped(sitting.run(found))):
+            return sitting.outcome
+    output.say("stopped before it was confirmed: nothing is kept; --simulated-only keeps what was found")
+    raise typer.Exit(exits.INTERRUPTED)
 
 
 def refused(found: "TriedValue", tried: "TriedValue", promised: "Any") -> str:

@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import pyarrow.parquet as pq
 
-from conserve.cli.listening import free_port
 from conserve.config import load
+from conserve.hosts import free_port
 from tests.benchmarks.report import Figure
 
 COMMAND = "PYTHONPATH=.evals python -m tests.benchmarks harness"

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from conserve.cli.listening import free_port
+from conserve.hosts import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.server, pytest.mark.full, pytest.mark.timeout(1800)]
 

@@ -17,7 +17,7 @@ import openai
 import psutil
 import pytest
 
-from conserve.cli.listening import free_port
+from conserve.hosts import free_port
 
 pytestmark = [
     pytest.mark.engine,

@@ -23,11 +23,11 @@ from conserve.bench.forecast import EngineModel, play
 from conserve.bench.names import ONLINE_ONLY_PLANNED, alone_of, most_of
 from conserve.bench.presets import CPU
 from conserve.bench.profiler import Promise, RunLatencies, excess, promises, search
+from conserve.bench.servers.place import ServerPlace
 from conserve.bench.sizing import size
 from conserve.bench.stock import RowsInFlight, StockServer, in_flight_s, live_tokens, tokens_of
 from conserve.bench.traces import Arrival, Trace
 from conserve.bench.tuning import TuningWorkload
-from conserve.cli.bench_place import ServerPlace
 from conserve.engine.vllm.server.stock import environment
 from conserve.errors import EndpointUnusable, SettingsError
 from conserve.profiles.batch import Batch
@@ -148,7 +148,7 @@ def until(service: Sleeping, stopped: bool) -> None:
 def test_a_server_without_a_turn_is_stopped_in_its_tracks_and_freed_with_this_process(
     sleeping: Sleeping,
 ) -> None:
-    place = ServerPlace("it", None, None, None, url="", preset=CPU)  # type: ignore[arg-type]
+    place = ServerPlace("it", None, None, None, url="", preset=CPU, say=print)  # type: ignore[arg-type]
 
     async def go() -> None:
         place._service = sleeping  # type: ignore[assignment]

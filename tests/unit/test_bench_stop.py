@@ -18,8 +18,8 @@ from conserve.bench import compare, presets
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.deployment import Deployment
 from conserve.bench.load import LoadPlan
+from conserve.bench.servers import rows
 from conserve.bench.stock import StockServer
-from conserve.cli import bench_server
 from conserve.config import Settings
 from conserve.errors import ServiceFailed
 from tests import virtual_time
@@ -147,12 +147,14 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Do
 
     def go(world: World, *more: str) -> Done:
         transport = httpx.MockTransport(world.serve)
-        for module in ("deployment", "playing"):
+        for module in ("servers.servers", "playing"):
             monkeypatch.setattr(
                 f"conserve.bench.{module}.Deployment", partial(Deployment, transport=transport)
             )
-        monkeypatch.setattr("conserve.bench.stock.StockServer", partial(StockServer, transport=transport))
-        monkeypatch.setattr("conserve.engine.service.Service", SlowService)
+        monkeypatch.setattr(
+            "conserve.bench.servers.servers.StockServer", partial(StockServer, transport=transport)
+        )
+        monkeypatch.setattr("conserve.bench.servers.place.Service", SlowService)
         monkeypatch.setattr(SlowService, "world", world, raising=False)
         monkeypatch.setattr(compare, "play_apart", world.play)
         monkeypatch.setattr(asyncio, "run", world.run)
@@ -260,7 +262,7 @@ def test_rows_that_are_still_being_made_do_not_hold_the_end_up(
         os.kill(os.getpid(), number)
         raise AssertionError("the signal ends this")
 
-    monkeypatch.setattr(bench_server, "make_rows", endless)
+    monkeypatch.setattr(rows, "make_rows", endless)
     before = signal.getsignal(signal.SIGTERM)
     done = stopped(World())
     assert done.returncode == 130, done.stderr

@@ -3,12 +3,12 @@
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conserve.bench import playing
 from conserve.bench.answers import LoadAnswer, RequestEnd
 from conserve.bench.bound import Mix
 from conserve.bench.compare import Design
@@ -18,12 +18,14 @@ from conserve.bench.playing import Measurement
 from conserve.bench.points import Cell
 from conserve.bench.presets import CPU
 from conserve.bench.profiler import Promise
+from conserve.bench.servers import confirmation, rows, sweep
 from conserve.bench.sizing import Sized
 from conserve.bench.sweep import CellLedger, SweepPlan
 from conserve.bench.traces import Trace
 from conserve.bench.tune import Parameter, TriedValue, Tuning
-from conserve.cli import bench_server, sweep_server, tune_server
-from conserve.cli.tune import TuneFlags
+from conserve.cli import output
+from conserve.cli.bench_plan import own_plan
+from conserve.cli.tune import TuneFlags, confirm
 from conserve.config import Settings
 from conserve.errors import EndpointUnusable
 
@@ -50,7 +52,7 @@ class FakeServers:
 
 
 class Measured:
-    """Stands in for `playing.measure`: gaps are longer by the harm that a policy's name promises."""
+    """Stands in for `measure`: gaps are longer by the harm that a policy's name promises."""
 
     def __init__(self) -> None:
         self.designs: list[Design] = []
@@ -113,12 +115,10 @@ def block(policy: str, trace: Trace, block_s: float) -> Block:
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     FakeServers.made = []
     stand_in = Measured()
-    monkeypatch.setattr(playing, "measure", stand_in)
-    for module in (sweep_server, tune_server):
+    for module in (sweep, confirmation):
+        monkeypatch.setattr(module, "measure", stand_in)
         monkeypatch.setattr(module, "Servers", FakeServers)
-    monkeypatch.setattr(
-        bench_server, "make_rows", lambda settings, preset, seed: settings.home / "offline.jsonl"
-    )
+    monkeypatch.setattr(rows, "make_rows", lambda settings, preset, seed: settings.home / "offline.jsonl")
     return stand_in
 
 
@@ -135,16 +135,17 @@ PLAN = SweepPlan(
 )
 
 
-def sweep_in(folder: Path, plan: SweepPlan = PLAN) -> sweep_server.OnServers:
+def sweep_in(folder: Path, plan: SweepPlan = PLAN) -> sweep.OnServers:
     ledger = CellLedger.open(folder / "cells.jsonl", plan)
-    return sweep_server.OnServers(Settings(home=folder / "home"), [], plan, ledger, CPU, folder)
+    made = partial(own_plan, Settings(home=folder / "home"), [], seed=plan.seed)
+    return sweep.OnServers(made, plan, ledger, CPU, folder, say=output.say)
 
 
 def test_each_cell_is_a_comparison_on_servers_that_start_once(
     tmp_path: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep = sweep_in(tmp_path)
-    asyncio.run(sweep.run(as_many_as_fit=False))
+    cells = sweep_in(tmp_path)
+    asyncio.run(cells.run(as_many_as_fit=False))
     (servers,) = FakeServers.made
     assert servers.ended
     assert servers.plan.preset.block_s == 20.0
@@ -172,10 +173,10 @@ def test_a_further_sitting_has_rows_of_its_own_and_measures_what_is_missing(
 
 
 def test_a_quick_sweep_has_the_cells_that_half_an_hour_allows(tmp_path: Path, measured: Measured) -> None:
-    sweep = sweep_in(tmp_path, replace(PLAN, cells=12, blocks=4))
-    asyncio.run(sweep.run(as_many_as_fit=True))
-    assert 1 <= len(sweep.ledger.done) < 12
-    assert not sweep.ledger.missing
+    cells = sweep_in(tmp_path, replace(PLAN, cells=12, blocks=4))
+    asyncio.run(cells.run(as_many_as_fit=True))
+    assert 1 <= len(cells.ledger.done) < 12
+    assert not cells.ledger.missing
 
 
 def test_a_server_without_a_latency_model_sets_no_rates(
@@ -212,7 +213,7 @@ def found(share: float) -> TriedValue:
     )
 
 
-def confirm(share: float, tmp_path: Path, tolerance: float) -> tuple[TriedValue, bool]:
+def confirmed_in(tmp_path: Path, share: float, tolerance: float) -> tuple[TriedValue, bool]:
     from conserve.bench.points import arrivals
 
     cell = Cell(busy=0.4, cv=1.0, lengths="chat", scale=1.0)
@@ -224,11 +225,11 @@ def confirm(share: float, tmp_path: Path, tolerance: float) -> tuple[TriedValue,
         say=lambda sentence: None,
     )
     wanted = TuneFlags(model="smollm2-demo", flags=[], preset="cpu", rounds=2, seed=0)
-    return tune_server.confirm(Settings(home=tmp_path), wanted, tuning, found(share))
+    return confirm(Settings(home=tmp_path), wanted, tuning, found(share))
 
 
 def test_a_promise_that_the_engine_keeps_is_confirmed(tmp_path: Path, measured: Measured) -> None:
-    candidate, confirmed = confirm(0.05, tmp_path, tolerance=0.1)
+    candidate, confirmed = confirmed_in(tmp_path, 0.05, tolerance=0.1)
     assert (candidate.promises, confirmed) == ({"harm": 0.05}, True)
     (design,) = measured.designs
     assert design.policies == ["online-only/planned", "conserve/harm-5"]
@@ -238,7 +239,7 @@ def test_a_promise_that_the_engine_keeps_is_confirmed(tmp_path: Path, measured: 
 def test_one_that_it_does_not_keep_is_lowered(
     tmp_path: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    candidate, confirmed = confirm(0.2, tmp_path, tolerance=0.11)
+    candidate, confirmed = confirmed_in(tmp_path, 0.2, tolerance=0.11)
     assert [design.policies[1] for design in measured.designs] == [
         "conserve/harm-20",
         "conserve/harm-14",
@@ -249,6 +250,6 @@ def test_one_that_it_does_not_keep_is_lowered(
 
 
 def test_after_four_values_it_is_not_confirmed(tmp_path: Path, measured: Measured) -> None:
-    _, confirmed = confirm(0.9, tmp_path, tolerance=0.05)
+    _, confirmed = confirmed_in(tmp_path, 0.9, tolerance=0.05)
     assert not confirmed
     assert len(measured.designs) == 4

@@ -148,7 +148,7 @@ def test_what_the_engine_refuses_is_not_kept(
     monkeypatch.setattr(
         "conserve.cli.tune.start", lambda *given: tuning(Engine(), Promise("p99", "tbt", 0.1))
     )
-    monkeypatch.setattr("conserve.cli.tune_server.confirm", confirm)
+    monkeypatch.setattr("conserve.cli.tune.confirm", confirm)
     context = SimpleNamespace(obj=SimpleNamespace(settings=lambda **given: Settings(home=tmp_path)))
     with pytest.raises(typer.Exit) as ended:
         tune(

@@ -4,9 +4,9 @@ import json
 from importlib.resources import files
 from xml.etree import ElementTree
 
-from conserve.api.words import count, duration
 from conserve.nightly.report.chart import chart
 from conserve.nightly.report.document import Document
+from conserve.words import count, duration
 
 SUFFIXES = {"html": ".html", "markdown": ".md", "junit": ".xml", "json": ".json"}
 

@@ -1,32 +1,33 @@
-"""The servers that `conserve bench` starts, with rows to harvest and processes on separate cores."""
+"""Servers of a comparison: the plug-in's, and a stock one for each policy that needs it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from conserve.api.running import engine_flags
-from conserve.cli import output
-from conserve.cli.bench_names import is_ours, section
-from conserve.cli.bench_place import ServerPlace
-from conserve.cli.listening import HERE, free_port, url_of
-from conserve.cli.serve import harvester_command, keyed, server_command
-from conserve.cli.serve_flags import checkpointing
+from conserve.bench.compare import Design
+from conserve.bench.deployment import Deployment
+from conserve.bench.field import Turn
+from conserve.bench.forecast import EngineModel
+from conserve.bench.load import LoadTarget
+from conserve.bench.measure import LatencyLimits
+from conserve.bench.names import SARATHI_P, is_stock, regime_of, runs_offline
+from conserve.bench.playing import VOCABULARY, Measurement, PlayWishes, Say, measure
+from conserve.bench.presets import Preset
+from conserve.bench.servers.place import ServerPlace
+from conserve.bench.servers.rows import rows_of, submit_rows
+from conserve.bench.sizing import Sized
+from conserve.bench.stock import StockServer
 from conserve.config import Settings
-from conserve.engine.policy.checkpointing import ADAPTIVE
-
-if TYPE_CHECKING:
-    from conserve.bench.compare import Design
-    from conserve.bench.field import Turn
-    from conserve.bench.forecast import EngineModel
-    from conserve.bench.measure import LatencyLimits
-    from conserve.bench.playing import Measurement, PlayWishes
-    from conserve.bench.presets import Preset
-    from conserve.bench.sizing import Sized
-    from conserve.engine.service import ProcessCommand
+from conserve.engine.service import ProcessCommand, python
+from conserve.hosts import HERE, free_port, url_of
 
 LEASE_S = 24 * 3600.0  # a harvester may be stopped for as long as others have their turns
+MakeServer = Callable[
+    [Settings, dict[str, Any], list[str], int], ProcessCommand
+]  # section, vLLM's flags, port
+MakeHarvester = Callable[..., ProcessCommand]  # of settings and a server's address, with more flags
 FILL_S = 15.0  # for the rows of a server that has begun just now to get beyond their prompts
 
 
@@ -38,40 +39,18 @@ class ServersPlan:
     section: dict[str, Any]
     flags: Sequence[str]  # of stock servers
     connector: Sequence[str]  # of the plug-in's server, which may copy KV
-    preset: "Preset"
+    preset: Preset
     rows: Path  # file of the offline rows
-
-
-def own_plan(
-    settings: Settings,
-    words: Sequence[str],
-    names: Sequence[str],
-    preset: "Preset",
-    home: Path,
-    kv_checkpoint: str = ADAPTIVE,
-    *,
-    seed: int,
-) -> ServersPlan:
-    """Plan of servers for these policies, with a store of their own at `home`; `words` are flags of vLLM."""
-    flags = [*preset.engine_flags, *engine_flags(settings, list(words))]
-    own = replace(settings, home=home.absolute(), store=None)  # never the user's queue
-    return ServersPlan(
-        settings=own,
-        section=section(settings, names),
-        flags=flags,
-        connector=checkpointing(flags, kv_checkpoint, None) if any(map(is_ours, names)) else flags,
-        preset=preset,
-        rows=make_rows(own, preset, seed),
-    )
+    server: MakeServer
+    harvester: MakeHarvester
+    say: Say
 
 
 async def on_own_server(
-    plan: ServersPlan, design: "Design", measurement: "Measurement", wishes: "PlayWishes"
+    plan: ServersPlan, design: Design, measurement: Measurement, wishes: PlayWishes
 ) -> None:
     """Start the servers one by one, and compare the policies on them."""
-    from conserve.bench.playing import measure
-
-    servers = Servers(replace(plan, settings=keyed(plan.settings)), design)
+    servers = Servers(plan, design)
     try:
         await servers.start()
         await measure(servers.deployment, servers.prepare, plan.preset, design, measurement, wishes)
@@ -86,13 +65,11 @@ class Servers:
     tracks, rows in flight included; with a preset that has no memory for several, it is ended instead.
     """
 
-    def __init__(self, plan: ServersPlan, design: "Design") -> None:
-        from conserve.bench.deployment import Deployment
-
+    def __init__(self, plan: ServersPlan, design: Design) -> None:
         self._plan, self._design = plan, design
         self._port = free_port()
         settings = plan.settings
-        self.deployment: Deployment = Deployment(
+        self.deployment = Deployment(
             url_of(HERE, self._port), api_key=settings.harvest_key or settings.api_key
         )
         self._ordered = True
@@ -103,19 +80,18 @@ class Servers:
             self.deployment,
             url=url_of(HERE, self._port),
             preset=plan.preset,
+            say=plan.say,
         )
         self._stock: dict[str, ServerPlace] = {}
         self._budgets: dict[str, int | None] = {}  # token budgets of the stock servers
 
     async def start(self) -> None:
         """Start the plug-in's server, by whose latency model everything is sized."""
-        output.say(f"starting {self._plan.settings.model}")
+        self._plan.say(f"starting {self._plan.settings.model}")
         await self._plugged.begin()
 
-    async def prepare(self, sized: "Sized", engine: "EngineModel | None", tokens: int | None) -> "Servers":
+    async def prepare(self, sized: Sized, engine: EngineModel | None, tokens: int | None) -> Self:
         """Name the stock servers of a comparison of this size; `tokens` is the token budget of `sarathi-p`."""
-        from conserve.bench.names import SARATHI_P, is_stock
-
         for policy in filter(is_stock, sized.design.policies):
             budget = tokens if policy == SARATHI_P else None
             if policy in self._stock and self._budgets[policy] != budget:
@@ -125,19 +101,14 @@ class Servers:
                 self._stock[policy] = self._stock_place(policy, engine, budget)
         return self
 
-    async def turn(self, policy: str, slo: "LatencyLimits | None") -> "Turn":
+    async def turn(self, policy: str, slo: LatencyLimits | None) -> Turn:
         """Stop the other servers, and let this policy's one go on, or start."""
-        from conserve.bench.field import Turn
-        from conserve.bench.load import LoadTarget
-        from conserve.bench.names import runs_offline
-        from conserve.bench.playing import VOCABULARY
-
         place = self._stock.get(policy, self._plugged)
         for other in (self._plugged, *self._stock.values()):
             if other is not place:
                 await (other.freeze() if self._plan.preset.resident else other.end())
         if not place.started:
-            output.say(f"starting {place.name}")
+            self._plan.say(f"starting {place.name}")
         await place.begin()
         if place is self._plugged:
             await self._follow(policy, slo)
@@ -157,8 +128,7 @@ class Servers:
         )  # together: in seconds
         await asyncio.gather(*(place.server.close() for place in places), return_exceptions=True)
 
-    async def _follow(self, policy: str, slo: "LatencyLimits | None") -> None:
-        from conserve.bench.names import regime_of
+    async def _follow(self, policy: str, slo: LatencyLimits | None) -> None:
 
         ordered = regime_of(policy).ordered
         if ordered != self._ordered:
@@ -167,22 +137,20 @@ class Servers:
             await self._plugged.harvest_by(self._harvester(self._plan.settings, self._port, *order))
         await self.deployment.follow(policy, slo, preemption=self._design.preemption)
 
-    def _command(self) -> "ProcessCommand":
+    def _command(self) -> ProcessCommand:
         plan, address = self._plan, address_of(self._port)
-        command = server_command(plan.settings, plan.section, [*plan.connector, *address], self._port)
+        command = plan.server(plan.settings, plan.section, [*plan.connector, *address], self._port)
         # vLLM's time-out for an iteration goes on counting while others have a turn.
         patient = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(int(LEASE_S))}
         return replace(command, environment={**command.environment, **patient, **plan.preset.environment})
 
-    def _harvester(self, settings: Settings, port: int, *more: str) -> "ProcessCommand":
+    def _harvester(self, settings: Settings, port: int, *more: str) -> ProcessCommand:
         window = self._plan.preset.offline_window
         limit = ("--window", str(window)) if window and "--window" not in more else ()
         words = (*limit, "--lease-s", str(LEASE_S), *more)
-        return harvester_command(settings, url_of(HERE, port), *words)
+        return self._plan.harvester(settings, url_of(HERE, port), *words)
 
-    def _stock_place(self, policy: str, engine: "EngineModel | None", tokens: int | None) -> ServerPlace:
-        from conserve.bench.names import SARATHI_P, runs_offline
-        from conserve.bench.stock import StockServer
+    def _stock_place(self, policy: str, engine: EngineModel | None, tokens: int | None) -> ServerPlace:
 
         plan, port = self._plan, free_port()
         flags = [*plan.flags, *address_of(port)]
@@ -208,6 +176,7 @@ class Servers:
             server,
             url=url_of(HERE, port),
             preset=plan.preset,
+            say=plan.say,
         )
 
 
@@ -222,10 +191,8 @@ def stock_settings(settings: Settings, policy: str) -> Settings:
     return replace(settings, home=home, harvest_key=settings.api_key)
 
 
-def stock_command(settings: Settings, flags: Sequence[str], preset: "Preset", port: int) -> "ProcessCommand":
+def stock_command(settings: Settings, flags: Sequence[str], preset: Preset, port: int) -> ProcessCommand:
     """Command of vLLM's own server."""
-    from conserve.engine.service import ProcessCommand, python
-
     words = (settings.model, str(settings.models_folder), *flags)
     return ProcessCommand(
         name="server",
@@ -233,44 +200,3 @@ def stock_command(settings: Settings, flags: Sequence[str], preset: "Preset", po
         environment={"VLLM_API_KEY": settings.api_key or "", **preset.environment},
         log=settings.home / "serving" / f"{port}.log",
     )
-
-
-def rows_of(preset: "Preset", engine: "EngineModel | None") -> Any:
-    """Cost of a preset's rows on this engine."""
-    from itertools import islice
-
-    from conserve.bench.offline import lengths_of
-    from conserve.bench.stock import RowsInFlight
-    from conserve.profiles.worth import Worth
-
-    lengths = list(islice(lengths_of(preset, 0), 1000))
-    answers = sum(answer for _, answer in lengths)
-    contexts = sum(answer * (prompt + answer / 2) for prompt, answer in lengths)
-    return RowsInFlight(worth=Worth.by(engine.model) if engine else Worth(), context=contexts / answers)
-
-
-def make_rows(settings: Settings, preset: "Preset", seed: int) -> Path:
-    """Write the offline rows, and queue them in the benchmark's own store; returns their file."""
-    from conserve.bench.offline import lengths_of, rows, write
-    from conserve.bench.playing import VOCABULARY
-
-    settings.home.mkdir(parents=True, exist_ok=True)
-    lines = rows(lengths_of(preset, seed), vocab_range=VOCABULARY, seed=seed)
-    path = write(settings.home / "offline.jsonl", lines)
-    submit_rows(settings, path)
-    return path
-
-
-def submit_rows(settings: Settings, path: Path) -> None:
-    """Queue the rows of this file."""
-    from conserve.endpoints.protocol import Url
-    from conserve.jobs.requests.submit import submit
-    from conserve.jobs.task import Kind, Task
-    from conserve.store.database.store import Store
-
-    settings.home.mkdir(parents=True, exist_ok=True)
-    store = Store.open(settings)
-    try:
-        submit(store, str(path), Task(kind=Kind.OPENAI, url=Url.COMPLETIONS), name="offline")
-    finally:
-        store.close()

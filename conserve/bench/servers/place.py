@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from conserve.cli import output
-
-if TYPE_CHECKING:
-    from conserve.bench.presets import Preset
-    from conserve.engine.service import ProcessCommand, Service
+from conserve.bench.cores import pin_processes
+from conserve.bench.playing import Say
+from conserve.bench.presets import Preset
+from conserve.bench.stock import until_ready
+from conserve.engine.service import ProcessCommand, Service
+from conserve.words import duration
 
 END_S = 5.0  # until processes are killed: their unsaved progress is of the benchmark's own store
 AWAKE_S = 60.0  # for a server to answer again
@@ -27,16 +28,17 @@ class ServerPlace:
     def __init__(
         self,
         name: str,
-        command: "ProcessCommand",
-        harvester: "ProcessCommand | None",
+        command: ProcessCommand,
+        harvester: ProcessCommand | None,
         server: Any,
         *,
         url: str,
-        preset: "Preset",
+        preset: Preset,
+        say: Say,
     ) -> None:
         """`server` reads its counters (`field.CountedServer`)."""
         self.name, self.server, self.url = name, server, url
-        self._command, self._harvester, self._preset = command, harvester, preset
+        self._command, self._harvester, self._preset, self._say = command, harvester, preset, say
         self._service: Service | None = None
         self._running: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
@@ -51,8 +53,6 @@ class ServerPlace:
 
     async def begin(self) -> None:
         """Start the server, or let it go on; returns once it answers. Raises `ConserveError`."""
-        from conserve.bench.stock import until_ready
-
         if self._running is None:
             await self._start()
         elif self._frozen:
@@ -75,7 +75,7 @@ class ServerPlace:
             self._filled = True
             await asyncio.sleep(seconds)
 
-    async def harvest_by(self, command: "ProcessCommand") -> None:
+    async def harvest_by(self, command: ProcessCommand) -> None:
         """Replace the harvester by one that this command starts."""
         self._harvester = command
         if self._service is not None:
@@ -100,10 +100,8 @@ class ServerPlace:
             await running
 
     async def _start(self) -> None:
-        from conserve.engine.service import Service
-
         self._stop, ready = asyncio.Event(), asyncio.Event()
-        service = Service(self._command, self._harvester, url=self.url, say=output.say)
+        service = Service(self._command, self._harvester, url=self.url, say=self._say)
 
         async def on_ready() -> None:
             ready.set()
@@ -120,7 +118,7 @@ class ServerPlace:
             waiting.cancel()
         await asyncio.sleep(HARVESTER_S)
         self._pin()
-        output.say(f"{self.name} is ready after {output.duration(time.monotonic() - begun)}")
+        self._say(f"{self.name} is ready after {duration(time.monotonic() - begun)}")
 
     def _groups(self) -> list[int]:
         """Process groups: each process that the service starts leads a session of its own."""
@@ -149,7 +147,5 @@ class ServerPlace:
 
     def _pin(self) -> None:
         """Pin the engine's worker to its cores, all other processes to the rest."""
-        from conserve.bench.cores import pin_processes
-
         if self._preset.engine_cores:
             pin_processes(self._groups(), self._preset.engine_cores, self._preset.other_cores)

@@ -1,0 +1,95 @@
+"""Confirmation of a tuned promise on the engine itself: blocks with it beside blocks of live requests alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from conserve.bench.compare import Design
+from conserve.bench.measure import Block, LatencyLimits
+from conserve.bench.names import CONSERVE, HARM, ONLINE_ONLY_PLANNED
+from conserve.bench.playing import Measurement, PlayWishes, Say, measure
+from conserve.bench.presets import Preset
+from conserve.bench.profiler import excess
+from conserve.bench.servers.servers import Servers
+from conserve.bench.servers.sweep import MakePlan
+from conserve.bench.sizing import Offered
+from conserve.bench.tune import TriedValue, Tuning, latencies, words
+from conserve.engine.vllm.settings import PREEMPTION
+
+SMALLER = 0.7  # factor on a value that the engine did not keep
+TRIES = 4
+
+
+class Confirmation:
+    """Blocks on a server of its own."""
+
+    def __init__(
+        self,
+        made: MakePlan,
+        preset: Preset,
+        tuning: Tuning,
+        folder: Path,
+        *,
+        rounds: int,
+        seed: int,
+        say: Say,
+    ) -> None:
+        """`made` gives the servers of these policies, with this preset and a store at this place."""
+
+        self._made, self._tuning, self._folder, self._say = made, tuning, folder, say
+        self._preset = replace(preset, block_s=tuning.simulator.block_s)
+        self._rounds, self._seed = rounds, seed
+        self.outcome: tuple[TriedValue, bool]
+
+    async def run(self, found: TriedValue) -> None:
+        """Try the value, and smaller ones while they do not keep what may be harmed."""
+        plan = self._made([CONSERVE], self._preset, self._folder / "store")
+        servers = Servers(plan, self._design(found))
+        try:
+            await servers.start()
+            for _ in range(TRIES):
+                excess = await self._excess(servers, found)
+                self.outcome = found, excess <= 1
+                if excess <= 1:
+                    return
+                self._say(f"on the engine it exceeds what may be harmed by {excess - 1:.0%}; trying less")
+                found = replace(found, value=max(found.parameter.low, SMALLER * found.value))
+        finally:
+            await servers.close()
+
+    async def _excess(self, servers: Servers, found: TriedValue) -> float:
+        """Largest ratio of what may be harmed to its limit, beside blocks of live requests alone."""
+        self._say(f"confirming {words(found.promises)} on the engine")
+        blocks = self._tuning.blocks
+        busiest = blocks[::-1]
+        offered = Offered(
+            name="",
+            source=lambda preset, rate: lambda number: busiest[number % len(busiest)],
+            flags=lambda rate: "",
+            rate=sum(map(len, blocks)) / len(blocks) / self._preset.block_s,
+        )
+        measurement = Measurement(offered=offered)
+        wishes = PlayWishes(overload=True, say=self._say)
+        design = self._design(found)
+        await measure(servers.deployment, servers.prepare, self._preset, design, measurement, wishes)
+
+        def of(policy: str) -> list[Block]:
+            return [block for block in measurement.blocks if block.policy == policy]
+
+        alone = latencies(of(ONLINE_ONLY_PLANNED))
+        return excess(latencies(of(design.policies[1])), alone, self._tuning.promised)
+
+    def _design(self, found: TriedValue) -> Design:
+
+        promises = found.promises
+        harm = promises.get("harm")
+        slo = None if harm is not None else LatencyLimits(promises["ttft_ms"], promises["tbt_ms"])
+        name = CONSERVE if harm is None else f"{CONSERVE}/{HARM}-{round(100 * harm)}"
+        return Design(
+            policies=[ONLINE_ONLY_PLANNED, name],
+            rounds=self._rounds,
+            block_s=self._preset.block_s,
+            slo=slo,
+            seed=self._seed,
+            preemption=PREEMPTION,
+            load_cores=self._preset.other_cores,
+        )

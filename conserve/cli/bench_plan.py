@@ -1,0 +1,47 @@
+"""Plan of the servers that `conserve bench` and `conserve tune` start, by settings and flags."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from conserve.api.running import engine_flags
+from conserve.cli import output
+from conserve.cli.bench_names import is_ours, section
+from conserve.cli.serve import harvester_command, keyed, server_command
+from conserve.cli.serve_flags import checkpointing
+from conserve.config import Settings
+from conserve.engine.policy.checkpointing import ADAPTIVE
+
+if TYPE_CHECKING:
+    from conserve.bench.presets import Preset
+    from conserve.bench.servers.servers import ServersPlan
+
+
+def own_plan(
+    settings: Settings,
+    words: Sequence[str],
+    names: Sequence[str],
+    preset: "Preset",
+    home: Path,
+    kv_checkpoint: str = ADAPTIVE,
+    *,
+    seed: int,
+) -> "ServersPlan":
+    """Plan of servers for these policies, with a store of their own at `home`; `words` are flags of vLLM."""
+    from conserve.bench.servers import rows
+    from conserve.bench.servers.servers import ServersPlan
+
+    flags = [*preset.engine_flags, *engine_flags(settings, list(words))]
+    own = keyed(replace(settings, home=home.absolute(), store=None))  # never the user's queue
+    return ServersPlan(
+        settings=own,
+        section=section(settings, names),
+        flags=flags,
+        connector=checkpointing(flags, kv_checkpoint, None) if any(map(is_ours, names)) else flags,
+        preset=preset,
+        rows=rows.make_rows(own, preset, seed),
+        server=server_command,
+        harvester=harvester_command,
+        say=output.say,
+    )
