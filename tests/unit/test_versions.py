@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from conserve.engine.vllm.compat import installed, trial, versions
+from conserve.engine.vllm.compat.calls import SIGNATURES
 from conserve.engine.vllm.compat.installed import InstalledEngine
-from conserve.engine.vllm.compat.internals import INTERNALS, SIGNATURES, Part
+from conserve.engine.vllm.compat.internals import INTERNALS, Part
 from conserve.engine.vllm.compat.trial import UnfitPart
 from conserve.engine.vllm.compat.versions import DIFFERENCES, SUPPORTED, TRIED, VersionStanding
 from conserve.errors import EndpointUnusable
@@ -97,6 +98,9 @@ def test_what_stands_in_for_a_name_depends_on_the_version() -> None:
     source = "vllm.v1.metrics.cache_hit_source.CacheHitSource"
     assert versions.name_in((0, 31), source) is None
     assert versions.name_in((0, 32), source) == source
+    assert versions.name_in((0, 31), f"{source}.HOST") is None
+    assert versions.name_in((0, 32), f"{cli}.x") == "vllm.entrypoints.launchers.cli_args.make_arg_parser.x"
+    assert versions.name_in((0, 32), f"{cli}s") == f"{cli}s"
     assert versions.name_in((0, 31), "vllm.any.thing") == "vllm.any.thing"
 
 

@@ -1,7 +1,9 @@
 """Every internal of vLLM that ConServe touches: its name in the newest tried version, and its use.
 
-`trial` walks the names. Braces hold several names; a name that begins with a class of CLASSES stands for its full
-one. `versions.DIFFERENCES` lists the names that other versions spell differently.
+`trial` looks for the names; `tests/unit/test_internals.py` finds uses that are not listed. Braces hold several names;
+a name that begins with a class of `classes.CLASSES` stands for its full one. A name without an entry in
+`versions.DIFFERENCES` has been in vLLM since the oldest supported version; the entries say since which version, until
+which, and what the others have instead.
 """
 
 from enum import Enum
@@ -21,27 +23,6 @@ class Part(Enum):
     SIMULATION = "no simulated engine: no `conserve tune` and no sweep on simulated time"
 
 
-CLASSES = {
-    "AsyncLLM": "vllm.v1.engine.async_llm",
-    "Attention": "vllm.model_executor.layers.attention.attention",
-    "AttentionGroup": "vllm.v1.worker.utils",
-    "BlockPool": "vllm.v1.core.block_pool",
-    "EngineCore": "vllm.v1.engine.core",
-    "GPUModelRunner": "vllm.v1.worker.gpu_model_runner",
-    "GenerateBaseServing": "vllm.entrypoints.generate.base.serving",
-    "KVCacheConfig": "vllm.v1.kv_cache_interface",
-    "KVCacheCoordinator": "vllm.v1.core.kv_cache_coordinator",
-    "KVCacheManager": "vllm.v1.core.kv_cache_manager",
-    "KVConnectorBase_V1": "vllm.distributed.kv_transfer.kv_connector.v1.base",
-    "OutputProcessor": "vllm.v1.engine.output_processor",
-    "Request": "vllm.v1.request",
-    "RequestState": "vllm.v1.engine.output_processor",
-    "Scheduler": "vllm.v1.core.sched.scheduler",
-    "SimpleCPUOffloadWorker": "vllm.v1.simple_kv_offload.worker",
-    "VllmConfig": "vllm.config",
-    "Worker": "vllm.v1.worker.gpu_worker",
-}
-
 INTERNALS: dict[Part, dict[str, str]] = {
     Part.ENGINE: {
         # starting and stopping
@@ -60,7 +41,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.{utils.system_utils,v1.engine.utils,v1.executor.multiproc_executor}.get_mp_context": "replaced on a "
         "CPU: core and worker are forked off one process that has imported vLLM",
         "vllm.utils.ompmultiprocessing.OMPProcessManager.configure_omp_envs": "the variables of a CPU worker",
-        "vllm.exceptions.{VLLMClientError,VLLMServerError,VLLMValidationError,GracefulHTTPError}": "refusals and "
+        "vllm.exceptions.{VLLMServerError,VLLMValidationError,GracefulHTTPError}": "refusals and "
         "their parameter",
         # outputs and resuming
         "VllmConfig.logging_config": "its processes tell their steps",
@@ -70,7 +51,52 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.sampling_params.{SamplingParams,RequestOutputKind}": "final or delta outputs; cut to resume",
         "vllm.v1.engine.EngineCoreRequest": "what the detokeniser is made from",
         "vllm.v1.engine.detokenizer.IncrementalDetokenizer": "replays saved tokens: text and stop strings",
-        "vllm.v1.core.sched.utils.check_stop": "its order of checks is repeated in continuation.py",
+        "AsyncEngineArgs.{add_cli_args,from_cli_args,create_engine_config,disable_log_stats}": (
+            "from the user's flags to the configuration"
+        ),
+        "vllm.utils.argparse_utils.FlexibleArgumentParser.{error,parse_args}": "a wrong flag ends in our sentence",
+        "vllm.utils.cpu_resource_utils.MemoryNodeInfo.available_memory": "that memory",
+        "AsyncLLM.model_config": "the served model",
+        "BackgroundResources.ctx": "that context",
+        "AsyncMPClient.resources": "the same",
+        "BaseRenderer.{warmup,get_eos_token_id,tokenizer}": "chats render at once; the model's end token and tokenizer",
+        "vllm.model_executor.model_loader": "imported before the fork, with core and executor",
+        "vllm.v1.worker.cpu_model_runner": "the same",
+        "vllm.v1.attention.backends.cpu_attn": "the same",
+        "VllmConfig.{attention_config,cache_config,compilation_config,lora_config,model_config,"
+        "parallel_config,scheduler_config,speculative_config}": "the parts of the configuration",
+        "AttentionConfig.backend": "part of a profile's key",
+        "CacheConfig.{block_size,cache_dtype,enable_prefix_caching,num_gpu_blocks}": (
+            "the KV cache; part of a profile's key"
+        ),
+        "CompilationConfig.{cudagraph_mode,mode}": "part of a profile's key",
+        "ModelConfig.{dtype,enforce_eager,hf_overrides,is_multimodal_model,max_model_len,model,"
+        "override_generation_config,quantization,revision,tokenizer}": "which model it is, for profiles, saved tokens and limits",
+        "ParallelConfig.{data_parallel_size,data_parallel_size_local,distributed_executor_backend,"
+        "enable_expert_parallel,nnodes,pipeline_parallel_size,tensor_parallel_size}": "the processes of the engine; refused where it spans machines",
+        "SchedulerConfig.{async_scheduling,enable_chunked_prefill,max_num_batched_tokens,max_num_seqs,"
+        "scheduler_cls}": "what one iteration may hold, and our scheduler's place",
+        "SpeculativeConfig.method": "part of a profile's key",
+        "LoggingConfig.log_level": "its processes tell their steps",
+        "RequestOutput.{finished,num_cached_tokens,outputs,prompt,prompt_logprobs,prompt_token_ids,request_id}": (
+            "an answer, and one made up of saved tokens"
+        ),
+        "CompletionOutput.{cumulative_logprob,finish_reason,index,logprobs,text,token_ids}": "the same",
+        "vllm.sampling_params.RequestOutputKind.{DELTA,FINAL_ONLY}": "streamed or not",
+        "SamplingParams.{clone,update_from_generation_config,detokenize,eos_token_id,ignore_eos,output_kind}": (
+            "the parameters of a continued request and of a warm-up"
+        ),
+        "SamplingParams.{max_tokens,min_tokens,n,stop,stop_token_ids,temperature,seed}": (
+            "what continuing counts and cuts"
+        ),
+        "SamplingParams.{bad_words,frequency_penalty,logprob_token_ids,logprobs,presence_penalty,"
+        "prompt_logprobs,repetition_detection,structured_outputs,thinking_token_budget}": "what forbids continuing: it depends on earlier tokens",
+        "EngineCoreRequest.{arrival_time,cache_salt,data_parallel_rank,lora_request,mm_features,"
+        "pooling_params,prompt_token_ids,request_id,sampling_params}": "its fields",
+        "IncrementalDetokenizer.{from_new_request,get_next_output_text,num_output_tokens,"
+        "output_token_ids,update}": "replaying",
+        "InputProcessor.generation_config_fields": "the model's own stop tokens",
+        "vllm.inputs.EngineInput": "a rendered prompt, in annotations",
     },
     Part.EMBEDDED: {
         "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest": "validates a chat body",
@@ -89,6 +115,22 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "OutputProcessor.{external_req_ids,request_states}": "the same",
         "RequestState.detokenizer": "its output_token_ids, only read",
         "RequestState.{is_prefilling,prompt_len,max_tokens_param,request_index}": "tokens in flight, for the display",
+        "OnlineRenderer.{render_chat,render_completion}": "the rendering",
+        "ChatCompletionRequest.{max_completion_tokens,max_tokens,echo,truncate_prompt_tokens,"
+        "to_sampling_params,priority}": "what is read of a body",
+        "CompletionRequest.{max_tokens,echo,truncate_prompt_tokens,to_sampling_params,priority}": "the same",
+        "OpenAIServingChat.{chat_completion_full_generator,default_sampling_params,online_renderer,"
+        "override_max_tokens}": "the answer's builder and the server's defaults",
+        "OpenAIServingCompletion.{request_output_to_completion_response,online_renderer}": "the same",
+        "ChatCompletionResponse.choices": "the answer's text",
+        "ChatCompletionResponseChoice.message": "the same",
+        "CompletionResponse.choices": "the same",
+        "CompletionResponseChoice.text": "the same",
+        "BaseModelPath.{model_path,name}": "the model's name in answers",
+        "vllm.entrypoints.generate.base.protocol.RequestResponseMetadata.request_id": "the answer's id",
+        "vllm.entrypoints.serve.engine.protocol.ErrorResponse.error": "its message is the row's error",
+        "vllm.entrypoints.serve.engine.protocol.ErrorInfo.message": "the same",
+        "AsyncLLM.get_supported_tasks": "does the model generate",
     },
     Part.PROFILING: {
         "EngineCore.{step,preprocess_add_request,add_request,abort_requests,collective_rpc}": "an engine that runs "
@@ -98,6 +140,8 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.config.ParallelConfig.worker_extension_cls": "adds our probes to vLLM's worker",
         "GPUModelRunner.kv_caches": "one tensor a layer with num_gpu_blocks as a dimension, for copy times",
         "vllm.config.CompilationConfig.static_forward_context": "the attention layers, of which each has a safepoint",
+        "EngineCore.{vllm_config,log_stats,shutdown}": "the same core",
+        "VllmConfig.max_concurrent_batches": "one batch at a time",
     },
     Part.SCHEDULER: {
         "vllm.v1.core.sched.{scheduler.Scheduler,async_scheduler.AsyncScheduler}": "subclassed",
@@ -124,6 +168,20 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "BlockPool.hash_block_size": "the same",
         "VllmConfig.additional_config": "carries the profile to the engine core's process",
         "vllm.config.ParallelConfig.data_parallel_index": "the number in the name of a further engine's recorded views",
+        "Request.{request_id,max_tokens,sampling_params,status}": "its name, its state, what it asks for",
+        "RequestStatus.{PREEMPTED,RUNNING,WAITING_FOR_REMOTE_KVS,WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}": (
+            "its states"
+        ),
+        "SamplingParams.extra_args": "what a row or a client sends along",
+        "RequestQueue.{add_request,peek_request,pop_request,prepend_request,prepend_requests,"
+        "remove_request,remove_requests}": "overridden: two lanes",
+        "SchedulingPolicy.{FCFS,PRIORITY}": "set by our policy",
+        "SchedulerOutput.{num_scheduled_tokens,total_num_scheduled_tokens}": "the tokens of an iteration",
+        "EngineCoreOutputs.outputs": "the tokens that an iteration brought",
+        "EngineCoreOutput.{new_token_ids,request_id}": "the same",
+        "SingleTypeKVCacheManager.{block_size,req_to_blocks}": "the blocks that a request holds",
+        "BlockPool.get_num_free_blocks": "free blocks",
+        "KVCacheBlock.ref_cnt": "blocks shared with running requests",
     },
     Part.SERVER: {
         "vllm.entrypoints.common.cli_args.make_arg_parser": "the flags of vLLM's OpenAI server",
@@ -136,6 +194,12 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "AsyncLLM.{generate,encode}": "wrapped: requests that bring saved tokens; beams and later turns keep their "
         "priority",
         "AsyncLLM.input_processor": "its generation_config_fields are the model's own stop tokens",
+        "vllm.engine.protocol.EngineClient": "what the plug-in is given, in annotations",
+        "AsyncMPClient.call_utility_async": "asks the scheduler from the API server",
+        "ModelConfig.get_vocab_size": "are saved tokens the model's",
+        "VllmConfig.kv_transfer_config": "is our connector there",
+        "LoRARequest.lora_name": "the class of a request with an adapter",
+        "vllm.exceptions.VLLMValidationError.parameter": "which field was refused",
     },
     Part.LEAVING: {
         "vllm.config.ParallelConfig.worker_cls": "names our worker",
@@ -145,6 +209,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.v1.outputs.ModelRunnerOutput": "what an abandoned iteration brings; attributes on it survive pickling",
         "vllm.v1.outputs.AsyncModelRunnerOutput.get_output": "wrapped: results that are read later, in another thread "
         "perhaps; from the V2 runner (`async_utils.AsyncOutput`), and from V1 if scheduled ahead",
+        "vllm.v1.outputs.AsyncModelRunnerOutput.get_kv_connector_output": "passed on",
         "vllm.v1.outputs.EMPTY_MODEL_RUNNER_OUTPUT": "one object for all iterations: copied before it gets an outcome",
         "GPUModelRunner.{attn_groups,device,get_model}": "of either runner: what layers run on, and share",
         "GPUModelRunner.{input_batch,query_start_loc}": "the V1 runner's batch, read: req_ids, req_id_to_index, "
@@ -164,7 +229,6 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "GPUModelRunner.{_dummy_run,max_num_tokens}": "two passes, to see which variables have an entry a token",
         "vllm.forward_context.ForwardContext.cudagraph_runtime_mode": "set to NONE for the rest of a pass that rows "
         "have left or joined",
-        "vllm.v1.attention.backend.CommonAttentionMetadata": "cut down; its fields are listed in rows.of_requests",
         "vllm.forward_context.get_forward_context": "its attn_metadata and slot_mapping are swapped",
         "vllm.distributed.get_tp_group": "ranks, cpu_group: all ranks decide alike",
         "EngineCore.step_with_batch_queue": "wrapped: where the next iteration is not scheduled ahead, a step ends with "
@@ -173,6 +237,46 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "KVCacheManager.{allocate_slots,cache_blocks}": "blocks are registered when they are computed",
         "Scheduler._inflight_prefills": "put back for rows that left",
         "Request.{is_prefill_chunk,num_in_flight_tokens}": "the same",
+        "Worker.{device,use_v2_model_runner,load_model}": "which runner it has, and where",
+        "vllm.config.CUDAGraphMode.NONE": "set for a pass that rows have left",
+        "ForwardContext.{attn_metadata,slot_mapping}": "swapped for the rows that stay",
+        "CommonAttentionMetadata.{replace,query_start_loc,query_start_loc_cpu,seq_lens,num_reqs,"
+        "num_actual_tokens,max_query_len,max_seq_len}": "cut down",
+        "CommonAttentionMetadata.{block_table_tensor,slot_mapping,causal,is_prefilling,"
+        "seq_lens_cpu_upper_bound,positions,req_idx,_num_computed_tokens_cache,"
+        "_token_to_req_indices_cache}": "the same",
+        "AttentionMetadataBuilder.supports_update_block_table": "builders that share metadata: rows stay",
+        "vllm.v1.worker.gpu_input_batch.InputBatch.{generators,num_computed_tokens_cpu,req_id_to_index,req_ids}": (
+            "the V1 runner's batch"
+        ),
+        "CpuGpuBuffer.np": "the same, on the host",
+        "vllm.v1.worker.gpu.input_batch.InputBatch.{num_computed_tokens_np,num_reqs,query_start_loc,"
+        "query_start_loc_np,req_ids}": "the V2 runner's batch",
+        "vllm.v1.worker.gpu.states.RequestState.req_id_to_index": "V2: a request's slot",
+        "PromptLogprobsWorker.{token_id_scores,uses_prompt_logprobs}": "V2: rows that left get no prompt logprobs",
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner.kv_connector": (
+            "V2: what it is asked when an iteration is abandoned"
+        ),
+        "vllm.v1.worker.gpu.kv_connector.KVConnector.{post_forward,no_forward}": (
+            "V2: what an abandoned and a refused iteration bring"
+        ),
+        "GroupCoordinator.{broadcast_object,rank_in_group,world_size}": "ranks decide alike",
+        "ModelRunnerOutput.{req_ids,req_id_to_index,sampled_token_ids,kv_connector_output}": (
+            "an abandoned iteration's output"
+        ),
+        "SchedulerOutput.{finished_req_ids,preempted_req_ids,scheduled_cached_reqs,scheduled_new_reqs}": (
+            "who came and went"
+        ),
+        "CachedRequestData.resumed_req_ids": "the same",
+        "NewRequestData.req_id": "the same",
+        "Request.use_structured_output": "a grammar makes no row leave",
+        "KVTransferConfig.kv_connector": "another connector: rows stay",
+        "ModelConfig.{get_num_layers,is_attention_free,is_encoder_decoder,is_hybrid,rswa_window,runner_type}": (
+            "models whose rows stay"
+        ),
+        "ParallelConfig.{decode_context_parallel_size,prefill_context_parallel_size,use_ubatching}": "the same",
+        "CacheConfig.kv_sharing_fast_prefill": "the same",
+        "CompilationConfig.fast_moe_cold_start": "the same",
     },
     Part.CHECKPOINTS: {
         "vllm.distributed.kv_transfer.kv_connector.v1.base.{KVConnectorBase_V1,SupportsHMA,KVConnectorRole,"
@@ -193,6 +297,37 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "Scheduler._inflight_prefill_reserved_blocks": "blocks of requests whose KV comes back",
         "Scheduler.reset_prefix_cache": "overridden: nothing is saved meanwhile",
         "GPUModelRunner.maybe_get_kv_connector_output": "what an abandoned iteration brings, from the V1 runner",
+        "KVConnectorBase_V1.{_cache_hit_source,_kv_transfer_config,requires_kv_delivery,shutdown}": (
+            "overridden or read"
+        ),
+        "KVConnectorBase_V1.{bind_kv_cache_manager,get_num_new_matched_tokens,update_state_after_alloc,"
+        "build_connector_meta,update_connector_output,request_finished,has_pending_push_work,"
+        "reset_cache}": "overridden: the scheduler's half",
+        "KVConnectorBase_V1.{register_kv_caches,bind_connector_metadata,clear_connector_metadata,"
+        "start_load_kv,wait_for_layer_load,save_kv_layer,wait_for_save,get_finished,"
+        "get_transfer_results,build_connector_worker_meta}": "overridden: the workers' half",
+        "SupportsHMA.request_finished_all_groups": "overridden",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorRole.WORKER": "which half it is",
+        "KVConnectorTransferResults.{finished_recving,failed_recving}": (
+            "rows that are restored, and the broken ones"
+        ),
+        "KVConnectorOutput.{finished_recving,failed_recving,kv_connector_worker_meta}": (
+            "the same, in the scheduler"
+        ),
+        "KVTransferConfig.kv_connector_extra_config": "our settings",
+        "ParallelConfig.world_size": "host memory is divided",
+        "vllm.v1.metrics.cache_hit_source.CacheHitSource.HOST": "restored tokens come from host memory",
+        "FullAttentionSpec.{attention_chunk_size,sliding_window}": "KV that is not of the whole context",
+        "KVCacheGroupSpec.kv_cache_spec": "the same",
+        "KVCacheTensor.size": "what a block weighs",
+        "SimpleCPUOffloadMetadata.{load_event,load_cpu_blocks,load_gpu_blocks,load_event_to_reqs,"
+        "store_event,store_cpu_blocks,store_gpu_blocks}": "the copies to make",
+        "SimpleCPUOffloadWorkerMetadata.{aggregate,completed_store_events}": "the copies that have ended",
+        "SimpleCPUOffloadWorker.{_poll_stream_events,bind_connector_metadata,"
+        "build_connector_worker_meta,clear_connector_metadata,get_finished,handle_preemptions,"
+        "register_kv_caches,start_load_kv,wait_for_save}": "overridden or called",
+        "SimpleCPUOffloadWorker.{cpu_kv_caches,gpu_kv_caches,num_cpu_blocks}": "the memory on both sides",
+        "DmaCopyBackend.{_thread,launch_copy,shutdown}": "its thread may die; ours stands in for it on a CPU",
     },
     Part.SPILL: {
         "EngineCore.{model_executor,get_weight_version}": "the workers write and read (collective_rpc with a function)",
@@ -200,6 +335,11 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.v1.core.kv_cache_utils.get_none_hash_seed": "what hashes of blocks begin with: must be the same again",
         "Attention.{impl,_k_scale_float,_v_scale_float}": "how KV lies within a block, and what scales it",
         "vllm.version.__version__": "whose layout it is",
+        "Request.lora_request": "KV of adapters stays off the disk",
+        "CacheConfig.prefix_caching_hash_algo": "whether hashes are the same after a restart",
+        "KVCacheTensor.layers": "how KV lies in a file",
+        "VllmConfig.load_config": "which weights the KV is of",
+        "vllm.config.LoadConfig.load_format": "the same",
     },
     Part.SIMULATION: {
         "vllm.engine.arg_utils.EngineArgs": "the configuration of an engine without weights",
@@ -207,86 +347,23 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.v1.kv_cache_interface.{FullAttentionSpec,KVCacheConfig,KVCacheGroupSpec}": "its KV cache",
         "vllm.v1.structured_output.StructuredOutputManager": "a scheduler is made with one",
         "vllm.utils.hashing.sha256": "hashes those names",
+        "AsyncEngineArgs.{enforce_eager,kv_cache_memory_bytes,model,scheduling_policy,"
+        "skip_tokenizer_init,async_scheduling}": "the flags of that engine",
+        "FullAttentionSpec.{block_size,num_kv_heads,head_size,dtype,page_size_bytes}": (
+            "blocks of KV that are never filled"
+        ),
+        "EngineCoreOutput.finish_reason": "a request has ended",
+        "ModelRunnerOutput.{logprobs,pooler_output,prompt_logprobs_dict}": "what no worker computed",
+        "Request.{pooling_params,prompt_token_ids}": "a request without a front end",
     },
 }
 
-ON_CPUS = ("dispatch_cpu_", "cpu_resource_utils", "ompmultiprocessing", "cpu_worker")
+ON_CPUS = (
+    "dispatch_cpu_",
+    "cpu_resource_utils",
+    "ompmultiprocessing",
+    "cpu_worker",
+    "cpu_model_runner",
+    "cpu_attn",
+)
 """Parts of names that only the CPU build needs."""
-
-SIGNATURES: dict[Part, dict[str, str]] = {
-    # Parameters by name. Behind "..." others may stand that need no value, and the named ones are among them.
-    Part.ENGINE: {
-        "AsyncLLM.from_vllm_config": "vllm_config, ..., disable_log_stats",
-        "OutputProcessor.propagate_error": "self, e, ...",
-    },
-    Part.PROFILING: {
-        "KVCacheManager.allocate_slots": "self, request, num_new_tokens, ...",
-        "EngineCore.add_request": "self, request, ...",
-        "EngineCore.collective_rpc": "self, method, ..., args",
-    },
-    Part.SCHEDULER: {
-        "Scheduler._reserve_prefill_lookahead": "self, request, num_computed_tokens, num_new_tokens",
-        "Scheduler._mamba_block_aligned_split": "self, request, num_new_tokens, ...",
-        "Scheduler._is_blocked_waiting_status": "status",
-        "Scheduler._handle_blocked_waiting_request": "self, request",
-        "Scheduler._preempt_request": "self, request, timestamp, ...",
-        "KVCacheManager.free": "self, request, ...",
-        "KVCacheCoordinator.find_longest_cache_hit": "self, block_hashes, max_cache_hit_length, ...",
-    },
-    Part.SERVER: {
-        "EngineCore.preprocess_add_request": "self, request",
-        "GenerateBaseServing._get_priority": "request, raw_request",
-        "GenerateBaseServing._get_session_id": "request, raw_request",
-        "AsyncLLM.generate": "self, prompt, sampling_params, request_id, ..., priority, session_id",
-    },
-    Part.LEAVING: {
-        "KVCacheManager.allocate_slots": "self, request, num_new_tokens, ..., delay_cache_blocks",
-        "KVCacheManager.cache_blocks": "self, request, num_computed_tokens, ...",
-    },
-    Part.CHECKPOINTS: {
-        "KVConnectorBase_V1.__init__": "self, vllm_config, role, kv_cache_config, ...",
-        "SimpleCPUOffloadWorker.__init__": "self, vllm_config, kv_cache_config, cpu_capacity_bytes, ...",
-        "BlockPool.touch": "self, blocks, ...",
-        "BlockPool.free_blocks": "self, ordered_blocks, ...",
-        "KVCacheManager.get_block_ids": "self, request_id, ...",
-        "vllm.v1.core.kv_cache_utils.resolve_kv_cache_block_sizes": "kv_cache_config, vllm_config, ...",
-    },
-    Part.SPILL: {
-        "EngineCore.get_weight_version": "self, ...",
-        "vllm.v1.core.kv_cache_utils.get_none_hash_seed": "...",
-    },
-}
-
-OVERRIDING: dict[Part, tuple[str, ...]] = {
-    # Our subclasses of vLLM's classes: an override takes what vLLM passes.
-    Part.SCHEDULER: (
-        "conserve.engine.vllm.scheduling.scheduler.Synchronous",
-        "conserve.engine.vllm.scheduling.scheduler.Asynchronous",
-        "conserve.engine.vllm.scheduling.lanes.Lanes",
-    ),
-    Part.LEAVING: (
-        "conserve.engine.vllm.preemption.worker.Worker",
-        "conserve.engine.vllm.preemption.outputs.Promised",
-    ),
-    Part.CHECKPOINTS: (
-        "conserve.engine.vllm.checkpoint.connector.CheckpointConnector",
-        "conserve.engine.vllm.checkpoint.copies.Copies",
-    ),
-}
-
-HABITS = {
-    # No name stands for these: only tests find a change.
-    "multiprocessing child named EngineCore*": "its id, so that it dies with us even when we are killed",
-    "the lines of vLLM's log in phases.TOLD": "the step of a start, for the display",
-    "a WAITING request with num_computed_tokens > 0": "is scheduled from there, as after a KV transfer",
-    "Worker.execute_model and sample_tokens": "alternate",
-    "Attention.impl.forward": "wrapped: safepoints where there are none between layers",
-    "a decoder layer's forward": "wrapped: token-major tensors in, token-major tensors out",
-    "V2 GPUModelRunner.kv_connector.{post_forward,no_forward}": "what an abandoned and a refused iteration bring",
-    "V2 GPUModelRunner.execute_model": "has taken in which requests came and went when it calls prepare_inputs",
-    "a request with num_stale_output_tokens": "loses what iterations in flight bring for it",
-    "EngineCore.{conserve,conserve_spill}": "added: utility calls that ask our scheduler, and have the workers "
-    "write and read",
-    "AsyncLLM.engine_core.call_utility_async": "makes those calls from the API server",
-    "vllm.{general,endpoint}_plugins": "the entry points through which vLLM loads us",
-}

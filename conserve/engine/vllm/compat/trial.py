@@ -1,7 +1,7 @@
 """Self-test of an installed vLLM: do the names that ConServe touches exist, and do overrides take what vLLM passes.
 
 It imports vLLM and our modules that extend it, and takes seconds. No engine is started: a behaviour that changed
-under an old name passes (`internals.HABITS`).
+under an old name passes (`calls.HABITS`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from conserve.engine.vllm.compat.calls import OVERRIDING, SIGNATURES
+from conserve.engine.vllm.compat.classes import CLASSES
 from conserve.engine.vllm.compat.installed import install_command, installed_engine, untried
-from conserve.engine.vllm.compat.internals import CLASSES, INTERNALS, ON_CPUS, OVERRIDING, SIGNATURES, Part
+from conserve.engine.vllm.compat.internals import INTERNALS, ON_CPUS, Part
 from conserve.engine.vllm.compat.versions import VersionStanding, minor_of, name_in, standing
 from conserve.errors import EndpointUnusable
 

@@ -57,7 +57,10 @@ def standing(version: str) -> VersionStanding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionDifference:
-    """A name that not every supported version has; `instead` stands in for it in the others."""
+    """A name that not every supported version has; `instead` stands in for it in the others.
+
+    What an object has under such a name differs with it: `CacheHitSource` stands for `CacheHitSource.HOST` too.
+    """
 
     name: str  # as in INTERNALS: its name in the newest version
     since: Minor | None = None  # first version with the name; None: the oldest
@@ -72,6 +75,12 @@ class VersionDifference:
 DIFFERENCES = (
     # Before 0.32 hits are not counted by their source.
     VersionDifference(name="vllm.v1.metrics.cache_hit_source.CacheHitSource", since=(0, 32)),
+    VersionDifference(
+        name="vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1._cache_hit_source",
+        since=(0, 32),
+    ),
+    # Before 0.33 the connector's output comes with the results.
+    VersionDifference(name="vllm.v1.outputs.AsyncModelRunnerOutput.get_kv_connector_output", since=(0, 33)),
     # Before 0.32 the model runner asks the group's builder itself.
     VersionDifference(
         name="vllm.v1.worker.utils.AttentionGroup.build_metadata",
@@ -94,8 +103,10 @@ DIFFERENCES = (
 def name_in(minor: Minor, name: str) -> str | None:
     """Name of an internal in this version; None if the version has nothing like it."""
     for difference in DIFFERENCES:
-        if difference.name == name and not difference.has(minor):
-            return difference.instead
+        rest = name.removeprefix(difference.name)
+        if (rest == name or rest[:1] not in ("", ".")) or difference.has(minor):
+            continue
+        return difference.instead and difference.instead + rest
     return name
 
 
