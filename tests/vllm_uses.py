@@ -137,7 +137,7 @@ class Walk(ast.NodeVisitor):
         theirs = {one for one in definers if one.startswith(VLLM)}
         if theirs:
             self._note(node, name, theirs)
-        elif not definers and name in self._index.names_of_vllm - self._common:
+        elif not definers and name not in self._common and name in self._index.names_of_vllm:
             self._note(node, name)
 
     def _touch_keywords(self, node: ast.Call) -> None:
