@@ -159,15 +159,13 @@ class Walk(ast.NodeVisitor):
         for one in [*node.bases, *node.decorator_list, *node.keywords]:
             self.visit(one)
         self._names = outer.within(name)
+        above = {base for base in self._index.relatives(name) if base.startswith(VLLM)}
         for one in node.body:
             given = [one.name] if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) else _targets(one)
-            for member in given:
-                theirs = {
-                    base for base in self._index.relatives(name) - {name} if self._index.defines(base, member)
-                }
-                theirs = {base for base in theirs if base.startswith(VLLM)}
+            for member in given if above else ():
+                self.words.add(member)  # an override perhaps of another version's
+                theirs = {base for base in above if self._index.defines(base, member)}
                 if theirs and not member.startswith("__"):
-                    self.words.add(member)
                     self._note(one, member, theirs)
             self.visit(one)
         self._names = outer
