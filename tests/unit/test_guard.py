@@ -156,7 +156,7 @@ def test_browsers_ask_first_without_a_key(monkeypatch: pytest.MonkeyPatch) -> No
     app = Starlette(routes=[Mount("/metrics", PlainTextResponse("counters")), Route("/v1/models", echo)])
     app.state.args = Namespace(api_key=[CLIENT])
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Guard)
+    app.add_middleware(RequestGuard)
     first = {"Origin": "http://page", "Access-Control-Request-Method": "GET"}
     for path in ("/metrics", "/metrics/", "/v1/models"):
         answer = ask(app, path, method="OPTIONS", headers=first)
