@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tools.docs.dots import Axis, Dot, Plot, Row, draw
 from tools.docs.generated import DOCS, FILES
 from tools.docs.tables import numbers, tables
 
@@ -47,6 +48,27 @@ def in_site(nav: list[Any]) -> Iterator[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_generated_part_is_up_to_date(path: Path) -> None:
     assert path.read_text() == FILES[path](), "run: make reference"
+
+
+def test_every_picture_is_drawn_by_code() -> None:
+    assert sorted(DOCS.rglob("*.svg")) == sorted(path for path in FILES if path.suffix == ".svg")
+
+
+def test_every_picture_is_on_a_page_with_words_in_its_place() -> None:
+    shown = {
+        (page.parent / link).resolve()
+        for page in PAGES
+        for words, link in re.findall(r"^!\[([^\]]+)\]\(([^)]+)\)", page.read_text(), re.MULTILINE)
+    }
+    assert shown == {path for path in FILES if path.suffix == ".svg"}
+
+
+def test_every_picture_names_itself_and_has_both_schemes() -> None:
+    for path in FILES:
+        if path.suffix == ".svg" and path.name != "top.svg":  # a terminal is dark in both
+            text = path.read_text()
+            assert re.search('role="img" aria-label="[^"]{10,}"', text), path.name
+            assert "prefers-color-scheme:dark" in text, path.name
 
 
 def test_every_page_is_in_the_site() -> None:
@@ -101,6 +123,25 @@ def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
                     assert (page.parent / link.partition("#")[0]).resolve().is_relative_to(DOCS), (
                         f"{page}: {link}"
                     )
+
+
+def test_a_dot_stands_at_its_figure(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/page.md").write_text("| a | b |\n|---|---|\n| x | 25 |\n| y | 75 |\n")
+    plot = Plot(
+        "page.md",
+        "Two figures",
+        lambda _: [Axis("share", low=0.0, high=100.0)],
+        lambda found: [Row(name, [[Dot(numbers(cell)[0], "b")]]) for name, cell in found[0].rows],
+        {"a": "first", "b": "second"},
+    )
+    drawn = draw(tmp_path, plot)
+    across = [float(x) for x in re.findall(r'd="M([\d.]+),[\d.]+ h9 v9', drawn)]
+    grid = [float(x) for x in re.findall(r'<line x1="([\d.]+)"[^>]*class="grid"', drawn)]
+    assert len(across) == 3  # two figures and one in the legend
+    low, high = min(grid), max(grid)
+    assert [(x + 4.5 - low) / (high - low) for x in across[:2]] == pytest.approx([0.25, 0.75], abs=0.001)
+    assert all(f">{words}<" in drawn for words in ("x", "y", "share", "first", "second"))
 
 
 def test_a_table_is_read_from_its_page(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.deploy import chart, dashboard
-from tools.docs import commands, python, screen
-from tools.docs.charts import CHARTS, draw
+from tools.docs import charts, commands, dots, plots, python, screen
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -16,5 +15,9 @@ FILES: dict[Path, Callable[[], str]] = {
     DOCS / "reference" / "chart.md": chart.page,
     chart.CHART / "files" / "dashboard.json": dashboard.page,
     DOCS / "how-to" / "top.svg": screen.picture,
-    **{DOCS / "benchmarks" / name: partial(draw, DOCS, chart) for name, chart in CHARTS.items()},
+    **{
+        DOCS / "benchmarks" / name: partial(charts.draw, DOCS, one)
+        for name, one in {**charts.CHARTS, **plots.CHARTS}.items()
+    },
+    **{DOCS / "benchmarks" / name: partial(dots.draw, DOCS, one) for name, one in plots.PLOTS.items()},
 }
