@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from tools.docs import mechanisms, queue_drawings
 from tools.docs.dots import Axis, Dot, Plot, Row, draw
+from tools.docs.drawings import Arrow, Box, Drawing, faults
 from tools.docs.generated import DOCS, FILES
 from tools.docs.tables import numbers, tables
 
+DRAWINGS = {**mechanisms.DRAWINGS, **queue_drawings.DRAWINGS}
 REPOSITORY = DOCS.parent
 PAGES = sorted(DOCS.rglob("*.md"))
 SITE = tomllib.loads((REPOSITORY / "zensical.toml").read_text())["project"]
@@ -123,6 +126,25 @@ def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
                     assert (page.parent / link.partition("#")[0]).resolve().is_relative_to(DOCS), (
                         f"{page}: {link}"
                     )
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_nothing_overlaps_in_a_drawing(name: str) -> None:
+    assert faults(DRAWINGS[name]) == []
+    assert DRAWINGS[name].width <= 720
+
+
+def test_what_cannot_be_read_in_a_drawing_is_found() -> None:
+    left, between, right = Box(0, 0, 40, 40, "a"), Box(60, 0, 40, 40, "b"), Box(120, 0, 40, 40, "c")
+    assert faults(Drawing("", 160, 40, (left, between, right, Arrow("a", "b")))) == []
+    for fault, parts in {
+        "the words of": (Box(0, 0, 40, 40, "too many words"),),
+        "'a' meets 'b'": (left, Box(30, 0, 40, 40, "b")),
+        "lies outside": (Box(130, 0, 40, 40, "a"),),
+        "'a -> c: ' crosses 'b'": (left, between, right, Arrow("a", "c")),
+        "meets 'a -> b: far too long'": (left, between, Arrow("a", "b", "far too long")),
+    }.items():
+        assert any(fault in found for found in faults(Drawing("", 160, 40, parts))), fault
 
 
 def test_a_dot_stands_at_its_figure(tmp_path: Path) -> None:

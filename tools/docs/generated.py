@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.deploy import chart, dashboard
-from tools.docs import charts, commands, dots, plots, python, screen
+from tools.docs import charts, commands, dots, drawings, mechanisms, plots, python, queue_drawings, screen
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -20,4 +20,8 @@ FILES: dict[Path, Callable[[], str]] = {
         for name, one in {**charts.CHARTS, **plots.CHARTS}.items()
     },
     **{DOCS / "benchmarks" / name: partial(dots.draw, DOCS, one) for name, one in plots.PLOTS.items()},
+    **{
+        DOCS / "explanation" / name: partial(drawings.draw, one)
+        for name, one in {**mechanisms.DRAWINGS, **queue_drawings.DRAWINGS}.items()
+    },
 }
