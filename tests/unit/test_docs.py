@@ -1,5 +1,6 @@
 """The documentation: generated parts are up to date, links lead somewhere, every page is in the site."""
 
+import html
 import re
 import tomllib
 from collections.abc import Iterator
@@ -126,6 +127,17 @@ def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
                     assert (page.parent / link.partition("#")[0]).resolve().is_relative_to(DOCS), (
                         f"{page}: {link}"
                     )
+
+
+def test_no_words_of_a_chart_lie_outside() -> None:
+    share = {"start": 0.0, "middle": 0.5, "end": 1.0}
+    for path in (DOCS / "benchmarks").glob("*.svg"):
+        drawn = path.read_text()
+        width = float(re.findall(r'viewBox="0 0 (\d+)', drawn)[0])
+        for x, anchor, words in re.findall(r'<text x="([\d.]+)"[^>]*text-anchor="(\w+)">([^<]*)<', drawn):
+            room = 7.0 * len(html.unescape(words))
+            left = float(x) - share[anchor] * room
+            assert 0 <= left <= width - room, f"{path.name}: {words}"
 
 
 @pytest.mark.parametrize("name", DRAWINGS)

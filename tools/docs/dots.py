@@ -57,13 +57,14 @@ class Row(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """A dot plot of a page: its axes and rows from the page's tables, and what its marks mean."""
+    """A dot plot of a page: its axes and rows from the page's tables, what its marks mean, and a note below."""
 
     page: str
     label: str
     axes: Callable[[list[Table]], Sequence[Axis]]
     rows: Callable[[list[Table]], Sequence[Row]]
     legend: Mapping[str, str] = {}
+    note: str = ""
 
 
 def draw(docs: Path, plot: Plot) -> str:
@@ -80,8 +81,11 @@ def draw(docs: Path, plot: Plot) -> str:
         start = left + number * (width + GAP)
         parts += column(axis, number, rows, start, start + width, bottom)
     parts += legend(plot.legend, left, bottom + FOOT)
-    lines = 1 + len(parts_of_lines(plot.legend, left)) if plot.legend else 1
-    return svg.picture("".join(parts), WIDTH, bottom + FOOT + LEGEND * (lines - 1) + 6, plot.label) + "\n"
+    end = bottom + FOOT + LEGEND * len(entries(plot.legend, left))
+    if plot.note:
+        parts.append(svg.text(plot.note, left, end + 15, "figure"))
+        end += LEGEND
+    return svg.picture("".join(parts), WIDTH, end + 6, plot.label) + "\n"
 
 
 def column(
@@ -135,9 +139,9 @@ def scale(axis: Axis, values: Sequence[float], start: float, end: float) -> svg.
     return svg.Scale(low=low, high=high, start=start, end=end, log=axis.log)
 
 
-def parts_of_lines(told: Mapping[str, str], left: float) -> list[list[tuple[str, str, float]]]:
+def entries(told: Mapping[str, str], left: float) -> list[list[tuple[str, str, float]]]:
     """The legend's entries with their places, in as many lines as they need."""
-    lines: list[list[tuple[str, str, float]]] = [[]]
+    lines: list[list[tuple[str, str, float]]] = [[]] if told else []
     x = left
     for kind, words in told.items():
         room = 18 + LETTER * len(words) + 14
@@ -151,8 +155,8 @@ def parts_of_lines(told: Mapping[str, str], left: float) -> list[list[tuple[str,
 
 def legend(told: Mapping[str, str], left: float, top: float) -> Iterator[str]:
     """The marks and their meanings."""
-    for number, entries in enumerate(parts_of_lines(told, left)):
+    for number, shown in enumerate(entries(told, left)):
         y = top + LEGEND * (number + 0.5)
-        for kind, words, x in entries:
+        for kind, words, x in shown:
             yield mark(kind, x + 5, y)
             yield svg.text(words, x + 16, y + 4)

@@ -223,6 +223,7 @@ def fixed(*axes: Axis) -> Callable[[list[Table]], Sequence[Axis]]:
     return lambda _: axes
 
 
+RATIOS = "latencies as times online-only's; offline work as a share of non-preemptive's"
 LATENCIES = (
     Axis("P99 TTFT, times", log=True),
     Axis("P99 TBT, times", log=True),
@@ -240,6 +241,7 @@ PLOTS = {
         ),
         exchange,
         SETTINGS,
+        RATIOS,
     ),
     "late-rows.svg": Plot(
         "deadlines.md",
@@ -247,6 +249,7 @@ PLOTS = {
         late_axes,
         late,
         {"a": "median of six days", "small": "the best and the worst day"},
+        "dashed: half of first come's",
     ),
     "forecasts.svg": Plot(
         "deadlines.md",
@@ -270,6 +273,7 @@ PLOTS = {
         fixed(*LATENCIES[:2], Axis("offline rows, share", low=0.0, high=1.1)),
         lambda found: swept(found[2], "median of 6 cells", "worst of 6 cells", (3, 5, 9)),
         {"a": "median of 6 cells", "b": "worst of 6 cells"},
+        RATIOS,
     ),
     "sweep-before.svg": Plot(
         "simulation.md",
@@ -277,6 +281,7 @@ PLOTS = {
         fixed(*LATENCIES),
         lambda found: swept(found[3], "median of 24 cells", "**the worst cell**", (3, 5, 6)),
         {"a": "median of 24 cells", "b": "the worst cell"},
+        RATIOS,
     ),
     "turns.svg": Plot(
         "simulation.md",
@@ -288,12 +293,14 @@ PLOTS = {
         ),
         turned,
         {"a": "ON/OFF", "b": "bursty, 0.4/s"},
+        "latencies as times online-only's",
     ),
     "harm-busier.svg": Plot(
         "harm.md",
         "P99 TTFT and TBT to online-only's and offline tokens by policy, with more live traffic",
         busier_axes,
         busier,
+        note="to online-only's, share of non-preemptive's; dashed: the target",
     ),
     "harm-stock.svg": Plot(
         "harm.md",
@@ -301,6 +308,7 @@ PLOTS = {
         fixed(Axis("TTFT, times", low=0.5, high=1.3), Axis("TBT, times", log=True), Axis("offline tokens/s")),
         stock,
         {"a": "P50", "b": "P99"},
+        "latencies as times stock vLLM's",
     ),
     "preemption-reaction.svg": Plot(
         "preemption.md",
