@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -311,6 +312,31 @@ def test_no_policy_of_the_users_harms_the_engine(make: Make) -> None:
     reasons = {"it failed with RuntimeError: it cannot decide", "it is no Plan but of type dict"}
     assert reasons < {*refused["reasons"]}
     assert len(refused["reasons"]) > 5
+
+
+class Blinding:
+    """A user's policy that tries to empty all that a view shows, and then fails."""
+
+    def plan(self, view: Any) -> Any:
+        prefixes = [one.prefix for one in (*view.online, *view.waiting_online, *view.offline)]
+        for things in (view.online, view.offline, view.waiting_online, view.held, view.classes, *prefixes):
+            with suppress(AttributeError):
+                things.clear()
+        raise RuntimeError("it sees nothing any more")
+
+
+def test_a_policy_that_empties_its_view_holds_no_live_request_up(make: Make) -> None:
+    engine = make(f"{__name__}.Blinding", slo={**SLO, "classes": {"chat": {"ttft_slo_ms": 900}}})
+    rows = [engine.add(200, 40, offline=True) for _ in range(3)]
+    live = engine.add(100, 10, extra_args={"conserve_class": "chat"})
+    hashes = [*live.block_hashes]
+    while not live.is_finished() and engine.scheduler._policy.refused < 40:
+        engine.step()
+        assert engine.scheduler._traffic.class_of or live.is_finished()
+    assert live.is_finished()
+    assert [*live.block_hashes][: len(hashes)] == hashes
+    assert engine.scheduler._policy.refused >= 10
+    assert all(row.num_output_tokens for row in rows)
 
 
 def twins(make: Make, policy: str, seed: int, *, offline: bool, steps: int, **flags: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from conserve.cli.serve_flags import require_policy
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.own import KINDS, Own, own_policy
+from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import CONSERVE, lets_rows_leave, named
 from conserve.engine.policy.view import Candidate, Slo, View
@@ -152,6 +153,38 @@ def test_a_policy_that_fails_is_replaced_too_and_does_not_fill_the_log() -> None
         assert policy.plan(BUSY) is not None
     assert (policy.refused, len(said), len(policy.reasons)) == (300, KINDS, KINDS)
     assert "(it failed with Kind0: 0)" in said[0]
+
+
+def emptied(things: Any) -> None:
+    things.clear()
+
+
+def overwritten(things: Any) -> None:
+    things["live"] = "bulk"
+
+
+@pytest.mark.parametrize("field", ["online", "offline", "waiting_online", "waiting_offline", "held"])
+def test_a_policy_cannot_hide_requests_from_the_one_that_plans_instead(field: str) -> None:
+    policy = Own("mine.Policy", Planning(lambda view: emptied(getattr(view, field))), Conserve(), list)
+    held = BACK._replace(name="held", blocks=3)
+    view = view_of(online=[LIVE], offline=[ROW], waiting_online=[PROMPT], waiting_offline=[BACK], held=[held])
+    expected = Conserve().plan(view)
+    assert policy.plan(view) == expected
+    assert "failed with AttributeError" in policy.reasons[0]
+    assert [one.name for one in getattr(view, field)]
+
+
+@pytest.mark.parametrize("field", ["slos", "classes", "served"])
+def test_a_policy_cannot_change_what_the_engine_keeps_of_classes(field: str) -> None:
+    engines_own: dict[str, Any] = {"live": {"slos": Slo(), "classes": "chat", "served": 1.0}[field]}
+    view = view_of(online=[LIVE], **{field: engines_own})
+    for change in (emptied, overwritten):
+        policy = Own("mine.Policy", Planning(lambda view, do=change: do(getattr(view, field))), Paced(), list)
+        policy.plan(view)
+        assert policy.refused == 1
+    assert len(engines_own) == 1
+    engines_own["later"] = engines_own["live"]
+    assert "later" in getattr(view, field), "nothing is copied"
 
 
 def test_a_reason_is_told_once_whatever_the_request() -> None:

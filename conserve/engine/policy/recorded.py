@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.view import Candidate, Lazy, Slo, View
+from conserve.engine.policy.view import BY_CLASS, QUEUES, Candidate, Lazy, Slo, View
 from conserve.profiles.batch import Batch
 from conserve.profiles.correction import CorrectedModel, FrozenModel
 from conserve.profiles.model import TIMELESS, LatencyModel, LinearModel
@@ -28,9 +28,7 @@ VERSION_OF_CLASSES = (
 READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
 )
-QUEUES = ("online", "offline", "waiting_online", "waiting_offline", "held")
 BLOCKS = ("coming", "computing")
-BY_CLASS = ("slos", "classes", "served")
 NUMBERS = [
     field.name for field in fields(View) if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, "model", "slo")
 ]  # and truth values

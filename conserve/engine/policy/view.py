@@ -3,7 +3,8 @@
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Generic, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
@@ -16,6 +17,8 @@ TTFT_ARGUMENT = "conserve_ttft_ms"  # a TTFT promise of the request's own
 CLASS_ARGUMENT = "conserve_class"  # the class of live traffic that the request belongs to
 PUSH_ARGUMENT = "conserve_push"  # true for a row whose job would miss its deadline
 DEFAULT_CLASS = "default"  # of requests that no class claims
+QUEUES = ("online", "offline", "waiting_online", "waiting_offline", "held")  # fields of a view
+BY_CLASS = ("slos", "classes", "served")  # the same
 
 
 class Candidate(NamedTuple):
@@ -96,12 +99,36 @@ class Lazy(Generic[T]):
             place += 1
 
 
+class ReadOnly(Sequence[T]):
+    """A list of the engine's as a policy sees it: it cannot be changed, and nothing is copied."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Sequence[T]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._values[place]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return [*self] == [*other] if isinstance(other, ReadOnly) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """The engine between two iterations. Requests are in the order in which they are served.
 
-    Reading a view changes nothing in the engine. The waiting queues may hold thousands of requests; a request is
-    looked at when it is read, so a policy should read as far as requests fit.
+    Reading a view changes nothing in the engine, and a view cannot be changed: the plan is checked against it, and
+    another policy plans from it where the plan is refused. The waiting queues may hold thousands of requests; a
+    request is looked at when it is read, so a policy should read as far as requests fit.
     """
 
     online: Sequence[Candidate] = ()  # running
@@ -137,6 +164,15 @@ class View:
     budget_ms: float | None = None  # HyGen's latency budget of an iteration
     rows_due: int | None = None  # rows that a fixed rate lets begin now; None without a rate
     utility: float = 0.9  # HyGen's share of rows that are taken for their prefix
+
+    def __post_init__(self) -> None:
+        """Make tuples of lists, and mappings read-only; lazy queues stay lazy, and no mapping is copied."""
+        for name in QUEUES:
+            if isinstance(queue := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(queue))
+        for name in BY_CLASS:
+            if not isinstance(found := getattr(self, name), MappingProxyType):
+                object.__setattr__(self, name, MappingProxyType(found))
 
     @property
     def quiet(self) -> bool:

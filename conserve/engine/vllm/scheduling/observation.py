@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from conserve.engine.policy.fairness import fair_order
-from conserve.engine.policy.view import DEFAULT_CLASS, OFFLINE_PRIORITY, Candidate, Lazy, Slo, View
+from conserve.engine.policy.view import DEFAULT_CLASS, OFFLINE_PRIORITY, Candidate, Lazy, ReadOnly, Slo, View
 from conserve.engine.runtime.traffic import Traffic
 from conserve.engine.vllm.iteration import Iteration
 from conserve.engine.vllm.lane import is_online
@@ -221,8 +221,8 @@ class Picture:
         """Hashes of the request's full blocks, by which the prefix cache finds them; none if it is not asked."""
         kind, pool = self._manager.coordinator.single_type_managers[0], self._manager.block_pool
         same = pool.hash_block_size == kind.block_size  # they differ where layers are of several kinds
-        hashes: Sequence[bytes] = request.block_hashes
-        return hashes if same and self._manager.prefix_cache_lookup_enabled(request) else ()
+        asked = same and self._manager.prefix_cache_lookup_enabled(request)
+        return ReadOnly(request.block_hashes) if asked else ()
 
     def _under_way(self, name: str) -> Sequence[bytes]:
         """Names of the KV blocks that iterations in flight compute for a request, wholly or in part."""
