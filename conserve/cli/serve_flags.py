@@ -7,8 +7,9 @@ from typing import Any
 
 from conserve.api.sizes import size_bytes
 from conserve.config import Settings
-from conserve.engine.policy.checkpointing import HOST_BYTES, policy_named
+from conserve.engine.policy.checkpointing import HOST_BYTES
 from conserve.engine.policy.checkpointing import OFF as NO_CHECKPOINTS
+from conserve.engine.policy.own_checkpoints import policy_named
 from conserve.engine.policy.policies import COMPARED, POLICIES, SERVING, named
 from conserve.engine.runtime.front import Front
 from conserve.errors import SettingsError

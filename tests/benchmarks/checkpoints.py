@@ -239,7 +239,7 @@ def costs(engine: Any, raw: dict[str, Any]) -> list[Figure]:
 
 def batch_s(engine: Any, arm: str, seed: int) -> float:
     """Time of some rows from beginning to end, in s."""
-    from conserve.engine.policy.checkpointing import policy_named
+    from conserve.engine.policy.own_checkpoints import policy_named
     from tests.preempted_engine import Ask, greedy, prompt
 
     checkpoints = engine.scheduler.checkpoints

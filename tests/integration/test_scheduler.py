@@ -330,12 +330,12 @@ def test_a_policy_that_empties_its_view_holds_no_live_request_up(make: Make) -> 
     rows = [engine.add(200, 40, offline=True) for _ in range(3)]
     live = engine.add(100, 10, extra_args={"conserve_class": "chat"})
     hashes = [*live.block_hashes]
-    while not live.is_finished() and engine.scheduler._policy.refused < 40:
+    while not live.is_finished() and engine.scheduler._policy.refused.count < 40:
         engine.step()
         assert engine.scheduler._traffic.class_of or live.is_finished()
     assert live.is_finished()
     assert [*live.block_hashes][: len(hashes)] == hashes
-    assert engine.scheduler._policy.refused >= 10
+    assert engine.scheduler._policy.refused.count >= 10
     assert all(row.num_output_tokens for row in rows)
 
 

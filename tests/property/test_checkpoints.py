@@ -6,6 +6,7 @@ import random
 import warnings
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from conserve.engine.runtime.copy_budget import BlockMs
 
 SIZE = 4  # tokens of a block
 DEVICE, HOST = 40, 30  # blocks
+EXAMPLES = Path(__file__).parents[2] / "examples"
 Content = tuple[str, int, int]  # whose tokens, which block of them, how many of them
 
 
@@ -279,6 +281,48 @@ def test_what_comes_back_is_right_and_losses_leak_nothing(policy: str, shared: b
         world.step()
         assert world.checkpoints.memory.used <= HOST
     assert world.restored > losses // 10
+    world.finish()
+
+
+class Greedy:
+    """A user's policy that copies more blocks than any row has computed, also of rows that it was not told of."""
+
+    def wants_marks(self, pressure: Any) -> bool:
+        return True
+
+    def checkpoint(self, rows: Any) -> None: ...
+
+    def blocks_to_checkpoint(self, pressure: Any) -> dict[str, int]:
+        return {f"row{number}": 1000 for number in range(2000)}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("policy", [f"{__name__}.Greedy", "longest_checkpoints.Longest"])
+def test_what_a_users_policy_has_copied_is_right_too(
+    policy: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    world = World(3, policy=policy, shared=shared)
+    while world.lost < 500:
+        world.step()
+        for name, row in world.rows.items() if not shared else ():  # a row may find more of another's KV
+            computed = row.num_computed_tokens if row.status == RequestStatus.RUNNING else row.num_tokens
+            assert len(world.checkpoints.saved.blocks(name)) <= computed // SIZE
+    assert world.restored > 50
+    assert not world.checkpoints.report()["refused_choices"]["count"]
+    world.finish()
+
+
+@pytest.mark.parametrize("answer", [None, ["row1"], {"row1": 2.5}, {"row1": -1}, {"row1": "x"}])
+def test_a_users_policy_that_answers_nonsense_ends_no_engine(answer: Any) -> None:
+    world = World(4, policy=f"{__name__}.Greedy", shared=True)
+    world.checkpoints.policy._own.blocks_to_checkpoint = lambda pressure: answer  # type: ignore[attr-defined]
+    while world.lost < 50:
+        world.step()
+    refused = world.checkpoints.report()["refused_choices"]
+    assert refused["count"] > 50
+    assert len(refused["reasons"]) == 1
+    assert world.restored, "the built-in policy chose meanwhile"
     world.finish()
 
 

@@ -20,8 +20,8 @@ from conserve.engine.policy.checkpointing import (
     Eager,
     Marked,
     Pressure,
-    policy_named,
 )
+from conserve.engine.policy.own_checkpoints import policy_named
 from conserve.engine.runtime import copy_thread
 from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.copy_thread import CopyThread, Pieces, Region, merged, move_pieces
@@ -191,12 +191,11 @@ def test_flags_name_policies() -> None:
 
 def test_a_policy_is_named_or_a_class_of_the_users() -> None:
     assert isinstance(policy_named("eager"), Eager)
-    assert type(policy_named(f"{__name__}.Mine")).__name__ == "Mine"
     for name, why in (
         ("often", "there are adaptive, eager, off"),
-        ("nowhere.Mine", "No module named 'nowhere'"),
+        ("nowhere.Mine", "No module named 'nowhere'.*; install its module, or name its folder in PYTHONPATH"),
         (f"{__name__}.Yours", "Yours"),
-        (f"{__name__}.Unfinished", "has no wants_marks and no blocks_to_checkpoint"),
+        (f"{__name__}.Unfinished", r"no method wants_marks\(pressure\) and no method blocks_to_.*; define"),
     ):
         with pytest.raises(ValueError, match=why):
             policy_named(name)

@@ -11,10 +11,11 @@ import pytest
 from conserve.cli.serve_flags import require_policy
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
-from conserve.engine.policy.own import KINDS, Own, own_policy
+from conserve.engine.policy.own import Own, own_policy
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import CONSERVE, lets_rows_leave, named
+from conserve.engine.policy.refusals import KINDS
 from conserve.engine.policy.view import Candidate, Slo, View
 from conserve.errors import SettingsError
 from conserve.profiles.batch import Batch, Slice
@@ -137,7 +138,7 @@ def test_the_built_in_policy_plans_where_a_plan_is_refused() -> None:
         assert policy.plan(BUSY) == Conserve().plan(BUSY)
     fault = "it gives live 2 tokens, and 1 to 1 can be computed"
     assert said == [f"a plan of mine.Policy is refused ({fault}); Conserve plans instead"]
-    assert (policy.refused, policy.reasons) == (3, [fault])
+    assert (policy.refused.count, policy.refused.reasons) == (3, [fault])
 
 
 def test_a_policy_that_fails_is_replaced_too_and_does_not_fill_the_log() -> None:
@@ -151,7 +152,7 @@ def test_a_policy_that_fails_is_replaced_too_and_does_not_fill_the_log() -> None
     policy = Own("mine.Policy", Planning(failing), Conserve(), said.append)
     for _ in range(300):
         assert policy.plan(BUSY) is not None
-    assert (policy.refused, len(said), len(policy.reasons)) == (300, KINDS, KINDS)
+    assert (policy.refused.count, len(said), len(policy.refused.reasons)) == (300, KINDS, KINDS)
     assert "(it failed with Kind0: 0)" in said[0]
 
 
@@ -170,7 +171,7 @@ def test_a_policy_cannot_hide_requests_from_the_one_that_plans_instead(field: st
     view = view_of(online=[LIVE], offline=[ROW], waiting_online=[PROMPT], waiting_offline=[BACK], held=[held])
     expected = Conserve().plan(view)
     assert policy.plan(view) == expected
-    assert "failed with AttributeError" in policy.reasons[0]
+    assert "failed with AttributeError" in policy.refused.reasons[0]
     assert [one.name for one in getattr(view, field)]
 
 
@@ -181,7 +182,7 @@ def test_a_policy_cannot_change_what_the_engine_keeps_of_classes(field: str) -> 
     for change in (emptied, overwritten):
         policy = Own("mine.Policy", Planning(lambda view, do=change: do(getattr(view, field))), Paced(), list)
         policy.plan(view)
-        assert policy.refused == 1
+        assert policy.refused.count == 1
     assert len(engines_own) == 1
     engines_own["later"] = engines_own["live"]
     assert "later" in getattr(view, field), "nothing is copied"
@@ -194,7 +195,7 @@ def test_a_reason_is_told_once_whatever_the_request() -> None:
     policy = Own("mine.Policy", evicting, Conserve(), said.append)
     for _ in range(3):
         policy.plan(BUSY)
-    assert policy.reasons == ["it evicts a, which is no offline request with KV blocks"]
+    assert policy.refused.reasons == ["it evicts a, which is no offline request with KV blocks"]
     assert len(said) == 1
 
 
@@ -202,7 +203,7 @@ def test_good_plans_are_followed_and_none_leaves_the_iteration_to_vllm() -> None
     for plan in (GOOD, None):
         policy = Own("mine.Policy", Planning(lambda view, plan=plan: plan), Conserve(), pytest.fail)
         assert policy.plan(BUSY) is plan
-        assert not policy.refused
+        assert not policy.refused.count
 
 
 def test_flags_of_the_protocol_are_the_users_or_the_usual_ones() -> None:

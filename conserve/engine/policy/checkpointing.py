@@ -46,7 +46,7 @@ class Pressure(NamedTuple):
 class CheckpointPolicy(Protocol):
     """Decides which KV blocks are copied to host memory (conserve-2024 section 4.4).
 
-    A user's own class is named by its path: `--kv-checkpoint package.module.Class`.
+    A user's own class is named by its path: `--kv-checkpoint package.module.Class` (`own_checkpoints`).
     """
 
     def wants_marks(self, pressure: Pressure) -> bool:
@@ -137,30 +137,3 @@ def first_blocks(rows: Sequence[Marked], most: int) -> Mapping[str, int]:
 CHECKPOINTS: Mapping[str, type[CheckpointPolicy]] = {"adaptive": Adaptive, "eager": Eager}
 ADAPTIVE, OFF = "adaptive", "off"
 HOST_BYTES = 4 << 30  # bytes of host memory without `--kv-host-memory`
-
-
-def policy_named(name: str) -> CheckpointPolicy:
-    """Make a policy from its name, or from the class path of a user's own.
-
-    Raises ValueError with the reason if there is none of that name, or if it cannot be made.
-    """
-    from importlib import import_module
-
-    if name in CHECKPOINTS:
-        return CHECKPOINTS[name]()
-    module, dot, cls = name.rpartition(".")
-    known = ", ".join((*CHECKPOINTS, OFF))
-    if not dot:
-        raise ValueError(
-            f"there is no checkpoint policy {name!r}; there are {known}, or give package.module.Class"
-        )
-    try:
-        policy = getattr(import_module(module), cls)()
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the checkpoint policy {name} cannot be made ({why})") from error
-    methods = ("wants_marks", "checkpoint", "blocks_to_checkpoint")
-    missing = [method for method in methods if not callable(getattr(policy, method, None))]
-    if missing:
-        raise ValueError(f"the checkpoint policy {name} has no {' and no '.join(missing)}")
-    return policy  # type: ignore[no-any-return]

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 from vllm.v1.request import Request
 
-from conserve.engine.policy.checkpointing import OFF, Marked, Pressure, policy_named
+from conserve.engine.policy.checkpointing import OFF, Marked, Pressure
+from conserve.engine.policy.own_checkpoints import policy_named
+from conserve.engine.policy.refusals import refusals_of
 from conserve.engine.runtime.copy_budget import BlockMs, CopyBudget
 from conserve.engine.runtime.host_memory import HostMemory
 from conserve.engine.vllm.checkpoint.counts import CopyCounts
@@ -55,7 +57,7 @@ class Checkpoints:
         block_ms: BlockMs,
         share: float = SHARE,
     ) -> None:
-        self.name, self.policy = policy, policy_named(policy)
+        self.name, self.policy = policy, policy_named(policy, log.warning)
         self.memory = HostMemory(host_blocks)
         self.saved = SavedRows(
             self.memory, block_tokens=block_tokens, hashes_a_block=hashes_a_block, shared=shared
@@ -207,6 +209,7 @@ class Checkpoints:
         return {
             "policy": self.name if self.on else OFF,
             "why_off": None if self.on else self.why_off,
+            "refused_choices": refusals_of(self.policy),
             **asdict(self.counts),
             "blocks_refused": self.saved.refused,
             "tokens_saved": self.counts.blocks_saved * self.block_tokens,
@@ -258,20 +261,17 @@ class Checkpoints:
             return []
         free = pool.get_num_free_blocks()
         pressure = Pressure(pool.num_gpu_blocks, free, self.memory.room, budget, self.reserved_blocks)
-        try:
-            if not self.policy.wants_marks(pressure):
-                return []
-            self.policy.checkpoint(list(self._marks()))
-            chosen = self.policy.blocks_to_checkpoint(pressure)
-        except Exception:  # a user's class must not end the engine
-            log.exception("KV is not checkpointed any more: the policy %s failed", self.name)
-            self.on, self.why_off = False, f"the policy {self.name} failed"
+        if not self.policy.wants_marks(pressure):
             return []
+        marks = list(self._marks())
+        self.policy.checkpoint(marks)
+        left = {row.name: row.blocks for row in marks}  # no other block is computed, whatever the policy says
         stores: list[Copy] = []
-        for name, blocks in chosen.items():
-            request = self._running.get(name)
-            if request is None or budget <= 0:
+        for name, blocks in self.policy.blocks_to_checkpoint(pressure).items():
+            blocks = min(blocks, left.get(name, 0))
+            if not blocks or budget <= 0:
                 continue
+            request = self._running[name]
             copies = self.saved.extend(request, self._block_ids(name), blocks, most=budget)
             budget -= len(copies)
             stores += self._begun(copies)

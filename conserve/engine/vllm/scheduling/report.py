@@ -7,13 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from conserve.engine.policy.checkpointing import OFF
-from conserve.engine.policy.own import Own
+from conserve.engine.policy.refusals import refusals_of
 from conserve.engine.vllm.checkpoint.counts import CopyCounts
 from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.model import LatencyModel
 
 SHORT_PROMPT = 128  # tokens
-NONE_REFUSED: dict[str, Any] = {"count": 0, "reasons": []}
 
 
 def report(scheduler: Any) -> dict[str, Any]:
@@ -24,7 +23,7 @@ def report(scheduler: Any) -> dict[str, Any]:
     traffic["offline"]["decode_steps"] = scheduler._offline_tokens.steps
     return {
         "policy": scheduler._policy_name,
-        "refused_plans": refused_plans(scheduler._policy),
+        "refused_plans": refusals_of(scheduler._policy),
         "slo": scheduler._traffic.promises.document(),
         "alone": alone(iterations.model) if iterations.model is not None else None,
         "latency_model": iterations.described(),
@@ -38,11 +37,6 @@ def report(scheduler: Any) -> dict[str, Any]:
         "preemption": scheduler.arrival_monitor.report(),
         "checkpoint": {**checkpoints(scheduler), "tokens_recomputed": scheduler._offline_tokens.again},
     }
-
-
-def refused_plans(policy: Any) -> dict[str, Any]:
-    """Number of plans of a user's own policy that were refused, and the first reason of each kind."""
-    return {"count": policy.refused, "reasons": policy.reasons} if isinstance(policy, Own) else NONE_REFUSED
 
 
 def hygen_model(iterations: Any) -> dict[str, Any]:
@@ -64,5 +58,5 @@ def checkpoints(scheduler: Any) -> dict[str, Any]:
     if scheduler.checkpoints is not None:
         said: dict[str, Any] = scheduler.checkpoints.report()
         return said
-    off = {"policy": OFF, "why_off": scheduler.why_no_checkpoints}
+    off = {"policy": OFF, "why_off": scheduler.why_no_checkpoints, "refused_choices": refusals_of(None)}
     return {**off, **asdict(CopyCounts()), "blocks_refused": 0, "tokens_saved": 0}

@@ -1,0 +1,45 @@
+"""What the engine does not follow of a class of the user's: counted, and told once for each kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+KIND = slice(2)  # the words of a fault that are the same for all requests
+KINDS = 20  # of exceptions and faults that are told
+
+
+class Refusals:
+    """Counts refusals, and tells the first one of each kind to `say`."""
+
+    def __init__(self, sentence: str, say: Callable[[str], None]) -> None:
+        """`sentence` tells a refusal, with `{fault}` in it."""
+        self.count = 0
+        self._sentence, self._say = sentence, say
+        self._told: dict[str, str] = {}
+
+    @property
+    def reasons(self) -> list[str]:
+        """The first reason of each kind."""
+        return [*self._told.values()]
+
+    def fault(self, fault: str) -> None:
+        """Count a refusal for a fault."""
+        self._tell(" ".join(fault.split()[KIND]), fault)
+
+    def failure(self, error: BaseException) -> None:
+        """Count a refusal for an exception."""
+        kind = type(error).__name__
+        self._tell(kind, f"it failed with {kind}: {error}")
+
+    def _tell(self, kind: str, fault: str) -> None:
+        self.count += 1
+        if kind not in self._told and len(self._told) < KINDS:
+            self._told[kind] = fault
+            self._say(self._sentence.format(fault=fault))
+
+
+def refusals_of(policy: object) -> dict[str, Any]:
+    """Number of refusals of a user's policy, and the first reason of each kind, for JSON; none of another's."""
+    refused = getattr(policy, "refused", None)
+    if isinstance(refused, Refusals):
+        return {"count": refused.count, "reasons": refused.reasons}
+    return {"count": 0, "reasons": []}
