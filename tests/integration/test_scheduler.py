@@ -339,6 +339,39 @@ def test_a_policy_that_empties_its_view_holds_no_live_request_up(make: Make) -> 
     assert all(row.num_output_tokens for row in rows)
 
 
+class RowsAlone:
+    """A user's policy that has forgotten live requests."""
+
+    def plan(self, view: Any) -> Any:
+        from conserve.engine.policy.conserve import Conserve
+
+        return Conserve().plan(replace(view, online=[], waiting_online=[], queued_online=0))
+
+
+def test_a_policy_that_forgets_live_requests_holds_them_up_for_a_few_plans_at_a_time(make: Make) -> None:
+    engine = make(f"{__name__}.RowsAlone", slo={})
+    for _ in range(3):
+        engine.add(200, 400, offline=True)
+    live = [engine.add(100, 10) for _ in range(2)]
+    steps = 0
+    while not all(request.is_finished() for request in live):
+        engine.step()
+        steps += 1
+        assert steps < 100
+    refused = engine.scheduler.conserve()["refused_plans"]
+    assert 10 <= refused["count"] <= 20
+    assert all("out for too long" in reason for reason in refused["reasons"])
+
+
+def test_conserves_plans_are_refused_of_no_user(make: Make) -> None:
+    engine = make(
+        "conserve.engine.policy.conserve.Conserve", blocks=96, max_num_seqs=16, max_num_batched_tokens=256
+    )
+    policy = engine.scheduler._policy
+    live_history(engine, seed=4, steps=examples(800)).drain()
+    assert not policy.refused.reasons
+
+
 def twins(make: Make, policy: str, seed: int, *, offline: bool, steps: int, **flags: Any) -> Iterator[Any]:
     """The same random history on our scheduler and on vLLM's own, step by step."""
     both = [History(make(kind, **flags), seed, offline=offline) for kind in (policy, None)]

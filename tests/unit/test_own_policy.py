@@ -17,6 +17,7 @@ from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import CONSERVE, lets_rows_leave, named
 from conserve.engine.policy.refusals import KINDS
 from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.engine.policy.waits import MOST_PLANS
 from conserve.errors import SettingsError
 from conserve.profiles.batch import Batch, Slice
 from tests.policy_views import decodes, view_of
@@ -156,6 +157,9 @@ def test_a_policy_that_fails_is_replaced_too_and_does_not_fill_the_log() -> None
     assert "(it failed with Kind0: 0)" in said[0]
 
 
+def unsaid(sentence: str) -> None: ...
+
+
 def emptied(things: Any) -> None:
     things.clear()
 
@@ -166,7 +170,7 @@ def overwritten(things: Any) -> None:
 
 @pytest.mark.parametrize("field", ["online", "offline", "waiting_online", "waiting_offline", "held"])
 def test_a_policy_cannot_hide_requests_from_the_one_that_plans_instead(field: str) -> None:
-    policy = Own("mine.Policy", Planning(lambda view: emptied(getattr(view, field))), Conserve(), list)
+    policy = Own("mine.Policy", Planning(lambda view: emptied(getattr(view, field))), Conserve(), unsaid)
     held = BACK._replace(name="held", blocks=3)
     view = view_of(online=[LIVE], offline=[ROW], waiting_online=[PROMPT], waiting_offline=[BACK], held=[held])
     expected = Conserve().plan(view)
@@ -180,12 +184,86 @@ def test_a_policy_cannot_change_what_the_engine_keeps_of_classes(field: str) -> 
     engines_own: dict[str, Any] = {"live": {"slos": Slo(), "classes": "chat", "served": 1.0}[field]}
     view = view_of(online=[LIVE], **{field: engines_own})
     for change in (emptied, overwritten):
-        policy = Own("mine.Policy", Planning(lambda view, do=change: do(getattr(view, field))), Paced(), list)
+        policy = Own(
+            "mine.Policy", Planning(lambda view, do=change: do(getattr(view, field))), Paced(), unsaid
+        )
         policy.plan(view)
         assert policy.refused.count == 1
     assert len(engines_own) == 1
     engines_own["later"] = engines_own["live"]
     assert "later" in getattr(view, field), "nothing is copied"
+
+
+def followed(theirs: Callable[[View], Any], view: View, plans: int = 12) -> tuple[list[bool], Own]:
+    """Plan so often; True where the user's plan was followed."""
+    policy = Own("mine.Policy", Planning(theirs), Conserve(), unsaid)
+    known = []
+    for _ in range(plans):
+        before = policy.refused.count
+        assert policy.plan(view) is not None
+        known.append(policy.refused.count == before)
+    return known, policy
+
+
+ROWS_ALONE = plan_of((ROW, 1))
+NEXT = PROMPT._replace(name="next")
+
+
+@pytest.mark.parametrize(
+    ("plan", "view"),
+    [
+        (ROWS_ALONE, view_of(online=[LIVE], offline=[ROW])),
+        (ROWS_ALONE, view_of(online=[PROMPT], offline=[ROW])),
+        (ROWS_ALONE, view_of(waiting_online=[PROMPT], offline=[ROW])),
+        (plan_of(), view_of(waiting_online=[PROMPT])),
+        (plan_of((LIVE, 1)), view_of(online=[LIVE, LIVE._replace(name="other")])),
+        (plan_of((LIVE, 1)), view_of(online=[LIVE], waiting_online=[PROMPT])),
+        (plan_of((NEXT, 9), (ROW, 1), admitted=["next"]), view_of(waiting_online=[PROMPT, NEXT], offline=[ROW])),
+    ],
+)  # fmt: skip
+def test_no_live_request_is_left_out_of_more_plans_than_a_few(plan: Plan, view: View) -> None:
+    known, policy = followed(lambda view: plan, view)
+    assert known == [*[True] * MOST_PLANS, False] * 2 + [True] * 2
+    (reason,) = policy.refused.reasons
+    assert reason.startswith("it leaves the live request ")
+
+
+def test_no_live_request_is_left_out_for_longer_than_its_promise() -> None:
+    view = view_of(online=[LIVE], offline=[ROW], slo=Slo(tbt_ms=25.0))  # one of 11 ms after the other
+    assert followed(lambda view: ROWS_ALONE, view)[0] == [True, True, False] * 4
+    late = PROMPT._replace(age_ms=101.0)
+    for slo, known in ((Slo(ttft_ms=100.0), [False] * 4), (Slo(ttft_ms=102.0), [True] * 4)):
+        view = view_of(waiting_online=[late], offline=[ROW], slo=slo)
+        assert followed(lambda view: ROWS_ALONE, view, 4)[0] == known
+
+
+@pytest.mark.parametrize(
+    ("plan", "view"),
+    [
+        (plan_of((NEXT, 100), admitted=["next"]), view_of(waiting_online=[PROMPT, NEXT], offline=[ROW])),
+        (plan_of((NEXT, 9)), view_of(online=[PROMPT, NEXT], waiting_online=[BACK])),
+        (ROWS_ALONE, view_of(waiting_online=[PROMPT], offline=[ROW], free_blocks=0)),  # nor would Conserve's
+    ],
+)
+def test_the_order_among_live_prompts_is_the_policys_own(plan: Plan, view: View) -> None:
+    known, policy = followed(lambda view: plan, view)
+    assert all(known), policy.refused.reasons
+
+
+def test_turns_of_rows_are_no_fault() -> None:
+    """Where rows leave an iteration as a whole only, live requests wait for one of rows alone at a time."""
+    long = [Candidate(f"row{n}", 400, 0) for n in range(20)]
+    live = decodes(20, "live")
+    view = view_of(online=live, waiting_offline=long, slo=Slo(tbt_ms=300.0, ttft_ms=900.0), rows_leave=True)
+    policy, turns = Own("mine.Policy", Conserve(), Conserve(), pytest.fail), 0
+    for _ in range(50):
+        plan = policy.plan(view)
+        assert plan is not None
+        waited = "live0" not in plan.tokens
+        turns += waited
+        view = replace(view, online_waited_ms=plan.predicted_ms if waited else 0.0)
+    assert turns == 25
+    assert not policy.refused.count
 
 
 def test_a_reason_is_told_once_whatever_the_request() -> None:

@@ -8,11 +8,13 @@ from conserve.engine.policy.own_class import made
 from conserve.engine.policy.plan import Plan, Policy
 from conserve.engine.policy.refusals import Refusals
 from conserve.engine.policy.view import View
+from conserve.engine.policy.waits import Waits, serves
 
 
 class Own:
     """Follows a user's policy, and the policy `instead` in each iteration for which the user's plan is refused.
 
+    A plan is also refused if it leaves out a live request that has waited for too long, and that `instead` serves.
     `own` has the method `plan(view) -> Plan | None`, and may have the three flags of `Policy`. `say` gets a
     sentence for each new kind of refusal.
     """
@@ -24,19 +26,32 @@ class Own:
         self.spares_offline = bool(getattr(own, "spares_offline", False))
         sentence = f"a plan of {name} is refused ({{fault}}); {type(instead).__name__} plans instead"
         self.refused = Refusals(sentence, say)
+        self._waits = Waits()
 
     def plan(self, view: View) -> Plan | None:
         """The user's plan if the engine can do what it says, else the other policy's."""
+        plan = self._checked(view)
+        self._waits.follow(plan, view)
+        return plan
+
+    def _checked(self, view: View) -> Plan | None:
         try:
             plan: Plan | None = self._own.plan(view)
             fault = None if plan is None else fault_of(plan, view)
         except Exception as error:
             self.refused.failure(error)
             return self._instead.plan(view)
-        if fault is None:
+        if fault is not None:
+            self.refused.fault(fault)
+            return self._instead.plan(view)
+        if plan is None or not (late := self._waits.too_long(plan, view)):
             return plan
-        self.refused.fault(fault)
-        return self._instead.plan(view)
+        other = self._instead.plan(view)
+        served = next((name for name in late if other is None or serves(other, name)), None)
+        if served is None:
+            return plan  # not the user's policy holds them up
+        self.refused.fault(f"it leaves the live request {served} out for too long")
+        return other
 
 
 def own_policy(path: str) -> Any:
