@@ -38,6 +38,10 @@ def failing(*args: Any) -> Any:
     raise ZeroDivisionError("it cannot divide")
 
 
+def leaving(*args: Any) -> Any:
+    raise SystemExit("it leaves")
+
+
 def chosen_by(policy: CheckpointPolicy, pressure: Pressure = SHORT) -> Mapping[str, int] | None:
     """Ask the policy as the engine does; None if it wants no rows."""
     if not policy.wants_marks(pressure):
@@ -61,6 +65,7 @@ def own(theirs: Any, say: Callable[[str], None] = lambda sentence: None) -> OwnC
         ({"first": True}, "it copies True blocks of first, and whole numbers from 0 on can be copied"),
         ({"second": 1, "first": None}, "it copies None blocks of first, and whole numbers from 0 on can be copied"),
         (failing, "it failed with ZeroDivisionError: it cannot divide"),
+        (leaving, "it failed with SystemExit: it leaves"),
     ],
 )  # fmt: skip
 def test_a_choice_that_cannot_be_is_refused_and_the_built_in_policy_chooses(answer: Any, fault: str) -> None:
@@ -72,7 +77,9 @@ def test_a_choice_that_cannot_be_is_refused_and_the_built_in_policy_chooses(answ
     assert said == [f"a choice of mine.Policy is refused ({fault}); Eager chooses instead"]
 
 
-@pytest.mark.parametrize("broken", [{"wants": failing}, {"takes": failing}, {"takes": list.clear}])
+@pytest.mark.parametrize(
+    "broken", [{"wants": failing}, {"takes": failing}, {"takes": leaving}, {"takes": list.clear}]
+)
 def test_whichever_method_fails_the_built_in_policy_chooses_beside_that_iteration(
     broken: dict[str, Any],
 ) -> None:

@@ -1,6 +1,8 @@
 """A policy of the user's own: found by its path, followed where the engine can, replaced where it cannot."""
 
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -266,6 +268,47 @@ def test_turns_of_rows_are_no_fault() -> None:
     assert not policy.refused.count
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def raising(error: BaseException) -> Callable[[View], Any]:
+    def plan(view: View) -> Any:
+        raise error
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (GeneratorExit("over"), "GeneratorExit: over"),
+        (Wordless(), "Wordless, which has no words"),
+    ],
+)
+def test_nothing_that_a_policy_raises_ends_the_engine(error: BaseException, told: str) -> None:
+    policy = Own("mine.Policy", Planning(raising(error)), Conserve(), unsaid)
+    assert policy.plan(BUSY) == Conserve().plan(BUSY)
+    assert policy.refused.reasons == [f"it failed with {told}"]
+
+
+def test_an_interrupt_ends_a_command_but_no_engine_whose_signals_are_its_own() -> None:
+    policy = Own("mine.Policy", Planning(raising(KeyboardInterrupt())), Conserve(), unsaid)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            policy.plan(BUSY)
+        with ThreadPoolExecutor(1) as thread:  # an engine's, which signals do not reach
+            assert thread.submit(policy.plan, BUSY).result() is not None
+        signal.signal(signal.SIGINT, lambda number, frame: None)
+        assert policy.plan(BUSY) is not None
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert policy.refused.count == 2
+
+
 def test_a_reason_is_told_once_whatever_the_request() -> None:
     said: list[str] = []
     names = iter("abc")
@@ -296,11 +339,17 @@ def test_flags_of_the_protocol_are_the_users_or_the_usual_ones() -> None:
 class WithoutPlan: ...
 
 
+class Leaving:
+    def __init__(self) -> None:
+        raise SystemExit("it leaves")
+
+
 def test_a_policy_is_named_by_the_path_of_its_class() -> None:
     for path, why in (
         ("nowhere.Mine", "No module named 'nowhere'"),
         (f"{__name__}.Yours", "Yours"),
         (f"{__name__}.Planning", "missing 1 required positional argument"),
+        (f"{__name__}.Leaving", "SystemExit: it leaves"),
         (f"{__name__}.WithoutPlan", r"has no method plan\(view\)"),
     ):
         with pytest.raises(ValueError, match=why):

@@ -38,7 +38,7 @@ class Own:
         try:
             plan: Plan | None = self._own.plan(view)
             fault = None if plan is None else fault_of(plan, view)
-        except Exception as error:
+        except BaseException as error:
             self.refused.failure(error)
             return self._instead.plan(view)
         if fault is not None:

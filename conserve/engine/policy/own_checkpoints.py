@@ -35,7 +35,7 @@ class OwnCheckpoints:
         self._follows = True
         try:
             return bool(self._own.wants_marks(pressure))
-        except Exception as error:
+        except BaseException as error:
             self._refuse(error)
         return self._instead.wants_marks(pressure)
 
@@ -45,7 +45,7 @@ class OwnCheckpoints:
         if self._follows:
             try:
                 self._own.checkpoint(self._rows)
-            except Exception as error:
+            except BaseException as error:
                 self._refuse(error)
 
     def blocks_to_checkpoint(self, pressure: Pressure) -> Mapping[str, int]:
@@ -57,7 +57,7 @@ class OwnCheckpoints:
                 if (fault := fault_of_choice(chosen)) is None:
                     return chosen  # type: ignore[return-value]
                 self.refused.fault(fault)
-            except Exception as error:
+            except BaseException as error:
                 self._refuse(error)
         self._instead.checkpoint(self._rows)
         return self._instead.blocks_to_checkpoint(pressure)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from conserve.engine.policy.own_class import pass_interrupt, told
+
 KIND = slice(2)  # the words of a fault that are the same for all requests
 KINDS = 20  # of exceptions and faults that are told
 
@@ -26,9 +28,9 @@ class Refusals:
         self._tell(" ".join(fault.split()[KIND]), fault)
 
     def failure(self, error: BaseException) -> None:
-        """Count a refusal for an exception."""
-        kind = type(error).__name__
-        self._tell(kind, f"it failed with {kind}: {error}")
+        """Count a refusal for an exception; Ctrl-C is raised again."""
+        pass_interrupt(error)
+        self._tell(type(error).__name__, f"it failed with {told(error)}")
 
     def _tell(self, kind: str, fault: str) -> None:
         self.count += 1
