@@ -219,3 +219,46 @@ def test_modules_and_functions_are_short_enough_to_be_read() -> None:
                         module,
                         node.name,
                     )
+
+
+VLLMS = {"scheduler", "request", "manager"}  # names of vLLM's objects in the scheduler's half
+OURS = {"restores_pause", "row_terms", "batches", "checkpoints", "arrival_monitor"}  # that it has of ours
+CHANGES = {
+    "add",
+    "remove",
+    "discard",
+    "free",
+    "sort",
+    "touch",
+    "free_blocks",
+    "add_request",
+    "remove_requests",
+}
+CHANGES |= {"cache_blocks", "_preempt_request", "_handle_blocked_waiting_request"}
+
+
+def writes_into_vllm(module: Path) -> bool:
+    """True if the module sets an attribute of vLLM's scheduler or requests, or calls what changes them."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        if not isinstance(node, ast.Attribute):
+            continue
+        path = ast.unparse(node).split(".")
+        if path[0] in VLLMS and not isinstance(node.ctx, ast.Load) and path[1] not in OURS:
+            return True
+        whose = path[0] in VLLMS or path[:2] == ["self", "_device"]
+        if node.attr == "_handle_blocked_waiting_request" or (whose and node.attr in CHANGES):
+            return True
+    return False
+
+
+def test_the_page_names_every_module_that_writes_into_vllms_scheduler() -> None:
+    engine = REPOSITORY / "conserve" / "engine" / "vllm"
+    modules = [
+        one for room in ("scheduling", "preemption", "checkpoint") for one in (engine / room).glob("*.py")
+    ]
+    writing = {module.stem for module in modules if writes_into_vllm(module)}
+    page = (REPOSITORY / "docs" / "explanation" / "co-serving.md").read_text()
+    steps = page.partition("## What a policy sees")[2].partition("Equal views")[0]
+    named = {words.rpartition("/")[2] for words in steps.split("`")[1::2]}
+    assert writing == named
+    assert len(named) == 4

@@ -250,7 +250,7 @@ class CoServing:
         return plan
 
     def _make_ready(self) -> None:
-        """Have vLLM see whose KV has come and which grammars are compiled: asking makes a request ready."""
+        """Have vLLM see whose KV has come and which grammars are compiled: asking writes a request's status."""
         for request in [*self.kv_holding_waiting, *self._grammars.values()]:
             blocked = self._is_blocked_waiting_status(request.status)
             if not blocked or self._handle_blocked_waiting_request(request):

@@ -1,5 +1,7 @@
 """An iteration is settled: rows that left are rewound, KV blocks of the others are registered for reuse.
 
+Both write into vLLM's requests and its KV cache manager.
+
 The next iteration may have been scheduled already, with the tokens of rows that left. The worker refuses it, and
 vLLM drops what it brings for these rows (`num_stale_output_tokens`), as after an eviction.
 """
