@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from conserve.bench import svg
+from conserve.bench.pages import svg
 from tools.docs.charts import LETTER, STYLE, WIDTH
 from tools.docs.tables import Table, tables
 

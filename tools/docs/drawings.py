@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from conserve.bench import svg
+from conserve.bench.pages import svg
 
 LETTER = 7.4  # pixels of a letter in a box, about
 SMALL = 6.8  # pixels of a letter beside an arrow
