@@ -129,7 +129,13 @@ def test_classes_that_wait_are_served_alike(
     requests = [(number, *one) for number, one in enumerate(waiting)]
     largest = max((cost for _, _, cost in requests), default=0)
     ordered = [
-        *fair_order(requests, class_of=lambda one: one[1], cost_of=lambda one: float(one[2]), served=served)
+        *fair_order(
+            requests,
+            class_of=lambda one: one[1],
+            cost_of=lambda one: float(one[2]),
+            served=served,
+            level_of=lambda one: 0,
+        )
     ]
     assert sorted(ordered) == requests
     for name in SLOS:

@@ -6,7 +6,7 @@ count, so a class with much traffic delays another by one prompt's chunk at a ti
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import groupby, takewhile
 from math import inf
 from typing import TypeVar
@@ -33,15 +33,15 @@ def prompts_in_turn(view: View, has_room: Callable[[], bool]) -> Iterator[tuple[
 
 
 def _merged(
-    view: View, running: Sequence[Candidate], waiting: Iterator[Candidate]
+    view: View, left: list[Candidate], waiting: Iterator[Candidate]
 ) -> Iterator[tuple[Candidate, bool]]:
-    """Prompts of several classes; `waiting` is in the order of `fair_order`."""
+    """Prompts of several classes: `left`, which run, and `waiting`, in the order of `fair_order`."""
     served = dict(view.served)
 
     def count(request: Candidate) -> float:
         return served.get(view.class_of(request), 0.0)
 
-    left, head = list(running), next(waiting, None)
+    head = next(waiting, None)
     while left or head is not None:
         first = min(left, key=count, default=None)
         begins = first is None or (head is not None and count(head) < count(first))
@@ -62,7 +62,7 @@ def fair_order(
     class_of: Callable[[T], str],
     cost_of: Callable[[T], float],
     served: Mapping[str, float],
-    level_of: Callable[[T], Hashable] = lambda request: 0,
+    level_of: Callable[[T], Hashable],
 ) -> Iterator[T]:
     """Requests by class, the one served least first, and in their own order within a class.
 
@@ -95,6 +95,6 @@ def others_limit_ms(view: View, request: Candidate, decodes: Iterable[Candidate]
     spared = {
         name
         for name in map(view.class_of, decodes)
-        if name != mine and view.served.get(name, 0.0) < view.served.get(mine, 0.0)
+        if view.served.get(name, 0.0) < view.served.get(mine, 0.0)
     }
     return min((view.slos[name].online_tbt_ms for name in spared), default=inf) - view.online_waited_ms
