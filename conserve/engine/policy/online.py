@@ -69,7 +69,7 @@ def serve_online(composer: Composer, view: View, *, tbt_ms: float | None = None)
             first_tokens += 1
             first_tokens_ms = min(first_tokens_ms, slo.ttft_ms - request.age_ms)
             patience_ms = min(patience_ms, PATIENCE * slo.ttft_ms)
-    if view.rows_leave and first_tokens_ms < inf:  # offline tokens delay it by `PATIENCE` at most
+    if view.rows_leave:  # offline tokens delay a first token by `PATIENCE` at most
         first_tokens_ms = min(first_tokens_ms, composer.predicted_ms + patience_ms)
     complete = not crowded_out and composer.free_blocks >= 0
     return OnlineShare(complete, min(limit_ms, first_tokens_ms, gap_ms), rows_left(view, composer))
@@ -139,7 +139,7 @@ def chunks_ms(composer: Composer, request: Candidate, tokens: int, limit_ms: flo
     if not whole:
         return limit_ms
     rest = request.tokens - whole * tokens
-    last = request._replace(tokens=rest, context=request.context + whole * tokens)
+    last = request._replace(context=request.context + whole * tokens)
     return whole * limit_ms + composer.predicted_ms + composer.longer_ms(last, rest)
 
 
