@@ -1,14 +1,23 @@
 """HyGen's policies: the two phases, the budgets, the order of rows; its terms over HTTP."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from conserve.engine.policy.hygen import by_prefix, depth_first, draw, hygen, hygen_star, sarathi_plus
+from conserve.engine.policy.hygen import (
+    MOST_ORDERED,
+    by_prefix,
+    depth_first,
+    draw,
+    hygen,
+    hygen_star,
+    sarathi_plus,
+)
 from conserve.engine.policy.view import Candidate
 from conserve.engine.vllm.scheduling.row_terms import RowTerms
-from tests.policy_views import FRESH, decodes, view_of
+from tests.policy_views import FRESH, ROW, decodes, view_of
 
 ROWS = [Candidate(f"row{n}", 100, 0) for n in range(3)]
 
@@ -53,6 +62,49 @@ class TestPhases:
         assert found.admitted == ["prompt"]
         assert found.evicted == ["row3", "row2", "row1"]
 
+    def test_rows_whose_kv_host_memory_has_are_evicted_first(self) -> None:
+        saved, other = decodes(2, "row")
+        found = hygen().plan(
+            view_of(waiting_online=[FRESH], offline=[saved._replace(saved=True), other], free_blocks=5)
+        )
+        assert found.evicted == ["row0"]
+
+    def test_a_prompt_that_runs_goes_on_and_rows_have_the_rest(self) -> None:
+        prompt = Candidate("prompt", 25, 0)
+        assert plan(online=[prompt], waiting_offline=ROWS, budget_ms=50.0) == {"prompt": 25, "row0": 15}
+
+    def test_beside_a_prompt_that_was_cut_short_nothing_else_begins(self) -> None:
+        found = hygen().plan(view_of(online=[FRESH], waiting_offline=[ROW], budget_ms=50.0))
+        assert (found.tokens, found.restored) == ({"fresh": 40}, [])
+
+    @pytest.mark.parametrize(
+        ("room", "comes"),
+        [
+            ({"max_tokens": 2}, True),
+            ({"max_tokens": 1}, False),
+            ({"free_blocks": 7}, True),
+            ({"free_blocks": 6}, False),
+        ],
+    )
+    def test_a_live_request_comes_back_where_there_is_room_for_all_of_it(
+        self, room: dict[str, int], comes: bool
+    ) -> None:
+        found = hygen().plan(view_of(online=decodes(1), waiting_online=[ROW], **room))
+        assert found.restored == (["row"] if comes else [])
+        assert found.tokens == {"decode0": 1}, "its tokens are copied back, not computed"
+
+    def test_one_that_comes_back_holds_up_no_other(self) -> None:
+        view = view_of(waiting_online=[ROW, FRESH], waiting_offline=ROWS[:1], budget_ms=150.0)
+        found = hygen().plan(view)
+        assert (found.restored, found.tokens) == (["row"], {"fresh": 100, "row0": 40})
+
+    def test_where_live_requests_lack_blocks_no_row_runs(self) -> None:
+        live = Candidate("live", 64, 32, True, 2)  # lacks four blocks
+        rows = [Candidate(f"row{n}", 1, 8, True, 1) for n in range(2)]  # have what they need
+        found = hygen().plan(view_of(online=[live], offline=rows, free_blocks=0))
+        assert (found.tokens, found.evicted) == ({"live": 64}, []), "the rows' blocks would not be enough"
+        assert plan(online=[live], offline=rows, free_blocks=4) == {"live": 64, "row0": 1, "row1": 1}
+
     @pytest.mark.parametrize("policy", [sarathi_plus(), hygen_star()])
     def test_without_a_latency_budget_the_token_budget_is_the_limit(self, policy: Any) -> None:
         given = {"online": decodes(1), "waiting_offline": ROWS, "budget_ms": 20.0, "max_tokens": 151}
@@ -62,7 +114,9 @@ class TestPhases:
         given: dict[str, Any] = {"offline": decodes(1, "running"), "waiting_offline": ROWS, "rows_due": 1}
         assert set(plan(hygen_star(), **given)) == {"running0", "row0"}
         assert len(plan(sarathi_plus(), **given)) == 4
+        assert len(plan(hygen(), **given)) == 4
         assert plan(hygen_star(), waiting_offline=ROWS, rows_due=0) == {}
+        assert len(plan(hygen_star(), **{**given, "rows_due": None})) == 4, "no rate is given"
 
 
 class TestOrder:
@@ -79,6 +133,14 @@ class TestOrder:
         ]
         found = [row.name for row in depth_first(rows)]
         assert found == ["what-ml", "what-ml-2", "what-ai", "how-code", "how-debug", "alone"]
+
+    def test_branches_part_at_each_block(self) -> None:
+        """A name of a block stands for all tokens up to its end, so no two branches share a name."""
+        for rows in (
+            [alike("a1", "a"), alike("b", "b"), alike("a2", "a")],
+            [alike("ax1", "a", "ax"), alike("ay", "a", "ay"), alike("ax2", "a", "ax")],
+        ):
+            assert [*depth_first(rows)] == [rows[0], rows[2], rows[1]]
 
     def test_long_equal_beginnings_take_no_recursion(self) -> None:
         rows = [alike(f"row{n}", *(["same"] * 5000), str(n)) for n in range(3)]
@@ -97,11 +159,26 @@ class TestOrder:
         assert all(0 <= number < 1 for number in drawn)
         assert drawn[7] == draw("old7", "near7") != draw("near7", "old7")
 
-    def test_the_policy_takes_rows_by_their_prefixes(self) -> None:
-        rows = [alike("a1", "a", "x"), alike("b1", "b"), alike("a2", "a", "y")]
-        found = hygen().plan(view_of(waiting_offline=rows, utility=1.0, free_slots=2, budget_ms=1e6))
-        assert found.admitted[0] == "a1"
-        assert "b1" not in found.admitted or found.admitted.index("b1") > 0
+    @pytest.mark.parametrize(
+        ("policy", "admitted"),
+        [(hygen(), ["a1", "a2"]), (hygen_star(), ["a1", "b1"]), (sarathi_plus(), ["a1", "b1"])],
+    )
+    def test_only_hygen_takes_rows_by_their_prefixes(self, policy: Any, admitted: list[str]) -> None:
+        rows = [alike("a1", "a", "ax"), alike("b1", "b"), alike("a2", "a", "ay")]
+        cached = [row._replace(context=16, blocks=1) for row in rows]  # their first block
+        view = view_of(waiting_offline=cached, utility=1.0, free_slots=2, budget_ms=1e6)
+        assert policy.plan(view).admitted == admitted
+
+    def test_rows_are_read_as_far_as_they_are_ordered_or_fit(self) -> None:
+        def endless() -> Iterator[Candidate]:
+            for n in range(10**9):
+                read.append(n)
+                yield Candidate(f"row{n}", 100, 0)
+
+        for policy, most in ((hygen(), MOST_ORDERED), (sarathi_plus(), 1)):
+            read: list[int] = []
+            policy.plan(view_of(waiting_offline=endless(), max_tokens=80))
+            assert len(read) == most
 
 
 class TestTerms:

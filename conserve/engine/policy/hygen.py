@@ -40,8 +40,8 @@ class HyGen:
             waiting: Iterator[Candidate] = iter(view.waiting_offline)
             if self._ordered:
                 waiting = by_prefix(waiting, view.utility)
-            if self._rated and view.rows_due is not None:
-                waiting = islice(waiting, view.rows_due)
+            if self._rated:
+                waiting = islice(waiting, view.rows_due)  # all where no rate is given
             first = list(islice(waiting, 1))
             serve_offline(composer, running, chain(first, waiting), budget_ms)
             serve_least(composer, running, first, view.block_tokens)
@@ -94,18 +94,13 @@ def by_prefix(waiting: Iterable[Candidate], utility: float) -> Iterator[Candidat
     meets another draw next time.
     """
     stale = list(islice(waiting, MOST_ORDERED))
-    tree = list(depth_first(stale))
-    taken: set[str] = set()
-    oldest, nearest = iter(stale), iter(tree)
-    old, near = next(oldest, None), next(nearest, None)
-    while old is not None and near is not None:
-        chosen = near if draw(old.name, near.name) < utility else old
-        taken.add(chosen.name)
-        yield chosen
-        while old is not None and old.name in taken:
-            old = next(oldest, None)
-        while near is not None and near.name in taken:
-            near = next(nearest, None)
+    left = {row.name: row for row in stale}  # the stalest first
+    for near in depth_first(stale):
+        while near.name in left:
+            old = next(iter(left.values()))
+            chosen = near if draw(old.name, near.name) < utility else old
+            del left[chosen.name]
+            yield chosen
 
 
 def depth_first(rows: Sequence[Candidate], depth: int = 0) -> Iterator[Candidate]:
