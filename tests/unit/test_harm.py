@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 
 from conserve.engine.policy.conserve import Conserve, harmless_wait_ms
+from conserve.engine.policy.harm import limit_of
 from conserve.engine.policy.preemption import PATIENCE
 from conserve.engine.policy.turns import offline_turn_ms
 from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.profiles.batch import Batch, Slice
 from conserve.profiles.correction import FrozenModel, step_of
 from tests.policy_views import MS_PER_TOKEN, decodes, view_of
 
@@ -57,6 +59,31 @@ def test_margins_that_differ_by_length_change_little(margins: tuple[float, float
     noisy = FrozenModel(MS_PER_TOKEN, scale=1.0, margins={step_of(20.0): alone, step_of(29.0): beyond})
     tokens = offline_tokens(beside(model=noisy))
     assert 10 / max(margins) - 1 <= tokens <= 10
+
+
+def test_the_margin_is_that_of_iterations_as_long_as_this_one_becomes() -> None:
+    """30 ms with rows; shorter iterations scatter by other shares, and so do longer ones."""
+    margins = {step_of(10.0): 2.0, step_of(20.0): 1.0, step_of(30.0): 1.25, step_of(50.0): 2.0}
+    noisy = FrozenModel(MS_PER_TOKEN, scale=1.0, margins=margins)
+    assert offline_tokens(beside(model=noisy)) == 8, "10 ms that a quarter is kept of"
+
+
+def test_the_limit_leaves_room_for_the_margin_at_its_own_length() -> None:
+    noisy = FrozenModel(MS_PER_TOKEN, scale=1.0, margins={27: 1.2, 28: 1.2, 29: 1.5})  # 108, 128, 152 ms
+    assert limit_of(noisy, 100.0) == pytest.approx(120)
+    assert noisy.can_schedule(Batch(), Slice(500, 0), limit_of(noisy, 100.0) * (1 + 1e-9)) == 90
+
+
+def test_what_live_tokens_cost_beyond_the_model_is_not_taken_from_the_rows() -> None:
+    prompt = Candidate("prompt", 90, 0, surcharge_ms=0.5)
+    assert offline_tokens(beside(online=[prompt])) == PATIENCE * 100
+
+
+def test_of_several_classes_those_in_the_iteration_bound_it() -> None:
+    classes: dict[str, Any] = {"slos": {"chat": HARM, "agent": Slo(harm=0.1)}, "slo": Slo(harm=0.1)}
+    chats = {f"live{n}": "chat" for n in range(10)}
+    assert offline_tokens(beside(**classes, classes=chats)) == 10
+    assert offline_tokens(beside(**classes, classes={**chats, "live9": "agent"})) == 2
 
 
 def test_rows_run_alone_where_no_live_request_is() -> None:
