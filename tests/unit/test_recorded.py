@@ -1,17 +1,22 @@
 """Views and plans in a file: views that are read back are planned the same, and a slow disk harms no request."""
 
+import json
 import logging
 import threading
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conserve.engine.policy.conserve import Conserve
+from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.policies import POLICIES
-from conserve.engine.policy.recorded import READ_ON, VERSION, line_of, read, recorded
-from conserve.engine.policy.view import Candidate, Lazy, Slo
+from conserve.engine.policy.recorded import BY_CLASS, READ_ON, VERSION, line_of, read, recorded
+from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Lazy, Slo
 from conserve.engine.runtime.recording import MOST_QUEUED, LineAppender
+from conserve.profiles.batch import Batch
 from conserve.profiles.correction import CorrectedModel, FrozenModel, Residual
 from conserve.profiles.model import TIMELESS
 from tests.policy_views import FRESH, MS_PER_TOKEN, ROW, decodes, view_of
@@ -44,6 +49,38 @@ def test_a_line_is_the_view_again() -> None:
     assert (seen.slo, seen.reserved_blocks, seen.used_blocks) == (view.slo, 3, None)
     line = line_of(seen, None, policy="conserve", at=12.75)
     assert line == line_of(view, None, policy="conserve", at=12.75)
+
+
+CLASSES: dict[str, Any] = {
+    "slos": {"chat": Slo(ttft_ms=300.0, tbt_ms=40.0), DEFAULT_CLASS: Slo(harm=0.1)},
+    "classes": {"decode0": "chat", "first": "chat", "gone": "chat"},
+    "served": {"chat": 5.5, DEFAULT_CLASS: 70.0},
+}
+
+
+def test_classes_and_what_they_were_served_are_recorded() -> None:
+    seen = through(view_of(**BUSY, **CLASSES)).view
+    assert (seen.slos, seen.served) == (CLASSES["slos"], CLASSES["served"])
+    assert seen.classes == {"decode0": "chat", "first": "chat"}, "of the requests in the line"
+
+
+def test_only_lines_with_classes_are_new_to_an_earlier_conserve() -> None:
+    """It would plan these otherwise, and it knows all fields of the others."""
+    lines = [
+        line_of(view, None, policy="conserve", at=0.0)
+        for view in (view_of(**BUSY), view_of(**BUSY, **CLASSES))
+    ]
+    without, with_classes = map(json.loads, lines)
+    assert (without["version"], with_classes["version"]) == (1, 2), "files have these numbers"
+    assert with_classes["view"].keys() - without["view"].keys() == {*BY_CLASS}
+
+
+def test_a_line_of_an_earlier_conserve_lacks_the_numbers_that_came_later() -> None:
+    said = json.loads(line_of(view_of(**BUSY, utility=0.3), None, policy="conserve", at=0.0))
+    del said["view"]["utility"]
+    seen = recorded(json.dumps(said).encode()).view
+    assert seen.utility == 0.9
+    assert replace(seen, model=MS_PER_TOKEN) == replace(through(view_of(**BUSY)).view, model=MS_PER_TOKEN)
 
 
 def test_requests_share_the_blocks_that_they_shared() -> None:
@@ -104,11 +141,40 @@ def test_waiting_requests_are_recorded_as_far_as_any_policy_could_admit_them() -
     assert len(
         [*through(view_of(waiting_offline=Lazy(iter(waiting)), free_slots=5)).view.waiting_offline]
     ) == (5 + READ_ON)
+    for free_slots in (0, -3):  # none can be added, or more run than may
+        seen = through(view_of(waiting_offline=Lazy(iter(waiting)), free_slots=free_slots)).view
+        assert len([*seen.waiting_offline]) == READ_ON
     queue = Lazy(iter(waiting))
     for _, _ in zip(range(100), queue, strict=False):
         pass
     seen = through(view_of(waiting_offline=queue, free_slots=0)).view
     assert [*seen.waiting_offline] == waiting[:100], "all that the policy has read"
+
+
+def test_what_was_read_of_a_queue_is_read_again_without_looking_further() -> None:
+    queue = Lazy(iter(range(500)))
+    for most in (3, 2, 3):
+        assert [*islice(queue, most)] == [*range(most)]
+        assert queue.known == 3
+    assert [*islice(queue, 5)] == [*range(5)]
+    short = Lazy(iter("ab"))
+    assert [*short] == [*short] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "something"),
+    [
+        ({}, False),
+        ({"tokens": {"live": 1}}, True),
+        ({"restored": ["row"]}, True),
+        ({"evicted": ["row"]}, True),
+    ],
+)
+def test_a_plan_changes_something_where_a_request_computes_comes_back_or_goes(
+    changes: dict[str, Any], something: bool
+) -> None:
+    """All others are left out of the record."""
+    assert Plan(**{"tokens": {}, "batch": Batch(), **changes}).changes_something is something
 
 
 def test_limits_may_be_without_end() -> None:
