@@ -176,6 +176,13 @@ def test_a_class_without_a_promise_has_the_usual_harm() -> None:
     assert LiveClass.of(off.document()) == off
 
 
+def test_a_class_with_a_field_that_no_class_has_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^a class has no key, slo; it takes ttft_slo_ms, .* anyone$"):
+        LiveClass.of({"slo": 300, "key": "web", "models": ["lora"]})
+    with pytest.raises(ValueError, match="the class chat: a class has no slo"):
+        classes(chat={"slo": 300})
+
+
 @pytest.mark.parametrize(
     ("own", "asked", "allowed"),
     [
@@ -217,8 +224,11 @@ def test_a_class_that_is_not_there_is_named_with_the_ones_that_are() -> None:
         ({"ttft_ms": {"p50": 300}}, {"ttft_ms": {"p99": 300}}, True),
         ({"ttft_ms": {"p99": 300}}, {"ttft_ms": {"p50": 300}}, False),
         ({"tbt_ms": {"mean": 30}}, {"tbt_ms": {"mean": 20}}, True),
+        ({"tbt_ms": {"mean": 30}}, {"tbt_ms": {"mean": 30}}, True),
+        ({"tbt_ms": {"p50": 30}}, {"tbt_ms": {"mean": 20}}, False),
         ({"tbt_ms": {"mean": 30}}, {"tbt_ms": {"p99": 20}}, False),
         ({"harm": 0.2}, {"harm": 0.1}, True),
+        ({"harm": 0.2}, {"harm": 0.2}, True),
         ({"harm": 0.1}, {"harm": 0.2}, False),
         ({"harm": 0.1}, {"ttft_ms": 1}, False),
     ],

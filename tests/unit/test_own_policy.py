@@ -1,7 +1,7 @@
 """A policy of the user's own: found by its path, followed where the engine can, replaced where it cannot."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import inf, nan
@@ -13,10 +13,18 @@ import pytest
 from conserve.cli.serve_flags import require_policy
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
+from conserve.engine.policy.hygen import HyGen
 from conserve.engine.policy.own import Own, own_policy
 from conserve.engine.policy.paced import Paced
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.policies import CONSERVE, lets_rows_leave, named
+from conserve.engine.policy.policies import (
+    BENCHED,
+    COMPARED,
+    CONSERVE,
+    POLICIES,
+    lets_rows_leave,
+    named,
+)
 from conserve.engine.policy.refusals import KINDS
 from conserve.engine.policy.view import Candidate, Slo, View
 from conserve.engine.policy.waits import MOST_PLANS
@@ -69,6 +77,7 @@ def test_a_plan_without_faults() -> None:
         (plan_of((LIVE, 2)), "it gives live 2 tokens, and 1 to 1 can be computed"),
         (plan_of((LIVE, 0)), "it gives live 0 tokens, and 1 to 1 can be computed"),
         (plan_of((LIVE, 1.0)), "it gives live 1.0 tokens, and 1 to 1 can be computed"),  # type: ignore[arg-type]
+        (plan_of((LIVE, True)), "it gives live True tokens, and 1 to 1 can be computed"),
         (plan_of((LIVE, 1), limit_ms="100"), "its limit_ms is '100'"),
         (plan_of((LIVE, 1), evicted=iter(["row"])), "its lists of requests can be read once only"),
         (plan_of((LIVE, 1), batch=Batch()), "its batch does not say what its tokens say"),
@@ -95,6 +104,20 @@ def test_a_plan_without_room(changes: dict[str, Any], fault: str) -> None:
     assert fault_of(GOOD, replace(BUSY, **enough)) is None
 
 
+def test_a_prompt_that_begins_takes_blocks_for_all_of_it_and_one_that_runs_for_its_tokens() -> None:
+    begins = plan_of((PROMPT, 20), admitted=["prompt"])
+    assert fault_of(begins, view_of(waiting_offline=[PROMPT], free_blocks=7)) is None
+    assert (
+        fault_of(begins, view_of(waiting_offline=[PROMPT], free_blocks=6))
+        == "it takes 7 KV blocks, and 6 are free"
+    )
+    goes_on = plan_of((PROMPT, 20))
+    assert fault_of(goes_on, view_of(offline=[PROMPT], free_blocks=2)) is None
+    assert (
+        fault_of(goes_on, view_of(offline=[PROMPT], free_blocks=1)) == "it takes 2 KV blocks, and 1 are free"
+    )
+
+
 def test_evicted_rows_make_room() -> None:
     evicting = plan_of((LIVE, 1), (PROMPT, 100), admitted=["prompt"], evicted=["row"])
     assert fault_of(evicting, replace(BUSY, free_slots=0, free_blocks=5)) is None
@@ -117,13 +140,25 @@ def test_live_requests_that_run_may_outgrow_the_memory() -> None:
     assert fault_of(plan_of((growing, 1)), view_of(offline=[growing], free_blocks=0)) is not None
 
 
+def unread() -> Iterator[Candidate]:
+    """A queue that nothing may read."""
+    raise AssertionError("it was read")
+    yield
+
+
 def test_queues_are_read_as_far_as_the_plan_names_them() -> None:
     def endless() -> Any:
         yield PROMPT
         raise AssertionError("it was read on")
 
-    view = view_of(waiting_online=endless())
-    assert fault_of(plan_of((PROMPT, 5), admitted=["prompt"]), view) is None
+    plan = plan_of((PROMPT, 5), admitted=["prompt"])
+    assert fault_of(plan, view_of(waiting_online=endless())) is None
+    assert fault_of(plan, view_of(waiting_online=[PROMPT], waiting_offline=unread())) is None
+
+
+def test_a_plan_may_pass_over_requests_that_wait() -> None:
+    later = plan_of((PROMPT, 5), admitted=["prompt"])
+    assert fault_of(later, view_of(waiting_offline=[GONE, BACK, PROMPT])) is None
 
 
 class Planning:
@@ -361,6 +396,8 @@ def test_a_policy_is_named_by_the_path_of_its_class() -> None:
     with pytest.raises(SettingsError, match="the policy paced is for conserve run"):
         require_policy("paced")
     assert isinstance(named(CONSERVE), Conserve)
+    assert {*BENCHED} <= {*POLICIES}
+    assert {type(named(name)) for name in COMPARED} == {HyGen}
     assert lets_rows_leave(CONSERVE)
     assert lets_rows_leave("mine.Policy")
     assert not lets_rows_leave("priority")

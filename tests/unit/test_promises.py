@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from conserve.cli import serve_flags, serve_notices, server_status
-from conserve.engine.policy.promises import HARM, Promises
+from conserve.engine.policy.promises import HARM, Promises, rank
 from conserve.engine.policy.view import Slo
 from conserve.engine.vllm.settings import written
 from conserve.errors import SettingsError
@@ -35,6 +35,11 @@ def test_the_document_is_read_again() -> None:
 
 def test_bounds_stand_in_the_order_of_their_quantiles() -> None:
     assert list(Promises.of({"tbt_ms": {"p99.9": 9, "p5": 1, "p50": 4}}).tbt_ms) == ["p5", "p50", "p99.9"]
+
+
+def test_a_quantile_holds_for_its_share_of_the_latencies() -> None:
+    assert [rank(name) for name in ("p99.9", "p50", "p5")] == pytest.approx([0.999, 0.5, 0.05])
+    assert [rank(name) for name in ("mean", "max", "p100")] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class LiveClass:
     keys: tuple[str, ...] = ()  # names of keys of the store
     projects: tuple[str, ...] = ()  # of such keys
     models: tuple[str, ...] = ()  # served names, LoRA adapters included
-    anyone: bool = False  # every caller may ask for it
+    anyone: bool  # every caller may ask for it
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
@@ -165,4 +165,4 @@ def implied(name: str, ms: float, bounds: Mapping[str, float]) -> bool:
     """True if these bounds keep a promise: the mean by a mean, a quantile by itself or a higher one."""
     if name == MEAN:
         return bounds.get(MEAN, inf) <= ms
-    return any(bound <= ms and rank(other) >= rank(name) for other, bound in bounds.items() if other != MEAN)
+    return any(bound <= ms and rank(other) >= rank(name) for other, bound in bounds.items())
