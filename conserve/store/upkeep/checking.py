@@ -29,6 +29,7 @@ from conserve.store.files.objects import FilePath, below, source
 from conserve.store.upkeep import orphans, records
 from conserve.store.upkeep.damage import Damage, RecordedFile, StorePart, damaged, recorded_files
 from conserve.store.upkeep.orphans import Orphan
+from conserve.words import count
 
 TOKENS = ("prompt_tokens", "completion_tokens", "cached_tokens", "resumed_tokens")
 MOST_NAMED = 5  # rows named in one sentence
@@ -359,7 +360,7 @@ def fix_of(found: Damage, audited: JobAudit) -> str:
     """The next command, and what it will do."""
     rows = {shard.file: shard.num_rows for shard in audited.shards}
     comes_to = {
-        StorePart.SHARD: f"its {rows.get(found.file, 0):,} rows are computed again",
+        StorePart.SHARD: f"its {count(rows.get(found.file, 0), 'row is', 'rows are')} computed again",
         StorePart.ORPHAN: "its answers are taken in",
         StorePart.JOURNAL: "the row is computed again",
         StorePart.REQUESTS: "they are rendered again if the input is as it was",

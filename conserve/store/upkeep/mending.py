@@ -27,6 +27,7 @@ from conserve.store.files import digests, home, trash
 from conserve.store.files.objects import FilePath, ObjectPath, source
 from conserve.store.upkeep import checking, orphans
 from conserve.store.upkeep.checking import JobAudit, JobCounters, Read
+from conserve.words import count
 
 job, request, journal, shard = schema.job, schema.request, schema.journal, schema.shard
 
@@ -47,10 +48,12 @@ class Mended(NamedTuple):
         return [
             *(f"{file.file} was taken out of the store" for file in self.dropped),
             *(
-                [f"{self.damaged_rows:,} damaged rows were taken out of the journal"]
+                [
+                    f"{count(self.damaged_rows, 'damaged row was', 'damaged rows were')} taken out of the journal"
+                ]
                 * bool(self.damaged_rows)
             ),
-            *([f"{self.back:,} rows are back in the queue"] * bool(self.back)),
+            *([f"{count(self.back, 'row is', 'rows are')} back in the queue"] * bool(self.back)),
             *(["the counters were counted again"] * self.recounted),
         ]
 
@@ -230,5 +233,5 @@ def mend_database(store: Store) -> list[str]:
         orphans = 0
         for table in (request, journal, shard, schema.span, schema.lease):
             orphans += tx.execute(delete(table).where(table.c.job_id.not_in(select(job.c.id)))).rowcount
-    dropped = [f"{orphans:,} rows that name no job were dropped"] if orphans else []
+    dropped = [f"{count(orphans, 'row of no job was', 'rows of no job were')} dropped"] if orphans else []
     return [*["the indexes of the database were made anew"] * sqlite, *dropped]
