@@ -177,10 +177,15 @@ def test_a_class_without_a_promise_has_the_usual_harm() -> None:
 
 
 def test_a_class_with_a_field_that_no_class_has_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^a class has no key, slo; it takes ttft_slo_ms, .* anyone$"):
-        LiveClass.of({"slo": 300, "key": "web", "models": ["lora"]})
+    unknown = {"slo": 300, "key": "web", "model": "lora", "tbt": 40, "all": True}
+    with pytest.raises(
+        ValueError, match=r"^a class has no all, key, model, slo, tbt; it takes ttft_slo_ms, .* anyone$"
+    ):
+        LiveClass.of({**unknown, "models": ["lora"]})
     with pytest.raises(ValueError, match="the class chat: a class has no slo"):
         classes(chat={"slo": 300})
+    with pytest.raises(ValueError, match=r"keys takes a list of names, not \['web', ''\]"):
+        LiveClass.of({"keys": ["web", ""]})
 
 
 @pytest.mark.parametrize(
