@@ -7,7 +7,6 @@ python -m tests.break.served server PORT   # the server
 import asyncio
 import signal
 import sys
-import threading
 
 from conserve.config import load
 from conserve.engine import service
@@ -19,10 +18,9 @@ MODULE = "tests.break.served"
 
 def server(port: int) -> None:
     """Answer until a signal comes."""
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a handler could meet its own event half locked
     with ScriptedServer(Script(token_s=0.0005, max_num_seqs=32), port=port):
-        stop.wait()
+        signal.sigwait({signal.SIGTERM})
 
 
 async def supervise(home: str, port: int) -> None:
