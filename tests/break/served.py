@@ -18,7 +18,9 @@ MODULE = "tests.break.served"
 
 def server(port: int) -> None:
     """Answer until a signal comes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a handler could meet its own event half locked
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGTERM}
+    )  # a handler could meet its own event half locked
     with ScriptedServer(Script(token_s=0.0005, max_num_seqs=32), port=port):
         signal.sigwait({signal.SIGTERM})
 
