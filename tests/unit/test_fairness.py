@@ -48,6 +48,7 @@ class TestTurns:
     def test_a_class_without_a_count_was_served_nothing(self) -> None:
         view = classed(prompt("agent"), *[prompt(f"chat{n}") for n in range(3)], served={"agent": 40.5})
         assert turns(view) == ["chat0", "chat1", "agent", "chat2"]
+        assert turns(classed(prompt("agent"), prompt("chat"), served={"agent": 0.5})) == ["chat", "agent"]
 
     def test_one_that_waits_comes_first_only_if_its_class_was_served_less(self) -> None:
         def order(**served: float) -> list[str]:

@@ -71,7 +71,8 @@ class TestPhases:
 
     def test_a_prompt_that_runs_goes_on_and_rows_have_the_rest(self) -> None:
         prompt = Candidate("prompt", 25, 0)
-        assert plan(online=[prompt], waiting_offline=ROWS, budget_ms=50.0) == {"prompt": 25, "row0": 15}
+        found = hygen().plan(view_of(online=[prompt], waiting_offline=ROWS, budget_ms=50.0))
+        assert (found.tokens, found.admitted) == ({"prompt": 25, "row0": 15}, ["row0"])
 
     def test_beside_a_prompt_that_was_cut_short_nothing_else_begins(self) -> None:
         found = hygen().plan(view_of(online=[FRESH], waiting_offline=[ROW], budget_ms=50.0))

@@ -176,6 +176,12 @@ def test_a_class_without_a_promise_has_the_usual_harm() -> None:
     assert LiveClass.of(off.document()) == off
 
 
+def test_without_promises_the_default_class_has_none() -> None:
+    assert LiveClasses.of({"chat": CHAT}).promises_of(DEFAULT_CLASS) == Promises()
+    assert not LiveClasses()
+    assert LiveClasses() == LiveClasses.of({})
+
+
 def test_a_class_with_a_field_that_no_class_has_is_refused() -> None:
     unknown = {"slo": 300, "key": "web", "model": "lora", "tbt": 40, "all": True}
     with pytest.raises(
@@ -184,6 +190,8 @@ def test_a_class_with_a_field_that_no_class_has_is_refused() -> None:
         LiveClass.of({**unknown, "models": ["lora"]})
     with pytest.raises(ValueError, match="the class chat: a class has no slo"):
         classes(chat={"slo": 300})
+    with pytest.raises(ValueError, match="keys takes a list of names, not 'web'"):
+        LiveClass.of({"keys": "web"})
     with pytest.raises(ValueError, match=r"keys takes a list of names, not \['web', ''\]"):
         LiveClass.of({"keys": ["web", ""]})
 

@@ -37,6 +37,16 @@ def test_bounds_stand_in_the_order_of_their_quantiles() -> None:
     assert list(Promises.of({"tbt_ms": {"p99.9": 9, "p5": 1, "p50": 4}}).tbt_ms) == ["p5", "p50", "p99.9"]
 
 
+@pytest.mark.parametrize("one", [{"ttft_ms": 9}, {"tbt_ms": {"mean": 9}}, {"harm": 0.1}])
+def test_any_promise_is_one(one: dict[str, Any]) -> None:
+    assert Promises.of(one).any
+    assert not Promises.of({}).any
+
+
+def test_two_quantiles_may_have_one_bound() -> None:
+    assert Promises.of({"tbt_ms": {"p50": 40, "p99": 40}}).tbt_ms == {"p50": 40, "p99": 40}
+
+
 def test_a_quantile_holds_for_its_share_of_the_latencies() -> None:
     assert [rank(name) for name in ("p99.9", "p50", "p5")] == pytest.approx([0.999, 0.5, 0.05])
     assert [rank(name) for name in ("mean", "max", "p100")] == [0, 0, 0]

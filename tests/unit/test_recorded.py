@@ -62,6 +62,20 @@ def test_classes_and_what_they_were_served_are_recorded() -> None:
     seen = through(view_of(**BUSY, **CLASSES)).view
     assert (seen.slos, seen.served) == (CLASSES["slos"], CLASSES["served"])
     assert seen.classes == {"decode0": "chat", "first": "chat"}, "of the requests in the line"
+    assert [one.name for one in seen.waiting_online] == ["first"], "they are read for both"
+
+
+def test_blocks_that_follow_each_other_are_one_run() -> None:
+    """A prompt has a block for every 16 tokens, and a line is written for each iteration."""
+    rows = [
+        Candidate("one", 900, 0, prefix=[f"p{n}" for n in range(50)]),
+        Candidate("other", 900, 0, prefix=[f"p{n}" for n in range(3)] + [f"q{n}" for n in range(47)]),
+    ]
+    coming = frozenset([*rows[1].prefix, "elsewhere"])
+    line = line_of(view_of(waiting_offline=rows, coming=coming), None, policy="conserve", at=0.0)
+    said = json.loads(line)["view"]
+    assert [row[-1] for row in said["waiting_offline"]] == [[[0, 50]], [[0, 3], [50, 47]]]
+    assert said["coming"] == [[0, 3], [50, 48]]
 
 
 def test_only_lines_with_classes_are_new_to_an_earlier_conserve() -> None:
@@ -188,6 +202,12 @@ def test_limits_may_be_without_end() -> None:
 def test_what_is_no_recorded_view_is_refused_in_a_sentence(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"recorded view"):
         recorded(line)
+
+
+def test_a_line_of_a_later_version_is_refused_whatever_is_in_it() -> None:
+    said = json.loads(line_of(view_of(**BUSY), None, policy="conserve", at=0.0))
+    with pytest.raises(ValueError, match="this ConServe reads recorded views of versions 1 and 2, not 99"):
+        recorded(json.dumps({**said, "version": 99}).encode())
 
 
 def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:

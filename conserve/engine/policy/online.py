@@ -107,10 +107,10 @@ def chunk(
     request: Candidate,
     limit_ms: float,
     slo: Slo,
-    late_ms: float = inf,
+    late_ms: float,
     *,
-    behind: int = 0,
-    typical_ms: float = inf,
+    behind: int,
+    typical_ms: float,
 ) -> int:
     """Number of tokens of an online prompt to compute.
 
