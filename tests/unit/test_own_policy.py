@@ -25,8 +25,8 @@ from conserve.engine.policy.policies import (
     lets_rows_leave,
     named,
 )
-from conserve.engine.policy.refusals import KINDS
-from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.engine.policy.refusals import KINDS, refusals_of
+from conserve.engine.policy.view import Candidate, ReadOnly, Slo, View
 from conserve.engine.policy.waits import MOST_PLANS
 from conserve.errors import SettingsError
 from conserve.profiles.batch import Batch, Slice
@@ -138,6 +138,19 @@ def test_live_requests_that_run_may_outgrow_the_memory() -> None:
     growing = LIVE._replace(context=32)
     assert fault_of(plan_of((growing, 1)), view_of(online=[growing], free_blocks=0)) is None
     assert fault_of(plan_of((growing, 1)), view_of(offline=[growing], free_blocks=0)) is not None
+
+
+def test_a_list_of_the_engines_is_read_as_it_is_now_and_cannot_be_changed() -> None:
+    engines = [LIVE, ROW]
+    seen = ReadOnly(engines)
+    assert ([*seen], len(seen), seen[1], seen[:1]) == ([LIVE, ROW], 2, ROW, [LIVE])
+    assert seen == ReadOnly((LIVE, ROW))
+    assert seen != ReadOnly([ROW, LIVE])
+    assert seen != engines, "as a tuple is no list"
+    assert not hasattr(seen, "append")
+    assert not hasattr(seen, "__setitem__")
+    engines.append(GONE)
+    assert seen[-1] == GONE
 
 
 def unread() -> Iterator[Candidate]:
@@ -356,6 +369,7 @@ def test_a_reason_is_told_once_whatever_the_request() -> None:
 
 
 def test_good_plans_are_followed_and_none_leaves_the_iteration_to_vllm() -> None:
+    assert refusals_of(Conserve()) == {"count": 0, "reasons": []}
     for plan in (GOOD, None):
         policy = Own("mine.Policy", Planning(lambda view, plan=plan: plan), Conserve(), pytest.fail)
         assert policy.plan(BUSY) is plan

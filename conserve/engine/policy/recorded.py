@@ -197,7 +197,7 @@ def _plan(plan: Plan | None) -> dict[str, Any] | None:
         "restored": plan.restored,
         "evicted": plan.evicted,
         "predicted_ms": plan.predicted_ms,
-        "limit_ms": None if plan.limit_ms is None else _ms(plan.limit_ms),
+        "limit_ms": _ms(plan.limit_ms),
     }
 
 
