@@ -275,12 +275,8 @@ class Harvester:
         """Sleep until a row lands, then a moment longer, so that many are claimed at once."""
         self._flights.landed.clear()
         full = len(self._flights) > self.endpoint.capacity * 3 // 4
-        try:
-            async with asyncio.timeout(IDLE_S if self._flights else self._idle_s):
-                await self._flights.landed.wait()
-        except TimeoutError:
-            return
-        if not full:
+        landed = await elapsed_or_set(self._flights.landed, IDLE_S if self._flights else self._idle_s)
+        if landed and not full:
             await asyncio.sleep(IDLE_S / 20)
 
     async def _watch(self) -> None:

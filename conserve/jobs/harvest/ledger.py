@@ -169,8 +169,10 @@ class Ledger:
 
     def _claim(self, limit: int, suspect: bool, identity: str, group: Group | None) -> list[ReadyRow]:
         while True:
-            self._expire()
             now = self._clock()
+            with self._store.read() as tx:
+                late = catalog.late(tx, now=now)
+            self._expire(late)
             terms = Terms(self.owner, now, self._lease_s, self.model)
             with self._store.write() as tx:
                 runnable = self._of_group(self._runnable(tx), group)
@@ -354,8 +356,9 @@ class Ledger:
             self._file.check()
         with self._store.read() as tx:
             guard.require_here(tx)
+            late = catalog.late(tx, now=self._clock())
             states = catalog.states(tx, self._workload.seen())
-        states |= dict.fromkeys(states.keys() & self._expire(), JobState.EXPIRED)
+        states |= dict.fromkeys(states.keys() & self._expire(late), JobState.EXPIRED)
         removed = set(self._workload.seen()) - states.keys()
         ended = {job_id for job_id, state in states.items() if state.final} | removed
         self._workload.close(ended & self._ended)  # rows claimed just before have been withdrawn by now
@@ -366,20 +369,15 @@ class Ledger:
                 self._tally.cancelled.append(job_id)
         return {id_ for id_, state in states.items() if state.stopped} | removed
 
-    def _expire(self) -> list[str]:
-        """End the jobs whose deadline has passed, in a transaction of its own: jobs are locked after leases."""
-        with self._store.read() as tx:
-            expired = catalog.late(tx, now=self._clock())
-        if expired:
-            with self._store.write() as tx:
-                expired = catalog.expire(tx, now=self._clock())
-        self._note_expired(expired)
-        return expired
-
-    def _note_expired(self, expired: Sequence[str]) -> None:
-        """Count jobs of this run that have expired, also those of which it leased no row."""
+    def _expire(self, late: Sequence[str]) -> Sequence[str]:
+        """End late jobs in a transaction of its own (jobs are locked after leases); count those of this run."""
+        if not late:
+            return late
+        with self._store.write() as tx:
+            expired = catalog.expire(tx, now=self._clock())
         ours = expired if self._only is None else [job_id for job_id in expired if job_id in self._only]
         self._tally.cancelled += [job_id for job_id in ours if job_id not in self._tally.cancelled]
+        return expired
 
     def close(self) -> None:
         """Close the window and the request files."""
