@@ -14,8 +14,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -42,22 +43,13 @@ def measure() -> list[Figure]:
 
 def over_api(home: Path) -> list[Figure]:
     """Figures of `conserve api` alone."""
-    words = [sys.executable, "-m", "conserve", "--home", str(home), "api", "--port", str(PORT)]
-    running = subprocess.Popen(words, cwd=REPOSITORY)
-    base = f"http://127.0.0.1:{PORT}"
-    try:
-        await_answer(f"{base}/health", running)
-        process = psutil.Process(running.pid)
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            before = cpu_s(process)
-            names = list(pool.map(lambda _: uploaded(base), range(CLIENTS)))
-            upload_ms = (cpu_s(process) - before) / CLIENTS * 1e3
-            await_jobs(base, names)
-            idle_s = idle(process)
-            poll_ms = [polled(pool, process, base, names, idle_s) for _ in range(ROUNDS)]
-    finally:
-        running.terminate()
-        running.wait()
+    with served(home) as (base, process), ThreadPoolExecutor(CLIENTS) as pool:
+        before = cpu_s(process)
+        names = list(pool.map(lambda _: uploaded(base), range(CLIENTS)))
+        upload_ms = (cpu_s(process) - before) / CLIENTS * 1e3
+        await_jobs(base, names)
+        idle_s = idle(process)
+        poll_ms = [polled(pool, process, base, names, idle_s) for _ in range(ROUNDS)]
     return [
         Figure(
             name=f"a poll, of {CLIENTS} clients: processor time of the API",
@@ -76,6 +68,26 @@ def over_api(home: Path) -> list[Figure]:
             command=COMMAND,
         ),
     ]
+
+
+@contextmanager
+def served(home: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """`conserve api` over the store at `home`: its base URL, and its process."""
+    words = [sys.executable, "-m", "conserve", "--home", str(home), "api", "--port", str(PORT)]
+    base = f"http://127.0.0.1:{PORT}"
+    with ended_with_block(subprocess.Popen(words, cwd=REPOSITORY)) as running:
+        await_answer(f"{base}/health", running)
+        yield base, psutil.Process(running.pid)
+
+
+@contextmanager
+def ended_with_block(running: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
+    """End a process by SIGTERM once the block is over."""
+    try:
+        yield running
+    finally:
+        running.terminate()
+        running.wait()
 
 
 def await_answer(url: str, running: "subprocess.Popen[bytes]") -> None:

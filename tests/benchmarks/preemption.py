@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from conserve.bench.pages import svg
 from conserve.config import load
 from tests.benchmarks.report import RAW, Figure
 
@@ -361,34 +360,8 @@ def figure(name: str, unit: str, samples: Sequence[float], most: float | None, n
 
 
 def keep(raw: Mapping[str, Any]) -> None:
-    """The raw numbers, and the reactions drawn."""
+    """Keep the raw numbers."""
     RAW.mkdir(exist_ok=True)
     name = f"preemption-{time.strftime('%Y%m%dT%H%M%S')}"
     (RAW / f"{name}.json").write_text(json.dumps(raw))
-    (RAW / f"{name}.svg").write_text(drawn(raw["reactions"]))
-    print(f"     reactions drawn: {name}.svg in .bench/", flush=True)
-
-
-def drawn(found: Mapping[str, Any]) -> str:
-    """Each reaction as a dot over the layers between safepoints, in percent of the undisturbed iteration."""
-    whole_ms = statistics.median(found["whole_ms"])
-    shares = {step: [ms / whole_ms * 100 for ms in times] for step, times in found["ms"].items()}
-    up = svg.linear([share for times in shares.values() for share in times], start=210, end=20)
-    parts = [
-        svg.element("style", "text{font:11px sans-serif} polyline{stroke:#bbb;fill:none} circle{fill:#36c}")
-    ]
-    for tick in up.ticks(6):
-        parts += [
-            svg.line([(45, up(tick)), (400, up(tick))], "grid"),
-            svg.text(f"{svg.figure(tick)} %", 40, up(tick) + 4, anchor="end"),
-        ]
-    for place, (step, times) in enumerate(shares.items()):
-        x = 90 + 85 * place
-        bound = step / found["layers"] * 100
-        parts.append(svg.line([(x - 30, up(bound)), (x + 30, up(bound))], "bound"))
-        for number, share in enumerate(times):
-            across = x - 22 + 44 * number / max(1, len(times) - 1)
-            parts.append(svg.dot(across, up(share), "reaction", f"{share:.2f} %"))
-        parts.append(svg.text(f"every {step}", x, 228, anchor="middle"))
-    label = f"Time from the flag to the scheduler, in percent of an iteration of {TOKENS} tokens"
-    return svg.picture("".join([*parts, svg.text(label, 10, 12)]), 420, 240, label)
+    print(f"     raw numbers: {name}.json in .bench/", flush=True)

@@ -13,12 +13,11 @@ import time
 import tracemalloc
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conserve.bench.pages import svg
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint
 from conserve.endpoints.protocol import KvCache, Url
@@ -46,14 +45,13 @@ CACHE_BLOCKS = 16 * BLOCKS
 
 
 def measure() -> list[Figure]:
-    """All figures; the raw numbers and a drawing of the fairness go beside those of the others."""
+    """All figures; the raw numbers go beside those of the others."""
     raw: dict[str, Any] = {}
     figures = [*costs(raw), *drained(raw), *fairness(raw)]
     RAW.mkdir(exist_ok=True)
     name = f"waiting-{time.strftime('%Y%m%dT%H%M%S')}"
     (RAW / f"{name}.json").write_text(json.dumps(raw))
-    (RAW / f"{name}.svg").write_text(drawn(raw["fairness"]))
-    print(f"     fairness drawn: {name}.svg in .bench/", flush=True)
+    print(f"     raw numbers: {name}.json in .bench/", flush=True)
     return figures
 
 
@@ -264,49 +262,3 @@ def figure(
     return Figure(
         name=name, unit=unit, samples=samples, target=target, reached=reached, command=COMMAND, note=note
     )
-
-
-def drawn(found: Sequence[Mapping[str, Any]]) -> str:
-    """Longest wait and reused tokens over utility, side by side."""
-    first = [one for one in found if not one["lone_later"]]
-    waits, bounds = ([one[what] for one in first] for what in ("longest", "bound"))
-    left = svg.logarithmic([*waits, *bounds[:-1]], start=210, end=30)
-    right = svg.linear([one["reused"] * 100 for one in found], start=210, end=30)
-    style = (
-        "text{font:11px sans-serif} polyline{stroke:#bbb;fill:none} .course{stroke:#36c} circle{fill:#36c} "
-    )
-    style += ".bound{stroke:#c63;stroke-dasharray:4 3}"
-    parts = [svg.element("style", style)]
-    parts += panel(55, left, "Longest wait of a row without sharing, in turns", "", waits)
-    parts.append(
-        svg.line([(x, left(bound)) for x, bound in zip(places(55), bounds[:-1], strict=False)], "bound")
-    )
-    parts.append(svg.text("staler rows / (1 - u)", places(55)[4] - 14, left(bounds[4]), anchor="end"))
-    parts.append(svg.text("never", places(55)[-1] - 12, left(waits[-1]) - 8))
-    parts += panel(420, right, "Prompt tokens reused", " %", [one["reused"] * 100 for one in first])
-    clogged = [one["reused"] * 100 for one in found if one["lone_later"]]
-    parts.append(
-        svg.line([(x, right(share)) for x, share in zip(places(420), clogged, strict=True)], "bound")
-    )
-    parts.append(svg.text("dashed: one row in 100 shares nothing", places(420)[7], right(10), anchor="end"))
-    label = "Longest wait and reused prompt tokens over utility"
-    return svg.picture("".join(parts), 740, 255, label)
-
-
-def places(start: float) -> list[float]:
-    """Places of the utilities on a panel that begins at this point."""
-    return [start + 15 + 35 * number for number in range(len(UTILITIES))]
-
-
-def panel(start: float, up: svg.Scale, name: str, unit: str, values: Sequence[float]) -> Iterator[str]:
-    """Axes, a course over the utilities and its dots."""
-    yield svg.text(name, start, 14)
-    for tick in up.ticks(6):
-        yield svg.line([(start, up(tick)), (start + 275, up(tick))], "grid")
-        yield svg.text(f"{svg.figure(tick)}{unit}", start - 5, up(tick) + 4, anchor="end")
-    at = places(start)
-    yield svg.line([(x, up(value)) for x, value in zip(at, values, strict=True)], "course")
-    for x, utility, value in zip(at, UTILITIES, values, strict=True):
-        yield svg.dot(x, up(value), "utility", f"{svg.figure(value)}{unit}")
-        yield svg.text(f"{utility:g}", x, 228, anchor="middle")
-    yield svg.text("utility", start + 137, 246, anchor="middle")
