@@ -1,4 +1,4 @@
-"""Classes and functions of parsed source: bases, attributes, and what these hold, found out when it is asked."""
+"""Classes and functions of parsed source: bases, attributes, and kinds of what these hold, found when asked for."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Index:
         return self.classes[name].members if name in self.classes else {}
 
     def held(self, name: str, attribute: str) -> Kind:
-        """What the attribute of a class holds."""
+        """Kind of what an attribute of a class holds."""
         key = (name, attribute)
         if key in self._held or key in self._looking:
             return self._held.get(key, UNKNOWN)
@@ -158,7 +158,7 @@ def _own(target: ast.expr) -> Iterator[str]:
 
 
 def pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What is assigned to what: `a, b = c, d` is two assignments."""
+    """Pairs of target and value: `a, b = c, d` is two assignments."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         yield from zip(target.elts, value.elts, strict=True)
     else:

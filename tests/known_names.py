@@ -1,4 +1,4 @@
-"""What is known of variables and expressions in a piece of source, as far as annotations tell.
+"""Knowledge of variables and expressions in a piece of source, as far as annotations tell.
 
 Classes are called `vllm:Request` and `conserve:Iteration`, whatever their module: two of one name count as one.
 """
@@ -37,7 +37,7 @@ TAKES = {"get", "pop", "popleft", "peek", "setdefault", "popitem"}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is known of a value; nothing is the usual case."""
+    """Knowledge of a value; usually there is none."""
 
     classes: frozenset[str] = frozenset()
     items: Kind | None = None  # of a container
@@ -79,7 +79,7 @@ class Environment:
         self.known: dict[str, Kind] = {}
 
     def within(self, self_class: str) -> Environment:
-        """The same names, in a class."""
+        """Copy of these names, within a class."""
         inner = Environment(
             self.index, self.owner, hints=self.hints, self_class=self_class or self.self_class
         )
@@ -87,7 +87,7 @@ class Environment:
         return inner
 
     def of_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Environment:
-        """The same names with the function's parameters."""
+        """Copy of these names, with a function's parameters."""
         inner = self.within("")
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         for number, one in enumerate(arguments):
@@ -142,7 +142,7 @@ class Environment:
     # Annotations.
 
     def annotated(self, node: ast.expr | None) -> Kind:
-        """What a variable of this annotation holds."""
+        """Kind of a variable with this annotation."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return self.annotated(ast.parse(node.value, mode="eval").body)
         if isinstance(node, ast.BinOp):
@@ -171,7 +171,7 @@ class Environment:
         return Kind(items=items, foreign=True)
 
     def returned(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Kind:
-        """What a call of the function gives."""
+        """Kind of a call's result."""
         kind = self.annotated(node.returns) if node.returns else UNKNOWN
         is_context = any(last_part(one) in CONTEXTS for one in node.decorator_list)
         return (kind.items or UNKNOWN) if is_context else kind
@@ -186,7 +186,7 @@ class Environment:
     # Expressions.
 
     def kind(self, node: ast.expr | None) -> Kind:
-        """What an expression is."""
+        """Kind of an expression."""
         match node:
             case ast.Name():
                 return self._named(node.id)
@@ -216,7 +216,7 @@ class Environment:
         return UNKNOWN
 
     def bound(self, generators: list[ast.comprehension]) -> Environment:
-        """The same names with those of a comprehension."""
+        """Add the variables of a comprehension; returns the names."""
         for one in generators:
             self.bind(one.target, self.kind(one.iter).items or UNKNOWN)
         return self
@@ -233,7 +233,7 @@ class Environment:
         kind = self.known.get(name, UNKNOWN)
         if kind != UNKNOWN:
             return kind
-        if name in self.hints and name not in ("self",):
+        if name in self.hints and name != "self":
             return Kind(frozenset({self.hints[name]}))
         full = self.class_named(name)
         if full:
@@ -244,7 +244,7 @@ class Environment:
         return FOREIGN if name in dir(builtins) else UNKNOWN
 
     def attribute(self, kind: Kind, name: str) -> Kind:
-        """What an attribute of something is."""
+        """Kind of an attribute."""
         found = self._any(self.index.held(one, name) for one in sorted(kind.classes))
         if kind.path:
             found = found | Kind(path=f"{kind.path}.{name}")

@@ -140,4 +140,4 @@ def test_rows_leave_under_a_worker_of_a_former_name() -> None:
         )
 
     assert why_not(config("conserve.engine.vllm.worker.Worker")) == "the pipeline is parallel"
-    assert "--worker-cls" in (why_not(config("somebody.Worker")) or "")
+    assert "--worker-cls" in (why_not(config("other.Worker")) or "")

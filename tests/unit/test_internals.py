@@ -1,4 +1,4 @@
-"""What ConServe uses of vLLM is listed in `compat`, and what is listed is used.
+"""Everything that ConServe uses of vLLM is listed in `compat`, and everything listed is used.
 
 The syntax trees of ConServe are walked beside those of the installed vLLM. Annotations, imports, assignments and
 the names in `USUAL` tell whose an attribute is. An attribute of an object of vLLM is listed under its class, or

@@ -45,7 +45,7 @@ class Rect(NamedTuple):
     h: float
 
     def meets(self, other: "Rect") -> bool:
-        """Whether the two share more than an edge."""
+        """True if the two share more than an edge."""
         return (
             self.x < other.x + other.w
             and other.x < self.x + self.w
@@ -219,7 +219,7 @@ def room(words: Words) -> Rect:
 
 
 def faults(drawing: Drawing) -> list[str]:
-    """What cannot be read in a drawing: words wider than their box, parts that overlap or lie outside."""
+    """Faults that make a drawing hard to read: words wider than their box, parts that overlap or lie outside."""
     named = boxes(drawing)
     solid = {name: Rect(*box[:4]) for name, box in named.items()}
     found = []
@@ -258,7 +258,7 @@ def told_by(arrow: Arrow) -> str:
 
 
 def crosses(arrow: Arrow, named: dict[str, Box], place: Rect) -> bool:
-    """Whether an arrow's line goes through this place."""
+    """True if an arrow's line goes through this place."""
     points = way(named[arrow.start], named[arrow.end], arrow.shift)
     return any(
         Rect(min(x0, x1), min(y0, y1), abs(x1 - x0) or 1.0, abs(y1 - y0) or 1.0).meets(place)

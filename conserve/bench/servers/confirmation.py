@@ -34,7 +34,6 @@ class Confirmation:
         say: Say,
     ) -> None:
         """`made` gives the servers of these policies, with this preset and a store at this place."""
-
         self._made, self._tuning, self._folder, self._say = made, tuning, folder, say
         self._preset = replace(preset, block_s=tuning.simulator.block_s)
         self._rounds, self._seed = rounds, seed
@@ -79,7 +78,6 @@ class Confirmation:
         return excess(latencies(of(design.policies[1])), alone, self._tuning.promised)
 
     def _design(self, found: TriedValue) -> Design:
-
         promises = found.promises
         harm = promises.get("harm")
         slo = None if harm is not None else LatencyLimits(promises["ttft_ms"], promises["tbt_ms"])

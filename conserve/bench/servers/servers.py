@@ -129,7 +129,6 @@ class Servers:
         await asyncio.gather(*(place.server.close() for place in places), return_exceptions=True)
 
     async def _follow(self, policy: str, slo: LatencyLimits | None) -> None:
-
         ordered = regime_of(policy).ordered
         if ordered != self._ordered:
             self._ordered = ordered
@@ -151,7 +150,6 @@ class Servers:
         return self._plan.harvester(settings, url_of(HERE, port), *words)
 
     def _stock_place(self, policy: str, engine: EngineModel | None, tokens: int | None) -> ServerPlace:
-
         plan, port = self._plan, free_port()
         flags = [*plan.flags, *address_of(port)]
         if policy == SARATHI_P:

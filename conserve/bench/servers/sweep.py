@@ -66,7 +66,6 @@ class OnServers:
             await servers.close()
 
     async def _cells(self, servers: Servers, engine: EngineModel) -> None:
-
         missing, known = self.ledger.missing, len(self.ledger.done)
         takes_s = {cell: self._takes_s(cell, engine) for cell in missing}
         estimate = SweepTimeLeft(1.0)
@@ -117,7 +116,6 @@ class OnServers:
         )
 
     def _takes_s(self, cell: Cell, engine: EngineModel) -> float:
-
         offered = self._offered(cell, engine)
         return size(offered, self._preset, self._design(cell.scale), engine, overload=True).takes_s
 
@@ -138,7 +136,6 @@ class OnServers:
         self.ledger.plan = self._plan
 
     def _design(self, scale: float) -> Design:
-
         return Design(
             policies=self._plan.policies,
             rounds=self._plan.blocks,

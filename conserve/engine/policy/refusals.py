@@ -1,4 +1,4 @@
-"""What the engine does not follow of a class of the user's: counted, and told once for each kind."""
+"""Refusals of what a class of the user's says: counted, and each kind told once."""
 
 from collections.abc import Callable
 from typing import Any

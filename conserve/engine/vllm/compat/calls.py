@@ -1,4 +1,4 @@
-"""How ConServe calls vLLM and is called by it: parameters, overriding classes, and habits without a name."""
+"""Calls between ConServe and vLLM: parameters, overriding classes, and habits without a name."""
 
 from conserve.engine.vllm.compat.internals import Part
 
