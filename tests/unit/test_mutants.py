@@ -1,14 +1,17 @@
 """The mutation run: what it changes, and that a change is there wherever the code is used."""
 
 import importlib.util
+import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tools.mutants import survey
 from tools.mutants.mutations import Mutant, mutants_of
-from tools.mutants.trial import functions_by_place, put_in_place
+from tools.mutants.trial import Fate, Task, functions_by_place, in_children, put_in_place, within
 
 
 def mutants(folder: Path, source: str) -> list[Mutant]:
@@ -112,3 +115,47 @@ def loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "conserve_sample", module)
     spec.loader.exec_module(module)
     return module
+
+
+SAYS, ENDS, RAISES, TOO_LONG = "says that it survived", "ends", "raises", "is ended by its limit of time"
+
+
+@pytest.mark.parametrize(
+    ("mutated", "as_it_is", "fate"),
+    [
+        (SAYS, ENDS, Fate.SURVIVED),
+        (ENDS, SAYS, Fate.KILLED),
+        (RAISES, SAYS, Fate.KILLED),
+        (ENDS, ENDS, Fate.UNKNOWN),
+        (RAISES, ENDS, Fate.UNKNOWN),
+        (TOO_LONG, ENDS, Fate.KILLED),
+    ],
+)
+def test_a_child_without_a_result_kills_only_what_survives_without_the_mutant(
+    tmp_path: Path, mutated: str, as_it_is: str, fate: Fate
+) -> None:
+    def run(pipe: int, *, changed: bool) -> None:
+        way = mutated if changed else as_it_is
+        if way == SAYS:
+            os.write(pipe, b"survived\ttest")
+        elif way == TOO_LONG:
+            os.kill(os.getpid(), signal.SIGXCPU)
+        elif way == RAISES:
+            raise KeyboardInterrupt
+        os._exit(0)
+
+    mutant = mutants(tmp_path, "LIMIT = 4\n")[0]
+    outcomes = list(in_children(iter([Task(mutant, ["test"], run), Task(mutant, ["test"], run)]), jobs=2))
+    assert [outcome.fate for outcome in outcomes] == [fate, fate]
+
+
+def test_the_most_specific_tests_have_the_time_of_a_mutant() -> None:
+    surveyed = {
+        name: survey.Tested(
+            passed=True, seconds=1.0, cpu_s=1.0, lines={"conserve/file.py": frozenset(range(lines))}
+        )
+        for name, lines in (("broad", 300), ("narrow", 10), ("middle", 20), ("last killer", 400))
+    }
+    assert within(2.5, list(surveyed), surveyed, first="last killer") == ["last killer", "narrow"]
+    assert within(9, list(surveyed), surveyed, first=None) == ["narrow", "middle", "broad", "last killer"]
+    assert within(0.1, list(surveyed), surveyed, first=None) == ["narrow"]

@@ -62,6 +62,8 @@ def parse() -> argparse.Namespace:
                         "paths: where the branch left origin/main, else the last tag")  # fmt: skip
     parser.add_argument("--tests", nargs="+", default=TESTS, help=f"tests to choose from ({' '.join(TESTS)})")
     parser.add_argument("--examples", type=int, default=60, help="of each property test at most (60)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of processor time at most for the tests of "
+                        "one mutant, the most specific ones first (60)")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (1)")
     parser.add_argument("--share", type=float, default=1.0, help="of the mutants, always the same ones (1.0)")
     parser.add_argument("--again", action="store_true", help="only those that survived the last run")
@@ -124,7 +126,11 @@ def run(mutants: Sequence[Mutant], arguments: argparse.Namespace) -> list[Outcom
     pid = os.fork()
     if not pid:
         trials = Trials(
-            mutants=mutants, examples=arguments.examples, jobs=arguments.jobs, on_outcome=on_outcome
+            mutants=mutants,
+            examples=arguments.examples,
+            seconds=arguments.seconds,
+            jobs=arguments.jobs,
+            on_outcome=on_outcome,
         )
         pytest.main([*OPTIONS, "-m", "not engine and not soak", *arguments.tests], plugins=[trials])
         sys.stdout.flush()
@@ -139,7 +145,7 @@ def run(mutants: Sequence[Mutant], arguments: argparse.Namespace) -> list[Outcom
         raise SystemExit("the tests could not be collected")
     tried, elsewhere, surveyed = pickle.loads(result)
     outcomes += tried
-    limits = {"examples": arguments.examples, "jobs": arguments.jobs}
+    limits = {"examples": arguments.examples, "seconds": arguments.seconds, "jobs": arguments.jobs}
     try_at_import(elsewhere, surveyed, words(surveyed), **limits, on_outcome=on_outcome)
     return outcomes
 
@@ -192,13 +198,15 @@ def report(outcomes: Sequence[Outcome]) -> None:
     for mutant, fate, *_ in outcomes:
         table.setdefault(str(Path(mutant.path).parent), Counter())[fate] += 1
         table.setdefault("all", Counter())[fate] += 1
-    print(f"\n{'folder':32}{'mutants':>9}{'killed':>9}{'survived':>10}{'not reached':>13}{'survivors':>11}")
+    print(
+        f"\n{'folder':32}{'mutants':>9}{'killed':>9}{'survived':>10}{'not reached':>13}{'unknown':>9}{'left':>8}"
+    )
     for folder, fates in sorted(table.items(), key=lambda entry: (entry[0] == "all", entry[0])):
         count = fates.total()
-        left = fates[Fate.SURVIVED] + fates[Fate.UNREACHED]
+        left = count - fates[Fate.KILLED]
         print(
             f"{folder:32}{count:9}{fates[Fate.KILLED]:9}{fates[Fate.SURVIVED]:10}"
-            f"{fates[Fate.UNREACHED]:13}{left / count:11.1%}"
+            f"{fates[Fate.UNREACHED]:13}{fates[Fate.UNKNOWN]:9}{left / count:8.1%}"
         )
 
 

@@ -56,6 +56,7 @@ class Fate(StrEnum):
     KILLED = "killed"  # a test failed, or ended neither in time nor within the memory
     SURVIVED = "survived"
     UNREACHED = "not reached"  # no test runs the statement
+    UNKNOWN = "unknown"  # the tests end without a result, and do so without the mutant too
     ELSEWHERE = "elsewhere"  # the function cannot be replaced in place: try it by importing
 
 
@@ -74,6 +75,7 @@ class Trials:
 
     mutants: Sequence[Mutant]
     examples: int
+    seconds: float
     jobs: int
     on_outcome: Callable[[Outcome], None]
     survey: Survey = field(default_factory=dict)
@@ -92,11 +94,17 @@ class Trials:
         last_killer: dict[tuple[str, str | None], str] = {}
         gc.freeze()  # children share what they do not touch
 
-        def child(mutant: Mutant, names: Sequence[str]) -> Callable[[int], None]:
+        def child(mutant: Mutant, names: Sequence[str]) -> Task:
             tests = [items[name] for name in names]
-            return lambda pipe: _try_in_place(mutant, tests, self.survey, functions, pipe)
 
-        def tasks() -> Iterator[tuple[Mutant, Sequence[str], Callable[[int], None]]]:
+            def run(pipe: int, *, changed: bool) -> None:
+                if changed and not put_in_place(mutant, functions):
+                    _say(pipe, Fate.ELSEWHERE)
+                _try_all(tests, self.survey, pipe)
+
+            return Task(mutant, names, run)
+
+        def tasks() -> Iterator[Task]:
             for mutant in self.mutants:
                 if mutant.function is None:
                     self.elsewhere.append(mutant)
@@ -106,8 +114,8 @@ class Trials:
                     self.on_outcome(Outcome(mutant, Fate.UNREACHED))
                     continue
                 known = last_killer.get((mutant.path, mutant.function))
-                names = sorted(names, key=lambda name: (name != known, self.survey[name].cpu_s))
-                yield mutant, names, child(mutant, names)
+                names = within(self.seconds, names, self.survey, first=known)
+                yield child(mutant, sorted(names, key=lambda name: (name != known, self.survey[name].cpu_s)))
 
         for outcome in in_children(tasks(), self.jobs):
             if outcome.fate == Fate.ELSEWHERE:
@@ -157,6 +165,21 @@ def reaching(mutant: Mutant, surveyed: Survey) -> list[str]:
     ]
 
 
+def within(seconds: float, names: Sequence[str], surveyed: Survey, first: str | None) -> list[str]:
+    """`first` and the most specific of the tests, those that run the fewest lines, for so much processor time."""
+
+    def breadth(name: str) -> tuple[bool, int]:
+        return name != first, sum(map(len, surveyed[name].lines.values()))
+
+    chosen: list[str] = []
+    for name in sorted(names, key=breadth):
+        if chosen and seconds < surveyed[name].cpu_s:
+            break
+        chosen.append(name)
+        seconds -= surveyed[name].cpu_s
+    return chosen
+
+
 def naming(mutant: Mutant, surveyed: Survey, words: Mapping[str, Mapping[str, frozenset[int]]]) -> list[str]:
     """The tests that run a line which names what is changed, or that stand in a file which does."""
     at: dict[str, set[int]] = {}
@@ -180,6 +203,7 @@ def try_at_import(
     words: Mapping[str, Mapping[str, frozenset[int]]],
     *,
     examples: int,
+    seconds: float,
     jobs: int,
     on_outcome: Callable[[Outcome], None],
 ) -> None:
@@ -197,15 +221,19 @@ def try_at_import(
     ):
         importlib.import_module(name)
 
-    def child(mutant: Mutant, names: Sequence[str]) -> Callable[[int], None]:
-        return lambda pipe: _try_imported(mutant, names, surveyed, examples, pipe)
+    def child(mutant: Mutant, names: Sequence[str]) -> Task:
+        def run(pipe: int, *, changed: bool) -> None:
+            if changed:
+                _import_changed(mutant)
+            _try_collected(names, surveyed, examples, pipe)
 
-    def tasks() -> Iterator[tuple[Mutant, Sequence[str], Callable[[int], None]]]:
+        return Task(mutant, names, run)
+
+    def tasks() -> Iterator[Task]:
         for mutant in mutants:
-            names = naming(mutant, surveyed, words)
+            names = within(seconds, naming(mutant, surveyed, words), surveyed, first=None)
             if names:
-                names.sort(key=lambda name: surveyed[name].cpu_s)
-                yield mutant, names, child(mutant, names)
+                yield child(mutant, sorted(names, key=lambda name: surveyed[name].cpu_s))
             else:
                 on_outcome(Outcome(mutant, Fate.UNREACHED))
 
@@ -213,26 +241,27 @@ def try_at_import(
         on_outcome(outcome)
 
 
-def in_children(
-    tasks: Iterator[tuple[Mutant, Sequence[str], Callable[[int], None]]], jobs: int
-) -> Iterator[Outcome]:
-    """Run each task in a child, `jobs` at a time. What a child writes is `fate<tab>test`; nothing means killed."""
-    running: dict[int, tuple[Mutant, Sequence[str], int, str]] = {}
+class Task(NamedTuple):
+    """A mutant and the tests to try it with."""
 
-    def ended() -> Outcome:
-        pid, _ = os.waitpid(-1, 0)
-        mutant, names, pipe, folder = running.pop(pid)
-        with os.fdopen(pipe, "rb") as file:
-            os.set_blocking(pipe, False)  # a process that the child left behind may hold the other end
-            fate, _, test = (file.read() or b"").decode().partition("\t")
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
-        return Outcome(mutant, Fate(fate or Fate.KILLED), test, len(names))
+    mutant: Mutant
+    names: Sequence[str]
+    run: Callable[..., None]  # run(pipe, changed=True): with the mutant, else without it
 
-    for mutant, names, run in tasks:
-        if len(running) >= jobs:
-            yield ended()
+
+TOOK_TOO_LONG = (-signal.SIGXCPU, -signal.SIGALRM)
+
+
+def in_children(tasks: Iterator[Task], jobs: int) -> Iterator[Outcome]:
+    """Run each task in a child, `jobs` at a time. A child writes `fate<tab>test`.
+
+    A child that was ended by its limit of time has killed its mutant. One that ended in another way and wrote
+    nothing tells nothing yet: the same tests run without the mutant, and must survive for it to be killed.
+    """
+    running: dict[int, tuple[Task, int, str]] = {}
+    controls: dict[tuple[str, ...], bool] = {}
+
+    def start(task: Task, *, changed: bool = True) -> int:
         folder = tempfile.mkdtemp(prefix="mutant-")
         ours, its = os.pipe()
         sys.stdout.flush()
@@ -241,11 +270,40 @@ def in_children(
             os.close(ours)
             _begin(folder)
             try:
-                run(its)
+                task.run(its, changed=changed)
             finally:
                 os._exit(1)
         os.close(its)
-        running[pid] = mutant, names, ours, folder
+        running[pid] = task, ours, folder
+        return pid
+
+    def end(pid: int = -1) -> tuple[Task, str, str, int]:
+        pid, status = os.waitpid(pid, 0)
+        task, pipe, folder = running.pop(pid)
+        with os.fdopen(pipe, "rb") as file:
+            os.set_blocking(pipe, False)  # a process that the child left behind may hold the other end
+            fate, _, test = (file.read() or b"").decode().partition("\t")
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+        return task, fate, test, os.waitstatus_to_exitcode(status)
+
+    def ended() -> Outcome:
+        task, fate, test, code = end()
+        if not fate and code not in TOOK_TOO_LONG and not survives_unchanged(task):
+            fate = Fate.UNKNOWN
+        return Outcome(task.mutant, Fate(fate or Fate.KILLED), test, len(task.names))
+
+    def survives_unchanged(task: Task) -> bool:
+        names = tuple(task.names)
+        if names not in controls:
+            controls[names] = end(start(task, changed=False))[1] == Fate.SURVIVED
+        return controls[names]
+
+    for task in tasks:
+        if len(running) >= jobs:
+            yield ended()
+        start(task)
     while running:
         yield ended()
 
@@ -312,17 +370,8 @@ def put_in_place(mutant: Mutant, functions: Places) -> bool:
     return replaced
 
 
-def _try_in_place(
-    mutant: Mutant,
-    items: Sequence[pytest.Item],
-    surveyed: Survey,
-    functions: Places,
-    pipe: int,
-) -> None:
-    if not put_in_place(mutant, functions):
-        _say(pipe, Fate.ELSEWHERE)
-
-    def try_all(tests: Sequence[pytest.Item]) -> None:
+def _try_all(items: Sequence[pytest.Item], surveyed: Survey, pipe: int) -> None:
+    def run(tests: Sequence[pytest.Item]) -> None:
         for item in tests:
             tested = surveyed[item.nodeid]
             _allow(tested.cpu_s, tested.seconds)
@@ -332,14 +381,14 @@ def _try_in_place(
     # Most mutants need few examples: all tests with those first, then the property tests with all of theirs.
     full = [(item, asked) for item in items if (asked := _examples(item)) and asked.max_examples > FEW]
     fewer_examples(items, FEW)
-    try_all(items)
+    run(items)
     for item, asked in full:
         _set_examples(item, asked)
-    try_all([item for item, _ in full])
+    run([item for item, _ in full])
     _say(pipe, Fate.SURVIVED)
 
 
-def _try_imported(mutant: Mutant, names: Sequence[str], surveyed: Survey, examples: int, pipe: int) -> None:
+def _import_changed(mutant: Mutant) -> None:
     path = Path.cwd() / mutant.path
     changed = compile(mutant.source(), str(path), "exec", dont_inherit=True)
     loader = importlib.machinery.SourceFileLoader
@@ -349,6 +398,9 @@ def _try_imported(mutant: Mutant, names: Sequence[str], surveyed: Survey, exampl
         return changed if self.path == str(path) else usual(self, fullname)
 
     loader.get_code = get_code  # type: ignore[method-assign]
+
+
+def _try_collected(names: Sequence[str], surveyed: Survey, examples: int, pipe: int) -> None:
     _allow(
         sum(surveyed[name].cpu_s for name in names) + 10, sum(surveyed[name].seconds for name in names) + 10
     )
