@@ -18,6 +18,7 @@ from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, 
 from conserve.endpoints.protocol import Call, Completion, OnTokens
 from conserve.errors import EndpointError, EndpointFault, EndpointUnusable, EngineDied, StoreFull
 from conserve.jobs.harvest import retry
+from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.inputs.keeping import Keep
@@ -433,6 +434,35 @@ class Following:
     def headlines(self) -> list[str]:
         """Warnings without their reasons."""
         return [line.partition(" (")[0] for line in self.said]
+
+
+def test_rows_that_are_called_out_during_a_look_for_rows_are_not_slept_through(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the call the harvester would look again in an hour."""
+    monkeypatch.setattr("conserve.jobs.harvest.harvester.LISTENING_S", 3600.0)
+    monkeypatch.setattr(Calls, "listening", True)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        following = Following(store, FakeEndpoint())
+        working = following.harvester
+        nothing_left = working._ledger.nothing_left
+
+        queued: list[str] = []
+
+        def queued_meanwhile() -> bool:
+            found = nothing_left()
+            if not queued:
+                queued.append(queue_up("a", "b", "c"))
+                loop.call_soon_threadsafe(working._look_again)
+            return found
+
+        monkeypatch.setattr(working._ledger, "nothing_left", queued_meanwhile)
+        await following.until(lambda: working.tally.succeeded == 3)
+        await following.end()
+
+    virtual_time.run(run())
 
 
 OUTAGE = ["the store cannot be reached", "the store is back; harvesting goes on"]

@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 
 from tools.mutants import survey
+from tools.mutants.children import Fate, Task, in_children
 from tools.mutants.mutations import Mutant, mutants_of
-from tools.mutants.trial import Fate, Task, functions_by_place, in_children, put_in_place, within
+from tools.mutants.trial import functions_by_place, put_in_place, within
 
 
 def mutants(folder: Path, source: str) -> list[Mutant]:

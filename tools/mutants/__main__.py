@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from tools.mutants.children import Fate, Outcome
 from tools.mutants.mutations import Mutant, mutants_of, source_of
 from tools.mutants.survey import FOLDER, Survey
-from tools.mutants.trial import OPTIONS, Fate, Outcome, Trials, try_at_import
+from tools.mutants.trial import OPTIONS, Trials, try_at_import
 
 PATHS = ("conserve/engine/policy", "conserve/profiles", "conserve/jobs", "conserve/store")
 TESTS = ("tests/unit", "tests/property")

@@ -227,6 +227,7 @@ class Harvester:
         """Claim rows whenever a quarter of the endpoint is free; return once the queue is empty."""
         while True:
             await self._held_off()
+            self._flights.landed.clear()  # before the look: a landing or a call during it is not slept through
             works = await self._next_works()
             for work in works:
                 self._flights.launch(work)
@@ -272,8 +273,7 @@ class Harvester:
             self.tally.waiting_for = None
 
     async def _wait_for_landing(self) -> None:
-        """Sleep until a row lands, then a moment longer, so that many are claimed at once."""
-        self._flights.landed.clear()
+        """Sleep until a row lands or the store calls, then a moment longer, so that many are claimed at once."""
         full = len(self._flights) > self.endpoint.capacity * 3 // 4
         landed = await elapsed_or_set(self._flights.landed, IDLE_S if self._flights else self._idle_s)
         if landed and not full:
