@@ -1,5 +1,6 @@
 """The mutation run: what it changes, and that a change is there wherever the code is used."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -100,6 +101,7 @@ def test_a_mutant_is_where_its_function_is_used(tmp_path: Path, monkeypatch: pyt
             return made(1).next, made.of(1).at, list(made(1).up_to(2)), value, inner(1)
 
     before = seen()
+    gc.freeze()
     places = functions_by_place()
     for mutant in mutants_of("conserve/sample.py"):
         if mutant.kind == "arithmetic":

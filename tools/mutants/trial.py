@@ -221,6 +221,7 @@ def functions_by_place() -> Places:
     """All functions of the package that exist: file, qualified name and first line -> functions."""
     here = str(Path.cwd() / "conserve") + os.sep
     found: dict[tuple[str, str, int], list[FunctionType]] = {}
+    gc.unfreeze()  # frozen objects are not listed, and the tests' set-up freezes what has been imported
     # `isinstance` would ask proxies, such as torch's of deprecated names, for their class.
     for function in (thing for thing in gc.get_objects() if type(thing) is FunctionType):
         code = function.__code__
