@@ -12,8 +12,9 @@ SCHEMA_EXAMPLES ?= 100
 DEPLOY ?=
 ENGINE ?= none
 BASE ?=
+RUNS ?= 20
 
-.PHONY: help setup demo demo-eval harnesses test test-full test-notebook test-clients test-evals test-objects test-vllm soak break mutants rehearse-gpu check deploy-check image format bench bench-serve reference docs clean
+.PHONY: help setup demo demo-eval harnesses test test-full test-loaded test-notebook test-clients test-evals test-objects test-vllm soak break mutants coverage rehearse-gpu check deploy-check image format bench bench-serve reference docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +33,9 @@ test: setup  ## Run the tests, the real engine included (about 12 minutes on two
 
 test-full: setup  ## Also run what is statistical or exhaustive, before a release
 	$(BIN)/pytest -n $(WORKERS) -m "not soak" --hypothesis-profile full --timeout 1800
+
+test-loaded: setup  ## Run the tests 20 times with two busy loops beside them, to find what depends on time (RUNS=5 for fewer)
+	@bash tools/loaded.sh $(RUNS) $(BIN)/pytest -n $(WORKERS) -m "not soak and not full"
 
 test-notebook: setup  ## Run what needs pandas, polars and a kernel of Jupyter, which are fetched into .notebook
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target .notebook --constraint requirements/cpu.lock -r requirements/notebook.txt
@@ -64,6 +68,10 @@ break: setup  ## Break it on purpose: 1,000 kills, power cuts and more, and one 
 
 mutants: setup  ## Change the code since SINCE, or all of PATHS, in one place at a time: which changes does no test notice?
 	$(BIN)/python -m tools.mutants $(if $(SINCE),--since $(SINCE)) $(PATHS) $(MUTANTS)
+
+coverage: setup  ## Run the tests and print which lines and branches of each folder they run
+	$(BIN)/pytest -n $(WORKERS) -m "not soak and not full" --cov=conserve --cov-branch --cov-report=json:.coverage.json
+	$(BIN)/python tools/coverage_table.py .coverage.json
 
 rehearse-gpu: setup  ## Run every measurement for a GPU machine on this CPU, with a tiny model (ten minutes or more)
 	$(BIN)/python -m tools.gpu.rehearse
@@ -98,4 +106,4 @@ docs:  ## Build the documentation into site/; a broken link fails
 	@PYTHON=$(PYTHON) bash tools/site.sh
 
 clean:  ## Remove .venv, the built documentation, the demo's store and all caches
-	rm -rf .venv .vllm .notebook .batch-clients .evals .objects .deploy .docs .cache site .demo .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .vllm .notebook .batch-clients .evals .objects .deploy .docs .cache site .demo .bench .mutants .loaded .coverage .coverage.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
