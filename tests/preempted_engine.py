@@ -109,6 +109,7 @@ class Ask(NamedTuple):
     prompt: Sequence[int]
     params: SamplingParams
     offline: bool = True
+    adapter: Any = None  # a LoRARequest
 
 
 class Chunk(NamedTuple):
@@ -184,6 +185,7 @@ class PreemptedEngine:
                 ask.name,
                 {"prompt_token_ids": list(ask.prompt)},
                 ask.params.clone(),
+                lora_request=ask.adapter,
                 priority=OFFLINE_PRIORITY if ask.offline else 0,
             )
 

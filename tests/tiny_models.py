@@ -93,3 +93,29 @@ def build_tiny_model(
     for name in TOKENIZER_FILES:
         shutil.copy(tokenizer_from / name, folder / name)
     return folder
+
+
+def build_tiny_adapter(folder: Path, *, seed: int, layers: int = 2, rank: int = 8) -> Path:
+    """A LoRA adapter for the queries, values and MLPs of a tiny Llama, in the format of the library peft."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, wide = WIDTHS["hidden_size"], WIDTHS["intermediate_size"]
+    sizes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.v_proj": (hidden, hidden),
+        "mlp.down_proj": (wide, hidden),
+    }
+    dice = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(layers):
+        for module, (wants, gives) in sizes.items():
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{name}.lora_A.weight"] = SPREAD * torch.randn(rank, wants, generator=dice)
+            tensors[f"{name}.lora_B.weight"] = SPREAD * torch.randn(gives, rank, generator=dice)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    modules = [name.rpartition(".")[2] for name in sizes]
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder

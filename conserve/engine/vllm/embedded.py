@@ -22,7 +22,7 @@ from conserve.engine.vllm.launching.environment import (
     quiet_warnings,
     why_not_started,
 )
-from conserve.engine.vllm.launching.flags import parse_flags
+from conserve.engine.vllm.launching.flags import parse_flags, said_of_adapters
 from conserve.engine.vllm.launching.launch import Launch, on_thread
 from conserve.engine.vllm.launching.phases import CONVERTING, IMPORTING, LEARNING, PROCESSES, Phases
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, is_to_convert, resolve_model
@@ -210,6 +210,8 @@ class _Engine:
         needed = [Part.ENGINE, Part.EMBEDDED, *([Part.SCHEDULER] if pacing is not None else [])]
         await on_thread(partial(trial.require, *needed, say=say))
         arguments = await on_thread(partial(parse_flags, path, flags))  # imports vLLM, up to a minute
+        if (warning := said_of_adapters(arguments)) is not None:
+            say(warning)
         log = engine_log()
         log.capture_loggers()
         log.mark()

@@ -57,6 +57,22 @@ def spans_machines(config: VllmConfig) -> bool:
     return backend == "ray" or nodes > 1
 
 
+def said_of_adapters(args: Any) -> str | None:
+    """Warning about the base model beside LoRA adapters on a CPU, by vLLM's arguments; None where it is not needed.
+
+    vLLM's kernels there look up the adapter of a token of the base model at index -1, which is the last slot: that
+    has no weights until as many adapters as slots are in use.
+    """
+    from vllm.platforms import current_platform
+
+    if not args.enable_lora or not current_platform.is_cpu():
+        return None
+    return (
+        "vLLM on a CPU answers requests for the base model with the weights of an adapter while --max-loras "
+        f"adapters are in use (now {args.max_loras}); set --max-loras above the number of adapters in use"
+    )
+
+
 def _refuse(message: str) -> NoReturn:
     sentence = message.strip().splitlines()[0] if message.strip() else "it cannot be read"
     raise SettingsError(f"vLLM does not take these engine flags: {sentence}")

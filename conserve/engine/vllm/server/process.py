@@ -27,7 +27,12 @@ from conserve.engine.vllm.compat.internals import Part
 from conserve.engine.vllm.compat.versions import internal
 from conserve.engine.vllm.launching import fork_server
 from conserve.engine.vllm.launching.environment import gist, prepare_environment, quiet_warnings
-from conserve.engine.vllm.launching.flags import ahead_under_v1, cpu_defaults, names_scheduling
+from conserve.engine.vllm.launching.flags import (
+    ahead_under_v1,
+    cpu_defaults,
+    names_scheduling,
+    said_of_adapters,
+)
 from conserve.engine.vllm.model.demo_model import DEMO_MODEL, resolve_model
 from conserve.engine.vllm.server.privileges import API_KEY, Keys
 from conserve.engine.vllm.settings import AUTO, SECTION, VLLMS_WORKERS, WORKER, written
@@ -186,6 +191,8 @@ def main(words: Sequence[str]) -> int:
         if Part.CHECKPOINTS in trial.lost_parts():
             flags = without_checkpoints(flags)
         args = arguments(model, flags, section, models_folder=Path(models_folder))
+        if (warning := said_of_adapters(args)) is not None:
+            warn(warning)
         command = f"conserve profile --served {shlex.join([model, *flags])}"
         fork_server.prepare(settle_profile(args, flags, section, command))
         put_in_front(args, front)
