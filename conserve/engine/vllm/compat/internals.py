@@ -51,7 +51,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.sampling_params.{SamplingParams,RequestOutputKind}": "final or delta outputs; cut to resume",
         "vllm.v1.engine.EngineCoreRequest": "what the detokeniser is made from",
         "vllm.v1.engine.detokenizer.IncrementalDetokenizer": "replays saved tokens: text and stop strings",
-        "AsyncEngineArgs.{add_cli_args,from_cli_args,create_engine_config,disable_log_stats}": (
+        "AsyncEngineArgs.{add_cli_args,from_cli_args,create_engine_config,disable_log_stats,enable_lora,max_loras}": (
             "from the user's flags to the configuration"
         ),
         "vllm.utils.argparse_utils.FlexibleArgumentParser.{error,parse_args}": "a wrong flag ends in our sentence",
