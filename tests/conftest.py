@@ -1,5 +1,6 @@
 """Every test gets an environment of its own; the stores and inputs that most of them need; where the time goes."""
 
+import functools
 import gc
 import importlib
 import os
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from conserve.config import Settings, load
 from conserve.store.database.store import Store
@@ -50,6 +52,22 @@ SERVERS = frozenset(
 )
 """Modules whose tests start vLLM's engine in processes of its own."""
 
+IMPORT_VLLM = frozenset(
+    {
+        "test_checkpoints",
+        "test_leavers",
+        "test_live_classes",
+        "test_preemption",
+        "test_priorities",
+        "test_privileges",
+        "test_rehearsal",
+        "test_request_fault",
+        "test_surface",
+        "test_telemetry",
+    }
+)
+"""Modules outside of `integration` whose tests import vLLM or torch in their own process."""
+
 # A library of vLLM's API server sets the level of the root logger, and of pytest's handler, to this or to ERROR.
 os.environ["SAGEMAKER_CONTAINER_LOG_LEVEL"] = "WARNING"
 os.environ["CONSERVE_FORK_SERVER"] = "keep"  # engines of one process import vLLM once
@@ -79,6 +97,9 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 class Together(LoadScopeScheduling):
     """Keeps tests that share an engine in one worker, and those that start engine processes one after the other.
 
+    The first worker takes the tests of engines first, the others the tests without vLLM. A fork of a process that
+    has imported vLLM costs several times as much, and most tests of commands fork.
+
     Not xdist's own groups, which pytest 9.2 passes over.
     """
 
@@ -89,6 +110,21 @@ class Together(LoadScopeScheduling):
         if module.startswith("tests/integration/"):
             return nodeid.partition("[")[0].rpartition("::")[0]  # the class, or the module
         return nodeid
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        engines = node is self.nodes[0]
+        for scope in self.workqueue:
+            if imports_vllm(scope) is engines:
+                self.workqueue.move_to_end(scope, last=False)
+                break
+        super()._assign_work_unit(node)
+
+
+@functools.cache
+def imports_vllm(scope: str) -> bool:
+    """True if tests of this scope import vLLM in their process, or start its processes."""
+    module = Path(scope.partition("::")[0])
+    return scope == "servers" or module.parent.name == "integration" or module.stem in IMPORT_VLLM
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,15 +14,15 @@ from unittest import mock
 import httpx
 import pytest
 
-pytest.importorskip("vllm")
-
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.runtime.front import HARVEST_KEY, Front
 from conserve.engine.vllm.server.privileges import FREE, SLO
+from tests.installed import needs
 
 from .table import report
 
 pytestmark = [
+    needs("vllm"),
     pytest.mark.breakage,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

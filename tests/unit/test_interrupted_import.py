@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from conserve.engine.vllm.launching.launch import Launch
 from tests.commands import conserve, ended, start, until
 from tests.conftest import WriteInput
+from tests.installed import needs
+
+pytestmark = needs("vllm")
 
 ENDLESS = """
 import pathlib, time

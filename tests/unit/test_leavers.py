@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from conserve.engine.runtime.leavers import SHELTER_AFTER, SHRINK_AFTER, Leavers
 
@@ -91,6 +90,8 @@ class Model:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_inputs_that_every_layer_gets_whole_are_cut_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
     from conserve.engine.runtime.safepoint import ALL_ROWS
     from conserve.engine.vllm.iteration import Stamp
     from conserve.engine.vllm.preemption import rows as module

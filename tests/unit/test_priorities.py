@@ -8,13 +8,13 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from conserve.engine.policy.view import OFFLINE_PRIORITY
 from conserve.engine.vllm.server import plugin
 from conserve.engine.vllm.server.privileges import CALLER, Caller, Role
+from tests.installed import needs
 
 pytestmark = [
+    needs("vllm"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]

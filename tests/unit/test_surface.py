@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("fastapi")
 
 from fastapi import FastAPI, Response
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +23,7 @@ from conserve.engine.vllm.server.plugin import Surface
 from conserve.engine.vllm.server.privileges import CALLER, SLO, Caller, Role
 from conserve.errors import ProfileMissing
 from tests import virtual_time
+from tests.installed import needs
 
 SAID: dict[str, Any] = {
     "policy": "conserve",
@@ -146,6 +147,7 @@ def ours(answer: httpx.Response) -> dict[str, float]:
 
 
 pytestmark = [
+    needs("vllm"),
     pytest.mark.filterwarnings("ignore:builtin type [sS]wig.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),

@@ -1,7 +1,7 @@
 """Answers to queries, computed by a child process within bounds of memory, disk and time."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -51,7 +51,7 @@ class SnapshotQuery:
 
     taken: Snapshot
     ask: Callable[[duckdb.DuckDBPyConnection], duckdb.DuckDBPyRelation]
-    uses: Callable[[], Collection[str] | None]
+    uses: Callable[[], Set[str] | None]
     bounds: Bounds
     sealed: bool = True
     wording: Wording | None = None

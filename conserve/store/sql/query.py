@@ -3,7 +3,7 @@
 import contextlib
 import glob
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,12 +97,13 @@ def opened(
     bounds: Bounds | None = None,
     named: Sequence[NamedFile] = (),
     damaged: Mapping[FilePath, str] = NONE,
-    used: Collection[str] | None = None,
+    used: Set[str] | None = None,
 ) -> Iterator[Views]:
     """Open the views over a snapshot; data beyond memory is written to the folder `spill`.
 
     Files that cannot be opened or are known to be `damaged` are left out. Of a bucket, views that are not `used`
-    get no rows: to make them, each of their files would be opened.
+    get no rows: to make them, each of their files would be opened. Evaluations and requests have no views at all
+    where a caller of ours uses none; a user's query meets all, since DuckDB's errors name those that it may mean.
     """
 
     def fault(path: FilePath) -> str | None:
@@ -122,8 +123,11 @@ def opened(
         shards, no_results = add_results(duck, for_view(taken, "results", used), fault)
         inputs, no_inputs = readable_inputs(for_view(taken, "inputs", used), fault)
         no_inputs += add_inputs(duck, inputs)
-        requests, no_requests = add_requests(duck, for_view(taken, "requests", used), wording, fault)
-        items = eval_views.add_evals(duck, taken.home, fault)
+        requests, no_requests, items = list[FilePath](), list[LeftOut](), list[Path]()
+        if sealed or used is None or "requests" in used:
+            requests, no_requests = add_requests(duck, for_view(taken, "requests", used), wording, fault)
+        if sealed or used is None or not used.isdisjoint(eval_views.VIEWS):
+            items = eval_views.add_evals(duck, taken.home, fault)
         files = add_named(duck, named, VIEWS)
         input_files = [part.path for parts in inputs.values() for part in parts]
         if sealed:
@@ -137,7 +141,7 @@ def opened(
         yield Views(duck, [*no_results, *no_inputs, *no_requests], read)
 
 
-def for_view(taken: Snapshot, view: str, used: Collection[str] | None) -> Snapshot:
+def for_view(taken: Snapshot, view: str, used: Set[str] | None) -> Snapshot:
     """Snapshot for one view: without files if they are objects and the view is not used."""
     if used is None or view in used or isinstance(taken.data, Path):
         return taken
