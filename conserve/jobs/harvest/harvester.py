@@ -290,8 +290,9 @@ class Harvester:
                 self._say(f"the clock was set {'forward' if by > 0 else 'back'} by {abs(by):,.0f} s")
                 renew_at = now  # so that leases name their end by the new clock
             if now >= renew_at and self._recording.held:
-                epochs = set(self._recording.held)
-                alive = await self._in_store(self._ledger.renew, epochs)
+                async with self._recording.writing:  # which may end leases that then would seem lost
+                    epochs = set(self._recording.held)
+                    alive = await self._in_store(self._ledger.renew, epochs)
                 self._flights.withdraw(epochs=epochs - alive, lost=True)
                 self.tally.leases_lost += len(epochs - alive)
                 for gone in epochs - alive:
