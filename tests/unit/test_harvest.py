@@ -6,6 +6,7 @@ All of it runs in virtual time: seconds are the harvester's and the endpoint's, 
 import asyncio
 import errno
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -488,6 +489,47 @@ def test_rows_that_are_called_out_during_a_look_for_rows_are_not_slept_through(
         await following.end()
 
     virtual_time.run(run())
+
+
+class SocketListener:
+    """Calls of a database that come as bytes; the connection ends where its other end is closed."""
+
+    def __init__(self) -> None:
+        self.near, self.far = socket.socketpair()
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self.near.fileno()
+
+    def heard(self) -> bool:
+        return bool(self.near.recv(100))
+
+    def close(self) -> None:
+        self.near.close()
+        self.closed = True
+
+
+def test_calls_are_heard_until_the_connection_ends_or_another_takes_its_place() -> None:
+    """The end of a connection is heard too: a call may have been lost with it."""
+
+    async def run() -> None:
+        heard: asyncio.Queue[bool] = asyncio.Queue()
+        calls = Calls(lambda: heard.put_nowait(calls.listening))
+        assert not calls.listening
+        first, second = SocketListener(), SocketListener()
+        calls.begin(first)  # type: ignore[arg-type]
+        first.far.send(b"call")
+        assert await asyncio.wait_for(heard.get(), 60)
+        calls.begin(second)  # type: ignore[arg-type]
+        assert first.closed
+        second.far.close()
+        assert not await asyncio.wait_for(heard.get(), 60), "it listens no longer"
+        assert second.closed
+        calls.begin(None)
+        assert not calls.listening
+        first.far.close()
+
+    asyncio.run(run())
 
 
 OUTAGE = ["the store cannot be reached", "the store is back; harvesting goes on"]

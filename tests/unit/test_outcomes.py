@@ -23,10 +23,11 @@ from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S, RetryDecision, backof
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import OpenJob, ReadyRow, to_work, wants_json_answer
 from conserve.jobs.requests.file import StoredRequest
-from conserve.jobs.task import Kind, Order, Task
+from conserve.jobs.task import KEEP_LOGPROBS, Kind, Order, Task
 from conserve.store.books.catalog import JobRecord, Source
 from conserve.store.books.journal import Committed, Finished
 from conserve.store.books.leases import LeasedRow
+from conserve.store.books.results import Result
 from conserve.store.books.saved_tokens import pack_tokens
 from conserve.store.books.states import JobState
 from conserve.store.sql.openai_lines import body_of
@@ -209,6 +210,49 @@ def test_several_choices_are_kept_with_their_logprobs() -> None:
         {"text": "a", "finish_reason": "stop", "logprobs": {"tokens": ["a"]}},
         {"text": "b", "finish_reason": "length"},
     ]
+
+
+def echoing(tokens: list[str], **others: object) -> Choice:
+    logprobs = {"tokens": tokens, "token_logprobs": [-0.1 * n for n in range(len(tokens))], **others}
+    return Choice(text="".join(tokens), finish_reason="length", logprobs=logprobs)
+
+
+def scored(keep: object, *choices: Choice, prompt_tokens: int = 3) -> Result:
+    """Result of a row that asks for the log probabilities of its prompt's last tokens alone."""
+    task = replace(TASK, params={"echo": True, KEEP_LOGPROBS: keep})
+    return success(work(task=task), replace(ANSWER, choices=choices, prompt_tokens=prompt_tokens), now=0.0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(0, []), (2, ["b", "c"]), ("2.0", ["b", "c"]), (3, ["a", "b", "c"])]
+)
+def test_of_an_echoed_prompt_the_last_tokens_are_kept_alone(keep: object, kept: list[str]) -> None:
+    found = scored(keep, echoing(["a", "b", "c", "d"], top_logprobs=None, note="as sent"))
+    logprobs = json.loads(found.logprobs or "")
+    assert (found.text, found.finish_reason, logprobs["tokens"]) == ("", "length", kept)
+    assert len(logprobs["token_logprobs"]) == len(kept)
+    assert (logprobs["top_logprobs"], logprobs["note"]) == (None, "as sent")
+
+
+@pytest.mark.parametrize(("keep", "prompt_tokens"), [(4, 3), (1, 5)])
+def test_an_answer_that_echoes_no_such_prompt_is_kept_as_it_is(keep: int, prompt_tokens: int) -> None:
+    found = scored(keep, echoing(["a", "b", "c", "d"]), prompt_tokens=prompt_tokens)
+    assert (found.text, json.loads(found.logprobs or "")["tokens"]) == ("abcd", ["a", "b", "c", "d"])
+
+
+def test_each_of_several_answers_is_shortened_if_it_has_log_probabilities() -> None:
+    found = scored(
+        1, echoing(["a", "b", "c"]), echoing(["a", "b", "d"]), Choice(text="x", finish_reason="stop")
+    )
+    choices = json.loads(found.choices or "")
+    assert [choice["text"] for choice in choices] == ["", "", "x"]
+    assert [choice["logprobs"]["tokens"] for choice in choices[:2]] == [["c"], ["d"]]
+
+
+def test_a_row_that_keeps_log_probabilities_asks_its_server_for_no_such_thing() -> None:
+    made = work(task=replace(TASK, params={"echo": True, KEEP_LOGPROBS: 2}))
+    assert made.call is not None
+    assert made.call.body.keys() == {"echo", "messages"}
 
 
 @pytest.mark.parametrize(
