@@ -4,6 +4,7 @@ All of it runs in virtual time: seconds are the harvester's and the endpoint's, 
 """
 
 import asyncio
+import contextlib
 import errno
 import shutil
 import socket
@@ -413,6 +414,106 @@ def test_an_endpoint_that_cannot_serve_ends_the_run_and_blames_no_row(
     assert len(results(store, job_id)) == 1
 
 
+def test_tokens_of_rows_at_an_endpoint_that_becomes_unusable_are_kept(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    queue_up("long")
+    script = Script(token_ms=5, tokens=100)
+
+    class Fading(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await super().complete(call, on_tokens)
+            raise EndpointUnusable("no GPU left")
+
+    with pytest.raises(EndpointUnusable, match="no GPU left"):
+        harvest(store, Fading(script))
+    second = FakeEndpoint(script)
+    harvest(store, second)
+    assert second.continued == [39]
+
+
+def test_a_server_that_starts_and_refuses_rows_is_back_once_it_answers_one(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    queue_up("a")
+
+    class Refusing(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            completion = await super().complete(call, on_tokens)
+            if self.calls <= 3:
+                raise EndpointUnusable("the key is not valid")
+            return completion
+
+    async def run() -> Following:
+        following = Following(store, Refusing())
+        begun = asyncio.get_running_loop().time()
+        await following.until(lambda: following.harvester.tally.succeeded == 1)
+        assert 7.0 <= asyncio.get_running_loop().time() - begun < 8.0, "1, 2 and 4 s"
+        await following.end()
+        return following
+
+    following = virtual_time.run(run())
+    assert following.headlines == [
+        "the endpoint cannot be reached",
+        "the endpoint is back; harvesting goes on",
+    ]
+    assert following.harvester.tally.outages == {"endpoint": 1}
+
+
+def test_a_row_that_another_joined_is_not_to_blame_for_the_engines_death(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    """Each of the two was the first, or the last, in flight."""
+
+    class Dying(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            completion = await super().complete(call, on_tokens)
+            if self.calls <= 2:
+                await asyncio.sleep(2.0 if self.calls == 1 else 1.0)
+                raise EngineDied("gone")
+            return completion
+
+    async def run() -> Tally:
+        following = Following(store, Dying(Script(request_ms=500)), max_deaths=1)
+        queue_up("first")
+        await following.until(lambda: following.harvester.tally.in_flight == 1)
+        queue_up("second")
+        await following.until(lambda: following.harvester.tally.in_flight == 2)
+        await following.until(lambda: following.harvester.tally.done == 2)
+        return await following.end()
+
+    tally = virtual_time.run(run())
+    assert (tally.succeeded, tally.failed) == (2, 0)
+
+
+def test_a_harvester_tells_how_far_its_rows_are(store: Store, queue_up: Callable[..., str]) -> None:
+    queue_up("a", "b", "c")
+
+    async def run() -> Harvester:
+        working = harvester(store, FakeEndpoint(Script(request_ms=100, capacity=2)))
+        assert working.ready_at is None
+        running = asyncio.create_task(working.run(asyncio.Event()))
+        while working.tally.answered < 2:
+            await asyncio.sleep(0.001)
+        assert working.tally.succeeded == 0, "none is durable yet"
+        while not working.tally.in_flight:
+            await asyncio.sleep(0.001)
+        seen = working.progress(rows_left=3)
+        assert (seen.rows_done, seen.rows_in_flight, seen.rows_waiting) == (2, 1, 0)
+        assert working.progress(rows_left=9).rows_waiting == 6
+        assert seen.tokens_done == working.tally.answered_tokens > 0
+        await running
+        return working
+
+    working = virtual_time.run(run())
+    assert working.ready_at is not None
+    assert working.ended_at is not None
+    assert working.ready_at <= working.ended_at
+    assert working.progress(rows_left=0).rows_waiting == 0
+
+
 def test_a_row_that_cannot_be_rendered_fails_without_a_call(
     store: Store, queue_up: Callable[..., str]
 ) -> None:
@@ -619,7 +720,11 @@ def test_rows_withdrawn_before_they_were_sent_go_back(store: Store, queue_up: Ca
     asyncio.run(asyncio.wait_for(run(), 20))
     assert endpoint.calls == 0
     with store.read() as tx:
-        assert tx.execute(text("select count(*), count(epoch) from request")).one() == (2, 0)
+        assert tx.execute(text("select count(*), count(epoch), count(tokens) from request")).one() == (
+            2,
+            0,
+            0,
+        )
         assert tx.scalar(text("select count(*) from lease")) == 0
 
 
