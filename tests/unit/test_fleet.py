@@ -1,6 +1,7 @@
 """Many servers behind one harvester, in virtual time: which rows go where, and what becomes of those in flight."""
 
 import asyncio
+import socket
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from conserve.endpoints.fake import WORDS, answer_tokens, request_text
-from conserve.endpoints.protocol import Call, Completion, Url
+from conserve.endpoints.protocol import Call, Completion, InFlight, Url
 from conserve.errors import (
     EndpointBusy,
     EndpointFault,
@@ -22,7 +23,7 @@ from conserve.jobs.fleet.care import DRAIN_S
 from conserve.jobs.fleet.fleet import now_s
 from conserve.jobs.fleet.member import MemberState
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.harvest.notes import merged
+from conserve.jobs.harvest.notes import merged, of_this_machine
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
@@ -556,3 +557,37 @@ def test_a_server_under_two_names_is_noted_once() -> None:
     )
     (found,) = merged([one, replace(one, in_flight=4)])
     assert (found.in_flight, found.waiting) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("url", "known_as"),
+    [
+        ("http://localhost:8000/v1", "http://gpu-7:8000/v1"),
+        ("https://127.0.0.1/v1?a=1", "https://gpu-7/v1?a=1"),
+        ("http://[::1]:8000", "http://gpu-7:8000"),
+        ("http://gpu-a:8000", "http://gpu-a:8000"),
+        ("not a URL", "not a URL"),
+    ],
+)
+def test_a_loopback_address_is_this_machines_in_a_store_that_others_share(
+    url: str, known_as: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-7")
+    assert of_this_machine(url) == known_as
+
+
+@pytest.mark.parametrize(("last", "most"), [(InFlight(5, 40), 70), (InFlight(5), None)])
+def test_tokens_in_flight_are_those_of_all_servers_as_far_as_they_tell(
+    last: InFlight, most: int | None
+) -> None:
+    async def run() -> InFlight:
+        servers = three()
+        for server, told in zip(servers, (InFlight(1, 10), InFlight(2, 20), last), strict=True):
+            server.in_flight = told
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        found = fleet.in_flight
+        await fleet.close()
+        return found
+
+    assert virtual_time.run(run()) == InFlight(8, most)

@@ -1,10 +1,11 @@
 """The store as a harvester sees it: what it claims, records, and takes back from the dead."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from conserve.errors import StoreError
+from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreUnreachable
 from conserve.jobs.deadlines.slack import SHARE, is_others_turn
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.outage import StoreFile
@@ -18,6 +19,7 @@ from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
+from conserve.jobs.window.lookahead import Lookahead
 from conserve.store.books import catalog, harvested, journal, leases, saved_tokens, shards
 from conserve.store.books.journal import Finished
 from conserve.store.books.saved_tokens import SavedTokens
@@ -315,6 +317,65 @@ def test_a_job_that_must_not_run_is_told_why_and_gives_its_rows_back(
     assert job(store, job_id).state is JobState.FAILED
     assert job(store, job_id).finished_at == 1000.0
     assert select(store, "select job_id from lease") == [(whole,)]
+
+
+def test_a_job_whose_requests_break_while_rows_are_chosen_is_refused_alone(
+    store: Store, party: Party, write_input: WriteInput, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = submit(store, str(write_input("other.parquet", q=["x"])), TASK).job_id
+    errors = [JobNotFound("removed meanwhile"), StoreDamaged("row group 0 is damaged", job_id=job_id)]
+    take = Lookahead.take
+
+    def broken(window: Lookahead, limit: int) -> object:
+        if errors:
+            raise errors.pop(0)
+        return take(window, limit)
+
+    monkeypatch.setattr(Lookahead, "take", broken)
+    assert [work.job_id for work in party.claim()] == [other]
+    assert party.tally.refused == {job_id: "row group 0 is damaged"}
+    assert job(store, job_id).state is JobState.FAILED
+
+
+def test_damage_of_the_whole_store_refuses_no_job(
+    store: Store, party: Party, write_input: WriteInput, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(store, str(write_input("other.parquet", q=["x"])), TASK)
+
+    def broken(*_: object) -> object:
+        raise StoreDamaged("the folder of jobs is gone")
+
+    monkeypatch.setattr(Lookahead, "take", broken)
+    with pytest.raises(StoreDamaged, match="folder of jobs"):
+        party.claim()
+    assert party.tally.refused == {}
+    assert job(store, job_id).state is JobState.QUEUED
+
+
+def test_results_wait_in_the_journal_while_the_place_of_shards_is_out_of_reach(
+    store: Store, job_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried again after half a minute, with whatever was completed meanwhile."""
+    clock, tries, compact = Clock(), [], shards.compact
+
+    def away(*arguments: Any, **named: Any) -> int | None:
+        tries.append(clock.now)
+        if len(tries) == 1:
+            raise StoreUnreachable("the bucket is away")
+        return compact(*arguments, **named)
+
+    monkeypatch.setattr(shards, "compact", away)
+    recorder = Recorder(store, clock, monotonic=clock)
+    lease = leased(store)
+    recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, p, result(p)) for p in range(4)]))
+    assert [record.getMessage() for record in caplog.records] == [
+        "results stay in the database for now: the bucket is away"
+    ]
+    for seconds, left in ((29.9, 4), (0.1, 0)):
+        clock.now += seconds
+        recorder.write(Outbox())
+        assert select(store, "select count(*) from journal") == [(left,)]
+    assert tries == [1000.0, 1030.0]
 
 
 def test_a_suspect_is_claimed_alone(store: Store, party: Party, job_id: str) -> None:
