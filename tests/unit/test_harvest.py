@@ -17,8 +17,15 @@ import pytest
 from sqlalchemy import event, text
 
 from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, request_text
-from conserve.endpoints.protocol import Call, Completion, OnTokens
-from conserve.errors import EndpointError, EndpointFault, EndpointUnusable, EngineDied, StoreFull
+from conserve.endpoints.protocol import Call, Completion, KvCache, OnTokens
+from conserve.errors import (
+    EndpointBusy,
+    EndpointError,
+    EndpointFault,
+    EndpointUnusable,
+    EngineDied,
+    StoreFull,
+)
 from conserve.jobs.harvest import retry
 from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.harvester import Harvester
@@ -27,6 +34,7 @@ from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
+from conserve.jobs.window.lookahead import Lookahead
 from conserve.store.books import catalog, journal, leases, saved_tokens, shards
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
@@ -486,6 +494,67 @@ def test_a_row_that_another_joined_is_not_to_blame_for_the_engines_death(
 
     tally = virtual_time.run(run())
     assert (tally.succeeded, tally.failed) == (2, 0)
+
+
+def test_no_row_is_sent_while_the_endpoint_asks_to_wait(store: Store, queue_up: Callable[..., str]) -> None:
+    queue_up("a", "b")
+    sent_at: list[float] = []
+
+    class Busy(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            sent_at.append(asyncio.get_running_loop().time())
+            if len(sent_at) == 1:
+                raise EndpointBusy("too many requests", retry_after_s=7.0)
+            return await super().complete(call, on_tokens)
+
+    waits: list[str | None] = []
+
+    async def run() -> None:
+        working = harvester(store, Busy(Script(capacity=1)))
+        asyncio.get_running_loop().call_later(3.0, lambda: waits.append(working.tally.waiting_for))
+        await working.run(asyncio.Event())
+        waits.append(working.tally.waiting_for)
+
+    virtual_time.run(run())
+    assert len(sent_at) == 3
+    assert sent_at[1] - sent_at[0] == pytest.approx(7.0, abs=0.1)
+    assert waits == ["too many requests; trying again in 7 s", None]
+
+
+@pytest.mark.parametrize(("params", "watched"), [({}, True), ({"logprobs": True}, False)])
+def test_tokens_are_asked_for_where_a_row_can_continue_from_them(
+    store: Store, queue_up: Callable[..., str], params: dict[str, bool], watched: bool
+) -> None:
+    queue_up("a", task=Task(kind=Kind.PROMPT, template="{{ q }}", params=params))
+    seen: list[bool] = []
+
+    class Watched(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            seen.append(on_tokens is not None)
+            return await super().complete(call)
+
+    harvest(store, Watched())
+    assert seen == [watched]
+
+
+def test_rows_of_several_jobs_are_chosen_by_the_blocks_of_the_endpoints_cache(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue_up("a")
+    queue_up("b", "c")
+    caches: list[KvCache] = []
+
+    class Noted(Lookahead):
+        def __init__(self, *arguments: Any, cache: KvCache, **named: Any) -> None:
+            caches.append(cache)
+            super().__init__(*arguments, cache=cache, **named)
+
+    class Cached(FakeEndpoint):
+        kv_cache = KvCache(block_tokens=32, num_blocks=77)
+
+    monkeypatch.setattr("conserve.jobs.harvest.ledger.Lookahead", Noted)
+    harvest(store, Cached())
+    assert set(caches) == {Cached.kv_cache}
 
 
 def test_a_harvester_tells_how_far_its_rows_are(store: Store, queue_up: Callable[..., str]) -> None:

@@ -5,11 +5,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, request_text
 from conserve.endpoints.protocol import Call, Completion, OnTokens
 from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.requests import external_sort
 from conserve.jobs.requests.file import RequestFile
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Order, Task
@@ -191,3 +193,17 @@ async def stopped_after(store: Store, endpoint: Cached) -> None:
 def test_a_job_of_before_there_were_orders_ran_in_that_of_the_input() -> None:
     assert row_order('{"kind":"prompt","template":"x"}') == "input"
     assert row_order(replace(PROMPT, order=Order.RANDOM, order_seed=7).to_json()) == "random:7"
+
+
+def test_more_runs_than_one_merge_reads_are_merged_in_several_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_sort, "RUN_BYTES", 1)
+    monkeypatch.setattr(external_sort, "FAN_IN", 2)
+    keys = ["d", "b", None, "a", "b", "c", "b"]
+    with external_sort.ExternalSort(tmp_path, "key") as sorting:
+        for number, key in enumerate(keys):
+            sorting.write(pa.table({"key": pa.array([key], pa.string()), "n": [number]}))
+        found = [n for table in sorting.rows() for n in table["n"].to_pylist()]
+    assert found == [3, 1, 4, 6, 5, 0, 2]
+    assert list(tmp_path.iterdir()) == []

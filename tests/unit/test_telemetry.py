@@ -315,6 +315,15 @@ def test_attempts_of_a_row_are_in_one_trace(
     assert root.attributes["conserve.attempts"] == 2
 
 
+def test_the_trace_of_a_row_that_failed_says_why(collector: OtlpReceiver, write_input: WriteInput) -> None:
+    conserve("submit", str(write_input(q=["REJECT", "a"])), "--prompt", "{{ q }}")
+    conserve("run", "--endpoint", "fake:", "--otlp-endpoint", collector.url)
+    failed, whole = sorted(collector.named("row"), key=lambda root: not root.failed)
+    assert (failed.failed, whole.failed) == (True, False)
+    assert failed.attributes["error.type"] == "invalid_request"
+    assert "error.type" not in whole.attributes
+
+
 def test_the_standard_variables_name_the_collector_and_the_share(
     server: ScriptedServer, collector: OtlpReceiver, write_input: WriteInput
 ) -> None:
