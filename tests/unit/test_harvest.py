@@ -702,6 +702,109 @@ def test_calls_are_heard_until_the_connection_ends_or_another_takes_its_place() 
     asyncio.run(run())
 
 
+def test_rows_that_are_called_out_during_a_claim_do_not_wait_for_the_next_look(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row is in flight for hours, and without the call the harvester would look again in an hour."""
+    monkeypatch.setattr("conserve.jobs.harvest.harvester.LISTENING_S", 3600.0)
+    monkeypatch.setattr(Calls, "listening", True)
+    queue_up("long")
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        following = Following(store, FakeEndpoint(Script(request_ms=1e7, capacity=8)))
+        working = following.harvester
+        claim = working._ledger.claim
+        queued: list[str] = []
+
+        def called_meanwhile(*arguments: Any) -> Any:
+            works = claim(*arguments)
+            if not works and not queued:
+                queued.append(queue_up("a", "b", "c"))
+                loop.call_soon_threadsafe(working._look_again)
+            return works
+
+        monkeypatch.setattr(working._ledger, "claim", called_meanwhile)
+        await following.until(lambda: working.tally.in_flight == 4)
+        await following.end()
+
+    virtual_time.run(run())
+
+
+class Timed(FakeEndpoint):
+    """Takes as many milliseconds for a row as its prompt says, and notes how many rows it has at a time."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(Script(capacity=capacity))
+        self.running = 0
+        self.loads: list[int] = []
+
+    async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        self.running += 1
+        self.loads.append(self.running)
+        try:
+            await asyncio.sleep(int(call.body["messages"][-1]["content"].split()[-1]) / 1e3)
+            return await super().complete(call, on_tokens)
+        finally:
+            self.running -= 1
+
+
+def timed(store: Store, endpoint: FakeEndpoint, **named: Any) -> tuple[float, list[int]]:
+    """Seconds that a harvest takes, and the numbers of rows that it asked the store for."""
+    asked: list[int] = []
+
+    async def run() -> float:
+        working = harvester(store, endpoint, **named)
+        claim = working._ledger.claim
+
+        def noted(limit: int, suspect: bool, identity: str) -> Any:
+            if not suspect:
+                asked.append(limit)
+            return claim(limit, suspect, identity)
+
+        working._ledger.claim = noted  # type: ignore[method-assign]
+        begun = asyncio.get_running_loop().time()
+        await working.run(asyncio.Event())
+        return asyncio.get_running_loop().time() - begun
+
+    return virtual_time.run(run()), asked
+
+
+def test_an_endpoint_stays_full_while_there_are_rows(store: Store, queue_up: Callable[..., str]) -> None:
+    """Short rows wait neither for a long one nor for the time of a look."""
+    queue_up("x 1000", *(f"{n} x 10" for n in range(80)))
+    seconds, asked = timed(store, Timed(8))
+    assert seconds < 1.3
+    assert min(asked) >= 2, "rows are claimed once a quarter of the endpoint is free"
+
+
+def test_rows_that_land_one_by_one_do_not_each_ask_an_empty_queue(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    queue_up(*(f"{n} x {10 * n}" for n in range(1, 101)))
+    endpoint = Timed(200)
+    seconds, asked = timed(store, endpoint)
+    assert seconds == pytest.approx(1.0, abs=0.3)
+    assert len(asked) < 10
+    assert max(endpoint.loads) == 100
+
+
+def test_a_suspect_runs_alone_from_begin_to_end(store: Store, queue_up: Callable[..., str]) -> None:
+    """Rows take longer than the time until the harvester looks for more."""
+    queue_up("a 900", "b 900", "c 900")
+
+    class Dying(Timed):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            completion = await super().complete(call, on_tokens)
+            if self.calls <= 3:
+                raise EngineDied("gone")
+            return completion
+
+    endpoint = Dying(8)
+    timed(store, endpoint)
+    assert endpoint.loads == [1, 2, 3, 1, 1, 1]
+
+
 OUTAGE = ["the store cannot be reached", "the store is back; harvesting goes on"]
 
 

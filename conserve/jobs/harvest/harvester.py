@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from typing import TypeVar
 
 from conserve.config import UTILITY
@@ -246,8 +247,12 @@ class Harvester:
         free = self.endpoint.capacity - len(self._flights)
         due = not self._flights or self.monotonic() >= self._claim_at
         if due and free >= max(1, self.endpoint.capacity // 4) and not self._flights.has_suspect:
+            self._claim_at = inf  # unless the store calls meanwhile
             works = await self._in_store(self._ledger.claim, free, False, self.endpoint.identity)
-            self._claim_at = 0.0 if works else self.monotonic() + self._idle_s
+            if works:
+                self._claim_at = 0.0
+            elif self._claim_at == inf:
+                self._claim_at = self.monotonic() + self._idle_s
         if not works and not self._flights:
             await self._recording.flush()
             works = await self._in_store(self._ledger.claim, 1, True, self.endpoint.identity)
