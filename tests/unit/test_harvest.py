@@ -510,10 +510,10 @@ def test_no_row_is_sent_while_the_endpoint_asks_to_wait(store: Store, queue_up: 
     waits: list[str | None] = []
 
     async def run() -> None:
-        working = harvester(store, Busy(Script(capacity=1)))
-        asyncio.get_running_loop().call_later(3.0, lambda: waits.append(working.tally.waiting_for))
+        working = harvester(store, Busy(Script(capacity=1, request_ms=1000)))
+        for seconds in (3.0, 7.5):
+            asyncio.get_running_loop().call_later(seconds, lambda: waits.append(working.tally.waiting_for))
         await working.run(asyncio.Event())
-        waits.append(working.tally.waiting_for)
 
     virtual_time.run(run())
     assert len(sent_at) == 3

@@ -20,9 +20,10 @@ from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.lookahead import Lookahead
-from conserve.store.books import catalog, harvested, journal, leases, saved_tokens, shards
+from conserve.store.books import catalog, harvested, journal, leases, saved_tokens, servers, shards
 from conserve.store.books.journal import Finished
 from conserve.store.books.saved_tokens import SavedTokens
+from conserve.store.books.servers import Sighting
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
@@ -269,6 +270,22 @@ def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party
     assert not orphan.exists()
 
 
+def test_a_session_forgets_figures_and_servers_of_long_ago(store: Store, party: Party) -> None:
+    seen = Sighting(
+        url="http://gone:8000", state="serving", model="m", version="1", alive=True, in_flight=0, waiting=0,
+        tokens_per_s=1.0, why=None,
+    )  # fmt: skip
+    with store.write() as tx:
+        harvested.note(tx, 100, since=1000.0, now=1010.0)
+        servers.note(tx, "elsewhere:1:2:3", [seen], now=1000.0)
+    for days, slots, known in ((1, 1, 1), (8, 1, 0), (60, 0, 0)):
+        party.clock.now = 1000.0 + days * 86_400
+        party.ledger.recover()
+        assert select(store, "select (select count(*) from harvested), (select count(*) from server)") == [
+            (slots, known)
+        ]
+
+
 def test_what_is_not_done_at_the_end_waits_for_the_next_run(store: Store, party: Party, job_id: str) -> None:
     party.claim(2)
     other = leased(store, owner="elsewhere:1:2:3", limit=1)
@@ -335,6 +352,17 @@ def test_a_job_whose_requests_break_while_rows_are_chosen_is_refused_alone(
     assert [work.job_id for work in party.claim()] == [other]
     assert party.tally.refused == {job_id: "row group 0 is damaged"}
     assert job(store, job_id).state is JobState.FAILED
+
+
+def test_rows_of_two_jobs_that_begin_alike_are_claimed_one_after_the_other(
+    store: Store, party: Party, write_input: WriteInput
+) -> None:
+    for number in range(2):
+        prompts = [letter * 200 + str(number) for letter in "abc"]
+        submit(store, str(write_input(f"{number}.parquet", q=prompts)), TASK)
+    one, other = party.claim(2)
+    assert (one.request.payload or "")[:200] == (other.request.payload or "")[:200]
+    assert one.job_id != other.job_id
 
 
 def test_damage_of_the_whole_store_refuses_no_job(
