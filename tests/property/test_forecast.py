@@ -50,6 +50,17 @@ def test_nothing_is_forecast_before_anything_was_harvested() -> None:
     assert usual_row_tokens([]) == UNSEEN_TOKENS
 
 
+def test_a_course_tells_tokens_by_a_moment_and_the_moment_of_tokens() -> None:
+    """Beyond two weeks it tells no more than by their end."""
+    course = Course(steady(), now=NOW, seed=1)
+    assert (course.by(NOW), course.by(NOW - 5.0), course.when(0.0)) == (0.0, 0.0, NOW)
+    for hours in (0.1, 1, 30):
+        assert course.when(course.by(NOW + hours * 3600)) == pytest.approx(NOW + hours * 3600)
+    by_the_end = course.by(NOW + 2 * HORIZON_S)
+    assert course.by(NOW + HORIZON_S) < by_the_end == course.by(NOW + 3 * HORIZON_S)
+    assert course.when(2 * by_the_end) == inf
+
+
 def test_a_job_beyond_the_horizon_has_no_moment() -> None:
     found = forecasts([job(rows=10**9, deadline=NOW + 60.0)], steady(), now=NOW)["a"]
     assert (found.done_50, found.done_90, found.in_time) == (None, None, 0.0)

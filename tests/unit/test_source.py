@@ -5,8 +5,10 @@ import io
 import json
 import os
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -365,3 +367,40 @@ def test_the_first_row_that_waits_is_found_from_the_store(store: Store, settings
     assert first_waiting(settings, "job-1") == 0
     leased(store)
     assert first_waiting(settings, "job-1") is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([{"q": "a", "n": 1}, {"q": "b"}], [("a", 1), ("b", None)]),
+        ([{"q": np.str_("a"), "n": np.int64(7)}], [("a", 7)]),
+        ([MappingProxyType({"q": np.arange(3), "n": {"k": [1.5]}})], [([0, 1, 2], {"k": [1.5]})]),
+        (iter([{"q": "a", "n": None}]), [("a", None)]),
+    ],
+)
+def test_rows_that_a_program_holds_are_kept_as_json(
+    tmp_path: Path, rows: Any, found: list[tuple[Any, ...]]
+) -> None:
+    opened = open_input(Input(rows=rows), tmp_path, openai=False)
+    assert [tuple(row.values()) for batch in opened.rows.batches(["q", "n"]) for row in batch] == found
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (["a"], "row 1 of the rows is of type list; give a dict of its columns"),
+        ({"q": object()}, r"row 1 of the rows has no JSON \(a value of type object\); give text"),
+        ({"q": {1, 2}.__contains__}, "row 1 of the rows has no JSON"),
+        ({("a", "b"): 1}, "row 1 of the rows has no JSON"),
+    ],
+)
+def test_a_row_that_json_has_no_form_for_is_named(tmp_path: Path, row: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        open_input(Input(rows=[{"q": "a"}, row]), tmp_path, openai=False)
+
+
+def test_a_message_that_json_has_no_form_for_fails_its_row() -> None:
+    render = renderer(Task(kind=Kind.MESSAGES, column="m"))
+    found = render({"m": [{"role": "user", "content": object()}]})
+    assert (found.payload, found.error_type) == (None, "invalid_messages")
+    assert (found.error or "").startswith("m: a message that JSON has no form for (")
