@@ -20,7 +20,7 @@ from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.lookahead import Lookahead
-from conserve.store.books import catalog, harvested, journal, leases, saved_tokens, servers, shards
+from conserve.store.books import catalog, choice, harvested, journal, leases, saved_tokens, servers, shards
 from conserve.store.books.journal import Finished
 from conserve.store.books.saved_tokens import SavedTokens
 from conserve.store.books.servers import Sighting
@@ -363,6 +363,40 @@ def test_rows_of_two_jobs_that_begin_alike_are_claimed_one_after_the_other(
     one, other = party.claim(2)
     assert (one.request.payload or "")[:200] == (other.request.payload or "")[:200]
     assert one.job_id != other.job_id
+
+
+def test_a_window_is_kept_from_claim_to_claim_and_closed_at_the_end(
+    store: Store, party: Party, write_input: WriteInput, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new one for each claim would read the first rows of each job again."""
+    made: list[Lookahead] = []
+    closed: list[Lookahead] = []
+
+    class Counted(Lookahead):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            made.append(self)
+            super().__init__(*arguments, **named)
+
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr("conserve.jobs.harvest.ledger.Lookahead", Counted)
+    submit(store, str(write_input("other.parquet", q=["w", "x", "y", "z"])), TASK)
+    assert [len(party.claim(2)) for _ in range(3)] == [2, 2, 2]
+    assert (len(made), closed) == (1, [])
+    party.ledger.reopen()
+    assert closed == made
+
+
+def test_rows_that_others_took_while_they_were_chosen_are_left_to_them(
+    store: Store, party: Party, write_input: WriteInput, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(store, str(write_input("other.parquet", q=["x"])), TASK)
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "choose", lambda *_: [])
+        assert party.claim() == []
+    assert len(party.claim()) == 5
 
 
 def test_damage_of_the_whole_store_refuses_no_job(
