@@ -27,6 +27,7 @@ from conserve.jobs.harvest.notes import merged, of_this_machine
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
+from conserve.jobs.window.prompt_key import prompt_key
 from conserve.store.books import servers as notes
 from conserve.store.database.store import Store
 from conserve.store.sql.query import views
@@ -591,3 +592,39 @@ def test_tokens_in_flight_are_those_of_all_servers_as_far_as_they_tell(
         return found
 
     assert virtual_time.run(run()) == InFlight(8, most)
+
+
+def test_a_server_is_believed_to_hold_no_more_prefixes_than_its_cache_does() -> None:
+    async def run() -> None:
+        servers = [ModelledServer(A, num_blocks=100), ModelledServer(B, num_blocks=100)]
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        for prompt in prompts_of(groups=20, rows=1):
+            await fleet.complete(call(prompt))
+        keys = [prompt_key(Url.CHAT, TASK.body(prompt), servers[0].kv_cache) for prompt in prompts_of(20, 1)]
+        for member in fleet.servers:
+            held = sum(block in member.cached for key in keys for block in key)
+            assert 64 < held <= 100
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_signs_of_life_that_were_owed_before_a_server_came_back_do_not_count() -> None:
+    async def run() -> None:
+        servers = three()
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        member = fleet.servers.by_url[A]
+        for _ in range(2):
+            servers[0].responds = False
+            await fleet._care.check(member)
+            assert member.ready, "one sign alone may be missing"
+            await fleet._care.check(member)
+            assert not member.ready
+            servers[0].responds = True
+            await fleet._reach(member)
+            assert member.ready
+        await fleet.close()
+
+    virtual_time.run(run())
