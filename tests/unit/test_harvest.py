@@ -29,6 +29,7 @@ from conserve.errors import (
 from conserve.jobs.harvest import retry
 from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
@@ -787,6 +788,28 @@ def test_rows_that_land_one_by_one_do_not_each_ask_an_empty_queue(
     assert seconds == pytest.approx(1.0, abs=0.3)
     assert len(asked) < 10
     assert max(endpoint.loads) == 100
+
+
+def test_rows_that_end_within_a_quarter_of_a_second_are_written_together(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    queue_up(*(f"{n} x {4 * n}" for n in range(50)))
+    written: list[int] = []
+
+    async def run() -> None:
+        working = harvester(store, Timed(64))
+        write = working._ledger.write
+
+        def noted(outbox: Outbox) -> None:
+            written.append(len(outbox.finished))
+            write(outbox)
+
+        working._ledger.write = noted  # type: ignore[method-assign]
+        await working.run(asyncio.Event())
+
+    virtual_time.run(run())
+    assert sum(written) == 50
+    assert len(written) <= 2
 
 
 def test_a_suspect_runs_alone_from_begin_to_end(store: Store, queue_up: Callable[..., str]) -> None:

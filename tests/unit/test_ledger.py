@@ -1,6 +1,6 @@
 """The store as a harvester sees it: what it claims, records, and takes back from the dead."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import pytest
 from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreUnreachable
 from conserve.jobs.deadlines.slack import SHARE, is_others_turn
 from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outage import StoreFile
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
@@ -20,6 +21,7 @@ from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.window.lookahead import Lookahead
+from conserve.jobs.window.shares import Group
 from conserve.store.books import catalog, choice, harvested, journal, leases, saved_tokens, servers, shards
 from conserve.store.books.journal import Finished
 from conserve.store.books.saved_tokens import SavedTokens
@@ -383,10 +385,15 @@ def test_a_window_is_kept_from_claim_to_claim_and_closed_at_the_end(
 
     monkeypatch.setattr("conserve.jobs.harvest.ledger.Lookahead", Counted)
     submit(store, str(write_input("other.parquet", q=["w", "x", "y", "z"])), TASK)
-    assert [len(party.claim(2)) for _ in range(3)] == [2, 2, 2]
+    assert [len(party.claim(1)) for _ in range(2)] == [1, 1]
     assert (len(made), closed) == (1, [])
     party.ledger.reopen()
     assert closed == made
+    assert len(party.claim(2)) == 2
+    party.ledger.close()
+    assert closed == made
+    assert len(made) == 2
+    assert party.ledger._workload.seen() == []
 
 
 def test_rows_that_others_took_while_they_were_chosen_are_left_to_them(
@@ -485,6 +492,8 @@ def test_shares_are_claimed_across_priorities(store: Store, write_input: WriteIn
     party.finish(*again, prompt_tokens=40, completion_tokens=10)
     jobs = [work.job_id for work in party.claim(10)]
     assert jobs.count(high) == 9, "it is behind, and its rows are half as long"
+    assert party.ledger._shares is not None
+    assert party.ledger._shares._ended == {Group(10): (6, 300.0), Group(0): (2, 200.0)}
     assert len(party.claim(100)) == 80 - 8 - 10, "all that is left"
     assert party.claim(8) == []
     party.ledger.close()
@@ -524,6 +533,80 @@ def test_time_without_rows_is_not_counted_as_harvested(
     assert work.job_id == later
     with store.read() as tx:
         assert sum(slot.busy_s for slot in harvested.slots(tx)) == pytest.approx(110)
+
+
+class Busy:
+    """A recorder, and a job whose rows end one after the other with so many tokens each."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.clock, self.notes = store, Clock(), [0]
+        add_job(store, rows=8)
+        self.lease = leased(store)
+        self.recorder = Recorder(store, self.clock, monotonic=self.clock)
+        self.recorder.begin()
+        note = harvested.note
+
+        def counted(*arguments: Any, **named: Any) -> None:
+            self.notes[0] += 1
+            note(*arguments, **named)
+
+        monkeypatch.setattr(harvested, "note", counted)
+
+    def end(self, position: int, tokens: int, *, at: float) -> None:
+        self.clock.now = at
+        ended = result(position, prompt_tokens=tokens, completion_tokens=tokens, cached_tokens=tokens)
+        self.recorder.write(Outbox(finished=[Finished(self.lease.epoch, "job-1", position, ended)]))
+
+    @property
+    def harvested(self) -> tuple[float, float]:
+        with self.store.read() as tx:
+            slots = harvested.slots(tx)
+        return sum(slot.tokens for slot in slots), sum(slot.busy_s for slot in slots)
+
+
+def test_tokens_of_a_second_are_noted_together_whatever_is_claimed_meanwhile(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = Busy(store, monkeypatch)
+    busy.end(0, 10, at=1000.4)
+    busy.end(1, 20, at=1000.8)
+    busy.recorder.begin()
+    assert busy.harvested == (0, 0)
+    busy.end(2, 30, at=1001.2)
+    assert busy.harvested == (60, pytest.approx(1.2))
+    busy.end(3, 40, at=1001.9)
+    busy.end(4, 50, at=1002.2)
+    assert busy.harvested == (150, pytest.approx(2.2))
+    assert busy.notes == [2]
+
+
+def test_tokens_under_a_clock_that_is_set_back_count_from_the_new_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = Busy(store, monkeypatch)
+    busy.end(0, 10, at=400.0)
+    assert busy.harvested == (0, 0)
+    busy.end(1, 20, at=403.0)
+    assert busy.harvested == (20, pytest.approx(3.0))
+
+
+def test_an_observer_hears_of_results_that_moved_and_of_no_others(store: Store, job_id: str) -> None:
+    heard: list[tuple[str, list[int]]] = []
+
+    class Heard(Observer):
+        def moved(self, job_id: str, positions: Sequence[int], *, begun: float, seconds: float) -> None:
+            heard.append((job_id, list(positions)))
+
+    other = add_job(store, "other", rows=1)
+    recorder = Recorder(store, Clock(), Heard())
+    for ended, rows in ((job_id, 4), (other, 1)):
+        lease = leased(store)
+        assert lease.job_id == ended
+        with pytest.MonkeyPatch.context() as patch:
+            if ended == other:
+                patch.setattr(shards, "compact", lambda *_, **__: None)
+            recorder.write(Outbox(finished=[Finished(lease.epoch, ended, p, result(p)) for p in range(rows)]))
+    assert heard == [(job_id, [0, 1, 2, 3])]
 
 
 def test_windows_of_groups_that_are_gone_are_closed(store: Store, write_input: WriteInput) -> None:

@@ -1,5 +1,6 @@
 """The way of a row: its call, its result, and the decision after an error."""
 
+import asyncio
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -17,7 +18,8 @@ from conserve.errors import (
     StoreError,
 )
 from conserve.jobs.harvest.hold import Hold
-from conserve.jobs.harvest.outage import Outage
+from conserve.jobs.harvest.outage import Outage, elapsed_or_set
+from conserve.jobs.harvest.outbox import Outbox, OutboxWriter
 from conserve.jobs.harvest.outcome import failure, success
 from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S, RetryDecision, backoff_s, decide
 from conserve.jobs.harvest.tally import Tally
@@ -31,6 +33,7 @@ from conserve.store.books.results import Result
 from conserve.store.books.saved_tokens import pack_tokens
 from conserve.store.books.states import JobState
 from conserve.store.sql.openai_lines import body_of
+from tests import virtual_time
 from tests.store_rows import result
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
@@ -372,6 +375,36 @@ def test_an_outage_is_said_once_and_waited_for_longer_each_time() -> None:
     assert outage.begin(StoreError("gone")) == 1.0
 
 
+def test_a_write_proves_that_the_store_works() -> None:
+    outage = Outage(lambda _: None)
+    written: list[Outbox] = []
+
+    async def write(outbox: Outbox) -> None:
+        written.append(outbox)
+
+    async def run() -> list[float]:
+        writer, waits = OutboxWriter(write, outage), []
+        for _ in range(2):
+            waits += [outage.begin(StoreError("gone")) for _ in range(2)]
+            await writer.flush()
+        writer.put_back(work(), RetryDecision())
+        await writer.flush()
+        return [*waits, outage.begin(StoreError("gone"))]
+
+    assert asyncio.run(run()) == [1.0, 2.0, 4.0, 8.0, 1.0], "an empty outbox proves nothing"
+    assert len(written) == 1
+
+
+def test_a_wait_says_whether_the_event_or_the_time_ended_it() -> None:
+    async def run() -> list[bool]:
+        event = asyncio.Event()
+        found = [await elapsed_or_set(event, 5.0)]
+        asyncio.get_running_loop().call_later(1.0, event.set)
+        return [*found, await elapsed_or_set(event, 5.0)]
+
+    assert virtual_time.run(run()) == [False, True]
+
+
 def test_an_endpoint_that_refuses_rows_is_back_with_its_first_answer() -> None:
     said: list[str] = []
     outage = Outage(said.append)
@@ -392,7 +425,14 @@ def test_an_endpoint_that_refuses_rows_is_back_with_its_first_answer() -> None:
 def test_the_tally_is_a_recount_of_what_was_committed() -> None:
     tally = Tally()
     results = [
-        result(n, failed=n == 1, prompt_tokens=n + 1, completion_tokens=10 * n, resumed_tokens=100 * n)
+        result(
+            n,
+            failed=n == 1,
+            prompt_tokens=n + 1,
+            completion_tokens=10 * n,
+            resumed_tokens=100 * n,
+            cached_tokens=n,
+        )
         for n in range(4)
     ]
     finished = [Finished(1, "job-1", n, r) for n, r in enumerate(results)]
@@ -400,6 +440,7 @@ def test_the_tally_is_a_recount_of_what_was_committed() -> None:
     tally.count(Committed(finished[2:3], [], ["job-1"]))
     assert (tally.succeeded, tally.failed, tally.late, tally.done) == (2, 1, 1, 3)
     assert (tally.prompt_tokens, tally.completion_tokens, tally.resumed_tokens) == (6, 30, 300)
+    assert tally.cached_tokens == 3
     assert tally.completed == ["job-1"]
 
 
