@@ -404,3 +404,26 @@ def test_a_message_that_json_has_no_form_for_fails_its_row() -> None:
     found = render({"m": [{"role": "user", "content": object()}]})
     assert (found.payload, found.error_type) == (None, "invalid_messages")
     assert (found.error or "").startswith("m: a message that JSON has no form for (")
+
+
+def test_the_columns_of_a_request_file_keep_their_names(tmp_path: Path) -> None:
+    """Files of earlier versions are read by them, and SQL shows them."""
+    requests(tmp_path / "requests.parquet", ["a"]).close()
+    names = ["row_index", "custom_id", "url", "payload", "error_type", "error"]
+    assert pq.read_schema(tmp_path / "requests.parquet").names == names
+
+
+def test_half_a_surrogate_pair_fails_its_row_or_is_written_out_in_its_error(tmp_path: Path) -> None:
+    rows = [
+        RenderedRow("half \ud83d"),
+        RenderedRow(error_type="template", error="no \ud83d"),
+        RenderedRow("x"),
+    ]
+    with RequestWriter(tmp_path / "requests.parquet") as writer:
+        writer.write(to_table(range(3), [None] * 3, rows))
+    found = RequestFile(tmp_path / "requests.parquet").read([0, 1, 2])
+    assert [(one.payload, one.error) for one in found] == [
+        (None, "the prompt holds half of a surrogate pair"),
+        (None, "no \\ud83d"),
+        ("x", None),
+    ]
