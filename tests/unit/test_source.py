@@ -17,6 +17,8 @@ from conserve.config import Settings
 from conserve.endpoints.protocol import Url
 from conserve.errors import InputError, StoreError, TemplateError
 from conserve.jobs.inputs import parquet_rows, source, text_rows
+from conserve.jobs.inputs.cells import holds_times, in_microseconds
+from conserve.jobs.inputs.files import partitions
 from conserve.jobs.inputs.fingerprint import changed, fingerprint
 from conserve.jobs.inputs.parquet_rows import ParquetRows
 from conserve.jobs.inputs.source import Input, open_input, spool
@@ -383,6 +385,7 @@ def test_rows_that_a_program_holds_are_kept_as_json(
 ) -> None:
     opened = open_input(Input(rows=rows), tmp_path, openai=False)
     assert [tuple(row.values()) for batch in opened.rows.batches(["q", "n"]) for row in batch] == found
+    assert opened.source.copied
 
 
 @pytest.mark.parametrize(
@@ -397,6 +400,81 @@ def test_rows_that_a_program_holds_are_kept_as_json(
 def test_a_row_that_json_has_no_form_for_is_named(tmp_path: Path, row: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         open_input(Input(rows=[{"q": "a"}, row]), tmp_path, openai=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "times"),
+    [
+        (pa.int64(), False),
+        (pa.timestamp("ns"), True),
+        (pa.date32(), True),
+        (pa.duration("s"), True),
+        (pa.list_(pa.string()), False),
+        (pa.list_(pa.time64("ns")), True),
+        (pa.struct([("a", pa.int8()), ("b", pa.list_(pa.date64()))]), True),
+        (pa.struct([("a", pa.int8()), ("b", pa.list_(pa.binary()))]), False),
+        (pa.map_(pa.string(), pa.timestamp("s")), True),
+    ],
+)
+def test_types_that_hold_times_are_known_at_any_depth(kind: pa.DataType, times: bool) -> None:
+    assert holds_times(kind) is times
+
+
+@pytest.mark.parametrize(
+    ("kind", "finer"),
+    [
+        (pa.timestamp("us", "UTC"), pa.timestamp("ns", "UTC")),
+        (pa.time64("us"), pa.time64("ns")),
+        (pa.duration("us"), pa.duration("ns")),
+        (pa.date64(), pa.date64()),
+        (pa.duration("s"), pa.duration("s")),
+    ],
+)
+@pytest.mark.parametrize(
+    "nested",
+    [
+        lambda kind: kind,
+        pa.list_,
+        pa.large_list,
+        lambda kind: pa.list_(kind, 3),
+        lambda kind: pa.struct([pa.field("a", kind, nullable=False), ("b", pa.string())]),
+        lambda kind: pa.map_(pa.string(), kind),
+        lambda kind: pa.map_(kind, pa.string()),
+        lambda kind: pa.list_(pa.list_(kind)),
+    ],
+)
+def test_nanoseconds_become_microseconds_at_any_depth_and_nothing_else_changes(
+    kind: pa.DataType, finer: pa.DataType, nested: Any
+) -> None:
+    assert in_microseconds(nested(finer)) == nested(kind)
+
+
+def test_values_of_a_dictionary_become_microseconds_too() -> None:
+    assert in_microseconds(pa.dictionary(pa.int8(), pa.timestamp("ns"))) == pa.timestamp("us")
+    kept = pa.dictionary(pa.int8(), pa.string())
+    assert in_microseconds(kept) == kept
+
+
+@pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        (["day=1/a", "day=2/b"], [{"day": 1}, {"day": 2}]),
+        (["day=01/a", "day=2/b"], [{"day": "01"}, {"day": "2"}]),
+        (
+            ["a=1/b=x%20y/c", "a=2/b=__HIVE_DEFAULT_PARTITION__/c"],
+            [{"a": 1, "b": "x y"}, {"a": 2, "b": None}],
+        ),
+        (["a=__HIVE_DEFAULT_PARTITION__/c", "a=-3/c"], [{"a": None}, {"a": -3}]),
+        (["a=1/c", "b=1/c"], [{}, {}]),
+        (["=1/c", "=2/c"], [{}, {}]),
+        (["a=/c"], [{"a": ""}]),
+        (["a=1=2/c=3"], [{"a": "1=2"}]),
+    ],
+)
+def test_partitions_are_read_off_folders_that_all_files_have(
+    paths: list[str], found: list[dict[str, Any]]
+) -> None:
+    assert partitions([Path(path) for path in paths]) == found
 
 
 def test_a_message_that_json_has_no_form_for_fails_its_row() -> None:
