@@ -19,7 +19,7 @@ from conserve.errors import StoreError, UsageError
 from conserve.jobs.harvest import owner as owners
 from conserve.jobs.hooks import signature
 from conserve.jobs.hooks.addresses import NotPublic, allowed, checked_url, is_public
-from conserve.jobs.hooks.courier import PAUSES_S, Courier, guarded, trusted, verdict
+from conserve.jobs.hooks.courier import AT_ONCE, PAUSES_S, Courier, guarded, trusted, verdict
 from conserve.jobs.hooks.wire import post, seconds
 from conserve.store.books import batches, catalog, events, hooks, outbox, shards
 from conserve.store.books.batches import InputFault, NewBatch
@@ -453,6 +453,30 @@ class TestDelivery:
         guarded(step)
         (record,) = caplog.records
         assert (record.getMessage(), bool(record.exc_info)) == (said, traced)
+
+    def test_so_many_messages_are_sent_at_a_time_and_no_more(
+        self, store: Store, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for _ in range(9):
+            hook(store, receiver.url, allow_private=True)
+        for number in range(3):
+            submitted(store, f"job-{number}")
+        courier, gate, at_once = Courier(store), threading.Event(), []
+        send = courier.send
+
+        def gated(mine: MessageRecord) -> None:
+            gate.wait(60.0)
+            send(mine)
+
+        monkeypatch.setattr(courier, "send", gated)
+        for _ in range(3):
+            courier.step()
+            at_once.append(len(courier._busy))
+        gate.set()
+        courier.finish(60.0)
+        assert at_once == [AT_ONCE] * 3
+        assert len(receiver.got) == len({got.id for got in receiver.got}) == 27
+        assert (courier.delivered, courier.failed) == (27, 0)
 
     def test_messages_that_are_over_are_kept_for_a_month(
         self, store: Store, receiver: Receiver, to: Hook
