@@ -9,6 +9,7 @@ import errno
 import shutil
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from conserve.errors import (
     EndpointFault,
     EndpointUnusable,
     EngineDied,
+    StoreError,
     StoreFull,
 )
 from conserve.jobs.harvest import retry
@@ -966,6 +968,47 @@ def test_a_store_that_cannot_be_written_is_waited_for(store: Store, queue_up: Ca
     following = virtual_time.run(run())
     assert [row[0] for row in results(store, job_id)] == list(range(40))
     assert following.headlines == OUTAGE
+
+
+def test_answers_that_wait_to_be_written_when_the_store_goes_away_are_not_computed_again(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outage is noticed by another step than the writing of answers."""
+    job_id = queue_up(*(f"row {n}" for n in range(40)))
+    answered: Counter[str] = Counter()
+    away: list[bool] = []
+
+    class Counted(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            completion = await super().complete(call, on_tokens)
+            answered[request_text(call.body)] += 1
+            return completion
+
+    async def run() -> Following:
+        following = Following(store, Counted(Script(request_ms=70, capacity=2)))
+        working = following.harvester
+        stopped_jobs, commit = working._ledger.stopped_jobs, journal.commit
+
+        def look() -> set[str]:
+            if working._recording.outbox.finished and not away:
+                away.append(True)
+                raise StoreError("the disk is gone")
+            return stopped_jobs()
+
+        def write(*arguments: Any, **named: Any) -> Any:
+            return broken_disk() if away == [True] else commit(*arguments, **named)
+
+        monkeypatch.setattr(working._ledger, "stopped_jobs", look)
+        monkeypatch.setattr(journal, "commit", write)
+        await following.until(lambda: bool(following.said))
+        away.append(False)
+        await following.until(lambda: working.tally.completed == [job_id])
+        await following.end()
+        return following
+
+    following = virtual_time.run(run())
+    assert following.headlines == OUTAGE
+    assert set(answered.values()) == {1}
 
 
 def broken_disk(*_: object, **__: object) -> None:
