@@ -358,6 +358,69 @@ def test_a_row_whose_lease_was_lost_is_not_written_twice(store: Store, queue_up:
     assert len(results(store, job_id)) == 3
 
 
+def test_a_lease_that_others_ended_is_noticed_and_its_rows_begin_anew(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    job_id = queue_up("a", "b")
+    endpoint = FakeEndpoint(Script(request_ms=4000, capacity=4))
+
+    async def run() -> Tally:
+        following = Following(store, endpoint, lease_s=3.0)
+        working = following.harvester
+        await following.until(lambda: working.tally.in_flight == 2)
+        with store.write() as tx:
+            assert leases.abandon(tx, [working.owner]) == 1
+        await following.until(lambda: working.tally.leases_lost == 1, seconds=1.6)
+        await following.until(lambda: endpoint.calls == 4, seconds=0.5)
+        await following.until(lambda: working.tally.completed == [job_id], seconds=5.0)
+        return await following.end()
+
+    tally = virtual_time.run(run())
+    assert (tally.succeeded, tally.late, tally.leases_lost) == (2, 0, 1)
+
+
+def test_leases_are_renewed_long_before_they_end(store: Store, queue_up: Callable[..., str]) -> None:
+    queue_up("a", "b")
+    left: list[float] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        following = Following(store, FakeEndpoint(Script(request_ms=10_000)), lease_s=6.0)
+        await following.until(lambda: following.harvester.tally.in_flight == 2)
+        while following.harvester.tally.in_flight:
+            with store.read() as tx:
+                left.extend(end - loop.time() for end in tx.scalars(text("select expires_at from lease")))
+            await asyncio.sleep(0.25)
+        await following.end()
+
+    virtual_time.run(run())
+    assert min(left) > 3.0
+    assert max(left) <= 6.0
+
+
+def test_a_pause_is_noticed_within_a_second_and_its_end_too(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    job_id = queue_up("a", "b", "c")
+    endpoint = FakeEndpoint(Script(token_ms=100, tokens=100))
+
+    async def run() -> Tally:
+        following = Following(store, endpoint)
+        tally = following.harvester.tally
+        await following.until(lambda: tally.in_flight == 3)
+        for verb, in_flight in (("pause", 0), ("resume", 3)):
+            await asyncio.sleep(3.0)
+            with store.write() as tx:
+                catalog.move(tx, job_id, verb, now=0.0)
+            await following.until(lambda in_flight=in_flight: tally.in_flight == in_flight, seconds=1.0)
+        await following.until(lambda: tally.done == 3)
+        assert tally.cancelled == []
+        return await following.end()
+
+    assert virtual_time.run(run()).succeeded == 3
+    assert len(endpoint.continued) == 3
+
+
 def test_two_harvesters_on_one_store_share_the_rows(store: Store, queue_up: Callable[..., str]) -> None:
     job_id = queue_up(*(f"row {n}" for n in range(400)))
 
