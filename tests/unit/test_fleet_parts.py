@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from conserve.endpoints.fake import answer_tokens, request_text
 from conserve.endpoints.protocol import Call, Choice, Completion, KvCache, Url
 from conserve.endpoints.roster import Joined
 from conserve.errors import EndpointBusy, EndpointFault, EndpointUnavailable, EndpointUnusable
-from conserve.jobs.fleet.care import CHECK_S, DRAIN_S, late_rows
+from conserve.jobs.fleet.care import CHECK_S, DRAIN_S, Care, late_rows
 from conserve.jobs.fleet.dispatch import load_of
 from conserve.jobs.fleet.estimate import FIRST_TOKENS, AnswerLength
 from conserve.jobs.fleet.fleet import Fleet, now_s
@@ -450,3 +453,171 @@ def test_a_patient_fleet_waits_for_a_server_and_another_names_the_cause() -> Non
         await fleet.close()
 
     virtual_time.run(run())
+
+
+# Rows that go elsewhere, and rows that are withdrawn.
+
+
+@pytest.mark.parametrize(
+    ("changes", "moved"),
+    [
+        ({}, True),
+        ({"waits": True}, False),
+        ({"suspected": True}, False),
+        ({"held_until": 9.0}, False),
+        ({"busy": True}, False),
+        ({"measured": False}, False),
+    ],
+)
+def test_a_server_with_nothing_to_run_takes_rows_of_a_slow_one_once_none_waits(
+    changes: dict[str, Any], moved: bool
+) -> None:
+    async def run() -> None:
+        slow, idle, row = member(), member(places=1), errand()
+        rows = [row, errand()]
+        for one in rows:
+            one.task = asyncio.ensure_future(asyncio.sleep(99.0))  # type: ignore[arg-type]
+            one.charge = 100.0
+        slow.running.update(rows)
+        for server, tokens in ((slow, 10.0), (idle, 1000.0)):
+            if server is slow or changes.get("measured", True):
+                server.pace.elapse(0.0, 1)
+                server.pace.elapse(1.0, 1)
+                server.pace.add(tokens)
+        idle.suspected = changes.get("suspected", False)
+        idle.held_until = changes.get("held_until", 0.0)
+        if changes.get("busy"):
+            idle.running.add(errand())
+        servers = SimpleNamespace(open=lambda: [slow, idle])
+        dispatch = SimpleNamespace(waits=changes.get("waits", False))
+        Care(servers, dispatch).hurry(1.0)  # type: ignore[arg-type]
+        assert [one.recalled for one in rows].count(True) == (1 if moved else 0), "as many as it has places"
+        assert sum(one.moves for one in rows) == (1 if moved else 0)
+
+    virtual_time.run(run())
+
+
+def test_rows_wait_for_a_server_that_they_do_not_come_from() -> None:
+    async def run() -> None:
+        fleet = fleet_of(ModelledServer(A, places=99), ModelledServer(B, places=1))
+        await fleet.start()
+        first, second = fleet.servers
+        rows = [errand(number=number) for number in range(3)]
+        rows[1].avoid, rows[2].avoid = frozenset({first}), frozenset({first, second})
+        fleet._dispatch._place(rows, [first, second])
+        assert list(first.queue) == [rows[0], rows[2]], "a row that comes from all goes to any"
+        assert list(second.queue) == [rows[1]]
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_rows_that_are_withdrawn_while_they_wait_leave_nothing_to_take_over() -> None:
+    async def run() -> None:
+        broken: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
+        fleet = fleet_of(ModelledServer(A, places=1), ModelledServer(B, places=1))
+        await fleet.start()
+        first, _ = fleet.servers
+        rows = [errand(number=number) for number in range(3)]
+        for row in rows:
+            first.enqueue(row, 10.0, 0)
+        first.running.add(errand())
+        for row in rows:
+            row.turn.cancel()
+        fleet._dispatch.soon()
+        await asyncio.sleep(1.0)
+        assert broken == []
+        assert (len(first.queue), first.tokens) == (0, 0.0)
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_a_row_that_is_withdrawn_in_the_instant_of_its_turn_frees_its_place() -> None:
+    async def run() -> None:
+        fleet = fleet_of(ModelledServer(A, places=1))
+        await fleet.start()
+        (server,) = fleet.servers
+        asking = asyncio.create_task(fleet.complete(call()))
+        send = fleet._dispatch._send
+
+        def then_withdraw(*arguments: Any) -> None:
+            send(*arguments)
+            asking.cancel()
+
+        fleet._dispatch._send = then_withdraw  # type: ignore[method-assign]
+        await asyncio.gather(asking, return_exceptions=True)
+        assert asking.cancelled()
+        assert (server.running, server.tokens) == (set(), 0.0)
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_tokens_that_a_row_brought_along_are_no_pace_of_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[float] = []
+    monkeypatch.setattr(Pace, "add", lambda _, tokens: counted.append(tokens))
+
+    async def run() -> Completion:
+        fleet = fleet_of(ModelledServer(A))
+        await fleet.start()
+        text = "x" * 400
+        ids = answer_tokens(request_text(call(text).body), 24)
+        asked = replace(call(text, max_tokens=24), resume_from=tuple(ids[:10]))
+        answer = await fleet.complete(asked, lambda tokens: None)
+        await fleet.close()
+        return answer
+
+    answer = virtual_time.run(run())
+    assert counted == [answer.prompt_tokens + 14]
+
+
+@pytest.mark.parametrize(
+    ("error", "starts", "state"),
+    [
+        (EndpointBusy("slow down", retry_after_s=2.0), 1, "busy"),
+        (EndpointFault("garbage"), 1, "serving"),
+        (EndpointUnavailable("broken connection"), 2, "busy"),
+    ],
+)
+def test_a_server_is_reached_anew_only_where_its_connection_broke(
+    error: Exception, starts: int, state: str
+) -> None:
+    async def run() -> tuple[int, str]:
+        started: list[float] = []
+
+        class Counted(ModelledServer):
+            async def start(self) -> None:
+                started.append(now_s())
+                await super().start()
+
+        servers = [Counted(A), ModelledServer(B)]
+        servers[0].failing = lambda: error
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        fleet.servers.by_url[B].held_until = now_s() + 0.1
+        await asyncio.gather(fleet.complete(call()), return_exceptions=True)
+        state = fleet.sightings()[0].state
+        await fleet.close()
+        return len(started), state
+
+    assert virtual_time.run(run()) == (starts, state)
+
+
+def test_the_list_of_servers_is_read_as_often_as_it_asks_for() -> None:
+    async def run() -> int:
+        looked: list[float] = []
+
+        class Counted(ChangingList):
+            async def look(self) -> list[str]:
+                looked.append(now_s())
+                return await super().look()
+
+        fleet = fleet_of(ModelledServer(A), changing=Counted(A))
+        await fleet.start()
+        await asyncio.sleep(12.0)
+        await fleet.close()
+        return len(looked)
+
+    assert 8 <= virtual_time.run(run()) <= 13
