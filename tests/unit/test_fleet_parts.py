@@ -20,7 +20,8 @@ from conserve.jobs.fleet.fleet import Fleet, now_s
 from conserve.jobs.fleet.member import Errand, Member
 from conserve.jobs.fleet.membership import Membership
 from conserve.jobs.fleet.pace import HALF_LIFE_S, Pace
-from conserve.jobs.fleet.pieces import UnplacedRow, pieces
+from conserve.jobs.fleet.pieces import UnplacedRow, parts, pieces
+from conserve.jobs.fleet.prefixes import CachedPrefixes
 from tests import virtual_time
 from tests.modelled_server import ChangingList, ModelledServer, fleet_of
 
@@ -271,6 +272,20 @@ def test_an_answer_is_taken_to_be_as_long_as_others_or_as_its_limit() -> None:
     assert keyed.tokens == 18.0
     assert 9 <= len(keyed.key) <= 11
     assert len(length.asked(0, call("x" * 640_000), 16).key) == 256
+
+
+def test_a_group_is_cut_where_its_prompts_part_first() -> None:
+    rows = [UnplacedRow(n, key, 1.0) for n, key in enumerate([(1, 2, 3), (1, 2, 4), (1, 5), (1, 5)])]
+    assert parts(rows) == [rows[:2], rows[2:]]
+    assert parts(rows[2:]) == [rows[2:3], rows[3:]], "halves, if they are equal"
+
+
+def test_the_blocks_used_last_are_taken_to_be_cached() -> None:
+    cached = CachedPrefixes(3)
+    cached.add([1, 2, 3])
+    assert [block in cached for block in (1, 2, 3)] == [True, True, True]
+    cached.add([1, 4])
+    assert [block in cached for block in (1, 2, 3, 4)] == [True, True, False, True]
 
 
 def test_no_rows_are_no_pieces() -> None:

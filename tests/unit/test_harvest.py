@@ -166,6 +166,61 @@ def test_only_the_row_that_kills_the_engine_fails(store: Store, queue_up: Callab
     assert endpoint.deaths == 1 + retry.SUSPECT_FAILURES
 
 
+@pytest.mark.parametrize("max_deaths", [1, 3])
+def test_a_row_that_kills_engines_fails_after_as_many_as_were_allowed(
+    store: Store, queue_up: Callable[..., str], max_deaths: int
+) -> None:
+    job_id = queue_up("innocent", "KILL")
+    endpoint = FakeEndpoint(Script(request_ms=5, capacity=2))
+    harvest(store, endpoint, max_deaths=max_deaths)
+    assert [row[2] for row in results(store, job_id)] == [None, "engine_died"]
+    assert endpoint.deaths == 1 + max_deaths
+
+
+def test_answers_that_break_the_harvesters_code_are_warned_of_once_a_kind(
+    store: Store, queue_up: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    job_id = queue_up("a", "b", "c")
+
+    class Odd(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            if "c" in call.body["messages"][-1]["content"]:
+                raise KeyError("choices")
+            raise ZeroDivisionError("no tokens")
+
+    harvest(store, Odd(), max_attempts=2)
+    assert [row[2] for row in results(store, job_id)] == ["endpoint_fault"] * 3
+    warned = [record for record in caplog.records if "has no usable answer" in record.getMessage()]
+    assert sorted((record.job, record.row) for record in warned) in (  # type: ignore[attr-defined]
+        [(job_id, 0), (job_id, 2)],
+        [(job_id, 1), (job_id, 2)],
+    )
+    assert f"row 2 of {job_id} has no usable answer (KeyError: 'choices')" in warned[1].getMessage()
+
+
+def test_why_rows_wait_is_told_as_long_as_they_do(store: Store, queue_up: Callable[..., str]) -> None:
+    """Rows that fail for the same reason meanwhile begin no wait of their own."""
+    queue_up(*(f"q{number}" for number in range(4)))
+    told: list[str | None] = []
+
+    class Busy(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            self.calls += 1
+            calls = self.calls
+            await asyncio.sleep(0.1 * calls)
+            raise EndpointBusy(f"refusal {calls}", retry_after_s=5.0)
+
+    async def run() -> None:
+        following = Following(store, Busy())
+        for seconds in (0.15, 0.1, 0.1, 0.1, 3.0):
+            await asyncio.sleep(seconds)
+            told.append(following.harvester.tally.waiting_for)
+        await following.end()
+
+    virtual_time.run(run())
+    assert told == ["refusal 1; trying again in 5 s"] * 5
+
+
 def test_a_stop_saves_tokens_and_the_next_run_continues_from_them(
     store: Store, queue_up: Callable[..., str]
 ) -> None:
