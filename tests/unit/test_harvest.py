@@ -198,6 +198,27 @@ def test_answers_that_break_the_harvesters_code_are_warned_of_once_a_kind(
     assert f"row 2 of {job_id} has no usable answer (KeyError: 'choices')" in warned[1].getMessage()
 
 
+def test_an_endpoint_that_is_unusable_is_not_waited_for(store: Store, queue_up: Callable[..., str]) -> None:
+    """Another row was asked to wait half a minute."""
+    queue_up("a", "b")
+
+    class Fading(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            self.calls += 1
+            if self.calls == 1:
+                raise EndpointBusy("slow down", retry_after_s=30.0)
+            await asyncio.sleep(1.0)
+            raise EndpointUnusable("no GPU left")
+
+    async def run() -> float:
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(EndpointUnusable, match="no GPU"):
+            await harvester(store, Fading()).run(asyncio.Event())
+        return asyncio.get_running_loop().time() - begun
+
+    assert 1.0 <= virtual_time.run(run()) < 2.0
+
+
 def test_why_rows_wait_is_told_as_long_as_they_do(store: Store, queue_up: Callable[..., str]) -> None:
     """Rows that fail for the same reason meanwhile begin no wait of their own."""
     queue_up(*(f"q{number}" for number in range(4)))

@@ -353,6 +353,7 @@ def test_a_job_whose_requests_break_while_rows_are_chosen_is_refused_alone(
     monkeypatch.setattr(Lookahead, "take", broken)
     assert [work.job_id for work in party.claim()] == [other]
     assert party.tally.refused == {job_id: "row group 0 is damaged"}
+    assert party.ledger._workload.seen() == [other], "once it is mended, it is opened anew"
     assert job(store, job_id).state is JobState.FAILED
 
 
@@ -533,6 +534,47 @@ def test_time_without_rows_is_not_counted_as_harvested(
     assert work.job_id == later
     with store.read() as tx:
         assert sum(slot.busy_s for slot in harvested.slots(tx)) == pytest.approx(110)
+
+
+def test_an_observer_hears_of_rows_that_were_claimed(store: Store, party: Party, job_id: str) -> None:
+    heard: list[tuple[list[int], float, float]] = []
+
+    class Heard(Observer):
+        def claimed(self, works: Sequence[ReadyRow], *, begun: float, seconds: float) -> None:
+            heard.append(([work.row.position for work in works], begun, seconds))
+
+    party.ledger._observer = Heard()
+    for _ in range(3):
+        party.claim(3)
+        party.clock.now += 1.0
+    assert heard == [([0, 1, 2], 1000.0, 0.0), ([3], 1001.0, 0.0)]
+
+
+def test_jobs_of_another_model_count_as_refused_while_they_are_queued(
+    store: Store, party: Party, job_id: str
+) -> None:
+    other = Party(store)
+    other.ledger.model, party.ledger.model = "model-b", "model-a"
+    (work,) = other.claim(1)
+    assert party.claim() == []
+    party.ledger.nothing_left()
+    assert list(party.tally.refused) == [job_id]
+    assert "is answered by model-b and this run has model-a" in party.tally.refused[job_id]
+    other.finish(work)
+    with store.write() as tx:
+        catalog.move(tx, job_id, "cancel", now=0.0)
+    party.ledger.nothing_left()
+    assert party.tally.refused == {}
+    other.ledger.close()
+
+
+def test_a_suspect_runs_alone_beside_shares_too(store: Store, job_id: str) -> None:
+    party = Party(store, share="jobs")
+    works = party.claim()
+    party.put_back(works[1], suspect=True)
+    assert party.claim() == []
+    assert row_numbers(party.claim(1, suspect=True)) == [1]
+    party.ledger.close()
 
 
 class Busy:

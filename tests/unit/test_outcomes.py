@@ -330,8 +330,8 @@ def test_a_hold_doubles_until_something_answers() -> None:
         assert hold.left_s <= 0
     assert lengths == [2.0, 4.0, 8.0]
     hold.end()
-    hold.begin(EndpointBusy("busy"), 2.0)
-    assert hold.left_s == 2.0
+    hold.begin(EndpointBusy("busy"), 1.0)
+    assert hold.left_s == 1.0
     assert said == [], "a busy endpoint is none that is out of reach"
 
 
