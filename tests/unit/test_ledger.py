@@ -568,6 +568,36 @@ def test_jobs_of_another_model_count_as_refused_while_they_are_queued(
     other.ledger.close()
 
 
+def test_a_claim_ends_jobs_that_are_late_and_counts_those_of_this_run(
+    store: Store, party: Party, job_id: str
+) -> None:
+    add_job(store, "elsewhere")
+    party.ledger._only = [job_id]
+    with store.write() as tx:
+        for name in (job_id, "elsewhere"):
+            catalog.set_deadline(tx, name, 1005.0)
+    assert len(party.claim(2)) == 2
+    party.clock.now = 1005.0
+    assert party.claim(2) == []
+    assert [job(store, name).state for name in (job_id, "elsewhere")] == [JobState.EXPIRED] * 2
+    assert party.tally.cancelled == [job_id]
+    assert party.ledger.stopped_jobs() == {job_id}
+    assert party.tally.cancelled == [job_id]
+
+
+def test_results_of_a_job_that_comes_back_gather_for_a_shard_again(store: Store, job_id: str) -> None:
+    recorder = Recorder(store, Clock())
+    lease = leased(store)
+    ends = [Finished(lease.epoch, job_id, p, result(p, failed=p > 1)) for p in range(4)]
+    recorder.write(Outbox(finished=ends))
+    assert select(store, "select count(*) from journal") == [(0,)]
+    shards.retry_failed(store, job_id, now=0.0)
+    lease = leased(store)
+    for position, left in ((2, 1), (3, 0)):
+        recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, position, result(position))]))
+        assert select(store, "select count(*) from journal") == [(left,)]
+
+
 def test_a_suspect_runs_alone_beside_shares_too(store: Store, job_id: str) -> None:
     party = Party(store, share="jobs")
     works = party.claim()
