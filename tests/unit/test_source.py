@@ -18,7 +18,7 @@ from conserve.endpoints.protocol import Url
 from conserve.errors import InputError, StoreError, TemplateError
 from conserve.jobs.inputs import parquet_rows, source, text_rows
 from conserve.jobs.inputs.cells import holds_times, in_microseconds
-from conserve.jobs.inputs.files import partitions
+from conserve.jobs.inputs.files import form_of_name, partitions, spelled_out
 from conserve.jobs.inputs.fingerprint import changed, fingerprint
 from conserve.jobs.inputs.parquet_rows import ParquetRows
 from conserve.jobs.inputs.source import Input, open_input, spool
@@ -505,3 +505,52 @@ def test_half_a_surrogate_pair_fails_its_row_or_is_written_out_in_its_error(tmp_
         (None, "no \\ud83d"),
         ("x", None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("a.parquet", "parquet"), ("a.PQ", "parquet"), ("a.jsonl", "jsonl"), ("a.ndjson.gz", "jsonl"),
+        ("a.csv.zst", "csv"), ("a.b.tsv", "tsv"), ("a.tab", "tsv"), ("a.zst", None), ("a", None), ("a.txt", None),
+    ],
+)  # fmt: skip
+def test_a_name_tells_the_format_packed_or_not(name: str, form: str | None) -> None:
+    assert form_of_name(Path(name)) == form
+
+
+def test_a_pattern_finds_files_at_any_depth_where_it_says_so(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b/c.jsonl", "b/d/e.jsonl", "b/d/f.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        lines(tmp_path / name, {"q": 1})
+    found = {
+        pattern: [str(path.relative_to(tmp_path)) for path in spelled_out([f"{tmp_path}/{pattern}"]).paths]
+        for pattern in ("**/*.jsonl", "*/*.jsonl", "b/*/*")
+    }
+    assert found == {
+        "**/*.jsonl": ["a.jsonl", "b/c.jsonl", "b/d/e.jsonl"],
+        "*/*.jsonl": ["b/c.jsonl"],
+        "b/*/*": ["b/d/e.jsonl", "b/d/f.csv"],
+    }
+
+
+def test_a_name_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(InputError, match="is not UTF-8; rename it"):
+        spelled_out(["half \udcff.jsonl"])
+
+
+def test_an_input_has_a_name_in_messages_and_one_for_its_jobs() -> None:
+    table = pa.table({"q": ["a"]}).to_reader()
+    names = [(given.label, given.title) for given in (
+        Input(table=table), Input(rows=[]), Input(sql="select 1"), Input(names=["-"]), Input(names=["d/a.b.csv"]),
+        Input(names=["d/*.csv"]), Input(names=["*.csv"]), Input(names=["a.csv", "b.csv"]), Input(names=[".csv"]),
+    )]  # fmt: skip
+    assert names == [
+        ("table", "the table"), ("rows", "the rows"), ("sql", "the answer to --sql"), ("stdin", "standard input"),
+        ("a", "d/a.b.csv"), ("d", "d/*.csv"), ("files", "*.csv"), ("a", "a.csv b.csv"), (".csv", ".csv"),
+    ]  # fmt: skip
+
+
+def test_ends_of_lines_within_a_csv_value_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'q,n\r\n"x\r\ny",1\r\n"x\ny",2\r\n')
+    rows = text_rows.CsvRows([tmp_path / "a.csv"], "a.csv")
+    assert [row["q"] for row in rows.rows()] == ["x\r\ny", "x\ny"]
