@@ -17,7 +17,7 @@ from conserve.jobs.requests import external_sort
 from conserve.jobs.requests.file import RequestFile
 from conserve.jobs.requests.order import prompt_key, token_text
 from conserve.jobs.requests.rendering import RenderedRow
-from conserve.jobs.requests.submit import submit
+from conserve.jobs.requests.submit import slug, submit
 from conserve.jobs.task import Kind, Order, Task
 from conserve.store.books import catalog
 from conserve.store.books.readings import row_order
@@ -264,3 +264,17 @@ def test_an_id_that_cannot_be_read_is_named_by_its_row(
     path = write_input(q=["a", "b", "c", "d"], id=ids)
     with pytest.raises(InputError, match="the id of row 3 is a timestamp"):
         submit(store, str(path), replace(PROMPT, id_column="id"))
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("Tuna Mutant", "tuna-mutant"),
+        ("--a__b--", "a-b"),
+        ("x" * 23 + " abc", "x" * 23),
+        ("x" * 30, "x" * 24),
+        ("\u00e9\u00e8", "job"),
+    ],
+)
+def test_a_job_is_named_by_letters_digits_and_dashes(label: str, name: str) -> None:
+    assert slug(label) == name

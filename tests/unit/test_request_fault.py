@@ -40,6 +40,8 @@ def answer(schema: Any) -> dict[str, Any]:
         (CHAT, {"logprobs": True, "top_logprobs": 20}),
         (CHAT, {"logprobs": False, "top_logprobs": 0}),
         (COMPLETIONS, {"logprobs": 5, "min_tokens": 3, "max_tokens": 3}),
+        (COMPLETIONS, {"logprobs": 0}),
+        (COMPLETIONS, {"logprobs": -1}),
         (CHAT, {"response_format": {"type": "text"}}),
         (CHAT, {"response_format": {"type": "json_object"}}),
         (CHAT, answer({"type": "object", "properties": {"a": {"type": ["string", "null"]}}})),
