@@ -127,6 +127,25 @@ def test_a_part_of_a_token_is_a_fault(name: str) -> None:
     assert f"{name} is a whole number" in (parameter_fault(CHAT, {name: "1.5"}) or "")
 
 
+MOST = 2**31 - 1
+LIMITS = {
+    "temperature": (0, 2), "min_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
+    "top_k": (-1, MOST), "max_tokens": (1, MOST), "max_completion_tokens": (1, MOST), "min_tokens": (0, MOST),
+    "max_output_tokens": (1, MOST), "top_logprobs": (-1, MOST), "prompt_logprobs": (-1, MOST), "n": (1, 16_384),
+    KEEP_LOGPROBS: (1, MOST), "seed": (-(2**63), 2**63 - 1),
+}  # fmt: skip
+"""Ends of the ranges of vLLM's `SamplingParams` and `ChatCompletionRequest`."""
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_ends_of_a_range_are_in_it_and_nothing_beyond(name: str) -> None:
+    low, high = LIMITS[name]
+    beside = {"logprobs": True} if name == "top_logprobs" else {}
+    for value, fault in ((low - 1, True), (low, False), (high, False), (high + 1, True)):
+        said = parameter_fault(CHAT, {name: value, **beside})
+        assert (said is not None and said.startswith(f"{name} is a")) is fault, value
+
+
 @pytest.mark.parametrize("name", FRACTIONS)
 def test_parameters_of_sampling_may_be_fractions(name: str) -> None:
     assert parameter_fault(CHAT, {name: 0.25}) is None
