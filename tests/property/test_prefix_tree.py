@@ -48,6 +48,14 @@ def next_of(waiting: dict[int, Key], cursor: Key) -> int:
         depth += 1
 
 
+def keys_below(branch: Branch) -> list[Key]:
+    """Keys of the requests below a branch."""
+    found: list[Key] = []
+    for child in branch.children.values():
+        found += keys_below(child) if isinstance(child, Branch) else [tuple(child.key)]
+    return found
+
+
 class Trees(RuleBasedStateMachine):
     """Any requests come and go in any order; the tree says what the obvious way says."""
 
@@ -106,7 +114,10 @@ class Trees(RuleBasedStateMachine):
         branches = [self.tree._root]
         while branches:
             branch = branches.pop()
-            assert branch.edge == branch.end - (branch.parent.end if branch.parent else 0)
+            above = branch.parent.end if branch.parent else 0
+            keys = keys_below(branch)
+            assert branch.edge == branch.end - above
+            assert (branch.count, branch.shared) == (len(keys), shared(keys, above))
             if branch.parent is not None:
                 assert len(branch.children) >= 2
                 assert branch.age == min(child.age for child in branch.children.values())
