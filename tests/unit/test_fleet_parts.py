@@ -636,3 +636,59 @@ def test_the_list_of_servers_is_read_as_often_as_it_asks_for() -> None:
         return len(looked)
 
     assert 8 <= virtual_time.run(run()) <= 13
+
+
+def test_a_row_that_is_withdrawn_while_it_runs_is_asked_nowhere_else() -> None:
+    async def run() -> None:
+        servers = [ModelledServer(A, tokens_per_s=1.0), ModelledServer(B, tokens_per_s=1.0)]
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        asking = asyncio.create_task(fleet.complete(call()))
+        await asyncio.sleep(1.0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert asking.cancelled()
+        await asyncio.sleep(1.0)
+        assert sum(server.begun for server in servers) == 1
+        assert sum(server.running for server in servers) == 0
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_the_prefix_cache_of_a_fleet_is_its_largest() -> None:
+    async def run() -> int | None:
+        fleet = fleet_of(ModelledServer(A, num_blocks=10), ModelledServer(B, num_blocks=99))
+        assert fleet.kv_cache == KvCache()
+        await fleet.start()
+        await asyncio.sleep(0.1)
+        found = fleet.kv_cache.num_blocks
+        await fleet.close()
+        return found
+
+    assert virtual_time.run(run()) == 99
+
+
+def test_a_server_that_leaves_the_list_is_closed_and_one_out_of_reach_is_named_once() -> None:
+    async def run() -> None:
+        closed: list[str] = []
+        said: list[str] = []
+
+        class Counted(ModelledServer):
+            async def close(self) -> None:
+                closed.append(self.url)
+
+        servers = [Counted(A), Counted(B)]
+        servers[1].up = False
+        changing = ChangingList(A, B)
+        fleet = fleet_of(*servers, changing=changing, say=said.append)
+        await fleet.start()
+        await asyncio.sleep(20.0)
+        assert said.count(f"{B} does not answer") == 1
+        changing.urls = [A]
+        await asyncio.sleep(3.0)
+        assert closed == [B]
+        await fleet.close()
+        assert closed == [B, A]
+
+    virtual_time.run(run())
