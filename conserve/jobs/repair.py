@@ -117,7 +117,8 @@ def open_again(job: catalog.JobRecord, folder: Path, keep: Keep) -> Opened | Non
     if not files or any(not Path(part.path).exists() or is_other(part, Path(part.path)) for part in files):
         return None
     form = FileFormat(job.source.format) if job.source.format in set(FileFormat) else None
-    given = Input(names=[part.path for part in files], form=form, keep=keep)
+    several = job.source.path != files[0].path  # but of their folder
+    given = Input(names=[part.path for part in files], several=several, form=form, keep=keep)
     with suppress(UsageError):
         return open_input(given, folder, openai=Task.from_json(job.task).kind is Kind.OPENAI)
     return None

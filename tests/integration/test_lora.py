@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_checkpoints import transfer
-from tests.tiny_models import LAYERS, build_tiny_adapter, build_tiny_model
+from tests.tiny_models import LAYERS, build_tiny_adapter, build_tiny_model, word_tokenizer
 
 # As in test_embedded_engine.py.
 pytestmark = [
@@ -91,11 +91,12 @@ def test_rows_of_three_adapters_are_abandoned_and_lose_their_memory(
     assert said["checkpoint"]["tokens_restored"]
 
 
-def test_a_start_with_adapters_on_a_cpu_warns_of_the_base_model() -> None:
+def test_a_start_with_adapters_on_a_cpu_warns_of_the_base_model(tmp_path: Path) -> None:
     from conserve.engine.vllm.launching.flags import parse_flags, said_of_adapters
 
-    with_adapters = parse_flags("model", ["--enable-lora", "--max-loras", "3"])
+    model = str(word_tokenizer(tmp_path, context=64))
+    with_adapters = parse_flags(model, ["--enable-lora", "--max-loras", "3"])
     warning = said_of_adapters(with_adapters)
     assert warning is not None
     assert "(now 3); set --max-loras above" in warning
-    assert said_of_adapters(parse_flags("model", [])) is None
+    assert said_of_adapters(parse_flags(model, [])) is None

@@ -50,6 +50,52 @@ def test_nothing_is_forecast_before_anything_was_harvested() -> None:
     assert usual_row_tokens([]) == UNSEEN_TOKENS
 
 
+def test_a_course_tells_tokens_by_a_moment_and_the_moment_of_tokens() -> None:
+    """Beyond two weeks it tells no more than by their end."""
+    course = Course(steady(), now=NOW, seed=1)
+    assert (course.by(NOW), course.by(NOW - 5.0), course.when(0.0)) == (0.0, 0.0, NOW)
+    for hours in (0.1, 1, 30):
+        assert course.when(course.by(NOW + hours * 3600)) == pytest.approx(NOW + hours * 3600)
+    by_the_end = course.by(NOW + 2 * HORIZON_S)
+    assert course.by(NOW + HORIZON_S) < by_the_end == course.by(NOW + 3 * HORIZON_S)
+    assert course.when(2 * by_the_end) == inf
+
+
+def test_a_course_goes_as_one_earlier_day_went_and_not_as_their_mean() -> None:
+    """The present rate's difference to it has faded within some hours."""
+    by_slot = {FIRST - back: 100.0 if back <= DAY else 200.0 for back in range(1, 2 * DAY + 1)}
+    found = set()
+    for seed in range(12):
+        course = Course(Rates(by_slot), now=float(FIRST * SLOT_S), seed=seed)
+        begun, later = (FIRST + 26) * SLOT_S, (FIRST + 32) * SLOT_S
+        rate = (course.by(later) - course.by(begun)) / (later - begun) / course._factor
+        assert min(abs(rate - 100.0), abs(rate - 200.0)) < 3.0
+        found.add(round(rate, -2))
+    assert found == {100.0, 200.0}
+
+
+def test_the_present_rate_is_the_mean_of_the_last_hour_as_far_as_rows_ran() -> None:
+    rates = Rates({100: 10.0, 102: 30.0, 103: 50.0, 90: 7.0})
+    assert rates.recent(104) == 30.0
+    assert rates.recent(105) == 40.0
+    assert rates.recent(110) is None
+    assert rates.recent(114, back=10) == 30.0
+    assert rates.usual(100 + DAY) == 10.0
+    assert rates.usual(50) == sum(rates.by_slot.values()) / 4
+
+
+@pytest.mark.parametrize(
+    ("days", "weight"), [(1, 1.0), (7, 3.0), (6 * 7, 3.0), (69, 1.0), (70, 3.0), (71, None)]
+)
+def test_the_same_weekday_counts_more_and_days_of_long_ago_not_at_all(
+    days: int, weight: float | None
+) -> None:
+    """Eight weeks are kept, and a forecast looks two weeks ahead."""
+    slot = 100 * DAY + 5
+    found = Rates({slot - days * DAY: 1.0}).days_before(slot)
+    assert found == ([(days * DAY, weight)] if weight else [])
+
+
 def test_a_job_beyond_the_horizon_has_no_moment() -> None:
     found = forecasts([job(rows=10**9, deadline=NOW + 60.0)], steady(), now=NOW)["a"]
     assert (found.done_50, found.done_90, found.in_time) == (None, None, 0.0)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 from hypothesis import given
@@ -45,6 +46,14 @@ def next_of(waiting: dict[int, Key], cursor: Key) -> int:
         if len(left) == 1:
             return next(iter(left))
         depth += 1
+
+
+def keys_below(branch: Branch) -> list[Key]:
+    """Keys of the requests below a branch."""
+    found: list[Key] = []
+    for child in branch.children.values():
+        found += keys_below(child) if isinstance(child, Branch) else [tuple(child.key)]
+    return found
 
 
 class Trees(RuleBasedStateMachine):
@@ -105,7 +114,10 @@ class Trees(RuleBasedStateMachine):
         branches = [self.tree._root]
         while branches:
             branch = branches.pop()
-            assert branch.edge == branch.end - (branch.parent.end if branch.parent else 0)
+            above = branch.parent.end if branch.parent else 0
+            keys = keys_below(branch)
+            assert branch.edge == branch.end - above
+            assert (branch.count, branch.shared) == (len(keys), shared(keys, above))
             if branch.parent is not None:
                 assert len(branch.children) >= 2
                 assert branch.age == min(child.age for child in branch.children.values())
@@ -123,6 +135,28 @@ class Trees(RuleBasedStateMachine):
 
 TestTrees = Trees.TestCase
 TestTrees.settings = hypothesis_settings(max_examples=examples(200), stateful_step_count=60)
+
+
+def test_a_long_walk_among_long_prompts_agrees_with_the_obvious_way() -> None:
+    """Prompts part rarely, so that branches are many blocks long."""
+    dice, trees = Random(3), Trees()
+    for age in dice.sample(range(1000), 400):
+        stem = dice.choice([[0] * 6, [0, 0, 0, 1, 1], [1] * 5])
+        words = [*stem[: dice.randint(0, 6)], *[dice.choice([0, 0, 2])] * dice.randint(0, 3)]
+        trees.insert(words=words, age=age)
+        trees.it_holds_what_waits()
+        if len(trees.waiting) > 25 or dice.random() < 0.3:
+            leave = dice.choice([trees.take_next, trees.take_next, trees.take_stalest, None])
+            if leave is not None:
+                leave()
+            else:
+                trees.take(trees.leaves[dice.choice(sorted(trees.waiting))])
+            if dice.random() < 0.2:
+                trees.go_elsewhere(words=words)
+        trees.it_holds_what_waits()
+        trees.a_branch_has_two_children_and_knows_what_is_below()
+    trees.teardown()
+    assert (len(trees.tree), trees.tree.shared) == (0, 0)
 
 
 @given(rows=st.lists(WORDS, min_size=1, max_size=40), spare=st.integers(0, 3))

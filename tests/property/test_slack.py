@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -14,8 +15,10 @@ from conserve.jobs.deadlines.slack import (
     SlackOrder,
     claim_order,
     is_others_turn,
+    late_jobs,
     slack_order,
 )
+from conserve.jobs.harvest.turns import RunnableJob
 from conserve.jobs.window.waiting import WaitingRow, WaitingWindow
 from tests.conftest import examples
 from tests.property.test_prefix_tree import WORDS, chained
@@ -187,3 +190,39 @@ def test_a_rider_shares_the_prefix_in_progress_and_nothing_else_goes_ahead() -> 
     assert order.index(WaitingRow(1, 0)) < order.index(rode[0])
     assert order[order.index(WaitingRow(1, 0)) + 1 :][:2] == rode
     assert order[-1] == WaitingRow(2, 1)
+
+
+def test_rows_without_a_deadline_stay_in_their_group_while_others_go_between_them() -> None:
+    """Rows with a deadline have another prefix, that of the second group."""
+    window = WaitingWindow(1.0)
+    window.arrange(SlackOrder(urgent=(1,), riders=frozenset({1}), share=0.5))
+    groups = [chained([0, 0, 0]), chained([1, 1, 1])]
+    for position in range(8):
+        window.insert(WaitingRow(1, position), groups[1])
+        window.insert(WaitingRow(2, position), groups[position % 2])
+    taken = [window.pop() for _ in range(16)]
+    assert [row.job for row in taken] == [1, 2] * 8
+    assert [row.position % 2 for row in taken if row.job == 2] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "rate", "late"),
+    [
+        ((185.0,), 1.0, []),
+        ((184.9,), 1.0, [0]),
+        ((310.0, 310.0), 1.0, []),
+        ((184.9, 309.9), 1.0, [0, 1]),
+        ((122.5, 122.4), 4.0, [1]),
+        ((None, 184.9), 1.0, [1]),
+        ((0.0,), None, []),
+    ],
+)
+def test_a_job_is_late_where_a_quarter_more_than_its_time_and_a_minute_are_not_left(
+    left_s: tuple[float | None, ...], rate: float | None, late: list[int]
+) -> None:
+    """Each job is of 100 tokens, and goes before the next."""
+    jobs = [
+        RunnableJob(str(n), n, 0, 0, 1, None if left is None else 1e6 + left, 100.0)
+        for n, left in enumerate(left_s)
+    ]
+    assert [int(name) for name in late_jobs(jobs, now=1e6, tokens_per_s=rate)] == late

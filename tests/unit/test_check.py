@@ -12,6 +12,8 @@ from conserve.engine.runtime import spill_file
 from conserve.errors import StoreDamaged
 from conserve.jobs.harvest.owner import this_process
 from conserve.jobs.requests.file import RequestFile
+from conserve.jobs.requests.submit import submit as submit_job
+from conserve.jobs.task import Kind, Task
 from conserve.store.books import catalog, shards
 from conserve.store.books.saved_tokens import SavedTokens, save_tokens
 from conserve.store.books.states import JobState
@@ -189,6 +191,23 @@ def test_damaged_inputs_are_copied_again(
     assert check("--repair", code=0)["left"] == []
     assert path.read_bytes() == before
     assert run().returncode == 5
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_an_input_that_is_read_again_has_the_partitions_of_its_folders(
+    store: Store, tmp_path: Path, files: int
+) -> None:
+    for number in range(files):
+        folder = tmp_path / "rows" / f"day={number}"
+        folder.mkdir(parents=True)
+        (folder / "a.jsonl").write_text('{"q": "a"}\n{"q": "b"}\n')
+    task = Task(kind=Kind.PROMPT, template="{{ q }} {{ day }}")
+    job_id = submit_job(store, str(tmp_path / "rows"), task).job_id
+    for path in (home.inputs_file(store.home, job_id), home.requests_file(store.home, job_id)):
+        before = path.read_bytes()
+        path.unlink()
+        assert check("--repair", code=0)["left"] == []
+        assert path.read_bytes() == before
 
 
 def test_a_job_whose_requests_and_input_are_lost_fails_alone_and_keeps_its_results(

@@ -1,6 +1,8 @@
 """Inputs and answers of batches: two processes at one store, and files that cannot be read at one moment."""
 
 import errno
+import json
+from hashlib import blake2b
 from pathlib import Path
 
 import duckdb
@@ -49,6 +51,43 @@ def test_the_second_of_two_deliveries_leaves_the_files_of_the_first(store: Store
         assert not batches.deliver(tx, ended, output="file-other", errors=None, now=2.0)
     found = only_batch(store)
     assert delivered(store, found) == [found.output_file_id]
+
+
+def test_a_delivery_names_its_files_and_sweeps_up_those_of_one_that_was_killed(
+    store: Store, ended: BatchRecord
+) -> None:
+    assert ended.job is not None
+    folder = home.job_folder(store.home, ended.job.id) / uploads.DELIVERIES
+    folder.mkdir()
+    (folder / "file-of-a-killed-process.jsonl").write_bytes(b"{}")
+    deliver(store, ended.id, now=5.0)
+    found = only_batch(store)
+    assert delivered(store, found) == [found.output_file_id]
+    with store.read() as tx:
+        file = uploads.get(tx, "default", found.output_file_id or "", now=5.0)
+    assert file is not None
+    assert (file.purpose, file.filename) == ("batch_output", f"{found.id}_output.jsonl")
+    content = (store.home / file.path).read_bytes()
+    assert (file.bytes, file.num_lines) == (len(content), content.count(b"\n"))
+    assert file.digest == blake2b(content, digest_size=16).hexdigest()
+    assert (file.created_at, file.expires_at, file.job_id) == (5.0, None, ended.job.id)
+
+
+def test_an_input_of_which_no_line_can_be_answered_is_refused(store: Store) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": [], "n": 0}}
+    with live(store) as url:
+        openai = client(url)
+        file = openai.files.create(file=("rows.jsonl", json.dumps(line).encode()), purpose="batch")
+        with store.write() as tx:
+            new = NewBatch(file_id=file.id, endpoint=CHAT, completion_window="24h", window_s=1.0)
+            batch_id = batches.add(tx, "default", new, now=0.0)
+        admit(store, batch_id, Limits(), now=0.0)
+    with store.read() as tx:
+        found = batches.anywhere(tx, batch_id)
+    assert found is not None
+    assert found.state is BatchState.FAILED
+    assert [fault.code for fault in found.errors] == ["invalid_input"]
+    assert "no row can be answered" in found.errors[0].message
 
 
 def test_a_delivery_that_waited_for_another_writes_nothing(

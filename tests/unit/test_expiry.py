@@ -2,19 +2,24 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
 
 from conserve.endpoints.fake import FakeEndpoint, Script
+from conserve.errors import StoreInUse
+from conserve.jobs.harvest import owner as owners
 from conserve.jobs.harvest.expiry import JUMP_S, Expiry, WallClock
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.ledger import Ledger
 from conserve.jobs.harvest.outbox import Outbox
+from conserve.jobs.harvest.release import LOOK_S, Release, waited
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import ReadyRow
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
+from conserve.store.books import leases
 from conserve.store.books.journal import Finished
 from conserve.store.books.leases import Sign
 from conserve.store.database.store import Store
@@ -254,3 +259,46 @@ def test_a_run_whose_clock_is_set_says_so_and_renews_at_once(
     assert said == [f"the clock was set {word} by 3,600 s"]
     assert all(58 <= end <= 60 for end in ends), ends
     assert (tally.succeeded, tally.late) == (4, 0)
+
+
+def test_a_store_is_released_once_its_harvesters_are_gone_or_silent(
+    store: Store, world: World, machine: Callable[..., Machine], job_id: str
+) -> None:
+    """Those that died on this machine at once, those of others after the length of their lease."""
+    release = Release(lease_s=LEASE_S, monotonic=lambda: world.passed)
+    machine().claim(1)
+    dead = owners.this_process().rsplit(":", 2)[0] + ":0:abcdef"
+    leased(store, owner=dead, limit=1)
+    leased(store, owner="elsewhere:1:2:3", limit=1, lease_s=LEASE_S)
+
+    def holders() -> str:
+        with store.write() as tx, pytest.raises(StoreInUse) as refused:
+            release.require(tx)
+        return str(refused.value)
+
+    assert "--wait" in holders()
+    with store.write() as tx:
+        leases.abandon(tx, [owner for owner in leases.owners(tx) if not owner.startswith("elsewhere")])
+    assert "rows are with" in holders()
+    for _ in range(4):
+        world.passed += LEASE_S / 4
+        with store.write() as tx:
+            with suppress(StoreInUse):
+                release.require(tx)
+            left = leases.owners(tx)
+        assert bool(left) is (world.passed < LEASE_S)
+
+
+def test_a_release_that_waits_says_so_once() -> None:
+    said: list[str] = []
+    slept: list[float] = []
+    errors = [StoreInUse("rows are with ann; stop it"), StoreInUse("rows are with ann; stop it")]
+
+    def attempt() -> str:
+        if errors:
+            raise errors.pop(0)
+        return "done"
+
+    assert waited(attempt, said.append, sleep=slept.append) == "done"
+    assert said == ["waiting: rows are with ann"]
+    assert slept == [LOOK_S, LOOK_S]

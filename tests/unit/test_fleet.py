@@ -1,15 +1,16 @@
 """Many servers behind one harvester, in virtual time: which rows go where, and what becomes of those in flight."""
 
 import asyncio
+import socket
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from conserve.endpoints.fake import WORDS, answer_tokens, request_text
-from conserve.endpoints.protocol import Call, Completion, Url
+from conserve.endpoints.protocol import Call, Completion, InFlight, Url
 from conserve.errors import (
     EndpointBusy,
     EndpointFault,
@@ -21,11 +22,13 @@ from conserve.errors import (
 from conserve.jobs.fleet.care import DRAIN_S
 from conserve.jobs.fleet.fleet import now_s
 from conserve.jobs.fleet.member import MemberState
+from conserve.jobs.harvest import notes as server_notes
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.harvest.notes import merged
+from conserve.jobs.harvest.notes import ServerNotes, merged, of_this_machine
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
+from conserve.jobs.window.prompt_key import prompt_key
 from conserve.store.books import servers as notes
 from conserve.store.database.store import Store
 from conserve.store.sql.query import views
@@ -556,3 +559,139 @@ def test_a_server_under_two_names_is_noted_once() -> None:
     )
     (found,) = merged([one, replace(one, in_flight=4)])
     assert (found.in_flight, found.waiting) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("url", "known_as"),
+    [
+        ("http://localhost:8000/v1", "http://gpu-7:8000/v1"),
+        ("https://127.0.0.1/v1?a=1", "https://gpu-7/v1?a=1"),
+        ("http://[::1]:8000", "http://gpu-7:8000"),
+        ("http://gpu-a:8000", "http://gpu-a:8000"),
+        ("not a URL", "not a URL"),
+    ],
+)
+def test_a_loopback_address_is_this_machines_in_a_store_that_others_share(
+    url: str, known_as: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-7")
+    assert of_this_machine(url) == known_as
+
+
+@pytest.mark.parametrize(("last", "most"), [(InFlight(5, 40), 70), (InFlight(5), None)])
+def test_tokens_in_flight_are_those_of_all_servers_as_far_as_they_tell(
+    last: InFlight, most: int | None
+) -> None:
+    async def run() -> InFlight:
+        servers = three()
+        for server, told in zip(servers, (InFlight(1, 10), InFlight(2, 20), last), strict=True):
+            server.in_flight = told
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        found = fleet.in_flight
+        await fleet.close()
+        return found
+
+    assert virtual_time.run(run()) == InFlight(8, most)
+
+
+def test_a_server_is_believed_to_hold_no_more_prefixes_than_its_cache_does() -> None:
+    async def run() -> None:
+        servers = [ModelledServer(A, num_blocks=100), ModelledServer(B, num_blocks=100)]
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        for prompt in prompts_of(groups=20, rows=1):
+            await fleet.complete(call(prompt))
+        keys = [prompt_key(Url.CHAT, TASK.body(prompt), servers[0].kv_cache) for prompt in prompts_of(20, 1)]
+        for member in fleet.servers:
+            held = sum(block in member.cached for key in keys for block in key)
+            assert 64 < held <= 100
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_signs_of_life_that_were_owed_before_a_server_came_back_do_not_count() -> None:
+    async def run() -> None:
+        servers = three()
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        member = fleet.servers.by_url[A]
+        for _ in range(2):
+            servers[0].responds = False
+            await fleet._care.check(member)
+            assert member.ready, "one sign alone may be missing"
+            await fleet._care.check(member)
+            assert not member.ready
+            servers[0].responds = True
+            await fleet._reach(member)
+            assert member.ready
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+class Seen:
+    """A fleet of which a test says what it sees."""
+
+    def __init__(self, *sightings: notes.Sighting) -> None:
+        self.seen = list(sightings)
+        self.drained: list[set[str]] = []
+
+    def sightings(self) -> list[notes.Sighting]:
+        return self.seen
+
+    def drain(self, urls: frozenset[str]) -> None:
+        self.drained.append(set(urls))
+
+
+def sighting(url: str, **named: Any) -> notes.Sighting:
+    values = {"state": "serving", "model": "m", "version": "1", "alive": True, "in_flight": 0, "waiting": 0}
+    return notes.Sighting(**{"url": url, "tokens_per_s": 1.0, "why": None, **values, **named})
+
+
+def looks(store: Store, fleet: object, *moments: float) -> Iterator[ServerNotes]:
+    """Yield the notes of a harvester, to look at each of these moments."""
+    moment = [0.0]
+
+    async def in_store(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    looking = ServerNotes(
+        fleet, store, "ann", in_store, clock=lambda: 1e9 + moment[0], monotonic=lambda: moment[0]
+    )
+    for moment[0] in moments:
+        yield looking
+
+
+def test_a_change_of_a_server_is_noted_at_once_and_anything_else_every_few_seconds(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, noted = Seen(sighting(A)), []
+    monkeypatch.setattr(notes, "note", lambda *_, now: noted.append(now - 1e9))
+    states = {3.0: "busy", 9.0: "drained", 9.5: "drained", 10.0: "drained"}
+    flying = {1.0: 5, 9.0: 2, 9.5: 1, 10.0: 1}
+    for looking in looks(store, fleet, 0.0, 1.0, 3.0, 4.0, 8.0, 9.0, 9.5, 10.0):
+        now = looking._monotonic()
+        fleet.seen = [sighting(A, state=states.get(now, "serving"), in_flight=flying.get(now, 0))]
+        asyncio.run(looking.look())
+    assert noted == [0.0, 3.0, 4.0, 9.0, 9.5]
+
+
+def test_servers_that_the_store_drains_are_drained_under_their_own_names(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_notes, "is_shared", lambda _: True)
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-7")
+    fleet = Seen(sighting("http://localhost:8000"), sighting(B), sighting("http://127.0.0.1:8000"))
+    monkeypatch.setattr(notes, "drained", lambda _: frozenset({"http://gpu-7:8000", A}))
+    (looking,) = looks(store, fleet, 0.0)
+    asyncio.run(looking.look())
+    assert fleet.drained == [{"http://gpu-7:8000", A, "http://localhost:8000", "http://127.0.0.1:8000"}]
+
+
+def test_a_server_alone_is_not_noted(store: Store) -> None:
+    (looking,) = looks(store, object(), 0.0)
+    asyncio.run(looking.look())
+    with store.read() as tx:
+        assert notes.drained(tx) == frozenset()

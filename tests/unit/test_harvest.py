@@ -4,9 +4,12 @@ All of it runs in virtual time: seconds are the harvester's and the endpoint's, 
 """
 
 import asyncio
+import contextlib
 import errno
 import shutil
+import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +18,26 @@ import pytest
 from sqlalchemy import event, text
 
 from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, request_text
-from conserve.endpoints.protocol import Call, Completion, OnTokens
-from conserve.errors import EndpointError, EndpointFault, EndpointUnusable, EngineDied, StoreFull
+from conserve.endpoints.protocol import Call, Completion, KvCache, OnTokens
+from conserve.errors import (
+    EndpointBusy,
+    EndpointError,
+    EndpointFault,
+    EndpointUnusable,
+    EngineDied,
+    StoreError,
+    StoreFull,
+)
 from conserve.jobs.harvest import retry
 from conserve.jobs.harvest.calls import Calls
 from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
+from conserve.jobs.window.lookahead import Lookahead
 from conserve.store.books import catalog, journal, leases, saved_tokens, shards
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
@@ -153,6 +166,82 @@ def test_only_the_row_that_kills_the_engine_fails(store: Store, queue_up: Callab
     assert endpoint.deaths == 1 + retry.SUSPECT_FAILURES
 
 
+@pytest.mark.parametrize("max_deaths", [1, 3])
+def test_a_row_that_kills_engines_fails_after_as_many_as_were_allowed(
+    store: Store, queue_up: Callable[..., str], max_deaths: int
+) -> None:
+    job_id = queue_up("innocent", "KILL")
+    endpoint = FakeEndpoint(Script(request_ms=5, capacity=2))
+    harvest(store, endpoint, max_deaths=max_deaths)
+    assert [row[2] for row in results(store, job_id)] == [None, "engine_died"]
+    assert endpoint.deaths == 1 + max_deaths
+
+
+def test_answers_that_break_the_harvesters_code_are_warned_of_once_a_kind(
+    store: Store, queue_up: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    job_id = queue_up("a", "b", "c")
+
+    class Odd(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            if "c" in call.body["messages"][-1]["content"]:
+                raise KeyError("choices")
+            raise ZeroDivisionError("no tokens")
+
+    harvest(store, Odd(), max_attempts=2)
+    assert [row[2] for row in results(store, job_id)] == ["endpoint_fault"] * 3
+    warned = [record for record in caplog.records if "has no usable answer" in record.getMessage()]
+    assert sorted((record.job, record.row) for record in warned) in (  # type: ignore[attr-defined]
+        [(job_id, 0), (job_id, 2)],
+        [(job_id, 1), (job_id, 2)],
+    )
+    assert f"row 2 of {job_id} has no usable answer (KeyError: 'choices')" in warned[1].getMessage()
+
+
+def test_an_endpoint_that_is_unusable_is_not_waited_for(store: Store, queue_up: Callable[..., str]) -> None:
+    """Another row was asked to wait half a minute."""
+    queue_up("a", "b")
+
+    class Fading(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            self.calls += 1
+            if self.calls == 1:
+                raise EndpointBusy("slow down", retry_after_s=30.0)
+            await asyncio.sleep(1.0)
+            raise EndpointUnusable("no GPU left")
+
+    async def run() -> float:
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(EndpointUnusable, match="no GPU"):
+            await harvester(store, Fading()).run(asyncio.Event())
+        return asyncio.get_running_loop().time() - begun
+
+    assert 1.0 <= virtual_time.run(run()) < 2.0
+
+
+def test_why_rows_wait_is_told_as_long_as_they_do(store: Store, queue_up: Callable[..., str]) -> None:
+    """Rows that fail for the same reason meanwhile begin no wait of their own."""
+    queue_up(*(f"q{number}" for number in range(4)))
+    told: list[str | None] = []
+
+    class Busy(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            self.calls += 1
+            calls = self.calls
+            await asyncio.sleep(0.1 * calls)
+            raise EndpointBusy(f"refusal {calls}", retry_after_s=5.0)
+
+    async def run() -> None:
+        following = Following(store, Busy())
+        for seconds in (0.15, 0.1, 0.1, 0.1, 3.0):
+            await asyncio.sleep(seconds)
+            told.append(following.harvester.tally.waiting_for)
+        await following.end()
+
+    virtual_time.run(run())
+    assert told == ["refusal 1; trying again in 5 s"] * 5
+
+
 def test_a_stop_saves_tokens_and_the_next_run_continues_from_them(
     store: Store, queue_up: Callable[..., str]
 ) -> None:
@@ -196,6 +285,36 @@ def test_a_stop_in_the_moment_in_which_a_row_lands_is_a_stop(
     assert virtual_time.run(run()).succeeded < 40
 
 
+async def last_write_waits(harvesting: Harvester, rows: int, idle: threading.Event) -> None:
+    """Return once the write of so many rows waits for the store's thread, which is busy until `idle`."""
+    while len(harvesting._recording.outbox.finished) < rows:
+        await asyncio.sleep(0)
+    harvesting._thread.submit(idle.wait)
+    harvesting._recording.full.set()
+    while harvesting._recording.outbox:
+        await asyncio.sleep(0)
+
+
+def test_a_lease_that_ends_with_its_last_row_while_it_is_renewed_was_not_lost(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    queue_up("a", "b", "c")
+
+    async def run() -> Tally:
+        idle = threading.Event()
+        harvesting = harvester(store, FakeEndpoint(), lease_s=1.5)
+        running = asyncio.create_task(harvesting.run(asyncio.Event()))
+        await last_write_waits(harvesting, 3, idle)
+        asyncio.get_running_loop().jump(1.0)  # type: ignore[attr-defined]
+        for _ in range(100):  # turns of the loop, of which the renewal takes a few
+            await asyncio.sleep(0)
+        idle.set()
+        return await running
+
+    tally = virtual_time.run(run())
+    assert (tally.succeeded, tally.late, tally.leases_lost) == (3, 0, 0)
+
+
 def test_a_stop_writes_what_waits_for_the_stores_thread(store: Store, queue_up: Callable[..., str]) -> None:
     queue_up("a", "b", "c")
 
@@ -203,12 +322,7 @@ def test_a_stop_writes_what_waits_for_the_stores_thread(store: Store, queue_up: 
         stop, idle = asyncio.Event(), threading.Event()
         harvesting = harvester(store, FakeEndpoint())
         running = asyncio.create_task(harvesting.run(stop))
-        while len(harvesting._recording.outbox.finished) < 3:
-            await asyncio.sleep(0)
-        harvesting._thread.submit(idle.wait)  # it is busy with something else
-        harvesting._recording.full.set()
-        while harvesting._recording.outbox:
-            await asyncio.sleep(0)
+        await last_write_waits(harvesting, 3, idle)
         stop.set()
         for _ in range(100):  # turns of the loop, of which the stop takes a few
             await asyncio.sleep(0)
@@ -320,6 +434,69 @@ def test_a_row_whose_lease_was_lost_is_not_written_twice(store: Store, queue_up:
     assert len(results(store, job_id)) == 3
 
 
+def test_a_lease_that_others_ended_is_noticed_and_its_rows_begin_anew(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    job_id = queue_up("a", "b")
+    endpoint = FakeEndpoint(Script(request_ms=4000, capacity=4))
+
+    async def run() -> Tally:
+        following = Following(store, endpoint, lease_s=3.0)
+        working = following.harvester
+        await following.until(lambda: working.tally.in_flight == 2)
+        with store.write() as tx:
+            assert leases.abandon(tx, [working.owner]) == 1
+        await following.until(lambda: working.tally.leases_lost == 1, seconds=1.6)
+        await following.until(lambda: endpoint.calls == 4, seconds=0.5)
+        await following.until(lambda: working.tally.completed == [job_id], seconds=5.0)
+        return await following.end()
+
+    tally = virtual_time.run(run())
+    assert (tally.succeeded, tally.late, tally.leases_lost) == (2, 0, 1)
+
+
+def test_leases_are_renewed_long_before_they_end(store: Store, queue_up: Callable[..., str]) -> None:
+    queue_up("a", "b")
+    left: list[float] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        following = Following(store, FakeEndpoint(Script(request_ms=10_000)), lease_s=6.0)
+        await following.until(lambda: following.harvester.tally.in_flight == 2)
+        while following.harvester.tally.in_flight:
+            with store.read() as tx:
+                left.extend(end - loop.time() for end in tx.scalars(text("select expires_at from lease")))
+            await asyncio.sleep(0.25)
+        await following.end()
+
+    virtual_time.run(run())
+    assert min(left) > 3.0
+    assert max(left) <= 6.0
+
+
+def test_a_pause_is_noticed_within_a_second_and_its_end_too(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    job_id = queue_up("a", "b", "c")
+    endpoint = FakeEndpoint(Script(token_ms=100, tokens=100))
+
+    async def run() -> Tally:
+        following = Following(store, endpoint)
+        tally = following.harvester.tally
+        await following.until(lambda: tally.in_flight == 3)
+        for verb, in_flight in (("pause", 0), ("resume", 3)):
+            await asyncio.sleep(3.0)
+            with store.write() as tx:
+                catalog.move(tx, job_id, verb, now=0.0)
+            await following.until(lambda in_flight=in_flight: tally.in_flight == in_flight, seconds=1.0)
+        await following.until(lambda: tally.done == 3)
+        assert tally.cancelled == []
+        return await following.end()
+
+    assert virtual_time.run(run()).succeeded == 3
+    assert len(endpoint.continued) == 3
+
+
 def test_two_harvesters_on_one_store_share_the_rows(store: Store, queue_up: Callable[..., str]) -> None:
     job_id = queue_up(*(f"row {n}" for n in range(400)))
 
@@ -385,6 +562,167 @@ def test_an_endpoint_that_cannot_serve_ends_the_run_and_blames_no_row(
     assert job(store, job_id).failed == 0
     harvest(store, FakeEndpoint())
     assert len(results(store, job_id)) == 1
+
+
+def test_tokens_of_rows_at_an_endpoint_that_becomes_unusable_are_kept(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    queue_up("long")
+    script = Script(token_ms=5, tokens=100)
+
+    class Fading(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await super().complete(call, on_tokens)
+            raise EndpointUnusable("no GPU left")
+
+    with pytest.raises(EndpointUnusable, match="no GPU left"):
+        harvest(store, Fading(script))
+    second = FakeEndpoint(script)
+    harvest(store, second)
+    assert second.continued == [39]
+
+
+def test_a_server_that_starts_and_refuses_rows_is_back_once_it_answers_one(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    queue_up("a")
+
+    class Refusing(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            completion = await super().complete(call, on_tokens)
+            if self.calls <= 3:
+                raise EndpointUnusable("the key is not valid")
+            return completion
+
+    async def run() -> Following:
+        following = Following(store, Refusing())
+        begun = asyncio.get_running_loop().time()
+        await following.until(lambda: following.harvester.tally.succeeded == 1)
+        assert 7.0 <= asyncio.get_running_loop().time() - begun < 8.0, "1, 2 and 4 s"
+        await following.end()
+        return following
+
+    following = virtual_time.run(run())
+    assert following.headlines == [
+        "the endpoint cannot be reached",
+        "the endpoint is back; harvesting goes on",
+    ]
+    assert following.harvester.tally.outages == {"endpoint": 1}
+
+
+def test_a_row_that_another_joined_is_not_to_blame_for_the_engines_death(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    """Each of the two was the first, or the last, in flight."""
+
+    class Dying(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            completion = await super().complete(call, on_tokens)
+            if self.calls <= 2:
+                await asyncio.sleep(2.0 if self.calls == 1 else 1.0)
+                raise EngineDied("gone")
+            return completion
+
+    async def run() -> Tally:
+        following = Following(store, Dying(Script(request_ms=500)), max_deaths=1)
+        queue_up("first")
+        await following.until(lambda: following.harvester.tally.in_flight == 1)
+        queue_up("second")
+        await following.until(lambda: following.harvester.tally.in_flight == 2)
+        await following.until(lambda: following.harvester.tally.done == 2)
+        return await following.end()
+
+    tally = virtual_time.run(run())
+    assert (tally.succeeded, tally.failed) == (2, 0)
+
+
+def test_no_row_is_sent_while_the_endpoint_asks_to_wait(store: Store, queue_up: Callable[..., str]) -> None:
+    queue_up("a", "b")
+    sent_at: list[float] = []
+
+    class Busy(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            sent_at.append(asyncio.get_running_loop().time())
+            if len(sent_at) == 1:
+                raise EndpointBusy("too many requests", retry_after_s=7.0)
+            return await super().complete(call, on_tokens)
+
+    waits: list[str | None] = []
+
+    async def run() -> None:
+        working = harvester(store, Busy(Script(capacity=1, request_ms=1000)))
+        for seconds in (3.0, 7.5):
+            asyncio.get_running_loop().call_later(seconds, lambda: waits.append(working.tally.waiting_for))
+        await working.run(asyncio.Event())
+
+    virtual_time.run(run())
+    assert len(sent_at) == 3
+    assert sent_at[1] - sent_at[0] == pytest.approx(7.0, abs=0.1)
+    assert waits == ["too many requests; trying again in 7 s", None]
+
+
+@pytest.mark.parametrize(("params", "watched"), [({}, True), ({"logprobs": True}, False)])
+def test_tokens_are_asked_for_where_a_row_can_continue_from_them(
+    store: Store, queue_up: Callable[..., str], params: dict[str, bool], watched: bool
+) -> None:
+    queue_up("a", task=Task(kind=Kind.PROMPT, template="{{ q }}", params=params))
+    seen: list[bool] = []
+
+    class Watched(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            seen.append(on_tokens is not None)
+            return await super().complete(call)
+
+    harvest(store, Watched())
+    assert seen == [watched]
+
+
+def test_rows_of_several_jobs_are_chosen_by_the_blocks_of_the_endpoints_cache(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue_up("a")
+    queue_up("b", "c")
+    caches: list[KvCache] = []
+
+    class Noted(Lookahead):
+        def __init__(self, *arguments: Any, cache: KvCache, **named: Any) -> None:
+            caches.append(cache)
+            super().__init__(*arguments, cache=cache, **named)
+
+    class Cached(FakeEndpoint):
+        kv_cache = KvCache(block_tokens=32, num_blocks=77)
+
+    monkeypatch.setattr("conserve.jobs.harvest.ledger.Lookahead", Noted)
+    harvest(store, Cached())
+    assert set(caches) == {Cached.kv_cache}
+
+
+def test_a_harvester_tells_how_far_its_rows_are(store: Store, queue_up: Callable[..., str]) -> None:
+    queue_up("a", "b", "c")
+
+    async def run() -> Harvester:
+        working = harvester(store, FakeEndpoint(Script(request_ms=100, capacity=2)))
+        assert working.ready_at is None
+        running = asyncio.create_task(working.run(asyncio.Event()))
+        while working.tally.answered < 2:
+            await asyncio.sleep(0.001)
+        assert working.tally.succeeded == 0, "none is durable yet"
+        while not working.tally.in_flight:
+            await asyncio.sleep(0.001)
+        seen = working.progress(rows_left=3)
+        assert (seen.rows_done, seen.rows_in_flight, seen.rows_waiting) == (2, 1, 0)
+        assert working.progress(rows_left=9).rows_waiting == 6
+        assert seen.tokens_done == working.tally.answered_tokens > 0
+        await running
+        return working
+
+    working = virtual_time.run(run())
+    assert working.ready_at is not None
+    assert working.ended_at is not None
+    assert working.ready_at <= working.ended_at
+    assert working.progress(rows_left=0).rows_waiting == 0
 
 
 def test_a_row_that_cannot_be_rendered_fails_without_a_call(
@@ -463,6 +801,172 @@ def test_rows_that_are_called_out_during_a_look_for_rows_are_not_slept_through(
         await following.end()
 
     virtual_time.run(run())
+
+
+class SocketListener:
+    """Calls of a database that come as bytes; the connection ends where its other end is closed."""
+
+    def __init__(self) -> None:
+        self.near, self.far = socket.socketpair()
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self.near.fileno()
+
+    def heard(self) -> bool:
+        return bool(self.near.recv(100))
+
+    def close(self) -> None:
+        self.near.close()
+        self.closed = True
+
+
+def test_calls_are_heard_until_the_connection_ends_or_another_takes_its_place() -> None:
+    """The end of a connection is heard too: a call may have been lost with it."""
+
+    async def run() -> None:
+        heard: asyncio.Queue[bool] = asyncio.Queue()
+        calls = Calls(lambda: heard.put_nowait(calls.listening))
+        assert not calls.listening
+        first, second = SocketListener(), SocketListener()
+        calls.begin(first)  # type: ignore[arg-type]
+        first.far.send(b"call")
+        assert await asyncio.wait_for(heard.get(), 60)
+        calls.begin(second)  # type: ignore[arg-type]
+        assert first.closed
+        second.far.close()
+        assert not await asyncio.wait_for(heard.get(), 60), "it listens no longer"
+        assert second.closed
+        calls.begin(None)
+        assert not calls.listening
+        first.far.close()
+
+    asyncio.run(run())
+
+
+def test_rows_that_are_called_out_during_a_claim_do_not_wait_for_the_next_look(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row is in flight for hours, and without the call the harvester would look again in an hour."""
+    monkeypatch.setattr("conserve.jobs.harvest.harvester.LISTENING_S", 3600.0)
+    monkeypatch.setattr(Calls, "listening", True)
+    queue_up("long")
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        following = Following(store, FakeEndpoint(Script(request_ms=1e7, capacity=8)))
+        working = following.harvester
+        claim = working._ledger.claim
+        queued: list[str] = []
+
+        def called_meanwhile(*arguments: Any) -> Any:
+            works = claim(*arguments)
+            if not works and not queued:
+                queued.append(queue_up("a", "b", "c"))
+                loop.call_soon_threadsafe(working._look_again)
+            return works
+
+        monkeypatch.setattr(working._ledger, "claim", called_meanwhile)
+        await following.until(lambda: working.tally.in_flight == 4)
+        await following.end()
+
+    virtual_time.run(run())
+
+
+class Timed(FakeEndpoint):
+    """Takes as many milliseconds for a row as its prompt says, and notes how many rows it has at a time."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(Script(capacity=capacity))
+        self.running = 0
+        self.loads: list[int] = []
+
+    async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+        self.running += 1
+        self.loads.append(self.running)
+        try:
+            await asyncio.sleep(int(call.body["messages"][-1]["content"].split()[-1]) / 1e3)
+            return await super().complete(call, on_tokens)
+        finally:
+            self.running -= 1
+
+
+def timed(store: Store, endpoint: FakeEndpoint, **named: Any) -> tuple[float, list[int]]:
+    """Seconds that a harvest takes, and the numbers of rows that it asked the store for."""
+    asked: list[int] = []
+
+    async def run() -> float:
+        working = harvester(store, endpoint, **named)
+        claim = working._ledger.claim
+
+        def noted(limit: int, suspect: bool, identity: str) -> Any:
+            if not suspect:
+                asked.append(limit)
+            return claim(limit, suspect, identity)
+
+        working._ledger.claim = noted  # type: ignore[method-assign]
+        begun = asyncio.get_running_loop().time()
+        await working.run(asyncio.Event())
+        return asyncio.get_running_loop().time() - begun
+
+    return virtual_time.run(run()), asked
+
+
+def test_an_endpoint_stays_full_while_there_are_rows(store: Store, queue_up: Callable[..., str]) -> None:
+    """Short rows wait neither for a long one nor for the time of a look."""
+    queue_up("x 1000", *(f"{n} x 10" for n in range(80)))
+    seconds, asked = timed(store, Timed(8))
+    assert seconds < 1.3
+    assert min(asked) >= 2, "rows are claimed once a quarter of the endpoint is free"
+
+
+def test_rows_that_land_one_by_one_do_not_each_ask_an_empty_queue(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    queue_up(*(f"{n} x {10 * n}" for n in range(1, 101)))
+    endpoint = Timed(200)
+    seconds, asked = timed(store, endpoint)
+    assert seconds == pytest.approx(1.0, abs=0.3)
+    assert len(asked) < 10
+    assert max(endpoint.loads) == 100
+
+
+def test_rows_that_end_within_a_quarter_of_a_second_are_written_together(
+    store: Store, queue_up: Callable[..., str]
+) -> None:
+    queue_up(*(f"{n} x {4 * n}" for n in range(50)))
+    written: list[int] = []
+
+    async def run() -> None:
+        working = harvester(store, Timed(64))
+        write = working._ledger.write
+
+        def noted(outbox: Outbox) -> None:
+            written.append(len(outbox.finished))
+            write(outbox)
+
+        working._ledger.write = noted  # type: ignore[method-assign]
+        await working.run(asyncio.Event())
+
+    virtual_time.run(run())
+    assert sum(written) == 50
+    assert len(written) <= 2
+
+
+def test_a_suspect_runs_alone_from_begin_to_end(store: Store, queue_up: Callable[..., str]) -> None:
+    """Rows take longer than the time until the harvester looks for more."""
+    queue_up("a 900", "b 900", "c 900")
+
+    class Dying(Timed):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            completion = await super().complete(call, on_tokens)
+            if self.calls <= 3:
+                raise EngineDied("gone")
+            return completion
+
+    endpoint = Dying(8)
+    timed(store, endpoint)
+    assert endpoint.loads == [1, 2, 3, 1, 1, 1]
 
 
 OUTAGE = ["the store cannot be reached", "the store is back; harvesting goes on"]
@@ -552,7 +1056,11 @@ def test_rows_withdrawn_before_they_were_sent_go_back(store: Store, queue_up: Ca
     asyncio.run(asyncio.wait_for(run(), 20))
     assert endpoint.calls == 0
     with store.read() as tx:
-        assert tx.execute(text("select count(*), count(epoch) from request")).one() == (2, 0)
+        assert tx.execute(text("select count(*), count(epoch), count(tokens) from request")).one() == (
+            2,
+            0,
+            0,
+        )
         assert tx.scalar(text("select count(*) from lease")) == 0
 
 
@@ -599,6 +1107,47 @@ def test_a_store_that_cannot_be_written_is_waited_for(store: Store, queue_up: Ca
     following = virtual_time.run(run())
     assert [row[0] for row in results(store, job_id)] == list(range(40))
     assert following.headlines == OUTAGE
+
+
+def test_answers_that_wait_to_be_written_when_the_store_goes_away_are_not_computed_again(
+    store: Store, queue_up: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outage is noticed by another step than the writing of answers."""
+    job_id = queue_up(*(f"row {n}" for n in range(40)))
+    answered: Counter[str] = Counter()
+    away: list[bool] = []
+
+    class Counted(FakeEndpoint):
+        async def complete(self, call: Call, on_tokens: OnTokens | None = None) -> Completion:
+            completion = await super().complete(call, on_tokens)
+            answered[request_text(call.body)] += 1
+            return completion
+
+    async def run() -> Following:
+        following = Following(store, Counted(Script(request_ms=70, capacity=2)))
+        working = following.harvester
+        stopped_jobs, commit = working._ledger.stopped_jobs, journal.commit
+
+        def look() -> set[str]:
+            if working._recording.outbox.finished and not away:
+                away.append(True)
+                raise StoreError("the disk is gone")
+            return stopped_jobs()
+
+        def write(*arguments: Any, **named: Any) -> Any:
+            return broken_disk() if away == [True] else commit(*arguments, **named)
+
+        monkeypatch.setattr(working._ledger, "stopped_jobs", look)
+        monkeypatch.setattr(journal, "commit", write)
+        await following.until(lambda: bool(following.said))
+        away.append(False)
+        await following.until(lambda: working.tally.completed == [job_id])
+        await following.end()
+        return following
+
+    following = virtual_time.run(run())
+    assert following.headlines == OUTAGE
+    assert set(answered.values()) == {1}
 
 
 def broken_disk(*_: object, **__: object) -> None:

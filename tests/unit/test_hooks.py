@@ -15,11 +15,11 @@ import pytest
 from sqlalchemy import Connection
 
 import conserve as package
-from conserve.errors import UsageError
+from conserve.errors import StoreError, UsageError
 from conserve.jobs.harvest import owner as owners
 from conserve.jobs.hooks import signature
 from conserve.jobs.hooks.addresses import NotPublic, allowed, checked_url, is_public
-from conserve.jobs.hooks.courier import PAUSES_S, Courier, trusted, verdict
+from conserve.jobs.hooks.courier import AT_ONCE, PAUSES_S, Courier, guarded, trusted, verdict
 from conserve.jobs.hooks.wire import post, seconds
 from conserve.store.books import batches, catalog, events, hooks, outbox, shards
 from conserve.store.books.batches import InputFault, NewBatch
@@ -403,6 +403,80 @@ class TestDelivery:
         assert len(receiver.got) == 1
         assert looks
         assert all(looks)
+
+    @pytest.mark.parametrize(
+        ("error", "said", "traced"),
+        [
+            (StoreError("the disk is full"), "the disk is full", False),
+            (ZeroDivisionError("one"), "a message to a hook was not sent", True),
+        ],
+    )
+    def test_a_fault_of_one_message_ends_its_thread_alone_and_is_logged(
+        self,
+        store: Store,
+        receiver: Receiver,
+        to: Hook,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        error: Exception,
+        said: str,
+        traced: bool,
+    ) -> None:
+        submitted(store)
+        courier = Courier(store)
+
+        def broken(mine: MessageRecord) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(courier, "send", broken)
+            courier.step()
+            courier.stop()
+            courier.finish(60.0)
+        (record,) = caplog.records
+        assert (record.getMessage(), bool(record.exc_info)) == (said, traced)
+        assert not receiver.got
+
+    @pytest.mark.parametrize(
+        ("error", "said", "traced"),
+        [
+            (StoreError("the disk is full"), "the disk is full", False),
+            (ZeroDivisionError("one"), "messages to hooks were not sent", True),
+        ],
+    )
+    def test_a_look_for_messages_that_fails_costs_the_work_beside_it_nothing(
+        self, caplog: pytest.LogCaptureFixture, error: Exception, said: str, traced: bool
+    ) -> None:
+        def step() -> None:
+            raise error
+
+        guarded(step)
+        (record,) = caplog.records
+        assert (record.getMessage(), bool(record.exc_info)) == (said, traced)
+
+    def test_so_many_messages_are_sent_at_a_time_and_no_more(
+        self, store: Store, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for _ in range(9):
+            hook(store, receiver.url, allow_private=True)
+        for number in range(3):
+            submitted(store, f"job-{number}")
+        courier, gate, at_once = Courier(store), threading.Event(), []
+        send = courier.send
+
+        def gated(mine: MessageRecord) -> None:
+            gate.wait(60.0)
+            send(mine)
+
+        monkeypatch.setattr(courier, "send", gated)
+        for _ in range(3):
+            courier.step()
+            at_once.append(len(courier._busy))
+        gate.set()
+        courier.finish(60.0)
+        assert at_once == [AT_ONCE] * 3
+        assert len(receiver.got) == len({got.id for got in receiver.got}) == 27
+        assert (courier.delivered, courier.failed) == (27, 0)
 
     def test_messages_that_are_over_are_kept_for_a_month(
         self, store: Store, receiver: Receiver, to: Hook

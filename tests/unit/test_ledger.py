@@ -1,12 +1,14 @@
 """The store as a harvester sees it: what it claims, records, and takes back from the dead."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from conserve.errors import StoreError
+from conserve.errors import JobNotFound, StoreDamaged, StoreError, StoreUnreachable
 from conserve.jobs.deadlines.slack import SHARE, is_others_turn
 from conserve.jobs.harvest.ledger import Ledger
+from conserve.jobs.harvest.observer import Observer
 from conserve.jobs.harvest.outage import StoreFile
 from conserve.jobs.harvest.outbox import Outbox
 from conserve.jobs.harvest.recorder import Recorder
@@ -18,9 +20,12 @@ from conserve.jobs.inputs.keeping import Keep
 from conserve.jobs.inputs.source import Input
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
-from conserve.store.books import catalog, harvested, journal, leases, saved_tokens, shards
+from conserve.jobs.window.lookahead import Lookahead
+from conserve.jobs.window.shares import Group
+from conserve.store.books import catalog, choice, harvested, journal, leases, saved_tokens, servers, shards
 from conserve.store.books.journal import Finished
 from conserve.store.books.saved_tokens import SavedTokens
+from conserve.store.books.servers import Sighting
 from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from conserve.store.files import home, marks
@@ -267,6 +272,22 @@ def test_a_session_begins_with_what_the_last_one_left(store: Store, party: Party
     assert not orphan.exists()
 
 
+def test_a_session_forgets_figures_and_servers_of_long_ago(store: Store, party: Party) -> None:
+    seen = Sighting(
+        url="http://gone:8000", state="serving", model="m", version="1", alive=True, in_flight=0, waiting=0,
+        tokens_per_s=1.0, why=None,
+    )  # fmt: skip
+    with store.write() as tx:
+        harvested.note(tx, 100, since=1000.0, now=1010.0)
+        servers.note(tx, "elsewhere:1:2:3", [seen], now=1000.0)
+    for days, slots, known in ((1, 1, 1), (8, 1, 0), (60, 0, 0)):
+        party.clock.now = 1000.0 + days * 86_400
+        party.ledger.recover()
+        assert select(store, "select (select count(*) from harvested), (select count(*) from server)") == [
+            (slots, known)
+        ]
+
+
 def test_what_is_not_done_at_the_end_waits_for_the_next_run(store: Store, party: Party, job_id: str) -> None:
     party.claim(2)
     other = leased(store, owner="elsewhere:1:2:3", limit=1)
@@ -317,6 +338,116 @@ def test_a_job_that_must_not_run_is_told_why_and_gives_its_rows_back(
     assert select(store, "select job_id from lease") == [(whole,)]
 
 
+def test_a_job_whose_requests_break_while_rows_are_chosen_is_refused_alone(
+    store: Store, party: Party, write_input: WriteInput, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = submit(store, str(write_input("other.parquet", q=["x"])), TASK).job_id
+    errors = [JobNotFound("removed meanwhile"), StoreDamaged("row group 0 is damaged", job_id=job_id)]
+    take = Lookahead.take
+
+    def broken(window: Lookahead, limit: int) -> object:
+        if errors:
+            raise errors.pop(0)
+        return take(window, limit)
+
+    monkeypatch.setattr(Lookahead, "take", broken)
+    assert [work.job_id for work in party.claim()] == [other]
+    assert party.tally.refused == {job_id: "row group 0 is damaged"}
+    assert party.ledger._workload.seen() == [other], "once it is mended, it is opened anew"
+    assert job(store, job_id).state is JobState.FAILED
+
+
+def test_rows_of_two_jobs_that_begin_alike_are_claimed_one_after_the_other(
+    store: Store, party: Party, write_input: WriteInput
+) -> None:
+    for number in range(2):
+        prompts = [letter * 200 + str(number) for letter in "abc"]
+        submit(store, str(write_input(f"{number}.parquet", q=prompts)), TASK)
+    one, other = party.claim(2)
+    assert (one.request.payload or "")[:200] == (other.request.payload or "")[:200]
+    assert one.job_id != other.job_id
+
+
+def test_a_window_is_kept_from_claim_to_claim_and_closed_at_the_end(
+    store: Store, party: Party, write_input: WriteInput, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new one for each claim would read the first rows of each job again."""
+    made: list[Lookahead] = []
+    closed: list[Lookahead] = []
+
+    class Counted(Lookahead):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            made.append(self)
+            super().__init__(*arguments, **named)
+
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr("conserve.jobs.harvest.ledger.Lookahead", Counted)
+    submit(store, str(write_input("other.parquet", q=["w", "x", "y", "z"])), TASK)
+    assert [len(party.claim(1)) for _ in range(2)] == [1, 1]
+    assert (len(made), closed) == (1, [])
+    party.ledger.reopen()
+    assert closed == made
+    assert len(party.claim(2)) == 2
+    party.ledger.close()
+    assert closed == made
+    assert len(made) == 2
+    assert party.ledger._workload.seen() == []
+
+
+def test_rows_that_others_took_while_they_were_chosen_are_left_to_them(
+    store: Store, party: Party, write_input: WriteInput, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(store, str(write_input("other.parquet", q=["x"])), TASK)
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "choose", lambda *_: [])
+        assert party.claim() == []
+    assert len(party.claim()) == 5
+
+
+def test_damage_of_the_whole_store_refuses_no_job(
+    store: Store, party: Party, write_input: WriteInput, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(store, str(write_input("other.parquet", q=["x"])), TASK)
+
+    def broken(*_: object) -> object:
+        raise StoreDamaged("the folder of jobs is gone")
+
+    monkeypatch.setattr(Lookahead, "take", broken)
+    with pytest.raises(StoreDamaged, match="folder of jobs"):
+        party.claim()
+    assert party.tally.refused == {}
+    assert job(store, job_id).state is JobState.QUEUED
+
+
+def test_results_wait_in_the_journal_while_the_place_of_shards_is_out_of_reach(
+    store: Store, job_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried again after half a minute, with whatever was completed meanwhile."""
+    clock, tries, compact = Clock(), [], shards.compact
+
+    def away(*arguments: Any, **named: Any) -> int | None:
+        tries.append(clock.now)
+        if len(tries) == 1:
+            raise StoreUnreachable("the bucket is away")
+        return compact(*arguments, **named)
+
+    monkeypatch.setattr(shards, "compact", away)
+    recorder = Recorder(store, clock, monotonic=clock)
+    lease = leased(store)
+    recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, p, result(p)) for p in range(4)]))
+    assert [record.getMessage() for record in caplog.records] == [
+        "results stay in the database for now: the bucket is away"
+    ]
+    for seconds, left in ((29.9, 4), (0.1, 0)):
+        clock.now += seconds
+        recorder.write(Outbox())
+        assert select(store, "select count(*) from journal") == [(left,)]
+    assert tries == [1000.0, 1030.0]
+
+
 def test_a_suspect_is_claimed_alone(store: Store, party: Party, job_id: str) -> None:
     works = party.claim()
     party.put_back(*works[:2], suspect=True)
@@ -362,6 +493,8 @@ def test_shares_are_claimed_across_priorities(store: Store, write_input: WriteIn
     party.finish(*again, prompt_tokens=40, completion_tokens=10)
     jobs = [work.job_id for work in party.claim(10)]
     assert jobs.count(high) == 9, "it is behind, and its rows are half as long"
+    assert party.ledger._shares is not None
+    assert party.ledger._shares._ended == {Group(10): (6, 300.0), Group(0): (2, 200.0)}
     assert len(party.claim(100)) == 80 - 8 - 10, "all that is left"
     assert party.claim(8) == []
     party.ledger.close()
@@ -401,6 +534,151 @@ def test_time_without_rows_is_not_counted_as_harvested(
     assert work.job_id == later
     with store.read() as tx:
         assert sum(slot.busy_s for slot in harvested.slots(tx)) == pytest.approx(110)
+
+
+def test_an_observer_hears_of_rows_that_were_claimed(store: Store, party: Party, job_id: str) -> None:
+    heard: list[tuple[list[int], float, float]] = []
+
+    class Heard(Observer):
+        def claimed(self, works: Sequence[ReadyRow], *, begun: float, seconds: float) -> None:
+            heard.append(([work.row.position for work in works], begun, seconds))
+
+    party.ledger._observer = Heard()
+    for _ in range(3):
+        party.claim(3)
+        party.clock.now += 1.0
+    assert heard == [([0, 1, 2], 1000.0, 0.0), ([3], 1001.0, 0.0)]
+
+
+def test_jobs_of_another_model_count_as_refused_while_they_are_queued(
+    store: Store, party: Party, job_id: str
+) -> None:
+    other = Party(store)
+    other.ledger.model, party.ledger.model = "model-b", "model-a"
+    (work,) = other.claim(1)
+    assert party.claim() == []
+    party.ledger.nothing_left()
+    assert list(party.tally.refused) == [job_id]
+    assert "is answered by model-b and this run has model-a" in party.tally.refused[job_id]
+    other.finish(work)
+    with store.write() as tx:
+        catalog.move(tx, job_id, "cancel", now=0.0)
+    party.ledger.nothing_left()
+    assert party.tally.refused == {}
+    other.ledger.close()
+
+
+def test_a_claim_ends_jobs_that_are_late_and_counts_those_of_this_run(
+    store: Store, party: Party, job_id: str
+) -> None:
+    add_job(store, "elsewhere")
+    party.ledger._only = [job_id]
+    with store.write() as tx:
+        for name in (job_id, "elsewhere"):
+            catalog.set_deadline(tx, name, 1005.0)
+    assert len(party.claim(2)) == 2
+    party.clock.now = 1005.0
+    assert party.claim(2) == []
+    assert [job(store, name).state for name in (job_id, "elsewhere")] == [JobState.EXPIRED] * 2
+    assert party.tally.cancelled == [job_id]
+    assert party.ledger.stopped_jobs() == {job_id}
+    assert party.tally.cancelled == [job_id]
+
+
+def test_results_of_a_job_that_comes_back_gather_for_a_shard_again(store: Store, job_id: str) -> None:
+    recorder = Recorder(store, Clock())
+    lease = leased(store)
+    ends = [Finished(lease.epoch, job_id, p, result(p, failed=p > 1)) for p in range(4)]
+    recorder.write(Outbox(finished=ends))
+    assert select(store, "select count(*) from journal") == [(0,)]
+    shards.retry_failed(store, job_id, now=0.0)
+    lease = leased(store)
+    for position, left in ((2, 1), (3, 0)):
+        recorder.write(Outbox(finished=[Finished(lease.epoch, job_id, position, result(position))]))
+        assert select(store, "select count(*) from journal") == [(left,)]
+
+
+def test_a_suspect_runs_alone_beside_shares_too(store: Store, job_id: str) -> None:
+    party = Party(store, share="jobs")
+    works = party.claim()
+    party.put_back(works[1], suspect=True)
+    assert party.claim() == []
+    assert row_numbers(party.claim(1, suspect=True)) == [1]
+    party.ledger.close()
+
+
+class Busy:
+    """A recorder, and a job whose rows end one after the other with so many tokens each."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.clock, self.notes = store, Clock(), [0]
+        add_job(store, rows=8)
+        self.lease = leased(store)
+        self.recorder = Recorder(store, self.clock, monotonic=self.clock)
+        self.recorder.begin()
+        note = harvested.note
+
+        def counted(*arguments: Any, **named: Any) -> None:
+            self.notes[0] += 1
+            note(*arguments, **named)
+
+        monkeypatch.setattr(harvested, "note", counted)
+
+    def end(self, position: int, tokens: int, *, at: float) -> None:
+        self.clock.now = at
+        ended = result(position, prompt_tokens=tokens, completion_tokens=tokens, cached_tokens=tokens)
+        self.recorder.write(Outbox(finished=[Finished(self.lease.epoch, "job-1", position, ended)]))
+
+    @property
+    def harvested(self) -> tuple[float, float]:
+        with self.store.read() as tx:
+            slots = harvested.slots(tx)
+        return sum(slot.tokens for slot in slots), sum(slot.busy_s for slot in slots)
+
+
+def test_tokens_of_a_second_are_noted_together_whatever_is_claimed_meanwhile(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = Busy(store, monkeypatch)
+    busy.end(0, 10, at=1000.4)
+    busy.end(1, 20, at=1000.8)
+    busy.recorder.begin()
+    assert busy.harvested == (0, 0)
+    busy.end(2, 30, at=1001.2)
+    assert busy.harvested == (60, pytest.approx(1.2))
+    busy.end(3, 40, at=1001.9)
+    busy.end(4, 50, at=1002.2)
+    assert busy.harvested == (150, pytest.approx(2.2))
+    assert busy.notes == [2]
+
+
+def test_tokens_under_a_clock_that_is_set_back_count_from_the_new_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = Busy(store, monkeypatch)
+    busy.end(0, 10, at=400.0)
+    assert busy.harvested == (0, 0)
+    busy.end(1, 20, at=403.0)
+    assert busy.harvested == (20, pytest.approx(3.0))
+
+
+def test_an_observer_hears_of_results_that_moved_and_of_no_others(store: Store, job_id: str) -> None:
+    heard: list[tuple[str, list[int]]] = []
+
+    class Heard(Observer):
+        def moved(self, job_id: str, positions: Sequence[int], *, begun: float, seconds: float) -> None:
+            heard.append((job_id, list(positions)))
+
+    other = add_job(store, "other", rows=1)
+    recorder = Recorder(store, Clock(), Heard())
+    for ended, rows in ((job_id, 4), (other, 1)):
+        lease = leased(store)
+        assert lease.job_id == ended
+        with pytest.MonkeyPatch.context() as patch:
+            if ended == other:
+                patch.setattr(shards, "compact", lambda *_, **__: None)
+            recorder.write(Outbox(finished=[Finished(lease.epoch, ended, p, result(p)) for p in range(rows)]))
+    assert heard == [(job_id, [0, 1, 2, 3])]
 
 
 def test_windows_of_groups_that_are_gone_are_closed(store: Store, write_input: WriteInput) -> None:

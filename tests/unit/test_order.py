@@ -5,14 +5,21 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from conserve.endpoints.fake import WORDS, FakeEndpoint, Script, answer_tokens, request_text
-from conserve.endpoints.protocol import Call, Completion, OnTokens
+from conserve.endpoints.protocol import Call, Completion, OnTokens, Url
+from conserve.errors import InputError
 from conserve.jobs.harvest.harvester import Harvester
+from conserve.jobs.inputs import parquet_rows
+from conserve.jobs.requests import external_sort
 from conserve.jobs.requests.file import RequestFile
-from conserve.jobs.requests.submit import submit
+from conserve.jobs.requests.order import prompt_key, token_text
+from conserve.jobs.requests.rendering import RenderedRow
+from conserve.jobs.requests.submit import slug, submit
 from conserve.jobs.task import Kind, Order, Task
+from conserve.store.books import catalog
 from conserve.store.books.readings import row_order
 from conserve.store.database.store import Store
 from conserve.store.files import home
@@ -191,3 +198,83 @@ async def stopped_after(store: Store, endpoint: Cached) -> None:
 def test_a_job_of_before_there_were_orders_ran_in_that_of_the_input() -> None:
     assert row_order('{"kind":"prompt","template":"x"}') == "input"
     assert row_order(replace(PROMPT, order=Order.RANDOM, order_seed=7).to_json()) == "random:7"
+
+
+def test_more_runs_than_one_merge_reads_are_merged_in_several_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_sort, "RUN_BYTES", 1)
+    monkeypatch.setattr(external_sort, "FAN_IN", 2)
+    keys = ["d", "b", None, "a", "b", "c", "b"]
+    with external_sort.ExternalSort(tmp_path, "key") as sorting:
+        for number, key in enumerate(keys):
+            sorting.write(pa.table({"key": pa.array([key], pa.string()), "n": [number]}))
+        found = [n for table in sorting.rows() for n in table["n"].to_pylist()]
+    assert found == [3, 1, 4, 6, 5, 0, 2]
+    assert list(tmp_path.iterdir()) == []
+
+
+def rendered(url: Url, **body: object) -> RenderedRow:
+    return RenderedRow(json.dumps(body), url=url)
+
+
+@pytest.mark.parametrize(
+    ("url", "name", "inputs"),
+    [
+        (Url.EMBEDDINGS, "input", ["a b", "a c", "b"]),
+        (Url.EMBEDDINGS, "input", [[1, 2, 9], [1, 10], [300], [2**40, 1]]),
+        (Url.COMPLETIONS, "prompt", [[1, 2, 9], [1, 10], [300]]),
+        (Url.COMPLETIONS, "prompt", [["a", "z"], "b", ["c", 1]]),
+        (Url.RESPONSES, "input", [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]),
+    ],
+)
+def test_lines_of_each_route_are_ordered_by_what_they_say(url: Url, name: str, inputs: list[object]) -> None:
+    task = Task(kind=Kind.OPENAI, order=Order.PREFIX)
+    keys = [prompt_key(task, rendered(url, temperature=n, **{name: one})) for n, one in enumerate(inputs)]
+    assert keys == sorted(set(keys), key=str)
+
+
+def test_numbers_beside_text_are_no_token_ids() -> None:
+    assert token_text([1, "x"]) is None
+    assert token_text(["x"]) is None
+    assert token_text([]) == ""
+
+
+def test_a_merge_holds_few_rows_where_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded by the bytes of their texts; a null has none."""
+    monkeypatch.setattr(external_sort, "BATCH_BYTES", 2_000)
+    texts = [*["x" * 1_500] * 3, *[None] * 62]
+    table = pa.table({"key": pa.array(texts, pa.string()), "n": range(len(texts))})
+    assert [part.num_rows for part in external_sort.small(table)] == [1, 1, 7, 31, 25]
+
+
+def test_a_job_has_priority_0_unless_told_otherwise(store: Store, write_input: WriteInput) -> None:
+    for named, priority in (({}, 0), ({"priority": -3}, -3)):
+        job_id = submit(store, str(write_input(q=["a"])), PROMPT, **named).job_id
+        with store.read() as tx:
+            assert catalog.get(tx, job_id).priority == priority
+
+
+def test_an_id_that_cannot_be_read_is_named_by_its_row(
+    store: Store, write_input: WriteInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind the rows that are read at first."""
+    monkeypatch.setattr(parquet_rows, "ROWS_PER_GROUP", 2)
+    ids = pa.array([1, 2, 3, 2**61], pa.timestamp("us"))
+    path = write_input(q=["a", "b", "c", "d"], id=ids)
+    with pytest.raises(InputError, match="the id of row 3 is a timestamp"):
+        submit(store, str(path), replace(PROMPT, id_column="id"))
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("Tuna Mutant", "tuna-mutant"),
+        ("--a__b--", "a-b"),
+        ("x" * 23 + " abc", "x" * 23),
+        ("x" * 30, "x" * 24),
+        ("\u00e9\u00e8", "job"),
+    ],
+)
+def test_a_job_is_named_by_letters_digits_and_dashes(label: str, name: str) -> None:
+    assert slug(label) == name

@@ -1,5 +1,6 @@
 """The way of a row: its call, its result, and the decision after an error."""
 
+import asyncio
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -17,19 +18,22 @@ from conserve.errors import (
     StoreError,
 )
 from conserve.jobs.harvest.hold import Hold
-from conserve.jobs.harvest.outage import Outage
+from conserve.jobs.harvest.outage import Outage, elapsed_or_set
+from conserve.jobs.harvest.outbox import Outbox, OutboxWriter
 from conserve.jobs.harvest.outcome import failure, success
 from conserve.jobs.harvest.retry import LONGEST_BACKOFF_S, RetryDecision, backoff_s, decide
 from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.harvest.workload import OpenJob, ReadyRow, to_work, wants_json_answer
 from conserve.jobs.requests.file import StoredRequest
-from conserve.jobs.task import Kind, Order, Task
+from conserve.jobs.task import KEEP_LOGPROBS, Kind, Order, Task
 from conserve.store.books.catalog import JobRecord, Source
 from conserve.store.books.journal import Committed, Finished
 from conserve.store.books.leases import LeasedRow
+from conserve.store.books.results import Result
 from conserve.store.books.saved_tokens import pack_tokens
 from conserve.store.books.states import JobState
 from conserve.store.sql.openai_lines import body_of
+from tests import virtual_time
 from tests.store_rows import result
 
 TASK = Task(kind=Kind.PROMPT, template="{{ q }}")
@@ -211,6 +215,49 @@ def test_several_choices_are_kept_with_their_logprobs() -> None:
     ]
 
 
+def echoing(tokens: list[str], **others: object) -> Choice:
+    logprobs = {"tokens": tokens, "token_logprobs": [-0.1 * n for n in range(len(tokens))], **others}
+    return Choice(text="".join(tokens), finish_reason="length", logprobs=logprobs)
+
+
+def scored(keep: object, *choices: Choice, prompt_tokens: int = 3) -> Result:
+    """Result of a row that asks for the log probabilities of its prompt's last tokens alone."""
+    task = replace(TASK, params={"echo": True, KEEP_LOGPROBS: keep})
+    return success(work(task=task), replace(ANSWER, choices=choices, prompt_tokens=prompt_tokens), now=0.0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(0, []), (2, ["b", "c"]), ("2.0", ["b", "c"]), (3, ["a", "b", "c"])]
+)
+def test_of_an_echoed_prompt_the_last_tokens_are_kept_alone(keep: object, kept: list[str]) -> None:
+    found = scored(keep, echoing(["a", "b", "c", "d"], top_logprobs=None, note="as sent"))
+    logprobs = json.loads(found.logprobs or "")
+    assert (found.text, found.finish_reason, logprobs["tokens"]) == ("", "length", kept)
+    assert len(logprobs["token_logprobs"]) == len(kept)
+    assert (logprobs["top_logprobs"], logprobs["note"]) == (None, "as sent")
+
+
+@pytest.mark.parametrize(("keep", "prompt_tokens"), [(4, 3), (1, 5)])
+def test_an_answer_that_echoes_no_such_prompt_is_kept_as_it_is(keep: int, prompt_tokens: int) -> None:
+    found = scored(keep, echoing(["a", "b", "c", "d"]), prompt_tokens=prompt_tokens)
+    assert (found.text, json.loads(found.logprobs or "")["tokens"]) == ("abcd", ["a", "b", "c", "d"])
+
+
+def test_each_of_several_answers_is_shortened_if_it_has_log_probabilities() -> None:
+    found = scored(
+        1, echoing(["a", "b", "c"]), echoing(["a", "b", "d"]), Choice(text="x", finish_reason="stop")
+    )
+    choices = json.loads(found.choices or "")
+    assert [choice["text"] for choice in choices] == ["", "", "x"]
+    assert [choice["logprobs"]["tokens"] for choice in choices[:2]] == [["c"], ["d"]]
+
+
+def test_a_row_that_keeps_log_probabilities_asks_its_server_for_no_such_thing() -> None:
+    made = work(task=replace(TASK, params={"echo": True, KEEP_LOGPROBS: 2}))
+    assert made.call is not None
+    assert made.call.body.keys() == {"echo", "messages"}
+
+
 @pytest.mark.parametrize(
     ("error", "decision"),
     [
@@ -283,8 +330,8 @@ def test_a_hold_doubles_until_something_answers() -> None:
         assert hold.left_s <= 0
     assert lengths == [2.0, 4.0, 8.0]
     hold.end()
-    hold.begin(EndpointBusy("busy"), 2.0)
-    assert hold.left_s == 2.0
+    hold.begin(EndpointBusy("busy"), 1.0)
+    assert hold.left_s == 1.0
     assert said == [], "a busy endpoint is none that is out of reach"
 
 
@@ -328,6 +375,36 @@ def test_an_outage_is_said_once_and_waited_for_longer_each_time() -> None:
     assert outage.begin(StoreError("gone")) == 1.0
 
 
+def test_a_write_proves_that_the_store_works() -> None:
+    outage = Outage(lambda _: None)
+    written: list[Outbox] = []
+
+    async def write(outbox: Outbox) -> None:
+        written.append(outbox)
+
+    async def run() -> list[float]:
+        writer, waits = OutboxWriter(write, outage), []
+        for _ in range(2):
+            waits += [outage.begin(StoreError("gone")) for _ in range(2)]
+            await writer.flush()
+        writer.put_back(work(), RetryDecision())
+        await writer.flush()
+        return [*waits, outage.begin(StoreError("gone"))]
+
+    assert asyncio.run(run()) == [1.0, 2.0, 4.0, 8.0, 1.0], "an empty outbox proves nothing"
+    assert len(written) == 1
+
+
+def test_a_wait_says_whether_the_event_or_the_time_ended_it() -> None:
+    async def run() -> list[bool]:
+        event = asyncio.Event()
+        found = [await elapsed_or_set(event, 5.0)]
+        asyncio.get_running_loop().call_later(1.0, event.set)
+        return [*found, await elapsed_or_set(event, 5.0)]
+
+    assert virtual_time.run(run()) == [False, True]
+
+
 def test_an_endpoint_that_refuses_rows_is_back_with_its_first_answer() -> None:
     said: list[str] = []
     outage = Outage(said.append)
@@ -348,7 +425,14 @@ def test_an_endpoint_that_refuses_rows_is_back_with_its_first_answer() -> None:
 def test_the_tally_is_a_recount_of_what_was_committed() -> None:
     tally = Tally()
     results = [
-        result(n, failed=n == 1, prompt_tokens=n + 1, completion_tokens=10 * n, resumed_tokens=100 * n)
+        result(
+            n,
+            failed=n == 1,
+            prompt_tokens=n + 1,
+            completion_tokens=10 * n,
+            resumed_tokens=100 * n,
+            cached_tokens=n,
+        )
         for n in range(4)
     ]
     finished = [Finished(1, "job-1", n, r) for n, r in enumerate(results)]
@@ -356,6 +440,7 @@ def test_the_tally_is_a_recount_of_what_was_committed() -> None:
     tally.count(Committed(finished[2:3], [], ["job-1"]))
     assert (tally.succeeded, tally.failed, tally.late, tally.done) == (2, 1, 1, 3)
     assert (tally.prompt_tokens, tally.completion_tokens, tally.resumed_tokens) == (6, 30, 300)
+    assert tally.cached_tokens == 3
     assert tally.completed == ["job-1"]
 
 

@@ -113,3 +113,4 @@ def test_of_another_container_with_this_hosts_name_nothing_is_known() -> None:
     assert owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{nonce}")
     assert not owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{token}-{namespace}f")
     assert owners.is_dead(f"{host}:{pid}:{float(started) + 5:.2f}:{token}"), "of an earlier version"
+    assert owners.is_dead(f"{host}:{pid}:{started}:ff{token[2:]}-{namespace}f"), "of an earlier boot"

@@ -189,6 +189,14 @@ def test_the_first_answers_do_not_pass_for_the_mean() -> None:
     assert tokens_left(seen) == 99 * (LENGTH - 10)
 
 
+def test_nothing_is_forecast_before_a_row_is_in_flight_or_answered() -> None:
+    idle = {"rows_in_flight": 0, "tokens_done": 0, "tokens_in_flight": 0}
+    for most in (None, 0, 100):
+        progress = QueueProgress(rows_done=0, rows_waiting=5, most_in_flight=most, **idle)
+        assert tokens_left(progress) is None
+        assert left_s(progress, 10.0) is None
+
+
 def test_the_rate_is_that_of_the_last_minute() -> None:
     rate = Rate()
     assert rate.look(0.0, 0) == 0.0

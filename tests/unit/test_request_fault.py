@@ -12,7 +12,7 @@ from conserve.jobs.requests.fault import parameter_fault, prompt_fault, request_
 from conserve.jobs.requests.file import RequestFile
 from conserve.jobs.requests.parameter_names import unknown_name
 from conserve.jobs.requests.submit import submit
-from conserve.jobs.task import Kind, Task
+from conserve.jobs.task import KEEP_LOGPROBS, Kind, Task
 from conserve.store.books import catalog
 from conserve.store.database.store import Store
 from conserve.store.files import home
@@ -40,6 +40,8 @@ def answer(schema: Any) -> dict[str, Any]:
         (CHAT, {"logprobs": True, "top_logprobs": 20}),
         (CHAT, {"logprobs": False, "top_logprobs": 0}),
         (COMPLETIONS, {"logprobs": 5, "min_tokens": 3, "max_tokens": 3}),
+        (COMPLETIONS, {"logprobs": 0}),
+        (COMPLETIONS, {"logprobs": -1}),
         (CHAT, {"response_format": {"type": "text"}}),
         (CHAT, {"response_format": {"type": "json_object"}}),
         (CHAT, answer({"type": "object", "properties": {"a": {"type": ["string", "null"]}}})),
@@ -113,6 +115,48 @@ def test_what_no_engine_takes_is_a_fault(url: str, body: dict[str, Any], words: 
     assert fault is not None
     assert words in fault
     assert "\n" not in fault
+
+
+WHOLE = ("top_k", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "top_logprobs")
+FRACTIONS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "prompt_logprobs", "seed", "n", KEEP_LOGPROBS])
+def test_a_part_of_a_token_is_a_fault(name: str) -> None:
+    assert f"{name} is a whole number" in (parameter_fault(CHAT, {name: 1.5}) or "")
+    assert f"{name} is a whole number" in (parameter_fault(CHAT, {name: "1.5"}) or "")
+
+
+MOST = 2**31 - 1
+LIMITS = {
+    "temperature": (0, 2), "min_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
+    "top_k": (-1, MOST), "max_tokens": (1, MOST), "max_completion_tokens": (1, MOST), "min_tokens": (0, MOST),
+    "max_output_tokens": (1, MOST), "top_logprobs": (-1, MOST), "prompt_logprobs": (-1, MOST), "n": (1, 16_384),
+    KEEP_LOGPROBS: (1, MOST), "seed": (-(2**63), 2**63 - 1),
+}  # fmt: skip
+"""Ends of the ranges of vLLM's `SamplingParams` and `ChatCompletionRequest`."""
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_ends_of_a_range_are_in_it_and_nothing_beyond(name: str) -> None:
+    low, high = LIMITS[name]
+    beside = {"logprobs": True} if name == "top_logprobs" else {}
+    for value, fault in ((low - 1, True), (low, False), (high, False), (high + 1, True)):
+        said = parameter_fault(CHAT, {name: value, **beside})
+        assert (said is not None and said.startswith(f"{name} is a")) is fault, value
+
+
+@pytest.mark.parametrize("name", FRACTIONS)
+def test_parameters_of_sampling_may_be_fractions(name: str) -> None:
+    assert parameter_fault(CHAT, {name: 0.25}) is None
+    assert f"{name} is a number" in (parameter_fault(CHAT, {name: float("nan")}) or "")
+
+
+@pytest.mark.parametrize("keyword", ["const", "default", "enum", "examples"])
+def test_values_in_a_schema_are_no_schemas(keyword: str) -> None:
+    value: object = {"$ref": "https://example.com"}
+    schema = {keyword: value if keyword in ("const", "default") else [value]}
+    assert schema_fault(schema) is None
 
 
 def test_a_server_that_takes_more_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:

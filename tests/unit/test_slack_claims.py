@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +157,64 @@ def candidate_of(deadline: float | None) -> RunnableJob:
 def note(store: Store, tokens: int, since: float, now: float) -> None:
     with store.write() as tx:
         harvested.note(tx, tokens, since=since, now=now)
+
+
+def runnable(seq: int, **named: Any) -> SimpleNamespace:
+    """A job as the queue lists it."""
+    values = {"deadline": None, "on_late": None, "succeeded": 0, "failed": 0, "priority": 0, "num_rows": 10}
+    tokens = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "next_position": 0}
+    return SimpleNamespace(id=f"job-{seq}", seq=seq, **{**values, **tokens, **named})
+
+
+def test_failed_rows_are_no_work_that_is_left() -> None:
+    job = runnable(1, succeeded=2, failed=3, completion_tokens=60)
+    assert candidate(job, usual_tokens=7.0, now=0.0).tokens_left == 5 * 30.0
+    assert candidate(runnable(2, failed=4), usual_tokens=7.0, now=0.0).tokens_left == 6 * 7.0
+
+
+def test_rows_that_came_back_go_by_the_same_turns_as_others(store: Store) -> None:
+    turns = Turns(store, lambda: 0.0)
+    given = [
+        [job.seq for job in turns.of_this_claim(turns.ordered(jobs, now=0.0))]
+        for jobs in [[runnable(1), runnable(2, deadline=9e9)]] * 10
+    ]
+    assert given.count([2]) == 8
+    assert given.count([1, 2]) == 2
+    alone = turns.ordered([runnable(1)], now=0.0)
+    assert turns.of_this_claim(alone) == alone
+
+
+def test_a_claim_of_one_group_says_nothing_of_the_pushing_jobs_of_others(store: Store) -> None:
+    with store.write() as tx:
+        harvested.note(tx, 1000, since=0.0, now=100.0)
+    turns = Turns(store, lambda: 100.0)
+    late = runnable(1, deadline=200.0, on_late=OnLate.PUSH, num_rows=10**6)
+    turns.ordered([late], now=100.0, group=1)
+    assert turns.pushing == {"job-1"}
+    turns.ordered([runnable(2)], now=100.0, group=2)
+    assert turns.pushing == {"job-1"}
+    turns.ordered([runnable(2)], now=100.0)
+    assert turns.pushing == frozenset()
+
+
+def test_the_rate_is_read_once_a_minute_and_again_under_a_clock_that_was_set_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[float] = []
+    clock = [1000.0]
+    slots_of = harvested.slots
+
+    def noted(tx: Any) -> Any:
+        read.append(clock[0])
+        return slots_of(tx)
+
+    monkeypatch.setattr(harvested, "slots", noted)
+    turns = Turns(store, lambda: clock[0])
+    jobs = [candidate(runnable(1, deadline=9e9), 1.0, 0.0)]
+    for moment in (1000.0, 1059.9, 1060.0, 1061.0, 900.0, 950.0):
+        clock[0] = moment
+        turns.order(jobs)
+    assert read == [1000.0, 1060.0, 900.0]
 
 
 def test_tokens_are_spread_over_the_slots_that_they_took(store: Store) -> None:

@@ -5,8 +5,10 @@ import io
 import json
 import os
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +17,8 @@ from conserve.config import Settings
 from conserve.endpoints.protocol import Url
 from conserve.errors import InputError, StoreError, TemplateError
 from conserve.jobs.inputs import parquet_rows, source, text_rows
+from conserve.jobs.inputs.cells import holds_times, in_microseconds
+from conserve.jobs.inputs.files import form_of_name, partitions, spelled_out
 from conserve.jobs.inputs.fingerprint import changed, fingerprint
 from conserve.jobs.inputs.parquet_rows import ParquetRows
 from conserve.jobs.inputs.source import Input, open_input, spool
@@ -365,3 +369,188 @@ def test_the_first_row_that_waits_is_found_from_the_store(store: Store, settings
     assert first_waiting(settings, "job-1") == 0
     leased(store)
     assert first_waiting(settings, "job-1") is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([{"q": "a", "n": 1}, {"q": "b"}], [("a", 1), ("b", None)]),
+        ([{"q": np.str_("a"), "n": np.int64(7)}], [("a", 7)]),
+        ([MappingProxyType({"q": np.arange(3), "n": {"k": [1.5]}})], [([0, 1, 2], {"k": [1.5]})]),
+        (iter([{"q": "a", "n": None}]), [("a", None)]),
+    ],
+)
+def test_rows_that_a_program_holds_are_kept_as_json(
+    tmp_path: Path, rows: Any, found: list[tuple[Any, ...]]
+) -> None:
+    opened = open_input(Input(rows=rows), tmp_path, openai=False)
+    assert [tuple(row.values()) for batch in opened.rows.batches(["q", "n"]) for row in batch] == found
+    assert opened.source.copied
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (["a"], "row 1 of the rows is of type list; give a dict of its columns"),
+        ({"q": object()}, r"row 1 of the rows has no JSON \(a value of type object\); give text"),
+        ({"q": {1, 2}.__contains__}, "row 1 of the rows has no JSON"),
+        ({("a", "b"): 1}, "row 1 of the rows has no JSON"),
+    ],
+)
+def test_a_row_that_json_has_no_form_for_is_named(tmp_path: Path, row: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        open_input(Input(rows=[{"q": "a"}, row]), tmp_path, openai=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "times"),
+    [
+        (pa.int64(), False),
+        (pa.timestamp("ns"), True),
+        (pa.date32(), True),
+        (pa.duration("s"), True),
+        (pa.list_(pa.string()), False),
+        (pa.list_(pa.time64("ns")), True),
+        (pa.struct([("a", pa.int8()), ("b", pa.list_(pa.date64()))]), True),
+        (pa.struct([("a", pa.int8()), ("b", pa.list_(pa.binary()))]), False),
+        (pa.map_(pa.string(), pa.timestamp("s")), True),
+    ],
+)
+def test_types_that_hold_times_are_known_at_any_depth(kind: pa.DataType, times: bool) -> None:
+    assert holds_times(kind) is times
+
+
+@pytest.mark.parametrize(
+    ("kind", "finer"),
+    [
+        (pa.timestamp("us", "UTC"), pa.timestamp("ns", "UTC")),
+        (pa.time64("us"), pa.time64("ns")),
+        (pa.duration("us"), pa.duration("ns")),
+        (pa.date64(), pa.date64()),
+        (pa.duration("s"), pa.duration("s")),
+    ],
+)
+@pytest.mark.parametrize(
+    "nested",
+    [
+        lambda kind: kind,
+        pa.list_,
+        pa.large_list,
+        lambda kind: pa.list_(kind, 3),
+        lambda kind: pa.struct([pa.field("a", kind, nullable=False), ("b", pa.string())]),
+        lambda kind: pa.map_(pa.string(), kind),
+        lambda kind: pa.map_(kind, pa.string()),
+        lambda kind: pa.list_(pa.list_(kind)),
+    ],
+)
+def test_nanoseconds_become_microseconds_at_any_depth_and_nothing_else_changes(
+    kind: pa.DataType, finer: pa.DataType, nested: Any
+) -> None:
+    assert in_microseconds(nested(finer)) == nested(kind)
+
+
+def test_values_of_a_dictionary_become_microseconds_too() -> None:
+    assert in_microseconds(pa.dictionary(pa.int8(), pa.timestamp("ns"))) == pa.timestamp("us")
+    kept = pa.dictionary(pa.int8(), pa.string())
+    assert in_microseconds(kept) == kept
+
+
+@pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        (["day=1/a", "day=2/b"], [{"day": 1}, {"day": 2}]),
+        (["day=01/a", "day=2/b"], [{"day": "01"}, {"day": "2"}]),
+        (
+            ["a=1/b=x%20y/c", "a=2/b=__HIVE_DEFAULT_PARTITION__/c"],
+            [{"a": 1, "b": "x y"}, {"a": 2, "b": None}],
+        ),
+        (["a=__HIVE_DEFAULT_PARTITION__/c", "a=-3/c"], [{"a": None}, {"a": -3}]),
+        (["a=1/c", "b=1/c"], [{}, {}]),
+        (["=1/c", "=2/c"], [{}, {}]),
+        (["a=/c"], [{"a": ""}]),
+        (["a=1=2/c=3"], [{"a": "1=2"}]),
+    ],
+)
+def test_partitions_are_read_off_folders_that_all_files_have(
+    paths: list[str], found: list[dict[str, Any]]
+) -> None:
+    assert partitions([Path(path) for path in paths]) == found
+
+
+def test_a_message_that_json_has_no_form_for_fails_its_row() -> None:
+    render = renderer(Task(kind=Kind.MESSAGES, column="m"))
+    found = render({"m": [{"role": "user", "content": object()}]})
+    assert (found.payload, found.error_type) == (None, "invalid_messages")
+    assert (found.error or "").startswith("m: a message that JSON has no form for (")
+
+
+def test_the_columns_of_a_request_file_keep_their_names(tmp_path: Path) -> None:
+    """Files of earlier versions are read by them, and SQL shows them."""
+    requests(tmp_path / "requests.parquet", ["a"]).close()
+    names = ["row_index", "custom_id", "url", "payload", "error_type", "error"]
+    assert pq.read_schema(tmp_path / "requests.parquet").names == names
+
+
+def test_half_a_surrogate_pair_fails_its_row_or_is_written_out_in_its_error(tmp_path: Path) -> None:
+    rows = [
+        RenderedRow("half \ud83d"),
+        RenderedRow(error_type="template", error="no \ud83d"),
+        RenderedRow("x"),
+    ]
+    with RequestWriter(tmp_path / "requests.parquet") as writer:
+        writer.write(to_table(range(3), [None] * 3, rows))
+    found = RequestFile(tmp_path / "requests.parquet").read([0, 1, 2])
+    assert [(one.payload, one.error) for one in found] == [
+        (None, "the prompt holds half of a surrogate pair"),
+        (None, "no \\ud83d"),
+        ("x", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("a.parquet", "parquet"), ("a.PQ", "parquet"), ("a.jsonl", "jsonl"), ("a.ndjson.gz", "jsonl"),
+        ("a.csv.zst", "csv"), ("a.b.tsv", "tsv"), ("a.tab", "tsv"), ("a.zst", None), ("a", None), ("a.txt", None),
+    ],
+)  # fmt: skip
+def test_a_name_tells_the_format_packed_or_not(name: str, form: str | None) -> None:
+    assert form_of_name(Path(name)) == form
+
+
+def test_a_pattern_finds_files_at_any_depth_where_it_says_so(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b/c.jsonl", "b/d/e.jsonl", "b/d/f.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        lines(tmp_path / name, {"q": 1})
+    found = {
+        pattern: [str(path.relative_to(tmp_path)) for path in spelled_out([f"{tmp_path}/{pattern}"]).paths]
+        for pattern in ("**/*.jsonl", "*/*.jsonl", "b/*/*")
+    }
+    assert found == {
+        "**/*.jsonl": ["a.jsonl", "b/c.jsonl", "b/d/e.jsonl"],
+        "*/*.jsonl": ["b/c.jsonl"],
+        "b/*/*": ["b/d/e.jsonl", "b/d/f.csv"],
+    }
+
+
+def test_a_name_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(InputError, match="is not UTF-8; rename it"):
+        spelled_out(["half \udcff.jsonl"])
+
+
+def test_an_input_has_a_name_in_messages_and_one_for_its_jobs() -> None:
+    table = pa.table({"q": ["a"]}).to_reader()
+    names = [(given.label, given.title) for given in (
+        Input(table=table), Input(rows=[]), Input(sql="select 1"), Input(names=["-"]), Input(names=["d/a.b.csv"]),
+        Input(names=["d/*.csv"]), Input(names=["*.csv"]), Input(names=["a.csv", "b.csv"]), Input(names=[".csv"]),
+    )]  # fmt: skip
+    assert names == [
+        ("table", "the table"), ("rows", "the rows"), ("sql", "the answer to --sql"), ("stdin", "standard input"),
+        ("a", "d/a.b.csv"), ("d", "d/*.csv"), ("files", "*.csv"), ("a", "a.csv b.csv"), (".csv", ".csv"),
+    ]  # fmt: skip
+
+
+def test_ends_of_lines_within_a_csv_value_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'q,n\r\n"x\r\ny",1\r\n"x\ny",2\r\n')
+    rows = text_rows.CsvRows([tmp_path / "a.csv"], "a.csv")
+    assert [row["q"] for row in rows.rows()] == ["x\r\ny", "x\ny"]

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,16 +22,19 @@ from conserve.batch_api.foresight import Foresight
 from conserve.batch_api.metrics import ApiMetrics
 from conserve.config import load
 from conserve.endpoints.fake import FakeEndpoint, Script
-from conserve.errors import SettingsError
+from conserve.errors import EndpointBusy, RequestRejected, SettingsError
+from conserve.jobs.deadlines.backlog import Backlog
 from conserve.jobs.harvest.harvester import Harvester
 from conserve.jobs.harvest.observer import Observer, Observers
+from conserve.jobs.harvest.tally import Tally
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.jobs.telemetry import otlp
-from conserve.jobs.telemetry.metrics import HarvesterCollector, HarvestMetrics
+from conserve.jobs.telemetry.metrics import HarvesterCollector, HarvestMetrics, kind_of
 from conserve.jobs.telemetry.queue_metrics import KEPT_S, QueueCollector, QueueSeen, StoreLook
 from conserve.metrics_page import new_registry
 from conserve.store.books import harvested, queue
+from conserve.store.books.states import JobState
 from conserve.store.database.store import Store
 from tests import virtual_time
 from tests.acceptance.scripted_server import ScriptedServer
@@ -154,6 +159,57 @@ def test_the_queue_is_read_at_most_so_often(store: Store, write_input: WriteInpu
     assert page["conserve_jobs/queued"] == page["conserve_backlog_jobs"] == 1
     assert page["conserve_rows_waiting"] == 2
     assert page["conserve_backlog_seconds/any"] > 0
+
+
+def test_counters_of_a_harvester_are_those_of_its_tally() -> None:
+    tally = Tally(
+        succeeded=1, failed=2, late=3, retried=4, prompt_tokens=5, completion_tokens=6, cached_tokens=7,
+        resumed_tokens=8, leases_lost=9, in_flight=10, outages=Counter(store=11),
+    )  # fmt: skip
+    harvester = SimpleNamespace(tally=tally, ready_at=None, endpoint=SimpleNamespace(capacity=64))
+    registry = CollectorRegistry()
+    registry.register(HarvesterCollector(harvester))  # type: ignore[arg-type]
+    found = {name.removeprefix("conserve_"): value for name, value in samples(registry).items()}
+    assert found == {
+        "rows_total/succeeded": 1, "rows_total/failed": 2, "rows_total/late": 3, "row_retries_total": 4,
+        "row_tokens_total/prompt": 5, "row_tokens_total/completion": 6, "row_tokens_total/cached": 7,
+        "row_tokens_total/resumed": 8, "leases_lost_total": 9, "rows_in_flight": 10, "outages_total/store": 11,
+        "outages_total/endpoint": 0, "rows_in_flight_most": 0, "harvester_waiting": 0,
+    }  # fmt: skip
+    harvester.ready_at, tally.waiting_for = 1.0, "no server takes rows"
+    page = samples(registry)
+    assert (page["conserve_rows_in_flight_most"], page["conserve_harvester_waiting"]) == (64, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (asyncio.CancelledError(), "withdrawn"),
+        (EndpointBusy("slow down"), "busy"),
+        (RequestRejected("no", kind="too_long"), "too_long"),
+        (ZeroDivisionError(), "broken"),
+    ],
+)
+def test_an_attempt_without_an_answer_has_one_of_few_kinds(error: BaseException, kind: str) -> None:
+    assert kind_of(error) == kind
+
+
+def test_the_page_of_a_queue_has_each_state_and_the_work_by_deadline() -> None:
+    due = ((3600, 10.0), (14_400, 20.0))
+    seen = QueueSeen(
+        states={JobState.RUNNING: 2},
+        rows_waiting=30,
+        backlog=Backlog(due_s=due, total_s=40.0, load=0.5, jobs=3),
+    )
+    page = samples(new_registry("api", [QueueCollector(lambda: seen)]))
+    assert {name: value for name, value in page.items() if name.startswith("conserve_jobs/")} == {
+        f"conserve_jobs/{state}": 2 if state is JobState.RUNNING else 0 for state in JobState
+    }
+    assert {name: value for name, value in page.items() if "backlog" in name or "load" in name} == {
+        "conserve_backlog_seconds/1h": 10.0, "conserve_backlog_seconds/4h": 20.0,
+        "conserve_backlog_seconds/any": 40.0, "conserve_deadline_load": 0.5, "conserve_backlog_jobs": 3,
+    }  # fmt: skip
+    assert page["conserve_rows_waiting"] == 30
 
 
 def test_a_store_out_of_reach_leaves_the_queue_out() -> None:
@@ -313,6 +369,15 @@ def test_attempts_of_a_row_are_in_one_trace(
     (root,) = collector.named("row")
     assert {span.trace_id for span in collector.spans} == {root.trace_id}
     assert root.attributes["conserve.attempts"] == 2
+
+
+def test_the_trace_of_a_row_that_failed_says_why(collector: OtlpReceiver, write_input: WriteInput) -> None:
+    conserve("submit", str(write_input(q=["REJECT", "a"])), "--prompt", "{{ q }}")
+    conserve("run", "--endpoint", "fake:", "--otlp-endpoint", collector.url)
+    failed, whole = sorted(collector.named("row"), key=lambda root: not root.failed)
+    assert (failed.failed, whole.failed) == (True, False)
+    assert failed.attributes["error.type"] == "invalid_request"
+    assert "error.type" not in whole.attributes
 
 
 def test_the_standard_variables_name_the_collector_and_the_share(

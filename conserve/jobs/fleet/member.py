@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from conserve.endpoints.protocol import Call, Completion, Endpoint, OnTokens, model_of
+from conserve.endpoints.protocol import Call, Completion, Endpoint, KvCache, OnTokens, model_of
 from conserve.errors import EndpointError, EndpointUnusable, one_line
 from conserve.jobs.fleet.pace import Pace
 from conserve.jobs.fleet.pieces import UnplacedRow
@@ -147,7 +147,9 @@ class Member:
         except (EndpointError, TimeoutError) as error:
             self.fail(error, now)
             return False
-        self.ready, self.error, self.seen_at, self.pace = True, None, now, Pace()
+        self.ready, self.error, self.seen_at, self.pace, self.misses = True, None, now, Pace(), 0
+        cache: KvCache | None = getattr(self.endpoint, "kv_cache", None)
+        self.cached = CachedPrefixes(cache.num_blocks if cache else None)
         return True
 
     def fail(self, error: EndpointError | TimeoutError, now: float) -> None:

@@ -127,8 +127,7 @@ class Flights:
             completion = await self._endpoint.complete(work.call, on_tokens)
             result = success(work, completion, now=self._clock())
         except EndpointUnusable as error:
-            self.unusable = error
-            self._end(flight, RetryDecision())
+            self.unusable = error  # the row goes back with its tokens as it lands
         except EndpointError as error:
             self._judge(flight, error)
         except Exception as error:  # an answer that cannot be kept, or a bug of the endpoint's

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from typing import TypeVar
 
 from conserve.config import UTILITY
@@ -246,8 +247,12 @@ class Harvester:
         free = self.endpoint.capacity - len(self._flights)
         due = not self._flights or self.monotonic() >= self._claim_at
         if due and free >= max(1, self.endpoint.capacity // 4) and not self._flights.has_suspect:
+            self._claim_at = inf  # unless the store calls meanwhile
             works = await self._in_store(self._ledger.claim, free, False, self.endpoint.identity)
-            self._claim_at = 0.0 if works else self.monotonic() + self._idle_s
+            if works:
+                self._claim_at = 0.0
+            elif self._claim_at == inf:
+                self._claim_at = self.monotonic() + self._idle_s
         if not works and not self._flights:
             await self._recording.flush()
             works = await self._in_store(self._ledger.claim, 1, True, self.endpoint.identity)
@@ -290,8 +295,9 @@ class Harvester:
                 self._say(f"the clock was set {'forward' if by > 0 else 'back'} by {abs(by):,.0f} s")
                 renew_at = now  # so that leases name their end by the new clock
             if now >= renew_at and self._recording.held:
-                epochs = set(self._recording.held)
-                alive = await self._in_store(self._ledger.renew, epochs)
+                async with self._recording.writing:  # which may end leases that then would seem lost
+                    epochs = set(self._recording.held)
+                    alive = await self._in_store(self._ledger.renew, epochs)
                 self._flights.withdraw(epochs=epochs - alive, lost=True)
                 self.tally.leases_lost += len(epochs - alive)
                 for gone in epochs - alive:

@@ -45,6 +45,7 @@ class OutboxWriter:
         self.outbox = Outbox()
         self.full = asyncio.Event()
         self.held: Counter[int] = Counter()  # epoch -> rows whose outcome is not written yet
+        self.writing = asyncio.Lock()  # held for a write and until `held` knows of it
 
     def finish(self, work: ReadyRow, result: Result) -> None:
         """Add the result of a row."""
@@ -77,6 +78,10 @@ class OutboxWriter:
         A stop waits for the write. A write that the store's thread has yet to begin would otherwise never begin,
         and its rows would be done again.
         """
+        async with self.writing:
+            await self._flush()
+
+    async def _flush(self) -> None:
         outbox, self.outbox = self.outbox, Outbox()
         if not outbox:
             return

@@ -14,6 +14,7 @@ MOST_SAID = 10_000  # characters of an error
 
 def success(work: ReadyRow, completion: Completion, *, now: float) -> Result:
     """Result of a row that was answered."""
+    assert work.call is not None
     if work.keep_logprobs is not None:
         completion = shortened(completion, work.keep_logprobs)
     first = completion.choices[0]
@@ -26,11 +27,11 @@ def success(work: ReadyRow, completion: Completion, *, now: float) -> Result:
         choices=to_json([choice_document(choice) for choice in completion.choices]) if more else None,
         finish_reason=first.finish_reason,
         model=completion.model,
-        engine=completion.engine or (work.call.identity if work.call else None),
+        engine=completion.engine or work.call.identity,
         prompt_tokens=completion.prompt_tokens,
         completion_tokens=completion.completion_tokens,
         cached_tokens=completion.cached_tokens,
-        resumed_tokens=len(work.call.resume_from) if work.call else 0,
+        resumed_tokens=len(work.call.resume_from),
         logprobs=to_json(first.logprobs) if first.logprobs is not None else None,
         attempts=work.row.attempts,
         submitted_at=work.submitted_at,

@@ -135,7 +135,7 @@ def to_work(
         keep_logprobs = None if asked is None else int(float(asked))  # numbers may stand in quotes
         can_resume = resumable(body)
         wants_json = wants_json_answer(body)
-        usable = can_resume and row.tokens is not None and row.tokens_by == identity
+        usable = can_resume and row.tokens_by == identity
         call = Call(
             key=f"{opened.job.id}/{row.position}/{epoch}",
             url=Url(request.url or opened.task.url),

@@ -50,10 +50,10 @@ class NamedInput(NamedTuple):
     several: bool
 
 
-def spelled_out(names: Sequence[str]) -> NamedInput:
+def spelled_out(names: Sequence[str], *, several: bool = False) -> NamedInput:
     """Expand names, patterns and folders into files, in order; raises `InputError` if one stands for none."""
     found: list[Path] = []
-    several = len(names) > 1
+    several = several or len(names) > 1
     for name in names:
         paths = files_of(name)
         several = several or paths != [Path(name)]

@@ -66,12 +66,13 @@ def objects_of(url: str) -> list[ObjectPath]:
 
 
 def matching(root: ObjectPath, pattern: str, url: str) -> list[ObjectPath]:
-    """The objects that match a pattern, in which * also stands for /."""
-    start = pattern[: min(pattern.index(mark) for mark in "*?[" if mark in pattern)].rpartition("/")[0]
-    found = [entry.path for entry in (root / start).entries() if fnmatch.fnmatchcase(entry.path.key, pattern)]
+    """The objects that match a pattern, in which * also stands for /; hidden ones only if no other does."""
+    fixed = pattern[: min(pattern.index(mark) for mark in "*?[" if mark in pattern)].rpartition("/")[0]
+    start = root / fixed
+    found = [entry.path for entry in start.entries() if fnmatch.fnmatchcase(entry.path.key, pattern)]
     if not found:
         raise InputError(f"no object matches {url}; check the pattern")
-    return sorted(found)
+    return sorted([path for path in found if not is_hidden(path, start)] or found)
 
 
 def below(folder: ObjectPath, url: str) -> list[ObjectPath]:
@@ -84,6 +85,10 @@ def below(folder: ObjectPath, url: str) -> list[ObjectPath]:
 
 
 def is_data(path: ObjectPath, folder: ObjectPath) -> bool:
-    """True for an object whose path below the folder has no part that begins with _ or ., and that has rows."""
-    parts = path.relative_to(folder).parts
-    return not any(part.startswith(("_", ".")) for part in parts) and form_of_name(Path(path.key)) is not None
+    """True for an object of rows that is not hidden."""
+    return not is_hidden(path, folder) and form_of_name(Path(path.key)) is not None
+
+
+def is_hidden(path: ObjectPath, folder: ObjectPath) -> bool:
+    """True for an object whose path below the folder has a part that begins with _ or ."""
+    return any(part.startswith(("_", ".")) for part in path.relative_to(folder).parts)

@@ -59,6 +59,7 @@ class Input:
     """
 
     names: Sequence[str] = ()
+    several: bool = False  # the names are those of a folder or a pattern, even if it is one
     sql: str | None = None
     table: pa.RecordBatchReader | None = None
     rows: Iterable[Mapping[str, Any]] | None = None
@@ -130,7 +131,7 @@ def open_input(given: Input, folder: Path, *, openai: bool) -> Opened:
     named = (
         NamedInput([spool(sys.stdin.buffer, folder)], several=False)
         if from_stdin
-        else spelled_out(given.names)
+        else spelled_out(given.names, several=given.several)
     )
     form = form_of_all(named, given, from_stdin=from_stdin)
     if form is FileFormat.PARQUET or (form is not FileFormat.JSONL and openai):

@@ -1,0 +1,148 @@
+"""Inputs in buckets: which objects a URL names, and what becomes of their copies. A folder plays the bucket."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import fs
+
+from conserve.errors import InputError, UsageError
+from conserve.jobs.inputs.keeping import Keep
+from conserve.jobs.inputs.remote import FETCHED, fetch, is_url
+from conserve.jobs.inputs.source import Input, Opened, open_input
+from conserve.store.files import bucket
+
+BUCKET = "s3://lake"
+
+
+@pytest.fixture
+def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts objects of one row, `q` = the object's key, into the bucket."""
+    root = tmp_path / "service"
+    (root / "lake").mkdir(parents=True)
+    local = fs.SubTreeFileSystem(str(root), fs.LocalFileSystem())
+    monkeypatch.setattr(bucket, "connected", lambda *_: local)
+
+    def put(*keys: str) -> None:
+        for key in keys:
+            path = root / "lake" / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".parquet":
+                pq.write_table(pa.table({"q": [key]}), path)
+            else:
+                path.write_text(f'{{"q": "{key}"}}\n')
+
+    return put
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The new job's folder."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    return folder
+
+
+def opened(folder: Path, *names: str, keep: Keep | None = None) -> Opened:
+    return open_input(Input(names=names, keep=keep), folder, openai=False)
+
+
+def rows(found: Opened, columns: Sequence[str] = ("q",)) -> list[tuple[object, ...]]:
+    return [tuple(row.values()) for batch in found.rows.batches(columns) for row in batch]
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        (f"{BUCKET}/a", True),
+        ("gs://b", True),
+        ("az://b/c", True),
+        ("s3", False),
+        ("s3:/a", False),
+        ("x://a", False),
+    ],
+)
+def test_urls_of_buckets_are_told_from_paths(name: str, url: bool) -> None:
+    assert is_url(name) is url
+
+
+@pytest.mark.parametrize(
+    ("url", "keys"),
+    [
+        ("day=1/a.parquet", ["day=1/a.parquet"]),
+        ("day=1", ["day=1/a.parquet", "day=1/deep/b.parquet"]),
+        ("day=1/", ["day=1/a.parquet", "day=1/deep/b.parquet"]),
+        ("day=1/?region=eu-1", ["day=1/a.parquet", "day=1/deep/b.parquet"]),
+        ("day=*/?.parquet", ["day=1/a.parquet", "day=1/deep/b.parquet", "day=2/c.parquet"]),
+        (
+            "day=*/?.parquet?endpoint=http://there",
+            ["day=1/a.parquet", "day=1/deep/b.parquet", "day=2/c.parquet"],
+        ),
+        ("day=[2-9]/*", ["day=2/c.parquet"]),
+        ("*b.parquet", ["day=1/deep/b.parquet"]),
+        ("day=1/_*.parquet", ["day=1/_SUCCESS.parquet"]),
+        ("", ["day=1/a.parquet", "day=1/deep/b.parquet", "day=2/c.parquet"]),
+    ],
+)
+def test_a_url_names_an_object_those_below_it_or_those_of_its_pattern(
+    put: Callable[..., None], folder: Path, url: str, keys: list[str]
+) -> None:
+    put("day=2/c.parquet", "day=1/deep/b.parquet", "day=1/a.parquet")
+    put("day=1/_SUCCESS.parquet", "day=1/.hidden/d.parquet", "day=1/readme.md")
+    fetched = fetch([f"{BUCKET}/{url}"], folder)
+    assert [fetched.urls[str(path.absolute())] for path in fetched.paths] == [
+        f"{BUCKET}/{key}" for key in keys
+    ]
+    assert [pq.read_table(path)["q"].to_pylist() for path in fetched.paths] == [[key] for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "said"),
+    [
+        ([f"{BUCKET}/none.parquet"], InputError, "there is no object s3://lake/none.parquet"),
+        ([f"{BUCKET}/n*.parquet"], InputError, "no object matches s3://lake/n"),
+        ([f"{BUCKET}/a.parquet", f"{BUCKET}/*.parquet"], InputError, "named twice"),
+        ([f"{BUCKET}/a.parquet", "here.parquet"], UsageError, "not both"),
+    ],
+)
+def test_urls_that_name_nothing_or_one_object_twice_are_refused(
+    put: Callable[..., None], folder: Path, names: list[str], error: type[Exception], said: str
+) -> None:
+    put("a.parquet")
+    with pytest.raises(error, match=said):
+        fetch(names, folder)
+
+
+def test_several_objects_are_one_input_with_the_partitions_of_their_urls(
+    put: Callable[..., None], folder: Path
+) -> None:
+    put("day=1/a.parquet", "day=2/b.parquet")
+    found = opened(folder, f"{BUCKET}/day=*", keep=Keep.LINK)
+    assert rows(found, ["q", "day"]) == [("day=1/a.parquet", 1), ("day=2/b.parquet", 2)]
+    assert found.source.path == f"{BUCKET}/day=*"
+    assert [part.path for part in found.source.parts] == [
+        f"{BUCKET}/day=1/a.parquet",
+        f"{BUCKET}/day=2/b.parquet",
+    ]
+    assert found.source.copied, "the copies go, so the rows stay"
+    found.copy_text(folder)
+    assert not (folder / FETCHED).exists()
+    assert len(rows(found)) == 2
+
+
+@pytest.mark.parametrize("key", ["a.parquet", "a.jsonl"])
+def test_one_object_is_an_input_whose_source_is_its_url(
+    put: Callable[..., None], folder: Path, key: str
+) -> None:
+    put(f"deep/{key}")
+    found = opened(folder, f"{BUCKET}/deep/{key}?endpoint=http://there")
+    assert rows(found) == [(f"deep/{key}",)]
+    assert (found.source.path, found.source.parts) == (f"{BUCKET}/deep/{key}", ())
+
+
+def test_a_file_and_an_object_are_no_one_input(put: Callable[..., None], folder: Path) -> None:
+    put("a.parquet")
+    with pytest.raises(UsageError, match="not both"):
+        opened(folder, "here.parquet", f"{BUCKET}/a.parquet")

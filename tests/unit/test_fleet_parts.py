@@ -1,0 +1,694 @@
+"""The parts of a fleet by themselves: a server and its rows, paces, estimates, and what is said and asked."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conserve.endpoints.fake import answer_tokens, request_text
+from conserve.endpoints.protocol import Call, Choice, Completion, KvCache, Url
+from conserve.endpoints.roster import Joined
+from conserve.errors import EndpointBusy, EndpointFault, EndpointUnavailable, EndpointUnusable
+from conserve.jobs.fleet.care import CHECK_S, DRAIN_S, Care, late_rows
+from conserve.jobs.fleet.dispatch import load_of
+from conserve.jobs.fleet.estimate import FIRST_TOKENS, AnswerLength
+from conserve.jobs.fleet.fleet import Fleet, now_s
+from conserve.jobs.fleet.member import Errand, Member
+from conserve.jobs.fleet.membership import Membership
+from conserve.jobs.fleet.pace import HALF_LIFE_S, Pace
+from conserve.jobs.fleet.pieces import UnplacedRow, parts, pieces
+from conserve.jobs.fleet.prefixes import CachedPrefixes
+from tests import virtual_time
+from tests.modelled_server import ChangingList, ModelledServer, fleet_of
+
+A, B = "http://gpu-a:8000", "http://gpu-b:8000"
+GONE = EndpointUnavailable("gone")
+
+
+def call(text: str = "hi", **body: Any) -> Call:
+    return Call(
+        key=text, url=Url.CHAT, body={"messages": [{"role": "user", "content": text}], **body}, identity="m"
+    )
+
+
+def errand(tokens: float = 10.0, number: int = 0) -> Errand:
+    turn = asyncio.get_running_loop().create_future()
+    return Errand(call=call(), on_tokens=None, asked=UnplacedRow(number, (), tokens), turn=turn)
+
+
+def member(**named: Any) -> Member:
+    """A server that is ready."""
+    found = Member(A, ModelledServer(A, **named))
+    found.ready = True
+    return found
+
+
+def in_loop(test: Callable[[], None]) -> None:
+    """Run a test within an event loop."""
+
+    async def run() -> None:
+        test()
+
+    virtual_time.run(run())
+
+
+# A server.
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, "serving"),
+        ({"held_until": 10.1}, "busy"),
+        ({"held_until": 10.0}, "serving"),
+        ({"suspected": True, "held_until": 99.0}, "suspected"),
+        ({"ready": False}, "starting"),
+        ({"ready": False, "error": GONE}, "down"),
+        ({"drained": True, "ready": False}, "drained"),
+        ({"listed": False, "drained": True}, "leaving"),
+    ],
+)
+def test_a_server_is_in_the_state_that_matters_most(changes: dict[str, Any], state: str) -> None:
+    server = member()
+    for name, value in changes.items():
+        setattr(server, name, value)
+    assert server.state("m", 10.0).value == state
+    assert server.is_open is (server.ready and server.listed and not server.drained)
+    if state in ("serving", "busy", "suspected"):
+        assert server.state("another", 10.0).value == "other model"
+
+
+def test_a_server_out_of_reach_is_tried_after_a_time_that_doubles_to_five_seconds() -> None:
+    server = member()
+    server.cached.add([1, 2])
+    waits = []
+    for _ in range(6):
+        server.fail(GONE, 100.0)
+        waits.append(server.try_at - 100.0)
+    assert waits == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
+    assert (server.ready, server.error, server.why, 1 in server.cached) == (False, GONE, "gone", False)
+    server.fail(TimeoutError(), 0.0)
+    assert server.why == f"{A} does not answer"
+    assert isinstance(server.error, EndpointUnusable)
+    server.answered(7.0, 1.0)
+    server.fail(GONE, 100.0)
+    assert server.try_at == 100.5, "an answer makes the next failure a first one"
+
+
+def test_a_hold_lasts_as_long_as_was_asked_for_and_doubles_with_each_incident() -> None:
+    server, holds = member(), []
+    now = 100.0
+    for wish in (None, None, 0.2, 30.0, 600.0):
+        server.hold(wish, now)
+        holds.append(server.held_until - now)
+        now = server.held_until
+    assert holds == [1.0, 1.0, 2.0, 30.0, 60.0]
+    server.hold(600.0, now - 1.0)
+    assert server.held_until == now + 59.0, "one incident asks for more"
+    server.hold(1.0, now - 1.0)
+    assert server.held_until == now + 59.0
+
+
+def test_a_suspect_gets_one_row_at_a_time_until_it_answers() -> None:
+    server = member(places=8)
+    assert (server.places, server.free) == (8, 8)
+    server.suspect(GONE, 50.0)
+    assert (server.places, server.free, server.held_until, server.seen_at) == (1, 1, 52.0, 50.0)
+    assert [server.fault() for _ in range(3)] == [1, 2, 3]
+    server.refuses, server.misses = True, 1
+    server.pace.elapse(0.0, 1)
+    server.answered(60.0, 3.5)
+    assert (server.places, server.error, server.seen_at) == (8, None, 60.0)
+    assert (server.refuses, server.misses, list(server.times_s)) == (False, 0, [3.5])
+    assert server.fault() == 1
+
+
+def test_a_server_owes_a_sign_while_rows_run_and_nothing_comes() -> None:
+    def test() -> None:
+        server = member()
+        assert not server.owes_sign(100.0, 5.0), "it has no row"
+        server.running.add(errand())
+        assert server.owes_sign(100.0, 5.0)
+        server.seen_at = 95.0
+        assert not server.owes_sign(100.0, 5.0)
+        assert server.owes_sign(100.1, 5.0)
+        server.ready = False
+        assert not server.owes_sign(100.1, 5.0)
+
+    in_loop(test)
+
+
+def test_rows_that_wait_are_charged_until_they_go() -> None:
+    def test() -> None:
+        server = member()
+        rows = [errand(number=number) for number in range(6)]
+        for number, row in enumerate(rows):
+            server.enqueue(row, 10.0 + number, piece=number // 2)
+        assert server.tokens == 75.0
+        rows[0].turn.cancel()
+        assert server.next() is rows[1]
+        assert server.tokens == 65.0, "of a row that was withdrawn nothing is left"
+        assert server.last_piece(9) == rows[4:6], "not those of another piece"
+        assert server.tokens == 65.0 - 29.0
+        assert server.last_piece(1) == [rows[3]]
+        rows[2].turn.cancel()
+        assert server.last_piece(1) == []
+        assert server.tokens == 11.0, "that of the row that runs"
+        assert server.next() is None
+        server.enqueue(rows[4], 5.0, 7)
+        server.enqueue(rows[5], 6.0, 7)
+        rows[4].turn.cancel()
+        assert server.give_up_queue() == [rows[5]]
+        assert (server.tokens, rows[5].charge, rows[5].piece) == (11.0, 6.0, 7)
+
+    in_loop(test)
+
+
+def test_rows_that_are_recalled_avoid_the_server_that_they_come_from() -> None:
+    async def run() -> None:
+        server, waits, done, unsent = member(), errand(), errand(), errand()
+        waits.task = asyncio.ensure_future(asyncio.sleep(9.0))  # type: ignore[arg-type]
+        done.task = asyncio.ensure_future(asyncio.sleep(0.0))  # type: ignore[arg-type]
+        await asyncio.sleep(1.0)
+        server.recall([waits, done, unsent])
+        await asyncio.gather(waits.task, done.task, return_exceptions=True)
+        assert [row.recalled for row in (waits, done, unsent)] == [True, False, False]
+        assert [row.avoid for row in (waits, done, unsent)] == [{server}, frozenset(), frozenset()]
+        assert waits.task.cancelled()
+
+    virtual_time.run(run())
+
+
+# Paces and estimates.
+
+
+def test_a_pace_is_of_one_place_and_old_rows_count_less() -> None:
+    pace = Pace()
+    assert (pace.of_a_place, pace.tokens_per_s, pace.believed(30.0)) == (None, 0.0, 30.0)
+    pace.elapse(100.0, 4)
+    pace.elapse(110.0, 4)
+    assert pace.of_a_place is None
+    pace.add(200.0)
+    assert (pace.of_a_place, pace.tokens_per_s) == (5.0, 20.0)
+    assert pace.believed(46.0) == pytest.approx((200.0 + 46.0) / 41.0)
+    pace.elapse(105.0, 9)
+    assert pace.of_a_place == 5.0, "time does not run back"
+    pace.elapse(105.0 + HALF_LIFE_S, 0)
+    assert (pace.of_a_place, pace.tokens_per_s) == (5.0, 20.0), "without rows it only ages"
+    assert pace.believed(46.0) == pytest.approx((100.0 + 46.0) / 21.0)
+    pace.elapse(106.0 + HALF_LIFE_S, 2)
+    kept = 0.5 ** (1 / HALF_LIFE_S)
+    assert pace.of_a_place == pytest.approx(100.0 * kept / (20.0 * kept + 2.0))
+
+
+def test_a_server_that_was_never_measured_has_the_pace_of_the_others() -> None:
+    def test() -> None:
+        fast, fresh = member(places=2), member(places=4)
+        assert load_of(fresh, [fresh]).tokens_per_s == 4.0
+        fast.pace.elapse(0.0, 1)
+        fast.pace.elapse(10.0, 1)
+        fast.pace.add(500.0)
+        row = Errand(
+            call=call(), on_tokens=None, asked=UnplacedRow(0, (7, 8), 1.0),
+            turn=asyncio.get_running_loop().create_future(),
+        )  # fmt: skip
+        fresh.enqueue(row, 30.0, 0)
+        load = load_of(fresh, [fast, fresh])
+        assert (load.tokens_per_s, load.tokens, load.coming) == (200.0, 30.0, {7, 8})
+        fresh.tokens = -1.0
+        assert load_of(fresh, [fast, fresh]).tokens == 0.0
+
+    in_loop(test)
+
+
+def test_a_row_is_late_where_another_server_would_be_done_in_half_the_time() -> None:
+    """Times are of a row of 100 tokens: 20 s here and, begun anew, 5 s there; one second is to spare."""
+
+    def test() -> None:
+        slow, row = member(), errand()
+        slow.running.add(row)
+        row.charge = 100.0
+        assert late_rows(slow, 20.0, now=0.0) == [], "it was never measured"
+        slow.pace.elapse(0.0, 1)
+        slow.pace.elapse(20.0, 1)
+        slow.pace.add(100.0)
+        assert late_rows(slow, 20.0, now=8.9) == [row]
+        assert late_rows(slow, 20.0, now=9.0) == []
+        row.sent_at = 5.0
+        assert late_rows(slow, 20.0, now=13.9) == [row]
+        assert late_rows(slow, 8.0, now=5.0) == []
+        row.moves = 2
+        assert late_rows(slow, 20.0, now=5.0) == []
+
+    in_loop(test)
+
+
+def completion(tokens: int) -> Completion:
+    return Completion(
+        choices=[Choice(text="", finish_reason="stop")], prompt_tokens=1, completion_tokens=tokens,
+        cached_tokens=0, model="m",
+    )  # fmt: skip
+
+
+def test_an_answer_is_taken_to_be_as_long_as_others_or_as_its_limit() -> None:
+    length = AnswerLength()
+    assert length.asked(3, call(), None) == UnplacedRow(3, length.asked(0, call(), None).key, FIRST_TOKENS)
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        assert length.asked(0, call(**{name: 9}), None).tokens == 9
+        assert length.asked(0, call(**{name: "9"}), None).tokens == FIRST_TOKENS
+    length.answered(completion(40))
+    assert length.asked(0, call(), None).tokens == 40
+    length.answered(completion(60))
+    assert length.asked(0, call(), None).tokens == pytest.approx(41.0)
+    resumed = Call(key="a", url=Url.CHAT, body=call().body, resume_from=(1,) * 30)
+    assert length.asked(0, resumed, None).tokens == pytest.approx(11.0)
+    begun = Call(key="a", url=Url.CHAT, body=call(max_tokens=5).body, resume_from=(1,) * 5)
+    assert length.asked(0, begun, None).tokens == 1.0
+    keyed = length.asked(0, call("x" * 640, max_tokens=10), 16)
+    assert keyed.tokens == 18.0
+    assert 9 <= len(keyed.key) <= 11
+    assert len(length.asked(0, call("x" * 640_000), 16).key) == 256
+
+
+def test_a_group_is_cut_where_its_prompts_part_first() -> None:
+    rows = [UnplacedRow(n, key, 1.0) for n, key in enumerate([(1, 2, 3), (1, 2, 4), (1, 5), (1, 5)])]
+    assert parts(rows) == [rows[:2], rows[2:]]
+    assert parts(rows[2:]) == [rows[2:3], rows[3:]], "halves, if they are equal"
+
+
+def test_the_blocks_used_last_are_taken_to_be_cached() -> None:
+    cached = CachedPrefixes(3)
+    cached.add([1, 2, 3])
+    assert [block in cached for block in (1, 2, 3)] == [True, True, True]
+    cached.add([1, 4])
+    assert [block in cached for block in (1, 2, 3, 4)] == [True, True, False, True]
+
+
+def test_no_rows_are_no_pieces() -> None:
+    assert pieces([], servers=2, block_tokens=16) == []
+
+
+# A fleet.
+
+
+def test_a_fleet_has_places_for_rows_that_wait_unless_it_is_one_server() -> None:
+    async def run() -> None:
+        for servers, capacity in (([ModelledServer(A)], 8), ([ModelledServer(A), ModelledServer(B)], 48)):
+            fleet = fleet_of(*servers)
+            assert fleet.capacity == 0
+            await fleet.start()
+            assert fleet.capacity == capacity
+            await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_a_fleet_says_which_step_it_is_at_until_a_server_is_ready() -> None:
+    async def run() -> None:
+        changing, steps = ChangingList(), []
+        fleet = fleet_of(ModelledServer(A), ModelledServer(B), changing=changing)
+        for urls in ([], [A], [A, B]):
+            changing.urls = urls
+            await fleet._look()
+            steps.append(fleet.doing)
+        await fleet.start()
+        steps.append(fleet.doing)
+        await fleet.close()
+        assert steps == [
+            "waiting for a first server",
+            f"asking {A} what they serve",
+            "asking 2 servers what they serve",
+            None,
+        ]
+
+    virtual_time.run(run())
+
+
+def test_what_a_server_has_to_say_is_said_once_when_it_is_ready() -> None:
+    async def run() -> list[str]:
+        said: list[str] = []
+        servers = [ModelledServer(A), ModelledServer(B)]
+        servers[1].notice = f"{B} is stock vLLM"  # type: ignore[attr-defined]
+        fleet = fleet_of(*servers, say=said.append)
+        await fleet.start()
+        await fleet.start()
+        await asyncio.sleep(5.0)
+        await fleet.close()
+        return said
+
+    assert sorted(virtual_time.run(run())) == [f"{A} is ready", f"{B} is stock vLLM"]
+
+
+def test_a_silent_server_is_asked_for_a_sign_of_life_every_five_seconds() -> None:
+    async def run() -> list[float]:
+        asked: list[float] = []
+
+        class Asked(ModelledServer):
+            async def alive(self) -> bool:
+                asked.append(now_s() - begun)
+                return True
+
+        fleet = fleet_of(Asked(A, streams=False, tokens_per_s=0.5))
+        await fleet.start()
+        begun = now_s()
+        await fleet.complete(call("x" * 40, max_tokens=3))
+        await fleet.close()
+        return asked
+
+    moments = virtual_time.run(run())
+    assert moments[0] == pytest.approx(CHECK_S + 0.5, abs=0.6)
+    assert [later - one for one, later in pairwise(moments)] == pytest.approx(
+        [CHECK_S] * (len(moments) - 1), abs=0.6
+    )
+    assert len(moments) >= 4
+
+
+@pytest.mark.parametrize(("undrained", "begun"), [(True, 1), (False, 2)])
+def test_a_server_that_is_undrained_in_time_keeps_its_rows(undrained: bool, begun: int) -> None:
+    """Rows without tokens have ten seconds to end."""
+
+    async def run() -> int:
+        first, second = ModelledServer(A, streams=False, tokens_per_s=0.5), ModelledServer(B)
+        changing = ChangingList(A)
+        fleet = fleet_of(first, second, changing=changing)
+        await fleet.start()
+        asking = asyncio.create_task(fleet.complete(call("x", max_tokens=8)))
+        await asyncio.sleep(0.5)
+        changing.urls = [A, B]
+        await fleet._look()
+        fleet.drain([A])
+        await asyncio.sleep(DRAIN_S / 2)
+        if undrained:
+            fleet.drain([])
+        await asking
+        await fleet.close()
+        return first.begun + second.begun
+
+    assert virtual_time.run(run()) == begun
+
+
+def test_rows_wait_for_servers_that_asked_to_slow_down() -> None:
+    async def run() -> float:
+        servers = [ModelledServer(A), ModelledServer(B)]
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        for server in servers:
+            server.failing = lambda: EndpointBusy("slow down", retry_after_s=3.0)
+        asking = asyncio.create_task(fleet.complete(call()))
+        begun = now_s()
+        await asyncio.sleep(1.0)
+        for server in servers:
+            server.failing = None
+        assert {seen.state for seen in fleet.sightings()} == {"busy"}
+        await asking
+        waited = now_s() - begun
+        await fleet.close()
+        return waited
+
+    assert 3.0 <= virtual_time.run(run()) < 4.0
+
+
+def test_the_states_of_its_servers_are_the_error_of_a_fleet_that_takes_no_rows() -> None:
+    def test() -> None:
+        servers = Membership(Joined([]), lambda url: ModelledServer(url), model="m", say=lambda _: None)  # type: ignore[arg-type,return-value]
+        assert str(servers.none_left(0.0)) == "no server is listed"
+        for url in (A, B):
+            servers.by_url[url] = Member(url, ModelledServer(url))
+        assert str(servers.none_left(0.0)) == "no server takes rows (2 starting)"
+        servers.by_url[A].error = EndpointFault("odd")
+        assert str(servers.none_left(0.0)) == "no server takes rows (1 down, 1 starting)"
+        del servers.by_url[B]
+        assert str(servers.none_left(0.0)) == "odd"
+        servers.by_url[A].drained = True
+        assert str(servers.none_left(0.0)) == "no server takes rows (1 drained)"
+
+    in_loop(test)
+
+
+def test_sightings_tell_what_a_harvester_sees_of_each_server() -> None:
+    async def run() -> None:
+        servers = [ModelledServer(A, places=1, tokens_per_s=1.0), ModelledServer(B, num_blocks=9)]
+        servers[1].up = False
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        assert fleet.kv_cache == KvCache(block_tokens=16, num_blocks=4096)
+        tasks = [asyncio.create_task(fleet.complete(call(f"row {n}"))) for n in range(3)]
+        await asyncio.sleep(0.1)
+        one, other = fleet.sightings()
+        assert (one.url, one.state, one.model, one.alive, one.in_flight, one.waiting) == (
+            A, "serving", "m", True, 1, 2,
+        )  # fmt: skip
+        assert (one.why, other.state, other.alive, other.in_flight) == (None, "down", False, 0)
+        assert other.why == f"{B} does not answer"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_a_patient_fleet_waits_for_a_server_and_another_names_the_cause() -> None:
+    async def run() -> None:
+        said: list[str] = []
+        server = ModelledServer(A)
+        server.up = False
+        with pytest.raises(EndpointUnusable, match="does not answer"):
+            await fleet_of(server).start()
+        fleet: Fleet = fleet_of(server, patient=True, say=said.append)
+        asyncio.get_running_loop().call_later(7.0, setattr, server, "up", True)
+        begun = now_s()
+        await fleet.start()
+        assert 7.0 <= now_s() - begun < 13.0
+        assert said[0] == f"{A} does not answer; waiting for one"
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+# Rows that go elsewhere, and rows that are withdrawn.
+
+
+@pytest.mark.parametrize(
+    ("changes", "moved"),
+    [
+        ({}, True),
+        ({"waits": True}, False),
+        ({"suspected": True}, False),
+        ({"held_until": 9.0}, False),
+        ({"busy": True}, False),
+        ({"measured": False}, False),
+    ],
+)
+def test_a_server_with_nothing_to_run_takes_rows_of_a_slow_one_once_none_waits(
+    changes: dict[str, Any], moved: bool
+) -> None:
+    async def run() -> None:
+        slow, idle, row = member(), member(places=1), errand()
+        rows = [row, errand()]
+        for one in rows:
+            one.task = asyncio.ensure_future(asyncio.sleep(99.0))  # type: ignore[arg-type]
+            one.charge = 100.0
+        slow.running.update(rows)
+        for server, tokens in ((slow, 10.0), (idle, 1000.0)):
+            if server is slow or changes.get("measured", True):
+                server.pace.elapse(0.0, 1)
+                server.pace.elapse(1.0, 1)
+                server.pace.add(tokens)
+        idle.suspected = changes.get("suspected", False)
+        idle.held_until = changes.get("held_until", 0.0)
+        if changes.get("busy"):
+            idle.running.add(errand())
+        servers = SimpleNamespace(open=lambda: [slow, idle])
+        dispatch = SimpleNamespace(waits=changes.get("waits", False))
+        Care(servers, dispatch).hurry(1.0)  # type: ignore[arg-type]
+        assert [one.recalled for one in rows].count(True) == (1 if moved else 0), "as many as it has places"
+        assert sum(one.moves for one in rows) == (1 if moved else 0)
+
+    virtual_time.run(run())
+
+
+def test_rows_wait_for_a_server_that_they_do_not_come_from() -> None:
+    async def run() -> None:
+        fleet = fleet_of(ModelledServer(A, places=99), ModelledServer(B, places=1))
+        await fleet.start()
+        first, second = fleet.servers
+        rows = [errand(number=number) for number in range(3)]
+        rows[1].avoid, rows[2].avoid = frozenset({first}), frozenset({first, second})
+        fleet._dispatch._place(rows, [first, second])
+        assert list(first.queue) == [rows[0], rows[2]], "a row that comes from all goes to any"
+        assert list(second.queue) == [rows[1]]
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_rows_that_are_withdrawn_while_they_wait_leave_nothing_to_take_over() -> None:
+    async def run() -> None:
+        broken: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
+        fleet = fleet_of(ModelledServer(A, places=1), ModelledServer(B, places=1))
+        await fleet.start()
+        first, _ = fleet.servers
+        rows = [errand(number=number) for number in range(3)]
+        for row in rows:
+            first.enqueue(row, 10.0, 0)
+        first.running.add(errand())
+        for row in rows:
+            row.turn.cancel()
+        fleet._dispatch.soon()
+        await asyncio.sleep(1.0)
+        assert broken == []
+        assert (len(first.queue), first.tokens) == (0, 0.0)
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_a_row_that_is_withdrawn_in_the_instant_of_its_turn_frees_its_place() -> None:
+    async def run() -> None:
+        fleet = fleet_of(ModelledServer(A, places=1))
+        await fleet.start()
+        (server,) = fleet.servers
+        asking = asyncio.create_task(fleet.complete(call()))
+        send = fleet._dispatch._send
+
+        def then_withdraw(*arguments: Any) -> None:
+            send(*arguments)
+            asking.cancel()
+
+        fleet._dispatch._send = then_withdraw  # type: ignore[method-assign]
+        await asyncio.gather(asking, return_exceptions=True)
+        assert asking.cancelled()
+        assert (server.running, server.tokens) == (set(), 0.0)
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_tokens_that_a_row_brought_along_are_no_pace_of_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[float] = []
+    monkeypatch.setattr(Pace, "add", lambda _, tokens: counted.append(tokens))
+
+    async def run() -> Completion:
+        fleet = fleet_of(ModelledServer(A))
+        await fleet.start()
+        text = "x" * 400
+        ids = answer_tokens(request_text(call(text).body), 24)
+        asked = replace(call(text, max_tokens=24), resume_from=tuple(ids[:10]))
+        answer = await fleet.complete(asked, lambda tokens: None)
+        await fleet.close()
+        return answer
+
+    answer = virtual_time.run(run())
+    assert counted == [answer.prompt_tokens + 14]
+
+
+@pytest.mark.parametrize(
+    ("error", "starts", "state"),
+    [
+        (EndpointBusy("slow down", retry_after_s=2.0), 1, "busy"),
+        (EndpointFault("garbage"), 1, "serving"),
+        (EndpointUnavailable("broken connection"), 2, "busy"),
+    ],
+)
+def test_a_server_is_reached_anew_only_where_its_connection_broke(
+    error: Exception, starts: int, state: str
+) -> None:
+    async def run() -> tuple[int, str]:
+        started: list[float] = []
+
+        class Counted(ModelledServer):
+            async def start(self) -> None:
+                started.append(now_s())
+                await super().start()
+
+        servers = [Counted(A), ModelledServer(B)]
+        servers[0].failing = lambda: error
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        fleet.servers.by_url[B].held_until = now_s() + 0.1
+        await asyncio.gather(fleet.complete(call()), return_exceptions=True)
+        state = fleet.sightings()[0].state
+        await fleet.close()
+        return len(started), state
+
+    assert virtual_time.run(run()) == (starts, state)
+
+
+def test_the_list_of_servers_is_read_as_often_as_it_asks_for() -> None:
+    async def run() -> int:
+        looked: list[float] = []
+
+        class Counted(ChangingList):
+            async def look(self) -> list[str]:
+                looked.append(now_s())
+                return await super().look()
+
+        fleet = fleet_of(ModelledServer(A), changing=Counted(A))
+        await fleet.start()
+        await asyncio.sleep(12.0)
+        await fleet.close()
+        return len(looked)
+
+    assert 8 <= virtual_time.run(run()) <= 13
+
+
+def test_a_row_that_is_withdrawn_while_it_runs_is_asked_nowhere_else() -> None:
+    async def run() -> None:
+        servers = [ModelledServer(A, tokens_per_s=1.0), ModelledServer(B, tokens_per_s=1.0)]
+        fleet = fleet_of(*servers)
+        await fleet.start()
+        asking = asyncio.create_task(fleet.complete(call()))
+        await asyncio.sleep(1.0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert asking.cancelled()
+        await asyncio.sleep(1.0)
+        assert sum(server.begun for server in servers) == 1
+        assert sum(server.running for server in servers) == 0
+        await fleet.close()
+
+    virtual_time.run(run())
+
+
+def test_the_prefix_cache_of_a_fleet_is_its_largest() -> None:
+    async def run() -> int | None:
+        fleet = fleet_of(ModelledServer(A, num_blocks=10), ModelledServer(B, num_blocks=99))
+        assert fleet.kv_cache == KvCache()
+        await fleet.start()
+        await asyncio.sleep(0.1)
+        found = fleet.kv_cache.num_blocks
+        await fleet.close()
+        return found
+
+    assert virtual_time.run(run()) == 99
+
+
+def test_a_server_that_leaves_the_list_is_closed_and_one_out_of_reach_is_named_once() -> None:
+    async def run() -> None:
+        closed: list[str] = []
+        said: list[str] = []
+
+        class Counted(ModelledServer):
+            async def close(self) -> None:
+                closed.append(self.url)
+
+        servers = [Counted(A), Counted(B)]
+        servers[1].up = False
+        changing = ChangingList(A, B)
+        fleet = fleet_of(*servers, changing=changing, say=said.append)
+        await fleet.start()
+        await asyncio.sleep(20.0)
+        assert said.count(f"{B} does not answer") == 1
+        changing.urls = [A]
+        await asyncio.sleep(3.0)
+        assert closed == [B]
+        await fleet.close()
+        assert closed == [B, A]
+
+    virtual_time.run(run())
