@@ -5,7 +5,7 @@ from math import inf, sqrt
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.harm import harm_limit_ms
-from conserve.engine.policy.offline import serve_least, serve_offline
+from conserve.engine.policy.offline import serve_least, serve_offline, serve_pushed
 from conserve.engine.policy.online import OnlineShare, serve_online
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.turns import mixed_limit_ms, offline_turn_ms
@@ -35,19 +35,23 @@ class Conserve:
         composer = Composer(view)
         limit_ms = arrival_limit_ms(view)
         if turn_ms := offline_turn_ms(view, limit_ms):
-            serve_offline(composer, list(view.offline), iter(view.waiting_offline), turn_ms)
+            running = list(view.offline)
+            serve_offline(composer, running, iter(view.waiting_offline), turn_ms)
             if composer.tokens:
+                serve_pushed(composer, view, running, turn_ms)
                 return composer.plan()
             composer = Composer(view)
         share = serve_online(composer, view)
         if share.complete:
-            mixed = bool(composer.tokens)
+            mixed, prompts = bool(composer.tokens), bool(composer.batch.prefills)  # of online requests
             budget_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
             budget_ms = min(budget_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
             running, waiting = share.running_offline, iter(view.waiting_offline)
             first = list(islice(waiting, 1))
             serve_offline(composer, running, chain(first, waiting), budget_ms)
             serve_least(composer, running, first, view.block_tokens)
+            if not prompts:
+                serve_pushed(composer, view, running, budget_ms)
         return composer.plan()
 
 
