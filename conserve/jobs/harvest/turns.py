@@ -41,7 +41,7 @@ class RunnableJob(NamedTuple):
         return self.deadline is not None and self.on_late is OnLate.PUSH
 
 
-class Foreseen(NamedTuple):
+class LateJobs(NamedTuple):
     """Jobs whose 90 % forecast is behind their deadline."""
 
     asked: frozenset[str]  # jobs that a forecast was made for
@@ -59,7 +59,7 @@ class Turns:
         self._rates = Rates({})
         self._tokens_per_s: float | None = None
         self._look_at = 0.0
-        self._foreseen: dict[Hashable, Foreseen] = {}  # of each such group
+        self._foreseen: dict[Hashable, LateJobs] = {}  # of each such group
         self.pushing: frozenset[str] = frozenset()  # ids of jobs of the newest claim whose rows push
 
     def ordered(
@@ -98,7 +98,7 @@ class Turns:
                 for job in jobs
                 if job.pushes and job.id in found and finite(found[job.id].done_90) > finite(job.deadline)
             )
-            self._foreseen[group] = known = Foreseen(asked, late, now + LOOK_S)
+            self._foreseen[group] = known = LateJobs(asked, late, now + LOOK_S)
         return known.late
 
     def of_this_claim(self, ordered: Sequence[RunnableJob]) -> list[RunnableJob]:
