@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from conserve.engine.policy.conserve import Conserve
 from conserve.engine.policy.faults import fault_of
 from conserve.engine.policy.plan import Plan
-from conserve.engine.policy.view import Candidate, Slo, View
+from conserve.engine.policy.view import DEFAULT_CLASS, Candidate, Slo, View, tightest
 from conserve.profiles.batch import Batch, Slice
 from tests.conftest import examples
 from tests.property.test_policy import ROUNDING, Judged, usual, views
@@ -33,14 +33,18 @@ def pushing(draw: st.DrawFn) -> View:
     prompts = draw(st.booleans())
     rows = [Candidate(f"offline-decode-{n}", 1, 20, True, 20) for n in range(draw(st.integers(0, 30)))]
     names = [row.name for row in (*rows, *view.offline, *view.waiting_offline)]
-    leave = draw(st.booleans())
+    leave, slo = draw(st.booleans()), draw(st.sampled_from(SLOS))
+    several = draw(st.booleans())
+    slos = {DEFAULT_CLASS: slo, "chat": draw(st.sampled_from(SLOS))} if several else {}
     return replace(
         view,
         model=usual,
         online=[*live, *(one for one in view.online if one.decode or prompts)],
         waiting_online=view.waiting_online if prompts else (),
         offline=[*rows, *view.offline],
-        slo=draw(st.sampled_from(SLOS)),
+        slo=tightest(slos.values()) if several else slo,
+        slos=slos,
+        classes={request.name: "chat" for request in live[1:]} if several else {},
         free_blocks=draw(st.sampled_from([1000, 1000, 30, 0])),
         rows_leave=leave,
         rows_join=leave and draw(st.booleans()),
@@ -85,18 +89,19 @@ def test_no_live_request_waits_longer_than_the_scale_times_what_it_is_promised(v
     assert judged.ms() <= plan.limit_ms * ROUNDING
     if live:
         waited_ms = view.online_waited_ms
-        assert waited_ms + judged.ms() <= scale * view.slo.tbt_ms * ROUNDING
-        if view.slo.harm is not None:
+        promised = view.slo_among(live.values())
+        assert waited_ms + judged.ms() <= scale * promised.tbt_ms * ROUNDING
+        if promised.harm is not None:
             alone = Conserve().plan(replace(view, offline=(), waiting_offline=()))
-            assert judged.ms() <= scale * (1 + view.slo.harm) * alone.predicted_ms * ROUNDING
+            assert judged.ms() <= scale * (1 + promised.harm) * alone.predicted_ms * ROUNDING
     elif steps := [
         request for request in view.online if request.decode
     ]:  # a turn: they wait for it, then run
         turn_ms = judged.ms() + view.model.predict(
             Batch.of([Slice(r.tokens, r.context, True) for r in steps])
         )
-        assert turn_ms <= scale * view.slo.tbt_ms * ROUNDING
+        assert turn_ms <= scale * view.slo_among(steps).tbt_ms * ROUNDING
     if view.slo.ttft_ms < inf:
         restored = [one for one in judged.online if one.name in plan.restored and not one.answered]
         for request in restored:
-            assert request.age_ms + judged.ms() <= scale * view.slo.ttft_ms * ROUNDING
+            assert request.age_ms + judged.ms() <= scale * view.slo_of(request).ttft_ms * ROUNDING
