@@ -85,7 +85,7 @@ def test_no_live_request_waits_longer_than_the_scale_times_what_it_is_promised(v
     live = {request.name: request for request in judged.online if request.name in plan.tokens}
     assert all(request.decode for request in live.values()), "none lengthens an iteration of live prompts"
     assert plan.limit_ms is not None
-    assert plain.limit_ms is None or plan.limit_ms == plain.limit_ms * scale
+    assert plain.limit_ms is None or plan.limit_ms <= plain.limit_ms * scale * ROUNDING
     assert judged.ms() <= plan.limit_ms * ROUNDING
     if live:
         waited_ms = view.online_waited_ms

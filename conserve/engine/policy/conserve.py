@@ -38,20 +38,21 @@ class Conserve:
             running = list(view.offline)
             serve_offline(composer, running, iter(view.waiting_offline), turn_ms)
             if composer.tokens:
-                serve_pushed(composer, view, running, turn_ms)
+                serve_pushed(composer, view, running, turn_ms * view.push_scale)
                 return composer.plan()
             composer = Composer(view)
         share = serve_online(composer, view)
         if share.complete:
             mixed, prompts = bool(composer.tokens), bool(composer.batch.prefills)  # of online requests
-            budget_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
-            budget_ms = min(budget_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
+            time_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
+            budget_ms = min(time_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
+            pushed_ms = pushed_limit_ms(composer, view, time_ms) if view.pushed and not prompts else 0.0
             running, waiting = share.running_offline, iter(view.waiting_offline)
             first = list(islice(waiting, 1))
             serve_offline(composer, running, chain(first, waiting), budget_ms)
             serve_least(composer, running, first, view.block_tokens)
-            if not prompts:
-                serve_pushed(composer, view, running, budget_ms)
+            if pushed_ms > 0:
+                serve_pushed(composer, view, running, pushed_ms)
         return composer.plan()
 
 
@@ -62,6 +63,16 @@ def time_budget_ms(share: OnlineShare, view: View, limit_ms: float, *, mixed: bo
     arrive: `limit_ms` (docs/adr/0006, 0012).
     """
     return min(share.limit_ms, mixed_limit_ms(view, limit_ms) if mixed else limit_ms)
+
+
+def pushed_limit_ms(composer: Composer, view: View, time_ms: float) -> float:
+    """Longest iteration that rows which push may fill, in ms: `push_scale` times every limit (docs/adr/0030).
+
+    `composer` has the online requests, and `time_ms` is their time budget.
+    """
+    scale = view.push_scale
+    harm_ms = harm_limit_ms(composer, view, scale) if composer.tokens else scale * harmless_wait_ms(view)
+    return min(scale * time_ms, harm_ms)
 
 
 def arrival_limit_ms(view: View) -> float:

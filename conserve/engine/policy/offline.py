@@ -59,14 +59,13 @@ def serve_least(
 
 
 def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], limit_ms: float) -> None:
-    """Let pushed rows go on up to `push_scale` times the limit at which all rows stopped (docs/adr/0030).
+    """Let pushed rows go on up to a longer limit than that at which all rows stopped (docs/adr/0030).
 
     Nothing is evicted or restored for them, and no other request gets a token more or less.
     """
     if not view.pushed:
         return
     before = dict(composer.tokens)
-    limit_ms *= view.push_scale
     gone = {*composer.evicted, *composer.restored}
     mine = [row for row in running if row.name in view.pushed and row.name not in gone]
     steps = [row for row in mine if row.decode and row.name not in before]
