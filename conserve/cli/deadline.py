@@ -69,6 +69,7 @@ def deadline(
             ]
     for job in found:
         output.data(f"{job.id}: {shown(job)}")
+    say_push(late)
 
 
 def shown(job: "JobRecord") -> str:
@@ -79,6 +80,14 @@ def shown(job: "JobRecord") -> str:
         return f"due {output.moment(job.deadline)}, best-effort"
     pushes = ", push" if job.on_late == "push" and job.state != "expired" else ""
     return f"{'expired' if job.state == 'expired' else 'expires'} {output.moment(job.deadline)}{pushes}"
+
+
+def say_push(late: OnLate | None) -> None:
+    """Say what a push depends on, if one is asked for."""
+    if late is OnLate.PUSH:
+        output.say(
+            "push: only where a server has --push-slo-scale above 1; elsewhere the job is as with expire"
+        )
 
 
 def on_late_of(text: str | None) -> OnLate | None:

@@ -34,7 +34,7 @@ async def warnings(settings: Settings, section: dict[str, Any], url: str) -> lis
         async with httpx.AsyncClient(timeout=10.0, trust_env=False, headers=bearer(settings)) as client:
             said = (await client.get(f"{url}/v1/conserve")).raise_for_status().json()
             found = [*too_tight(said["alone"], section), *not_left(said["preemption"], section)]
-            return [*only_counted(section), *by_default(said["slo"], section), *found]
+            return [*only_counted(section), *by_default(said["slo"], section), *pushed(section), *found]
     except (httpx.HTTPError, KeyError, ValueError):
         return ["the server does not say how it does; is another plug-in in its way?"]
 
@@ -55,6 +55,20 @@ def by_default(slo: dict[str, Any], section: dict[str, Any]) -> list[str]:
         return []
     most = f"rows lengthen no iteration of live requests by more than {harm:.0%}"
     return [f"{most}; change it with --harm, or give an SLO"]
+
+
+def pushed(section: dict[str, Any]) -> list[str]:
+    """Say what rows of --on-late push jobs may do, where --push-slo-scale is given."""
+    scale = section.get("push_slo_scale")
+    if scale is None:
+        return []
+    if scale == 1 or section["policy"] != CONSERVE:
+        return [
+            "rows of --on-late push jobs push nothing: that takes --push-slo-scale above 1 and --policy conserve"
+        ]
+    return [
+        f"rows of --on-late push jobs that would be late fill iterations up to x{scale:g} of what is promised"
+    ]
 
 
 def not_left(preemption: dict[str, Any], section: dict[str, Any]) -> list[str]:

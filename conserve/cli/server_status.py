@@ -30,6 +30,7 @@ def lines(servers: list[dict[str, Any]]) -> list[str]:
             *classes(server.get("classes", {})),
             f"  offline  {offline['tokens_per_s']:,.0f} tokens/s",
             *harmed(server.get("harm")),
+            *pushed(server.get("pushing")),
             *predicted(server),
             *left(server.get("preemption"), offline["tokens"]),
             *checkpointed(server.get("checkpoint")),
@@ -70,6 +71,14 @@ def harmed(said: dict[str, Any] | None) -> list[str]:
     ]
     pauses = output.count(said["pauses"], "pause")
     return [f"  harm     {', '.join(parts) or 'no latency to compare yet'} ({pauses} of rows)"]
+
+
+def pushed(said: dict[str, Any] | None) -> list[str]:
+    """Line on rows of jobs that would be late; none on a server that lets them push nothing."""
+    if said is None or said["largest_slo_scale"] == 1:
+        return []
+    rows = f"{output.count(said['rows'], 'row')} up to x{said['largest_slo_scale']:g} of what is promised"
+    return [f"  push     {rows}, {said.get('tokens', 0):,} tokens beyond it since the start"]
 
 
 def ratio(one: dict[str, float | None]) -> str:

@@ -10,7 +10,7 @@ import typer
 from conserve.api.asking import in_order, job_name, make_input, make_task, request_params, unanswerable
 from conserve.cli import output
 from conserve.cli.context import Context
-from conserve.cli.deadline import By, OnLateFlag, Within
+from conserve.cli.deadline import By, OnLateFlag, Within, say_push
 from conserve.cli.due import DeadlineFlags
 from conserve.cli.signals import ended_in_order, held_back
 from conserve.cli.submit_flags import read_params, read_prompt, read_schema, read_tags
@@ -182,6 +182,7 @@ def submit(
         if name and done.namesakes:
             output.say(taken(name, done))
         tell(done)
+        say_push(due.on_late)
         if due.warning:
             output.say(f"warning: {due.warning}")
 

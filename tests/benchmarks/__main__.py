@@ -17,7 +17,7 @@ ALL = (
         "turns",
         "exchange",
     ),
-    *("forecast", "deadlines"),
+    *("forecast", "deadlines", "pushing"),
     *("real_engine", "prefix_order", "latency_model", "preemption", "checkpoints", "serving", "run_batch"),
     "polling",
     "first_row",

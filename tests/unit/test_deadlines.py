@@ -20,7 +20,7 @@ from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import batches, catalog, shards
 from conserve.store.books.readings import read_jobs
-from conserve.store.books.states import JobState
+from conserve.store.books.states import JobState, OnLate
 from conserve.store.database.store import Store
 from tests import virtual_time
 from tests.batch_rig import answered, client, compute, create, live, reaches
@@ -86,9 +86,12 @@ def test_a_paused_job_expires_too(store: Store) -> None:
     assert expire(store, now=10.0) == ["job-1"]
 
 
-def test_the_harvester_ends_a_late_job_with_the_rows_it_has(store: Store, write_input: WriteInput) -> None:
+@pytest.mark.parametrize("on_late", [None, OnLate.PUSH])
+def test_the_harvester_ends_a_late_job_with_the_rows_it_has(
+    store: Store, write_input: WriteInput, on_late: OnLate | None
+) -> None:
     rows = str(write_input(q=[f"q{n}" for n in range(200)]))
-    job_id = submit(store, rows, TASK, deadline=BEGIN_S + 5.0).job_id
+    job_id = submit(store, rows, TASK, deadline=BEGIN_S + 5.0, on_late=on_late).job_id
     in_time = submit(store, rows, TASK).job_id
     harvest(store, FakeEndpoint(Script(request_ms=1000.0, capacity=16)))
     late = job(store, job_id)
@@ -114,7 +117,8 @@ def test_retry_takes_up_what_an_expired_job_left(store: Store, write_input: Writ
     assert (done.state, done.succeeded, done.failed) == (JobState.COMPLETED, 41, 1)
 
 
-def test_an_expired_batch_delivers_its_answers_and_names_the_rows_left(store: Store) -> None:
+@pytest.mark.parametrize("on_late", [OnLate.EXPIRE, OnLate.PUSH])
+def test_an_expired_batch_delivers_its_answers_and_names_the_rows_left(store: Store, on_late: OnLate) -> None:
     with live(store) as url:
         api = client(url)
         batch = create(api, ["REJECT", "one", "two", "three"])
@@ -124,8 +128,9 @@ def test_an_expired_batch_delivers_its_answers_and_names_the_rows_left(store: St
         lease = leased(store, now=time.time(), lease_s=600.0, limit=2)
         finish(store, lease, failed=[lease.rows[0].position])
         with store.write() as tx:
-            catalog.set_deadline(tx, found.id, time.time() - 1.0)
+            catalog.set_deadline(tx, found.id, time.time() - 1.0, on_late)
         done = reaches(api, batch.id, "expired")
+        assert done.to_dict()["conserve"]["on_late"] == on_late  # type: ignore[index]
         assert done.expired_at is not None
         assert done.completed_at is None
         assert done.request_counts is not None

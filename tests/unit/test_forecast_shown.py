@@ -67,6 +67,7 @@ def test_a_deadline_that_will_not_be_kept_is_warned_of_and_strictly_refused(
     done = conserve(*words, "--within", "10m")
     assert done.returncode == 0
     assert "warning: will not make it: 0 % by " in done.stderr
+    assert "push" not in done.stderr
     refused = conserve(*words, "--within", "10m", "--strict")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "will not make it" in refused.stderr
@@ -74,6 +75,14 @@ def test_a_deadline_that_will_not_be_kept_is_warned_of_and_strictly_refused(
     with seen.read() as tx:
         assert len(catalog.ids(tx)) == 2
     assert "may miss its deadline" in conserve("status").stdout
+
+
+def test_a_push_is_said_to_depend_on_the_server(seen: Store, words: list[str]) -> None:
+    queued = conserve(*words, "--within", "90h", "--on-late", "push")
+    again = conserve("deadline", queued.stdout.strip(), "--within", "80h", "--on-late", "push")
+    for said in (queued, again):
+        assert "push: only where a server has --push-slo-scale above 1" in said.stderr
+    assert again.stdout.rstrip().endswith(", push")
 
 
 def test_what_becomes_of_a_late_job_is_chosen_and_changed(seen: Store, words: list[str]) -> None:

@@ -9,9 +9,8 @@ import pytest
 
 from conserve.endpoints.fake import FakeEndpoint, Script
 from conserve.jobs.deadlines.rate import Rates
-from conserve.jobs.deadlines.slack import late_jobs
 from conserve.jobs.harvest.harvester import Harvester
-from conserve.jobs.harvest.turns import RunnableJob, Turns, candidate
+from conserve.jobs.harvest.turns import LOOK_S, Turns, candidate
 from conserve.jobs.requests.submit import submit
 from conserve.jobs.task import Kind, Task
 from conserve.store.books import harvested, queue
@@ -110,19 +109,15 @@ def test_the_store_keeps_how_many_tokens_were_harvested(store: Store, queue_up: 
 
 
 def test_rows_of_a_job_that_would_be_late_push(store: Store, queue_up: QueueUp) -> None:
-    """A minute before the deadline is the margin; all rows together take hours."""
+    """All rows together take hours."""
     note(store, 100 * int(SLOT_S), BEGIN_S - SLOT_S, BEGIN_S)
     near, far = BEGIN_S + 61.0, BEGIN_S + 3e6
     pushed = queue_up("p", 3000, deadline=near, on_late=OnLate.PUSH)
     queue_up("e", 3000, deadline=near)
     queue_up("f", 3000, deadline=far, on_late=OnLate.PUSH)
-    turns = Turns(store, lambda: BEGIN_S)
-    with store.read() as tx:
-        runnable = queue.runnable_jobs(tx, None)
-    turns.ordered(runnable, now=BEGIN_S)
-    assert turns.pushing == {pushed}, "not one that expires without a push, nor one that has time"
-    turns.ordered(runnable, now=near)
-    assert turns.pushing == frozenset(), "its deadline is over"
+    turns = Turns(store, begin)
+    assert pushing_at(store, turns, BEGIN_S) == {pushed}, "not one that expires, nor one that has time"
+    assert pushing_at(store, turns, near) == frozenset(), "its deadline is over"
 
 
 def test_calls_of_a_pushing_job_say_so(store: Store, queue_up: QueueUp) -> None:
@@ -144,14 +139,29 @@ def test_calls_of_a_pushing_job_say_so(store: Store, queue_up: QueueUp) -> None:
     assert ("n", True) not in endpoint.said
 
 
-def test_without_a_known_rate_no_job_pushes() -> None:
-    due = candidate_of(deadline=10.0)
-    assert list(late_jobs([due], now=0.0, tokens_per_s=None)) == []
-    assert list(late_jobs([due], now=0.0, tokens_per_s=1000.0)) == ["a"]
+def test_without_a_known_rate_no_job_pushes(store: Store, queue_up: QueueUp) -> None:
+    queue_up("p", 3000, deadline=BEGIN_S + 61.0, on_late=OnLate.PUSH)
+    assert pushing_at(store, Turns(store, begin), BEGIN_S) == frozenset()
 
 
-def candidate_of(deadline: float | None) -> RunnableJob:
-    return RunnableJob("a", 1, 0, 0, 10, deadline, 100.0)
+def test_a_job_that_will_be_in_time_after_all_pushes_no_more(store: Store, queue_up: QueueUp) -> None:
+    """3,000 rows of 500 tokens: at 400 a second for an hour, at 4,000 for minutes."""
+    note(store, 400 * int(SLOT_S), BEGIN_S - SLOT_S, BEGIN_S)
+    pushed, turns = queue_up("p", 3000, deadline=BEGIN_S + 2000.0, on_late=OnLate.PUSH), Turns(store, begin)
+    assert pushing_at(store, turns, BEGIN_S) == {pushed}
+    note(store, 4000 * 120, BEGIN_S, BEGIN_S + 120.0)
+    assert pushing_at(store, turns, BEGIN_S + LOOK_S - 1.0) == {pushed}, "the forecast is of this minute"
+    assert pushing_at(store, turns, BEGIN_S + LOOK_S) == frozenset()
+
+
+def begin() -> float:
+    return BEGIN_S
+
+
+def pushing_at(store: Store, turns: Turns, now: float) -> frozenset[str]:
+    with store.read() as tx:
+        turns.ordered(queue.runnable_jobs(tx, None), now=now)
+    return turns.pushing
 
 
 def note(store: Store, tokens: int, since: float, now: float) -> None:

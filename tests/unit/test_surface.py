@@ -28,7 +28,7 @@ from tests.installed import needs
 SAID: dict[str, Any] = {
     "policy": "conserve",
     "slo": {"ttft_ms": 1500.0, "tbt_ms": None, "harm": 0.1},
-    "pushing": {"largest_slo_scale": 1.25, "slo_scale": 1.25, "rows": 2},
+    "pushing": {"largest_slo_scale": 1.25, "slo_scale": 1.25, "rows": 2, "tokens": 900},
     "latency_model": {"name": "conserve"},
     "online": {
         "requests": 12,
@@ -183,6 +183,7 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_receipt_pauses_total": 8,
         "conserve_harm_limit": 0.1,
         "conserve_slo_scale": 1.25,
+        "conserve_pushed_tokens_total": 900,
         "conserve_harm_ratio/estimate/ttft/p50": 1.05,
         "conserve_harm_ratio/low/ttft/p50": 0.9,
         "conserve_promised_seconds/ttft/p99": 1.5,
@@ -192,7 +193,7 @@ def test_metrics_are_vllms_with_the_schedulers_counters() -> None:
         "conserve_leave_reaction_seconds/0.99": 0.014,
         **FORMER_NAMES,
     }
-    assert len(COUNTS) == 20
+    assert len(COUNTS) == 21
     assert "# TYPE conserve_iterations_left_total counter" in answer.text
     assert "# TYPE python_info gauge" in answer.text  # from the registry that vLLM shows
     assert client.asked == [None]

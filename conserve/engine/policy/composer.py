@@ -8,7 +8,7 @@ which all take about the same time, are added many at a time.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -30,6 +30,7 @@ class Composer:
         self.admitted: list[str] = []
         self.restored: list[str] = []
         self.evicted: list[str] = []
+        self.pushed: dict[str, int] = {}  # of the tokens, those beyond the usual limit
         self.surcharge_ms = 0.0
         self.limit_ms: float | None = None  # longest iteration allowed; set by `begin_offline`
         self._online_requests: int | None = None  # requests in the batch before the first offline one
@@ -54,6 +55,7 @@ class Composer:
             evicted=self.evicted,
             predicted_ms=self.predicted_ms if self.tokens else 0.0,
             limit_ms=None if self._online_requests == self.batch.requests else self.limit_ms,
+            pushed=self.pushed,
         )
 
     @property
@@ -69,6 +71,16 @@ class Composer:
     def begin_offline(self, limit_ms: float) -> None:
         """Hold the whole iteration within `limit_ms` for every request added from here on."""
         self.limit_ms, self._online_requests = limit_ms, self.batch.requests
+
+    def push(self, before: Mapping[str, int], limit_ms: float) -> None:
+        """Note the tokens since `before` as those beyond the usual limit, and `limit_ms` as theirs."""
+        self.pushed = {
+            name: tokens - before.get(name, 0)
+            for name, tokens in self.tokens.items()
+            if tokens > before.get(name, 0)
+        }
+        if self.pushed:
+            self.limit_ms = limit_ms
 
     def alone_ms(self, candidate: Candidate) -> float:
         """Predicted time of an iteration that computes all tokens of the request and nothing else."""
@@ -123,6 +135,21 @@ class Composer:
         self.tokens_left -= tokens
         self.free_blocks -= self.blocks_for(candidate, tokens)
         self.surcharge_ms += tokens * candidate.surcharge_ms
+
+    def extend(self, candidate: Candidate, limit_ms: float) -> None:
+        """Give a prompt of the batch as many more tokens as `limit_ms` and the free KV blocks allow."""
+        had = self.tokens[candidate.name]
+        self.batch.remove(had, candidate.context, candidate.decode)
+        self.tokens_left += had
+        self.surcharge_ms -= had * candidate.surcharge_ms
+        # A request that waited has the blocks of its whole prompt.
+        kept = self.blocks_for(candidate, candidate.tokens if candidate.name in self.admitted else had)
+        self.free_blocks += kept
+        tokens = max(had, self.token_budget(candidate, limit_ms))
+        if self.blocks_for(candidate, tokens) > max(kept, self.free_blocks):
+            tokens = had
+        self.free_blocks -= max(0, kept - self.blocks_for(candidate, tokens))
+        self.add(candidate, tokens)
 
     def admit(self, candidate: Candidate, tokens: int) -> None:
         """Add a waiting request, and take KV blocks for its whole prompt."""

@@ -5,7 +5,7 @@ from math import inf, sqrt
 
 from conserve.engine.policy.composer import Composer
 from conserve.engine.policy.harm import harm_limit_ms
-from conserve.engine.policy.offline import serve_least, serve_offline
+from conserve.engine.policy.offline import serve_least, serve_offline, serve_pushed
 from conserve.engine.policy.online import OnlineShare, serve_online
 from conserve.engine.policy.plan import Plan
 from conserve.engine.policy.turns import mixed_limit_ms, offline_turn_ms
@@ -35,19 +35,24 @@ class Conserve:
         composer = Composer(view)
         limit_ms = arrival_limit_ms(view)
         if turn_ms := offline_turn_ms(view, limit_ms):
-            serve_offline(composer, list(view.offline), iter(view.waiting_offline), turn_ms)
+            running = list(view.offline)
+            serve_offline(composer, running, iter(view.waiting_offline), turn_ms)
             if composer.tokens:
+                serve_pushed(composer, view, running, turn_ms * view.push_scale)
                 return composer.plan()
             composer = Composer(view)
         share = serve_online(composer, view)
         if share.complete:
-            mixed = bool(composer.tokens)
-            budget_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
-            budget_ms = min(budget_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
+            mixed, prompts = bool(composer.tokens), bool(composer.batch.prefills)  # of online requests
+            time_ms = time_budget_ms(share, view, limit_ms, mixed=mixed)
+            budget_ms = min(time_ms, harm_limit_ms(composer, view) if mixed else harmless_wait_ms(view))
+            pushed_ms = pushed_limit_ms(composer, view, time_ms) if view.pushed and not prompts else 0.0
             running, waiting = share.running_offline, iter(view.waiting_offline)
             first = list(islice(waiting, 1))
             serve_offline(composer, running, chain(first, waiting), budget_ms)
             serve_least(composer, running, first, view.block_tokens)
+            if pushed_ms > 0:
+                serve_pushed(composer, view, running, pushed_ms)
         return composer.plan()
 
 
@@ -58,6 +63,16 @@ def time_budget_ms(share: OnlineShare, view: View, limit_ms: float, *, mixed: bo
     arrive: `limit_ms` (docs/adr/0006, 0012).
     """
     return min(share.limit_ms, mixed_limit_ms(view, limit_ms) if mixed else limit_ms)
+
+
+def pushed_limit_ms(composer: Composer, view: View, time_ms: float) -> float:
+    """Longest iteration that rows which push may fill, in ms: `push_scale` times every limit (docs/adr/0030).
+
+    `composer` has the online requests, and `time_ms` is their time budget.
+    """
+    scale = view.push_scale
+    harm_ms = harm_limit_ms(composer, view, scale) if composer.tokens else scale * harmless_wait_ms(view)
+    return min(scale * time_ms, harm_ms)
 
 
 def arrival_limit_ms(view: View) -> float:

@@ -22,6 +22,11 @@ def _faults(plan: Plan, view: View) -> Iterator[str]:
     limit_ms: object = plan.limit_ms
     if limit_ms is not None and not isinstance(limit_ms, int | float):
         yield f"its limit_ms is {limit_ms!r}"
+    pushed: object = plan.pushed
+    if not isinstance(pushed, Mapping) or any(
+        not isinstance(tokens, int) or tokens > plan.tokens.get(name, 0) for name, tokens in pushed.items()
+    ):
+        yield "it pushes what it does not compute"
     running = {request.name: request for request in (*view.online, *view.offline)}
     waiting = _waiting(view, {*plan.admitted, *plan.restored})
     yield from _faulty_names(plan, view, running, waiting)

@@ -14,8 +14,10 @@ from conserve.profiles.model import LatencyModel
 ROUNDS = 2  # margins of neighbouring lengths differ little
 
 
-def harm_limit_ms(composer: Composer, view: View) -> float:
+def harm_limit_ms(composer: Composer, view: View, scale: float = 1.0) -> float:
     """Longest iteration with offline tokens beside the online requests in the batch, in ms.
+
+    At a `scale` it is so many times as long, and `harm` a share of (1 + harm) * scale - 1.
 
     The offline tokens add at most a share `harm` of the predicted time of the online requests alone. Where a prompt
     is among them they add `PATIENCE` at most: requests queue for prompts, so time added there adds up.
@@ -23,7 +25,7 @@ def harm_limit_ms(composer: Composer, view: View) -> float:
     harm = harm_promised(composer, view)
     if harm is None:
         return inf
-    share = min(harm, PATIENCE) if composer.batch.prefills else harm
+    share = (1 + (min(harm, PATIENCE) if composer.batch.prefills else harm)) * scale - 1
     alone_ms = view.model.predict(composer.batch)
     # The margin is on what is added alone: noise makes the iteration longer with offline tokens and without.
     longest_ms = alone_ms + share * alone_ms / view.model.margin((1 + share) * alone_ms)

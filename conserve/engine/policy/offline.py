@@ -1,12 +1,13 @@
 """Phase 2: offline requests in the harvester's order, until the time is used up (conserve-2026 Algorithm 1)."""
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from conserve.engine.policy.composer import Composer
-from conserve.engine.policy.view import Candidate
+from conserve.engine.policy.view import Candidate, View
 
 MOST_DEFERRED = 32  # waiting requests that are deferred at most: looking at one takes 10 us
+MOST_PUSHED = 32  # waiting requests among which pushed ones are looked for
 GROWTH = 2  # running requests for which one block is kept free, so that the next decode step evicts none
 
 
@@ -55,6 +56,35 @@ def serve_least(
         composer.add(request, tokens)
     elif first and _can_start(composer, first[0]):
         composer.admit(first[0], min(first[0].tokens, prompt_tokens, composer.tokens_left))
+
+
+def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], limit_ms: float) -> None:
+    """Let pushed rows go on up to a longer limit than that at which all rows stopped (docs/adr/0030).
+
+    Nothing is evicted or restored for them, and no other request gets a token more or less.
+    """
+    if not view.pushed:
+        return
+    before = dict(composer.tokens)
+    gone = {*composer.evicted, *composer.restored}
+    mine = [row for row in running if row.name in view.pushed and row.name not in gone]
+    steps = [row for row in mine if row.decode and row.name not in before]
+    prompts = [row for row in mine if not row.decode]
+    waiting = [
+        row
+        for row in islice(view.waiting_offline, MOST_PUSHED)
+        if row.name in view.pushed and row.name not in gone and not row.restorable
+    ]
+    if composer.add_decodes(steps, limit_ms) == len(steps):
+        for row in (*prompts, *waiting):
+            if row.name in before:
+                composer.extend(row, limit_ms)
+        for row in prompts:
+            tokens = 0 if row.name in before else composer.token_budget(row, limit_ms)
+            if tokens and composer.blocks_for(row, tokens) <= composer.free_blocks:
+                composer.add(row, tokens)
+        _admit(composer, (row for row in waiting if row.name not in before), limit_ms, first=False)
+    composer.push(before, limit_ms)
 
 
 def _can_start(composer: Composer, request: Candidate) -> bool:

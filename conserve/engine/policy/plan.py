@@ -1,7 +1,7 @@
 """Plan: the result of a policy. Policy: the protocol that all policies implement."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from conserve.engine.policy.view import View
@@ -19,6 +19,7 @@ class Plan:
     evicted: Sequence[str] = ()  # offline requests whose KV blocks, and slots if they run, are freed before
     predicted_ms: float = 0.0
     limit_ms: float | None = None  # time that offline tokens had to fit into; None if there were none
+    pushed: Mapping[str, int] = field(default_factory=dict)  # of `tokens`, those beyond the usual limit
 
     @property
     def total(self) -> int:

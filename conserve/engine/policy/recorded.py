@@ -25,12 +25,15 @@ VERSION = 1
 VERSION_OF_CLASSES = (
     2  # of views with classes of live traffic, which an earlier ConServe would plan otherwise
 )
+VERSION_OF_PUSHING = 3  # of views with rows that push, for the same reason
 READ_ON = (
     32  # waiting requests that are recorded beyond the free slots: a policy may look at some and defer them
 )
 BLOCKS = ("coming", "computing")
 NUMBERS = [
-    field.name for field in fields(View) if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, "model", "slo")
+    field.name
+    for field in fields(View)
+    if field.name not in (*QUEUES, *BLOCKS, *BY_CLASS, "model", "slo", "pushed")
 ]  # and truth values
 
 
@@ -74,7 +77,7 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
     """
     return msgspec.json.encode(
         {
-            "version": VERSION_OF_CLASSES if view.slos else VERSION,
+            "version": version_of(view),
             "at": at,
             "policy": policy,
             "view": _view(view),
@@ -83,13 +86,20 @@ def line_of(view: View, plan: Plan | None, *, policy: str, at: float) -> bytes:
     )
 
 
+def version_of(view: View) -> int:
+    """The oldest version that plans the view as this one."""
+    if view.pushed:
+        return VERSION_OF_PUSHING
+    return VERSION_OF_CLASSES if view.slos else VERSION
+
+
 def recorded(line: bytes) -> RecordedIteration:
     """Read a line that `line_of` has written; raises ValueError for anything else."""
     try:
         said = msgspec.json.decode(line)
-        if said["version"] not in (VERSION, VERSION_OF_CLASSES):
+        if said["version"] not in range(VERSION, VERSION_OF_PUSHING + 1):
             raise ValueError(
-                f"this ConServe reads recorded views of versions {VERSION} and {VERSION_OF_CLASSES}, "
+                f"this ConServe reads recorded views of versions {VERSION} to {VERSION_OF_PUSHING}, "
                 f"not {said['version']}"
             )
         view, plan = _view_of(said["view"]), _plan_of(said["plan"])
@@ -115,6 +125,7 @@ def _view(view: View) -> dict[str, Any]:
         "slo": _slo(view.slo),
         **(_by_class(view, queues) if view.slos else {}),
         **{name: getattr(view, name) for name in NUMBERS},
+        **({"pushed": _pushed(view, queues)} if view.pushed else {}),
         **{
             name: [(*one[:-1], blocks.runs(one.prefix)) for one in queue]
             for name, queue in zip(QUEUES, (*queues, view.held), strict=True)
@@ -134,6 +145,7 @@ def _view_of(said: Mapping[str, Any]) -> View:
         slos={name: _slo_of(one) for name, one in said.get("slos", {}).items()},
         classes=said.get("classes", {}),
         served=said.get("served", {}),
+        pushed=frozenset(said.get("pushed", ())),
         **{name: said[name] for name in NUMBERS if name in said},
         **queues,
     )
@@ -148,6 +160,11 @@ def _by_class(view: View, queues: Iterable[Iterable[Candidate]]) -> dict[str, An
         },
         "served": dict(view.served),
     }
+
+
+def _pushed(view: View, queues: Iterable[Iterable[Candidate]]) -> list[str]:
+    """The recorded requests that push."""
+    return [one.name for queue in queues for one in queue if one.name in view.pushed]
 
 
 def _slo(slo: Slo) -> dict[str, Any]:
@@ -198,6 +215,7 @@ def _plan(plan: Plan | None) -> dict[str, Any] | None:
         "evicted": plan.evicted,
         "predicted_ms": plan.predicted_ms,
         "limit_ms": _ms(plan.limit_ms),
+        **({"pushed": plan.pushed} if plan.pushed else {}),
     }
 
 
@@ -212,6 +230,7 @@ def _plan_of(said: Mapping[str, Any] | None) -> Plan | None:
         evicted=said["evicted"],
         predicted_ms=said["predicted_ms"],
         limit_ms=None if said["limit_ms"] is None else float(said["limit_ms"]),
+        pushed=said.get("pushed", {}),
     )
 
 

@@ -1,6 +1,6 @@
 """Views of an engine for policies: its requests, its free room, its latency model and the promises to keep."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
 from types import MappingProxyType
@@ -164,6 +164,8 @@ class View:
     budget_ms: float | None = None  # HyGen's latency budget of an iteration
     rows_due: int | None = None  # rows that a fixed rate lets begin now; None without a rate
     utility: float = 0.9  # HyGen's share of rows that are taken for their prefix
+    pushed: Set[str] = frozenset()  # offline requests whose jobs would miss their deadline (docs/adr/0030)
+    push_scale: float = 1.0  # times an iteration's limit that these may fill
 
     def __post_init__(self) -> None:
         """Make tuples of lists, and mappings read-only; lazy queues stay lazy, and no mapping is copied."""

@@ -1,8 +1,7 @@
-"""Rows of jobs that would miss their deadline: while there are any, live requests bear a scale of their SLO."""
+"""Rows of jobs that would miss their deadline: they may fill iterations beyond the usual limit (docs/adr/0030)."""
 
-from dataclasses import dataclass, field, replace
-
-from conserve.engine.policy.view import Slo
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 
 NEVER = 1.0  # scale at which such rows push nothing
 LARGEST_SCALE = 10.0
@@ -10,29 +9,31 @@ LARGEST_SCALE = 10.0
 
 @dataclass(slots=True)
 class Pushing:
-    """Such rows in the engine, and the largest scale of the SLO that they may use."""
+    """Such rows in the engine, the largest scale of an iteration's limit that they may use, and what they used."""
 
     largest_scale: float = NEVER
     rows: set[str] = field(default_factory=set)
+    tokens: int = 0  # computed beyond the usual limit
+
+    @property
+    def urgent(self) -> Set[str]:
+        """Rows that may go beyond the usual limit."""
+        return self.rows if self.largest_scale > NEVER else frozenset()
 
     @property
     def scale(self) -> float:
-        """Scale of the SLO that the next iteration is planned by."""
+        """Scale of the limit up to which they may in the next iteration."""
         return self.largest_scale if self.rows else NEVER
 
-    def bounds(self, slo: Slo) -> Slo:
-        """Bounds on the next iteration at that scale. A harm is a share beyond 1, which is what grows."""
-        if self.scale == NEVER:
-            return slo
-        return replace(
-            slo,
-            ttft_ms=slo.ttft_ms * self.scale,
-            tbt_ms=slo.tbt_ms * self.scale,
-            harm=None if slo.harm is None else (1 + slo.harm) * self.scale - 1,
-            largest_ttft_ms=None if slo.largest_ttft_ms is None else slo.largest_ttft_ms * self.scale,
-            largest_tbt_ms=None if slo.largest_tbt_ms is None else slo.largest_tbt_ms * self.scale,
-        )
+    def computed(self, tokens: Mapping[str, int], *, but: Set[str]) -> None:
+        """Count the tokens of an iteration beyond the usual limit, without those of rows that left it."""
+        self.tokens += sum(count for name, count in tokens.items() if name not in but)
 
     def report(self) -> dict[str, float]:
-        """Scale and rows, for JSON."""
-        return {"largest_slo_scale": self.largest_scale, "slo_scale": self.scale, "rows": len(self.rows)}
+        """Scale, rows and tokens, for JSON."""
+        return {
+            "largest_slo_scale": self.largest_scale,
+            "slo_scale": self.scale,
+            "rows": len(self.rows),
+            "tokens": self.tokens,
+        }

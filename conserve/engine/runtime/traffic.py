@@ -80,8 +80,7 @@ class Traffic:
 
     def bounds_by_class(self) -> dict[str, Slo]:
         """Bounds on an iteration that requests of each class take part in; empty without classes."""
-        bounds = self.pushing.bounds
-        return {name: bounds(one.bounds()) for name, one in self._classes.items()} if self.classified else {}
+        return {name: one.bounds() for name, one in self._classes.items()} if self.classified else {}
 
     def bounds(self, *, now: float) -> Slo:
         """Bounds on the next iteration under which every promise can be kept, whichever class arrives.
@@ -90,9 +89,9 @@ class Traffic:
         default one where all requests have another, holds nothing up.
         """
         if not self.classified:
-            return self.pushing.bounds(self._default.bounds())
+            return self._default.bounds()
         seen = [one for one in self._classes.values() if one.expected(now=now)]
-        harm = self.pushing.bounds(tightest(one.bounds() for one in seen or self._classes.values())).harm
+        harm = tightest(one.bounds() for one in seen or self._classes.values()).harm
         return replace(tightest(self.bounds_by_class().values()), harm=harm)
 
     def ttft_ms(self, live_class: str | None) -> float | None:

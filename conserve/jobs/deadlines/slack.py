@@ -5,13 +5,12 @@ later job may go ahead if it shares the prefix in progress and no job before it 
 time to its deadline is shorter than four times the predicted time of all rows that are due by then.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 SHARE = 0.2  # of the rows, for jobs without a deadline while others have one
 CAUTION = 4.0  # times the predicted time of the rows due by a deadline, below which a job is tight
-PRESSED = 1.25  # times that predicted time, below which a job would miss its deadline
 MARGIN_S = 60.0  # before the deadline: rows in flight end, and results are written
 
 
@@ -52,31 +51,6 @@ def slack_order(
         if deadline - now < CAUTION * due / usable + MARGIN_S:
             return SlackOrder(urgent=urgent, riders=frozenset(urgent[: place + 1]), share=share)
     return SlackOrder(urgent=urgent, riders=frozenset(urgent), others_ride=True, share=share)
-
-
-class DueJob(Protocol):
-    """A job with a deadline, in the order in which rows are claimed."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def deadline(self) -> float | None: ...
-    @property
-    def tokens_left(self) -> float: ...
-
-
-def late_jobs(jobs: Iterable[DueJob], *, now: float, tokens_per_s: float | None) -> Iterator[str]:
-    """Ids of the jobs that would miss their deadline, if rows go in this order at `PRESSED` times the rate's time.
-
-    Without a known rate none is.
-    """
-    before = 0.0
-    for job in jobs:
-        if job.deadline is None or not tokens_per_s:
-            continue
-        before += job.tokens_left
-        if job.deadline - now < PRESSED * before / tokens_per_s + MARGIN_S:
-            yield job.id
 
 
 def is_others_turn(turn: int, share: float) -> bool:

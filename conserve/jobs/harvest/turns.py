@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+from conserve.jobs.deadlines.forecast import QueuedJob, finite, forecasts
 from conserve.jobs.deadlines.rate import Rates
 from conserve.jobs.deadlines.slack import (
     SHARE,
@@ -11,15 +12,15 @@ from conserve.jobs.deadlines.slack import (
     SlackOrder,
     claim_order,
     is_others_turn,
-    late_jobs,
     slack_order,
 )
-from conserve.jobs.deadlines.work import usual_row_tokens, work_of
+from conserve.jobs.deadlines.work import RemainingWork, usual_row_tokens, work_of
 from conserve.store.books import harvested
 from conserve.store.books.states import OnLate
 from conserve.store.database.store import Store
 
-LOOK_S = 60.0  # between two readings of the rate of harvested tokens
+LOOK_S = 60.0  # between two readings of the rate of harvested tokens, and two forecasts
+COURSES = 100  # of a forecast
 
 
 class RunnableJob(NamedTuple):
@@ -31,8 +32,21 @@ class RunnableJob(NamedTuple):
     next_position: int
     num_rows: int
     deadline: float | None
-    tokens_left: float
-    pushes: bool = False  # near its deadline it may take more of what live requests bear
+    work: RemainingWork
+    on_late: OnLate | None = None
+
+    @property
+    def pushes(self) -> bool:
+        """True if it may take more of what live requests bear, should it miss its deadline otherwise."""
+        return self.deadline is not None and self.on_late is OnLate.PUSH
+
+
+class LateJobs(NamedTuple):
+    """Jobs whose 90 % forecast is behind their deadline."""
+
+    asked: frozenset[str]  # jobs that a forecast was made for
+    late: frozenset[str]  # of these
+    until: float  # s since 1970, from when on it is made again
 
 
 class Turns:
@@ -42,9 +56,11 @@ class Turns:
         self._store, self._clock = store, clock
         self._claims: Counter[Hashable] = Counter()  # of each group that shares tokens with others
         self._turn = 0  # number of the newest claim among its group's
+        self._rates = Rates({})
         self._tokens_per_s: float | None = None
         self._look_at = 0.0
-        self.pushing: frozenset[str] = frozenset()  # ids of jobs that do so now
+        self._foreseen: dict[Hashable, LateJobs] = {}  # of each such group
+        self.pushing: frozenset[str] = frozenset()  # ids of jobs of the newest claim whose rows push
 
     def ordered(
         self, runnable: Sequence[Any], *, now: float, group: Hashable | None = None
@@ -54,12 +70,36 @@ class Turns:
         self._turn = self._claims[group]
         usual = usual_row_tokens(runnable)
         found = claim_order([candidate(job, usual, now) for job in runnable], self._turn)
-        if any(job.pushes for job in found):
-            late = set(late_jobs(found, now=now, tokens_per_s=self._rate(now)))
-            self.pushing = frozenset(job.id for job in found if job.pushes and job.id in late)
-        elif group is None:
-            self.pushing = frozenset()
+        self.pushing = self._late(found, now, group)
         return found
+
+    def _late(self, jobs: Sequence[RunnableJob], now: float, group: Hashable | None) -> frozenset[str]:
+        """Ids of the jobs that would miss their deadline without a push, as the 90 % forecast has it."""
+        asked = frozenset(job.id for job in jobs if job.pushes)
+        if not asked:
+            return asked
+        known = self._foreseen.get(group)
+        if known is None or known.asked != asked or not known.until - LOOK_S <= now < known.until:
+            self._rate(now)
+            waiting = [
+                QueuedJob(
+                    id=job.id,
+                    seq=job.seq,
+                    work=job.work,
+                    priority=job.priority,
+                    deadline=job.deadline,
+                    expires=job.on_late is not OnLate.BEST_EFFORT,
+                )
+                for job in jobs
+            ]
+            found = forecasts(waiting, self._rates, now=now, courses=COURSES)
+            late = frozenset(
+                job.id
+                for job in jobs
+                if job.pushes and job.id in found and finite(found[job.id].done_90) > finite(job.deadline)
+            )
+            self._foreseen[group] = known = LateJobs(asked, late, now + LOOK_S)
+        return known.late
 
     def of_this_claim(self, ordered: Sequence[RunnableJob]) -> list[RunnableJob]:
         """Jobs whose rows that came back go now: without deadlines only on the turns kept for them."""
@@ -71,7 +111,7 @@ class Turns:
         if all(job.deadline is None for job in jobs):
             return SlackOrder()
         now = self._clock()
-        demands = [Demand(seq=job.seq, tokens_left=job.tokens_left, deadline=job.deadline) for job in jobs]
+        demands = [Demand(seq=job.seq, tokens_left=job.work.tokens, deadline=job.deadline) for job in jobs]
         return slack_order(demands, now=now, tokens_per_s=self._rate(now))
 
     def _rate(self, now: float) -> float | None:
@@ -79,14 +119,15 @@ class Turns:
         if not self._look_at - LOOK_S <= now < self._look_at:
             self._look_at = now + LOOK_S
             with self._store.read() as tx:
-                self._tokens_per_s = Rates.of(harvested.slots(tx)).mean(now)
+                self._rates = Rates.of(harvested.slots(tx))
+            self._tokens_per_s = self._rates.mean(now)
         return self._tokens_per_s
 
 
 def candidate(job: Any, usual_tokens: float, now: float) -> RunnableJob:
     """A runnable job with its predicted work."""
-    left = work_of(job, job.num_rows - job.succeeded - job.failed, usual_tokens).tokens
+    left = work_of(job, job.num_rows - job.succeeded - job.failed, usual_tokens)
     to_come = job.deadline is not None and job.deadline > now
     deadline = job.deadline if to_come else None
-    pushes = deadline is not None and job.on_late == OnLate.PUSH
-    return RunnableJob(job.id, job.seq, job.priority, job.next_position, job.num_rows, deadline, left, pushes)
+    late = None if job.on_late is None else OnLate(job.on_late)
+    return RunnableJob(job.id, job.seq, job.priority, job.next_position, job.num_rows, deadline, left, late)

@@ -65,6 +65,8 @@ class Picture:
             held=self._held(holding),
             computing=frozenset(chain.from_iterable(map(self._under_way, scheduler.ahead.computing()))),
             batches=scheduler.batches,
+            pushed=self._traffic.pushing.urgent,
+            push_scale=self._traffic.pushing.scale,
             **scheduler.row_terms.of_view(time.monotonic()),
             **self._room(sum(self._is_blocked(request) for request in holding)),
         )

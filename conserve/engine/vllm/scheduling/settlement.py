@@ -22,6 +22,8 @@ def settle(scheduler: Any, iteration: Iteration) -> None:
 
     This comes before vLLM takes the results in, which may free the requests.
     """
+    if iteration.plan is not None and iteration.plan.pushed:
+        scheduler._traffic.pushing.computed(iteration.plan.pushed, but=iteration.left)
     if not iteration.registers_late:
         scheduler.arrival_monitor.computed(iteration.tokens)
         return

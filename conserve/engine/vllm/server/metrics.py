@@ -37,6 +37,11 @@ COUNTS = (
     Count("conserve_online_requests", "Live requests that got a token.", ONLINE_REQUESTS),
     Count("conserve_offline_tokens", "Tokens computed for offline requests.", ("offline", "tokens")),
     Count(
+        "conserve_pushed_tokens",
+        "Tokens computed beyond the usual limit for jobs that would miss their deadline.",
+        ("pushing", "tokens"),
+    ),
+    Count(
         "conserve_receipt_pauses",
         "Pauses of offline work in which live latencies were measured.",
         ("harm", "pauses"),
@@ -149,7 +154,7 @@ class Report(NamedTuple):
             )
         scale = at(self.said, ("pushing", "slo_scale"))
         if scale is not None:
-            says = "Scale of the promises that iterations are planned by."
+            says = "Scale of the promises up to which rows may push."
             yield GaugeMetricFamily("conserve_slo_scale", says, scale)
         yield from self._harm()
         yield from self._reactions("conserve_leave_reaction_seconds", REACTION)

@@ -1,0 +1,103 @@
+"""Rows that push: what they may fill, what is counted, and what the operator is told."""
+
+import pytest
+
+from conserve.cli import serve_notices, server_status
+from conserve.engine.policy.conserve import Conserve
+from conserve.engine.policy.faults import fault_of
+from conserve.engine.policy.plan import Plan
+from conserve.engine.policy.recorded import VERSION, VERSION_OF_PUSHING, line_of, recorded, version_of
+from conserve.engine.policy.view import Candidate, Slo
+from conserve.engine.runtime.pushing import Pushing
+from tests.policy_views import decodes, view_of
+
+TBT = Slo(tbt_ms=100.0)  # 90 tokens of 1 ms each beside the constant 10 ms
+LIVE = decodes(1, "live")
+
+
+def test_a_prompt_cut_at_the_usual_limit_goes_on() -> None:
+    rows = [Candidate("other", 50, 0), Candidate("urgent", 500, 0), Candidate("later", 500, 0)]
+    view = view_of(online=LIVE, offline=rows, slo=TBT, pushed={"urgent"}, push_scale=1.5)
+    plan = Conserve().plan(view)
+    assert plan.tokens == {"live0": 1, "other": 50, "urgent": 39 + 50}
+    assert (plan.pushed, plan.predicted_ms, plan.limit_ms) == ({"urgent": 50}, 150.0, 150.0)
+
+
+def test_an_urgent_row_passes_one_that_waits_for_the_usual_limit() -> None:
+    waiting = [Candidate("other", 500, 0), Candidate("urgent", 20, 0)]
+    view = view_of(online=LIVE, waiting_offline=waiting, slo=TBT, pushed={"urgent"}, push_scale=1.5)
+    plan = Conserve().plan(view)
+    assert plan.tokens == {"live0": 1, "other": 89, "urgent": 20}
+    assert list(plan.admitted) == ["other", "urgent"]
+
+
+@pytest.mark.parametrize(("blocks", "tokens"), [(6, 89), (7, 104)])
+def test_a_prompt_goes_on_as_far_as_kv_blocks_are_free(blocks: int, tokens: int) -> None:
+    rows = [Candidate("urgent", 104, 0)]
+    view = view_of(online=LIVE, offline=rows, slo=TBT, free_blocks=blocks, pushed={"urgent"}, push_scale=1.5)
+    assert Conserve().plan(view).tokens["urgent"] == tokens
+
+
+def test_an_iteration_of_a_live_prompt_is_as_long_as_ever() -> None:
+    prompt = Candidate("prompt", 20, 0)
+    view = view_of(
+        online=[*LIVE, prompt],
+        offline=[Candidate("urgent", 500, 0)],
+        slo=TBT,
+        pushed={"urgent"},
+        push_scale=3.0,
+    )
+    plan = Conserve().plan(view)
+    assert (plan.predicted_ms, plan.pushed) == (100.0, {})
+
+
+def test_rows_that_left_the_iteration_are_not_counted() -> None:
+    pushing = Pushing(largest_scale=1.5, rows={"a", "b"})
+    pushing.computed({"a": 30, "b": 12}, but=frozenset({"a"}))
+    assert pushing.report() == {"largest_slo_scale": 1.5, "slo_scale": 1.5, "rows": 2, "tokens": 12}
+
+
+def test_at_a_scale_of_one_no_row_is_urgent() -> None:
+    assert Pushing(rows={"a"}).urgent == frozenset()
+
+
+def test_a_view_with_a_push_is_recorded_as_an_earlier_version_could_not_plan_it() -> None:
+    view = view_of(online=LIVE, offline=[Candidate("urgent", 500, 0)], slo=TBT, push_scale=1.5)
+    pushed = view_of(
+        online=LIVE, offline=[Candidate("urgent", 500, 0)], slo=TBT, pushed={"urgent", "gone"}, push_scale=1.5
+    )
+    assert (version_of(view), version_of(pushed)) == (VERSION, VERSION_OF_PUSHING)
+    plan = Conserve().plan(pushed)
+    again = recorded(line_of(pushed, plan, policy="conserve", at=0.0))
+    assert again.plan == plan == Conserve().plan(again.view)
+    assert again.view.pushed == {"urgent"}
+
+
+def test_status_says_what_was_pushed() -> None:
+    said = {"largest_slo_scale": 1.5, "slo_scale": 1.0, "rows": 0, "tokens": 4100}
+    (line,) = server_status.pushed(said)
+    assert line == "  push     0 rows up to x1.5 of what is promised, 4,100 tokens beyond it since the start"
+    assert server_status.pushed({**said, "largest_slo_scale": 1.0}) == []
+    assert server_status.pushed(None) == [], "an older server"
+
+
+@pytest.mark.parametrize(
+    ("scale", "policy", "says"),
+    [
+        (1.5, "conserve", "fill iterations up to x1.5"),
+        (1.0, "conserve", "push nothing"),
+        (1.5, "priority", "push nothing"),
+    ],
+)
+def test_serve_says_what_a_push_may_do(scale: float, policy: str, says: str) -> None:
+    (sentence,) = serve_notices.pushed({"policy": policy, "push_slo_scale": scale})
+    assert says in sentence
+    assert serve_notices.pushed({"policy": policy}) == []
+
+
+def test_a_plan_that_pushes_more_than_it_computes_is_at_fault() -> None:
+    view = view_of(offline=[Candidate("row", 5, 0)])
+    plan = Conserve().plan(view)
+    wrong = Plan(tokens=plan.tokens, batch=plan.batch, predicted_ms=plan.predicted_ms, pushed={"row": 6})
+    assert fault_of(plan, view) is None
+    assert fault_of(wrong, view) == "it pushes what it does not compute"
