@@ -43,11 +43,13 @@ def survey(items: Sequence[pytest.Item], *, examples: int) -> Survey:
             kept.parent.mkdir(parents=True, exist_ok=True)
             pid = os.fork()
             if not pid:
-                silence()
-                result = _run(tests)
-                files = sorted({file for tested in result.values() for file in tested.lines})
-                kept.write_bytes(pickle.dumps((files, _digest(map(Path, files)), result)))
-                os._exit(0)
+                try:
+                    silence()
+                    result = _run(tests)
+                    files = sorted({file for tested in result.values() for file in tested.lines})
+                    kept.write_bytes(pickle.dumps((files, _digest(map(Path, files)), result)))
+                finally:
+                    os._exit(0)  # a child that failed has left no file
             os.waitpid(pid, 0)
             known = _known(kept)
         if known is None:
