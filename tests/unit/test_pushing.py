@@ -57,8 +57,12 @@ def test_rows_that_left_the_iteration_are_not_counted() -> None:
     assert pushing.report() == {"largest_slo_scale": 1.5, "slo_scale": 1.5, "rows": 2, "tokens": 12}
 
 
-def test_at_a_scale_of_one_no_row_is_urgent() -> None:
+def test_rows_push_where_a_scale_is_stated_and_the_scale_ends_with_them() -> None:
     assert Pushing(rows={"a"}).urgent == frozenset()
+    pushing = Pushing(largest_scale=1.5, rows={"a"})
+    assert (pushing.urgent, pushing.scale) == ({"a"}, 1.5)
+    pushing.rows.clear()
+    assert pushing.scale == 1.0
 
 
 def test_a_view_with_a_push_is_recorded_as_an_earlier_version_could_not_plan_it() -> None:
