@@ -31,6 +31,28 @@ def test_an_urgent_row_passes_one_that_waits_for_the_usual_limit() -> None:
     assert list(plan.admitted) == ["other", "urgent"]
 
 
+@pytest.mark.parametrize(("blocks", "pushed"), [(9, {}), (10, {"urgent": 50})])
+def test_an_urgent_prompt_behind_one_that_was_cut_goes_on(blocks: int, pushed: dict[str, int]) -> None:
+    rows = [Candidate("other", 500, 0), Candidate("urgent", 500, 0)]
+    view = view_of(online=LIVE, offline=rows, slo=TBT, free_blocks=blocks, pushed={"urgent"}, push_scale=1.5)
+    plan = Conserve().plan(view)
+    assert (plan.tokens["other"], plan.pushed) == (89, pushed)
+
+
+@pytest.mark.parametrize("room", [{}, {"free_blocks": 9, "reserved_blocks": 2}, {"free_slots": 0}])
+def test_an_urgent_row_begins_where_there_is_room_beside_what_arrivals_will_want(
+    room: dict[str, int],
+) -> None:
+    view = view_of(
+        **{"online": LIVE, "offline": [Candidate("other", 500, 0)], "slo": TBT, **room},
+        waiting_offline=[Candidate("urgent", 20, 0)],
+        pushed={"urgent"},
+        push_scale=1.5,
+    )
+    plan = Conserve().plan(view)
+    assert list(plan.admitted) == ([] if room else ["urgent"])
+
+
 @pytest.mark.parametrize(("blocks", "tokens"), [(6, 89), (7, 104)])
 def test_a_prompt_goes_on_as_far_as_kv_blocks_are_free(blocks: int, tokens: int) -> None:
     rows = [Candidate("urgent", 104, 0)]
