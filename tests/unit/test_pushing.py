@@ -31,6 +31,28 @@ def test_an_urgent_row_passes_one_that_waits_for_the_usual_limit() -> None:
     assert list(plan.admitted) == ["other", "urgent"]
 
 
+@pytest.mark.parametrize(("blocks", "pushed"), [(9, {}), (10, {"urgent": 50})])
+def test_an_urgent_prompt_behind_one_that_was_cut_goes_on(blocks: int, pushed: dict[str, int]) -> None:
+    rows = [Candidate("other", 500, 0), Candidate("urgent", 500, 0)]
+    view = view_of(online=LIVE, offline=rows, slo=TBT, free_blocks=blocks, pushed={"urgent"}, push_scale=1.5)
+    plan = Conserve().plan(view)
+    assert (plan.tokens["other"], plan.pushed) == (89, pushed)
+
+
+@pytest.mark.parametrize("room", [{}, {"free_blocks": 9, "reserved_blocks": 2}, {"free_slots": 0}])
+def test_an_urgent_row_begins_where_there_is_room_beside_what_arrivals_will_want(
+    room: dict[str, int],
+) -> None:
+    view = view_of(
+        **{"online": LIVE, "offline": [Candidate("other", 500, 0)], "slo": TBT, **room},
+        waiting_offline=[Candidate("urgent", 20, 0)],
+        pushed={"urgent"},
+        push_scale=1.5,
+    )
+    plan = Conserve().plan(view)
+    assert list(plan.admitted) == ([] if room else ["urgent"])
+
+
 @pytest.mark.parametrize(("blocks", "tokens"), [(6, 89), (7, 104)])
 def test_a_prompt_goes_on_as_far_as_kv_blocks_are_free(blocks: int, tokens: int) -> None:
     rows = [Candidate("urgent", 104, 0)]
@@ -57,8 +79,12 @@ def test_rows_that_left_the_iteration_are_not_counted() -> None:
     assert pushing.report() == {"largest_slo_scale": 1.5, "slo_scale": 1.5, "rows": 2, "tokens": 12}
 
 
-def test_at_a_scale_of_one_no_row_is_urgent() -> None:
+def test_rows_push_where_a_scale_is_stated_and_the_scale_ends_with_them() -> None:
     assert Pushing(rows={"a"}).urgent == frozenset()
+    pushing = Pushing(largest_scale=1.5, rows={"a"})
+    assert (pushing.urgent, pushing.scale) == ({"a"}, 1.5)
+    pushing.rows.clear()
+    assert pushing.scale == 1.0
 
 
 def test_a_view_with_a_push_is_recorded_as_an_earlier_version_could_not_plan_it() -> None:

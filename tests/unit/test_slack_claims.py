@@ -154,6 +154,36 @@ def test_a_job_that_will_be_in_time_after_all_pushes_no_more(store: Store, queue
     assert pushing_at(store, turns, BEGIN_S + LOOK_S) == frozenset()
 
 
+@pytest.mark.parametrize(
+    ("other", "pushes"),
+    [
+        ({"deadline": BEGIN_S + 500.0, "on_late": OnLate.BEST_EFFORT}, True),
+        ({"deadline": BEGIN_S + 50.0}, False),
+        ({"deadline": BEGIN_S + 5000.0}, False),
+        ({}, False),
+        ({"priority": 1}, True),
+    ],
+)
+def test_a_job_pushes_if_the_rows_before_it_make_it_late(
+    store: Store, queue_up: QueueUp, other: dict[str, Any], pushes: bool
+) -> None:
+    """Its own 100 rows take two minutes of 20, the other's 3,000 an hour; at its deadline that one may leave."""
+    note(store, 400 * int(SLOT_S), BEGIN_S - SLOT_S, BEGIN_S)
+    queue_up("o", 3000, **other)
+    mine = queue_up("p", 100, deadline=BEGIN_S + 1200.0, on_late=OnLate.PUSH)
+    assert pushing_at(store, Turns(store, begin), BEGIN_S) == ({mine} if pushes else frozenset())
+
+
+def test_a_job_that_comes_meanwhile_pushes_at_once(store: Store, queue_up: QueueUp) -> None:
+    note(store, 400 * int(SLOT_S), BEGIN_S - SLOT_S, BEGIN_S)
+    turns = Turns(store, begin)
+    late = {"deadline": BEGIN_S + 1000.0, "on_late": OnLate.PUSH}
+    first = queue_up("p", 3000, **late)
+    assert pushing_at(store, turns, BEGIN_S) == {first}
+    second = queue_up("q", 3000, **late)
+    assert pushing_at(store, turns, BEGIN_S + 1.0) == {first, second}
+
+
 def begin() -> float:
     return BEGIN_S
 

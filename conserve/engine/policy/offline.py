@@ -75,15 +75,15 @@ def serve_pushed(composer: Composer, view: View, running: Sequence[Candidate], l
         for row in islice(view.waiting_offline, MOST_PUSHED)
         if row.name in view.pushed and row.name not in gone and not row.restorable
     ]
-    if composer.add_decodes(steps, limit_ms) == len(steps):
-        for row in (*prompts, *waiting):
-            if row.name in before:
-                composer.extend(row, limit_ms)
-        for row in prompts:
-            tokens = 0 if row.name in before else composer.token_budget(row, limit_ms)
-            if tokens and composer.blocks_for(row, tokens) <= composer.free_blocks:
-                composer.add(row, tokens)
-        _admit(composer, (row for row in waiting if row.name not in before), limit_ms, first=False)
+    composer.add_decodes(steps, limit_ms)
+    for row in (*prompts, *waiting):
+        if row.name in before:
+            composer.extend(row, limit_ms)
+    for row in prompts:
+        tokens = 0 if row.name in before else composer.token_budget(row, limit_ms)
+        if tokens and composer.blocks_for(row, tokens) <= composer.free_blocks:
+            composer.add(row, tokens)
+    _admit(composer, (row for row in waiting if row.name not in before), limit_ms, first=False)
     composer.push(before, limit_ms)
 
 

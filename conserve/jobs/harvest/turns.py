@@ -46,7 +46,7 @@ class LateJobs(NamedTuple):
 
     asked: frozenset[str]  # jobs that a forecast was made for
     late: frozenset[str]  # of these
-    until: float  # s since 1970, from when on it is made again
+    rates: Rates  # that it follows from
 
 
 class Turns:
@@ -78,9 +78,9 @@ class Turns:
         asked = frozenset(job.id for job in jobs if job.pushes)
         if not asked:
             return asked
+        self._rate(now)
         known = self._foreseen.get(group)
-        if known is None or known.asked != asked or not known.until - LOOK_S <= now < known.until:
-            self._rate(now)
+        if known is None or known.asked != asked or known.rates is not self._rates:
             waiting = [
                 QueuedJob(
                     id=job.id,
@@ -98,7 +98,7 @@ class Turns:
                 for job in jobs
                 if job.pushes and job.id in found and finite(found[job.id].done_90) > finite(job.deadline)
             )
-            self._foreseen[group] = known = LateJobs(asked, late, now + LOOK_S)
+            self._foreseen[group] = known = LateJobs(asked, late, self._rates)
         return known.late
 
     def of_this_claim(self, ordered: Sequence[RunnableJob]) -> list[RunnableJob]:
