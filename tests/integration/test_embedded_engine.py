@@ -61,13 +61,27 @@ class Engine:
 
     def tokens(self, body: Mapping[str, Any], **call: Any) -> tuple[Completion, list[int]]:
         """The completion, and the ids of its tokens."""
+        return self.run(self._tokens(self.call(body, **call)))
+
+    def resumed(
+        self, body: Mapping[str, Any], beginnings: Sequence[Sequence[int]], **call: Any
+    ) -> list[tuple[Completion, list[int]]]:
+        """The same from each of these saved beginnings, all at once."""
+
+        async def together() -> list[tuple[Completion, list[int]]]:
+            calls = [self.call(body, resume_from=saved, **call) for saved in beginnings]
+            return await asyncio.gather(*map(self._tokens, calls))
+
+        return self.run(together())
+
+    async def _tokens(self, call: Call) -> tuple[Completion, list[int]]:
         seen: list[int] = []
 
         def keep(tokens: Sequence[int]) -> None:
             assert list(tokens[: len(seen)]) == seen, "tokens reported earlier never change"
             seen[:] = tokens
 
-        return self.complete(body, keep, **call), seen
+        return await self.endpoint.complete(call, keep), seen
 
     def close(self) -> None:
         self.run(self.endpoint.close())
@@ -108,6 +122,11 @@ def engine_cores() -> list[psutil.Process]:
     return [child for child in children if "EngineCore" in cmdline(child)]
 
 
+def cuts(tokens: Sequence[int]) -> list[Sequence[int]]:
+    """Every beginning, the whole among them."""
+    return [tokens[:cut] for cut in range(1, len(tokens) + 1)]
+
+
 def facts(completion: Completion) -> tuple[str, str, int, int]:
     """Parts that a resumed answer shares with the uninterrupted one."""
     (choice,) = completion.choices
@@ -145,8 +164,7 @@ class TestResuming:
     def test_every_cut_ends_as_if_uninterrupted(self, tiny: Engine) -> None:
         whole, tokens = tiny.tokens(GREEDY)
         assert len(set(tokens)) > 12, "a model that repeats itself would prove nothing"
-        for cut in range(1, len(tokens) + 1):
-            resumed, again = tiny.tokens(GREEDY, resume_from=tokens[:cut])
+        for cut, (resumed, again) in enumerate(tiny.resumed(GREEDY, cuts(tokens)), start=1):
             assert facts(resumed) == facts(whole), cut
             assert again in ([], tokens), cut  # none where the saved tokens were the whole answer
 
@@ -159,8 +177,8 @@ class TestResuming:
             whole = tiny.complete(body)
             assert whole.choices[0].finish_reason == "stop"
             assert whole.choices[0].text.endswith(stop) == included
-            for cut in range(1, len(tokens) + 1):  # cuts after the stop string, too
-                assert facts(tiny.complete(body, resume_from=tokens[:cut])) == facts(whole), cut
+            for cut, (resumed, _) in enumerate(tiny.resumed(body, cuts(tokens)), start=1):
+                assert facts(resumed) == facts(whole), cut  # cuts after the stop string, too
 
     def test_characters_of_several_tokens_survive_the_cut(self, tiny: Engine) -> None:
         prompt = "Repeat: 🦙🧊 日本語"
@@ -170,8 +188,8 @@ class TestResuming:
         body |= {"logit_bias": bias}  # nothing but fragments of characters
         whole, tokens = tiny.tokens(body, url=Url.COMPLETIONS)
         assert set(tokens) <= set(emoji)
-        for cut in range(1, len(tokens)):
-            assert facts(tiny.complete(body, url=Url.COMPLETIONS, resume_from=tokens[:cut])) == facts(whole)
+        for cut, (resumed, _) in enumerate(tiny.resumed(body, cuts(tokens), url=Url.COMPLETIONS), start=1):
+            assert facts(resumed) == facts(whole), cut
         answer = {**body, "max_tokens": len(emoji)}
         assert tiny.complete(answer, url=Url.COMPLETIONS, resume_from=emoji).choices[0].text == "🦙🧊🪐"
 
@@ -184,15 +202,17 @@ class TestResuming:
             body = {**GREEDY, "stop_token_ids": [last], "min_tokens": minimum}
             whole, stopped = tiny.tokens(body)
             assert whole.choices[0].finish_reason == ("length" if minimum else "stop")
-            for cut in range(1, len(stopped) + 1):
-                assert facts(tiny.complete(body, resume_from=stopped[:cut])) == facts(whole), (minimum, cut)
+            for cut, (resumed, _) in enumerate(tiny.resumed(body, cuts(stopped)), start=1):
+                assert facts(resumed) == facts(whole), (minimum, cut)
 
     def test_an_answer_to_the_end_of_the_context_resumes(self, tiny: Engine) -> None:
-        body = {"messages": FRANCE, "temperature": 0, "ignore_eos": True}
+        asked = [{"role": "user", "content": "river " * 420}]
+        body = {"messages": asked, "temperature": 0, "ignore_eos": True}
         whole, tokens = tiny.tokens(body)
         assert whole.prompt_tokens + whole.completion_tokens == 512
-        for cut in (1, 100, len(tokens) - 1, len(tokens)):
-            assert facts(tiny.complete(body, resume_from=tokens[:cut])) == facts(whole), cut
+        assert len(tokens) > 40
+        for cut, (resumed, _) in enumerate(tiny.resumed(body, cuts(tokens)), start=1):
+            assert facts(resumed) == facts(whole), cut
 
     def test_a_program_answers_a_job_on_it(self, tiny: Engine) -> None:
         alone = tiny.complete(GREEDY).choices[0].text
@@ -212,6 +232,12 @@ class TestResuming:
         assert first["text"] == alone
         assert other["text"] not in ("", alone)
         assert first["engine"] == tiny.endpoint.identity
+
+    def test_both_processes_are_forked_and_the_worker_computes_on_its_cores(self, tiny: Engine) -> None:
+        core, worker = engine_processes()
+        assert core.ppid() == worker.ppid() == fork_server.pythons_server()._forkserver_pid
+        first, *_ = sorted(os.sched_getaffinity(0))
+        assert frozenset({first}) in threads(worker)
 
     def test_the_start_told_its_steps_and_ended_them(self, tiny: Engine) -> None:
         assert told(engine_log().tail()) == "preparing the model"
@@ -300,6 +326,9 @@ class TestAnswers:
         text = demo.complete(body, url=Url.COMPLETIONS).choices[0]
         assert text.logprobs is not None
         assert "".join(text.logprobs["tokens"]) == text.text
+        _, worker = engine_processes()
+        compiled = [one.path for one in worker.memory_maps() if "inductor" in one.path]
+        assert not compiled, "a compiler held all requests up"
 
     def test_n_answers_come_in_order(self, demo: Engine) -> None:
         completion = demo.complete({**GREEDY, "temperature": 1, "n": 2, "max_tokens": 4, "ignore_eos": True})
@@ -418,50 +447,42 @@ def test_cancelling_the_start_leaves_no_process(
     assert processes_left() == []
 
 
+@pytest.mark.full
 class TestForked:
-    """Core and worker are forked off one process that has imported vLLM."""
+    """Core and worker that are forked off one process that has imported vLLM are like those that are spawned."""
 
-    def run(self, model: Path, folder: Path) -> tuple[list[psutil.Process], list[Counter[Cores]], str]:
-        """Start an engine; the ids of its processes' parents, which cores their threads are bound to, and text."""
+    def run(self, model: Path, folder: Path) -> tuple[Counter[Cores], str]:
+        """Start an engine; which cores the threads of its worker are bound to, and text."""
 
         async def run() -> Any:
             endpoint = EmbeddedEndpoint(str(model), cache_dir=folder)
             await endpoint.start()
-            processes = [child for child in psutil.Process().children(recursive=True) if is_engines(child)]
-            bound = [threads(process) for process in processes]
-            parents = [process.parent() for process in processes]
+            _, worker = engine_processes()
+            bound = threads(worker)
             body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
             completion = await endpoint.complete(Call(key="row", url=Url.COMPLETIONS, body=body))
             await endpoint.close()
-            return parents, bound, completion.choices[0].text
+            return bound, completion.choices[0].text
 
         return asyncio.run(run())
 
-    def test_both_are_forked_and_the_worker_computes_on_its_cores(
-        self, tiny_llama: Path, tmp_path: Path
-    ) -> None:
-        parents, (_, worker), _ = self.run(tiny_llama, tmp_path)
-        assert len({parent.pid for parent in parents}) == 1
-        assert parents[0].pid == fork_server.pythons_server()._forkserver_pid
-        first, *_ = sorted(os.sched_getaffinity(0))
-        assert frozenset({first}) in worker
-
-    @pytest.mark.full
     def test_threads_and_answers_are_as_if_spawned(
         self, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        _, (_, forked), answer = self.run(tiny_llama, tmp_path)
+        forked, answer = self.run(tiny_llama, tmp_path)
         fork_server.SERVER.stop()
         monkeypatch.setenv(fork_server.SWITCH, fork_server.OFF)
-        _, (_, spawned), same = self.run(tiny_llama, tmp_path)
+        spawned, same = self.run(tiny_llama, tmp_path)
         assert {cores for cores in spawned if len(cores) == 1} == {
             cores for cores in forked if len(cores) == 1
         }
         assert answer == same
 
 
-def is_engines(process: psutil.Process) -> bool:
-    return any(name in cmdline(process) for name in ("EngineCore", "Worker"))
+def engine_processes() -> list[psutil.Process]:
+    """Core and worker."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if any(name in cmdline(child) for name in ("EngineCore", "Worker"))]
 
 
 def threads(process: psutil.Process) -> Counter[Cores]:
