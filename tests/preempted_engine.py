@@ -286,7 +286,7 @@ class PreemptedEngine:
         self.orders.follow(None)
         answers: dict[str, Answer] = {}
         for ask in asked:
-            what = (*ask.prompt, pickle.dumps(ask.params), ask.offline)
+            what = (*ask.prompt, pickle.dumps(ask.params), ask.offline, ask.adapter)
             if what not in self._undisturbed:
                 self.forget()
                 self.add(ask)
