@@ -33,6 +33,7 @@ INTERNALS: dict[Part, dict[str, str]] = {
         "vllm.platforms.current_platform.supported_dtypes": "the formats there are",
         "vllm.platforms.current_platform.{import_kernels,is_cpu,is_cuda,get_device_name}": "a trial of the library",
         "vllm.utils.cpu_resource_utils.get_memory_node_info": "free memory as the CPU worker will see it",
+        "vllm.v1.sample.sampler": "logprobs on a CPU wait for no compiler",
         "AsyncLLM": "the engine: generate, errored, renderer, configuration, shutdown",
         "AsyncLLM.{generate,errored,renderer,vllm_config,shutdown,from_vllm_config}": "the same",
         "OutputProcessor.propagate_error": "ends the calls in flight on close",

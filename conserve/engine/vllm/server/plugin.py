@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import importlib
 import inspect
 import logging
 import multiprocessing
@@ -74,17 +72,15 @@ def fits() -> bool:
 def count_uncompiled() -> None:
     """Have a CPU's worker count the tokens likelier than a sample as the function is written.
 
-    vLLM compiles it at the first request with logprobs, for which all requests would wait ten seconds. A vLLM without
-    the function needs no mend, so the self-test does not look for it.
+    vLLM compiles it at the first request with logprobs, for which all requests would wait ten seconds. A vLLM
+    without the function needs no mend, so the self-test does not look for it.
     """
     from vllm.platforms import current_platform
+    from vllm.v1.sample import sampler
 
-    if not current_platform.is_cpu():
-        return
-    with contextlib.suppress(ImportError):
-        sampler = importlib.import_module("vllm.v1.sample.sampler")
-        if (counting := getattr(sampler, COUNTING, None)) is not None:
-            setattr(sampler, COUNTING, inspect.unwrap(counting))
+    counting = getattr(sampler, COUNTING, None)
+    if counting is not None and current_platform.is_cpu():
+        setattr(sampler, COUNTING, inspect.unwrap(counting))
 
 
 def hook_engine_core() -> None:
